@@ -22,8 +22,8 @@ import torch
 from full_size import SHAPES, make_model  # the script beside this one
 
 import fastspec
-from fastspec.cascade.features import NAMES
 from fastspec.cascade.predictor import Predictor
+from fastspec.cascade.records import NAMES
 from fastspec.programs.bench.device import device_name, versions
 from fastspec.programs.bench.report import quantiles
 

@@ -32,7 +32,7 @@ from full_size import SHAPES, config_of, head_config
 from torch import Tensor, nn
 
 from fastspec.config import TreeShape
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.tree import Verdict

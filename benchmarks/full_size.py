@@ -29,9 +29,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import fastspec
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.assistants.speculative import read_parameters
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.compat import delta_shape, layer_shapes, recurrent_layers
-from fastspec.patches.hf.spans import layer_spans
+from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
 

@@ -26,16 +26,15 @@ from fastspec.generation.tree import TokenTree
 from fastspec.kernels.attention import layout as tree_layout
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.attention import tree as tree_attention
-from fastspec.kernels.cache import kv_block_copy
+from fastspec.kernels.cache import commit
 from fastspec.kernels.cache import reference as cache_reference
-from fastspec.kernels.drafting import head_input, topk_expand, tree_build
+from fastspec.kernels.drafting import inputs as head_input
 from fastspec.kernels.drafting import reference as drafting_reference
+from fastspec.kernels.drafting import topk_expand, tree_build
+from fastspec.kernels.layer import norms, rope_cache
 from fastspec.kernels.layer import reference as layer_reference
-from fastspec.kernels.layer import rms_norm, rope_cache
-from fastspec.kernels.linear import experts, swiglu
-from fastspec.kernels.linear import parts as linear_parts
+from fastspec.kernels.linear import experts, linear, swiglu
 from fastspec.kernels.linear import reference as linear_reference
-from fastspec.kernels.recurrent import commit as delta_commit
 from fastspec.kernels.recurrent import conv, delta
 from fastspec.kernels.recurrent import reference as recurrent_reference
 from fastspec.kernels.verification import posterior_eval
@@ -154,7 +153,7 @@ def flex_way(visible: Tensor, scale: float) -> Callable[..., Any]:
 
 def norm(rows: int, hidden: int) -> Case:
     weight = random(hidden)
-    ways = both(lambda op, x, y: op(x, weight, 1e-5, y), layer_reference.rms_norm, rms_norm.rms_norm)
+    ways = both(lambda op, x, y: op(x, weight, 1e-5, y), layer_reference.rms_norm, norms.rms_norm)
     return Case(
         "rms_norm", f"{rows} x {hidden}, with a residual", randoms(*[(rows, hidden)] * 2), ways, 8 * rows * hidden
     )
@@ -178,7 +177,7 @@ def rotation(model: str, nodes: int) -> Case:
 def copied() -> Case:
     path = torch.tensor([[100, 103, 110, 120, 130, 140, 150, 151, 152]], device=DEVICE)
     steps = torch.arange(100, 109, device=DEVICE)[None]
-    reference, ours = cache_reference.kv_block_copy, kv_block_copy.kv_block_copy
+    reference, ours = cache_reference.kv_block_copy, commit.kv_block_copy
     ways = both(lambda op, k, v: op(k, v, path, steps), reference, ours)
     make = randoms(*[(32, 1, 8, 256, 128)] * 2)
     return Case("kv_block_copy", "8B, 32 layers, 9 slots", make, ways, 2 * 2 * 2 * 32 * 8 * 8 * 128)
@@ -247,8 +246,8 @@ def product_and_norm(rows: int, depth: int, width: int) -> Case:
 
     ways = {
         "reference": partial(way, linear_reference.linear, layer_reference.rms_norm),
-        "cuBLAS, then fastspec": partial(way, linear_reference.linear, rms_norm.rms_norm),
-        "fastspec": partial(way, linear_parts.linear_parts, rms_norm.rms_norm),
+        "cuBLAS, then fastspec": partial(way, linear_reference.linear, norms.rms_norm),
+        "fastspec": partial(way, linear.linear_parts, norms.rms_norm),
     }
     make = lambda: (random(rows, depth), random(width, depth, scale=depth**-0.5), random(rows, width))  # noqa: E731
     return Case("linear_parts, then rms_norm", f"{rows} x {depth} to {width}", make, ways, 2 * depth * width)
@@ -330,7 +329,7 @@ def recurrent_cases(
             updates = random(*all_nodes, heads, value_size, dtype=fp32)
             return state_of(layers, rows), random(layers, rows, width, channels), *read, updates, gates
 
-        ways = both(lambda op, *given: op(*given, *verdict), reference.delta_commit, delta_commit.delta_commit)
+        ways = both(lambda op, *given: op(*given, *verdict), reference.delta_commit, conv.delta_commit)
         moved = layers * rows * (2 * state_bytes + steps * (2 * channels + 4 * heads * value_size))
         return Case("delta_commit", f"{layers} layers, {rows} rows, {steps} of {nodes} nodes", make, ways, moved)
 

@@ -19,7 +19,7 @@ from common import device_here, parser_of, place, timed, write
 from full_size import SHAPES, kept_bytes, make_head, make_model
 
 import fastspec
-from fastspec.generation import prompt_parts
+from fastspec.generation import target
 
 
 def call(model: Any, prompt: int, tokens: int, assistant: str | None) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
     for row in (call(model, prompt, args.tokens, None) for prompt in asked):
         write(args.out, shared | row, list(row))
     head = make_head(model, 32000)
-    narrow = prompt_parts.NARROW
-    for part in args.parts or [prompt_parts.widest_part(1, captures=device == "cuda")]:
-        prompt_parts.NARROW, prompt_parts.WIDE = min(part, narrow) if device == "cuda" else part, part
+    narrow = target.NARROW
+    for part in args.parts or [target.widest_part(1, captures=device == "cuda")]:
+        target.NARROW, target.WIDE = min(part, narrow) if device == "cuda" else part, part
         with fastspec.patched(model, eagle3=head):
             for method in args.methods:
                 call(model, prompts[0], args.tokens, method)

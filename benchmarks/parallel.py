@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import fastspec
-from fastspec.generation.drafters.eagle import cut
+from fastspec.generation.drafters import head_program
 from fastspec.kernels.parallel import reference, symmetric
 from fastspec.patches.assistants.speculative import read_parameters
-from fastspec.patches.hf.shards import local_part, processes_of
+from fastspec.patches.hf.parallel import local_part, processes_of
 from fastspec.programs.bench.report import quantiles
 
 ROWS = (1, 8, 16, 61, 128, 512)
@@ -113,7 +113,7 @@ def sums(
 def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, width: int) -> list[dict[str, Any]]:
     """Rows of a sum with the residual and the norm behind it, in one launch where that is taken, and in two. Raises RuntimeError where they
     differ."""
-    from fastspec.kernels.layer import rms_norm as layer
+    from fastspec.kernels.layer import norms as layer
     from fastspec.kernels.linear.reference import Addends
     from fastspec.kernels.parallel import reduced_norm, words
 
@@ -141,9 +141,9 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
 @contextmanager
 def least_bytes(count: int) -> Iterator[None]:
     """Heads are cut over the processes from so many bytes on."""
-    before, cut.LEAST_BYTES = cut.LEAST_BYTES, count
+    before, head_program.LEAST_BYTES = head_program.LEAST_BYTES, count
     yield
-    cut.LEAST_BYTES = before
+    head_program.LEAST_BYTES = before
 
 
 def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, 
         def asked(when: str) -> None:
             for method in args.methods.split(","):
                 name = method.removesuffix(WHOLE)
-                with least_bytes(1 << 62 if method.endswith(WHOLE) else cut.LEAST_BYTES):
+                with least_bytes(1 << 62 if method.endswith(WHOLE) else head_program.LEAST_BYTES):
                     assistant = big if name == "eagle3" and ids.is_cuda else name
                     found.append({"method": method, "launches": when, **ours(model, ids, assistant, args.tokens)})
 

@@ -19,12 +19,11 @@ from fastspec.removed import RemovedModules
 
 if TYPE_CHECKING:
     from fastspec.generation.drafters.base import Decoding, Drafter
-    from fastspec.generation.drafters.ngram.ngrams import NgramStorage
-    from fastspec.generation.drafters.ngram.suffixes import SuffixStorage
-    from fastspec.generation.profile import Profile
+    from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
+    from fastspec.generation.stats import Profile
     from fastspec.generation.tree import TokenTree
     from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
-    from fastspec.patches.assistants.frontier import frontier_generate
+    from fastspec.patches.assistants.fused import frontier_generate
     from fastspec.patches.assistants.heads import load_head
     from fastspec.patches.continuous import Continuous, continuous
     from fastspec.patches.tuning.tune import Tuned, Tuning, tune
@@ -39,9 +38,9 @@ CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))
 _LAZY = {
     "Decoding": "fastspec.generation.drafters.base",
     "Drafter": "fastspec.generation.drafters.base",
-    "NgramStorage": "fastspec.generation.drafters.ngram.ngrams",
-    "SuffixStorage": "fastspec.generation.drafters.ngram.suffixes",
-    "Profile": "fastspec.generation.profile",
+    "NgramStorage": "fastspec.generation.drafters.ngram_storage",
+    "SuffixStorage": "fastspec.generation.drafters.ngram_storage",
+    "Profile": "fastspec.generation.stats",
     "TokenTree": "fastspec.generation.tree",
     "Continuous": "fastspec.patches.continuous",
     "Report": "fastspec.patches.api",
@@ -52,7 +51,7 @@ _LAZY = {
     "profile": "fastspec.patches.api",
     "report": "fastspec.patches.api",
     "unpatch": "fastspec.patches.api",
-    "frontier_generate": "fastspec.patches.assistants.frontier",
+    "frontier_generate": "fastspec.patches.assistants.fused",
     "load_head": "fastspec.patches.assistants.heads",
     "Tuned": "fastspec.patches.tuning.tune",
     "Tuning": "fastspec.patches.tuning.tune",

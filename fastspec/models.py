@@ -44,7 +44,7 @@ def smollm2_gguf() -> Path:
 
 
 def load_smollm2(device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """(model, tokenizer) of SmolLM2-135M-Instruct; see `load_model`."""
+    """(model, tokenizer) of SmolLM2-135M-Instruct, as `load_model` loads one."""
     return load_model(SMOLLM2, device, dtype)
 
 

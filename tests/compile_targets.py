@@ -127,14 +127,15 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.attention import layout as tree_layout
     from fastspec.kernels.attention import tree as tree_attention
     from fastspec.kernels.attention.reference import Span
+    from fastspec.kernels.cache import commit
     from fastspec.kernels.cache import commit as settle
-    from fastspec.kernels.cache import kv_block_copy
-    from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
-    from fastspec.kernels.layer import rms_norm, rope_cache
+    from fastspec.kernels.drafting import inputs, topk_expand, tree_build
+    from fastspec.kernels.layer import norms as rms_norm
+    from fastspec.kernels.layer import rope_cache
     from fastspec.kernels.linear import linear, swiglu
-    from fastspec.kernels.linear import parts as linear_parts
-    from fastspec.kernels.linear.reference import Later
-    from fastspec.kernels.parallel import joins, look_up, reduced_norm
+    from fastspec.kernels.linear import linear as linear_parts
+    from fastspec.kernels.linear.reference import DeferredProduct
+    from fastspec.kernels.parallel import joins, reduced_norm
     from fastspec.kernels.parallel.words import ROWS, Space, words_of
     from fastspec.kernels.verification import posterior_eval
     from fastspec.kernels.verification.reference import SamplingSettings
@@ -154,11 +155,11 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"linear_parts, {rows} rows", lambda rows=rows: linear_parts.linear_parts(few(1, rows, inner), few(hidden, inner), None)
         yield f"rms_norm, {rows} rows", lambda x=x: rms_norm.rms_norm(x, few(hidden), 1e-5, x)
         space = Space(whole(2), torch.zeros(ROWS, dtype=torch.int32), 0, 2, words_of(hidden, dtype))
-        for name, own in (("", x), (" behind its product", Later(x, few(hidden, hidden), None, linear_parts.linear_parts))):
+        for name, own in (("", x), (" behind its product", DeferredProduct(x, few(hidden, hidden), None, linear_parts.linear_parts))):
             yield f"reduced_norm{name}, {rows} rows", lambda x=x, own=own, space=space: reduced_norm.reduced_norm(
                 own, few(hidden), 1e-5, x, None, None, None, space
             )
-        yield f"look_up, {rows} rows", lambda rows=rows, space=space: look_up.summed_rows(whole(1, rows), few(64, hidden), 0, space)
+        yield f"look_up, {rows} rows", lambda rows=rows, space=space: joins.summed_rows(whole(1, rows), few(64, hidden), 0, space)
         here = few(rows, draft_vocab // 2)
         joined = Space(*space[:4], words_of(joins.CHUNK, dtype))
         yield f"all_gather, {rows} rows", lambda x=here, space=joined: joins.gathered(x, draft_vocab, space)
@@ -205,17 +206,17 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"pick, drawn, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u)
         yield f"pick under settings, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u, SamplingSettings(0.8, 50, 0.9, 0.1))
         tree, table = whole(1, rows), few(vocab, hidden)
-        yield f"tree_input, {rows} rows", lambda t=tree, e=table: tree_input.tree_input(t, t, whole(1), 4000, e)
+        yield f"tree_input, {rows} rows", lambda t=tree, e=table: inputs.tree_input(t, t, whole(1), 4000, e)
         path = whole(1, min(rows, 8))
         yield f"posterior_walk, {rows} rows", lambda t=tree, n=path.shape[1]: posterior_eval.posterior_walk(t, t, t, n)
         yield f"commit_slots, {rows} rows", lambda p=path, a=active: settle.commit_slots(whole(1), p, whole(1), a, 4000)
         yield f"emit, {rows} rows", lambda t=tree, p=path, a=active: settle.emit(t, p, whole(1), whole(1), a, whole(1))
-    yield "kv_block_copy", lambda: kv_block_copy.kv_block_copy(*(few(4, 1, kv_heads, 1024, size),) * 2, whole(1, 8), whole(1, 8))
-    yield "path_pairs", lambda: head_pairs.path_pairs(
+    yield "kv_block_copy", lambda: commit.kv_block_copy(*(few(4, 1, kv_heads, 1024, size),) * 2, whole(1, 8), whole(1, 8))
+    yield "path_pairs", lambda: inputs.path_pairs(
         few(1, nodes, 3 * hidden), whole(1, 8), whole(1), whole(1), torch.ones(1, dtype=torch.bool), whole(1), whole(1)
     )
     last = few(1, hidden)
-    yield "keep_last", lambda: head_pairs.keep_last(few(1, 8, hidden), few(1, 8, hidden), whole(1), last, last.clone(), whole(1), 4000)
+    yield "keep_last", lambda: inputs.keep_last(few(1, 8, hidden), few(1, 8, hidden), whole(1), last, last.clone(), whole(1), 4000)
     scores, ids = floats(1, 10, dtype=torch.float32), whole(draft_vocab)
     yield "topk_expand", lambda: topk_expand.topk_expand(few(1, 10, hidden), few(draft_vocab, hidden), scores, 10, ids)
     yield "topk_expand of one node", lambda: topk_expand.topk_expand(few(1, 1, hidden), few(draft_vocab, hidden), scores[:, :1], 10, ids)
@@ -225,9 +226,9 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             few(1, k, hidden), few(draft_vocab, hidden), s, k, ids
         )
     norms, table = few(hidden), few(vocab, hidden)
-    yield "next_frontier", lambda: next_frontier.next_frontier(whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10)
-    yield "head_input", lambda: head_input.head_input(whole(1, 10), few(1, 10, hidden), table, norms, norms, 1e-5)
-    yield "frontier_input", lambda: head_input.frontier_input(
+    yield "next_frontier", lambda: inputs.next_frontier(whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10)
+    yield "head_input", lambda: inputs.head_input(whole(1, 10), few(1, 10, hidden), table, norms, norms, 1e-5)
+    yield "frontier_input", lambda: inputs.frontier_input(
         whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10, table, norms, norms, 1e-5
     )
     for many in (710, 5000, tree_build.MAX_CANDIDATES):
@@ -239,8 +240,9 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
 
 def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     """Those of a Gated DeltaNet layer of Qwen3.5-9B, and of its gated attention."""
-    from fastspec.kernels.layer import gated, rope_cache
-    from fastspec.kernels.recurrent import commit, conv, delta
+    from fastspec.kernels.layer import norms as gated
+    from fastspec.kernels.layer import rope_cache
+    from fastspec.kernels.recurrent import conv, delta
     from fastspec.kernels.recurrent.reference import DecayRates
 
     def few(*sizes: int) -> Tensor:
@@ -270,18 +272,18 @@ def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], o
     states, kept = state[None], few(1, 1, 61, channels)
     updates, gates = floats(1, 1, 61, heads, size, dtype=torch.float32), floats(1, 1, 61, heads, dtype=torch.float32)
     on = torch.ones(1, dtype=torch.bool)
-    yield "delta_commit", lambda: commit.delta_commit(states, held[None], kept, kept, updates, gates, whole(1, 8), whole(1), on)
+    yield "delta_commit", lambda: conv.delta_commit(states, held[None], kept, kept, updates, gates, whole(1, 8), whole(1), on)
 
 
 def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     """A layer's router and experts, of fewer experts than the families have: their number is none of the products'."""
-    from fastspec.kernels.linear import experts, routing
-    from fastspec.kernels.linear.reference import GELU_TANH, SWIGLU, Expert, Gate, Routing
+    from fastspec.kernels.linear import experts
+    from fastspec.kernels.linear.reference import GELU_TANH, SWIGLU, Activation, Expert, Routing
 
     def few(*sizes: int) -> Tensor:
         return floats(*sizes, dtype=dtype)
 
-    clamped = Expert(interleaved=True, gate=Gate(1.702), offset=1.0, limit=7.0)
+    clamped = Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0)
     families = (
         ("Mixtral", 4096, 2048, 2, SWIGLU, False, False), ("gpt-oss", 2880, 2880, 4, clamped, True, False),
         ("GLM-4.5", 4096, 1408, 8, SWIGLU, False, True), ("Gemma 4", 2816, 704, 8, Expert(gate=GELU_TANH), False, False),
@@ -298,9 +300,9 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
     chosen = Routing(8, normalised=True), Routing(10), Routing(8, sigmoid=True, normalised=True, groups=8, kept=4)
     for choice, count in zip(chosen, (128, 512, 256), strict=True):
         correction = floats(count, dtype=torch.float32) if choice.sigmoid else None
-        yield f"route, {count} experts", lambda r=choice, c=correction, n=count: routing.route(few(60, n), r, c)
+        yield f"route, {count} experts", lambda r=choice, c=correction, n=count: experts.route(few(60, n), r, c)
     alone = Routing(1, normalised=True, groups=8, kept=2)
-    yield "route, one of 64 experts in groups", lambda: routing.route(few(60, 64), alone)
+    yield "route, one of 64 experts in groups", lambda: experts.route(few(60, 64), alone)
 
 
 def main(target: int | str, shapes: list[str], only: str = "") -> None:

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helpers_mutants import Mutant, drawn
+from helpers.mutants import Mutant, drawn
 
 LIST = Path(__file__).with_suffix(".toml")
 HELD = Path(".mutants")

@@ -30,9 +30,9 @@ from helpers.vision import prompts_with_images, seeing
 from transformers.models.auto import modeling_auto
 
 import fastspec
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.families import SEQ2SEQ
-from fastspec.patches.hf.spans import layer_spans
+from fastspec.patches.hf.limits import layer_spans
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "models.jsonl", ROOT / "docs" / "models.md"

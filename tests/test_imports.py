@@ -18,18 +18,18 @@ GROUPS = "attention", "cache", "drafting", "layer", "linear", "recurrent", "veri
 REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
-    "generation": ({"torch", "safetensors"}, ("config", "errors", "generation", "reading", *REFERENCE)),
-    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "distribution", "errors", "generation", "reading", *REFERENCE)),
+    "generation": ({"torch", "safetensors"}, ("config", "errors", "files", "generation", *REFERENCE)),
+    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "distribution", "errors", "files", "generation", *REFERENCE)),
     "patches": (
         HEAVY - {"triton"},
-        ("cache_folder", "cascade", "config", "devices", "distribution", "errors", "generation", "kernels", "models", "patches"),
+        ("cascade", "config", "devices", "distribution", "errors", "files", "generation", "kernels", "models", "patches"),
     ),
 }
 PUBLIC = (  # modules of the library that programs may import, or names of a module that they may import alone
-    "cache_folder", "config", "devices", "distribution", "errors", "models", "reading", "removed",
-    "cascade", "generation.heads", "generation.profile", "generation.stats", "generation.layers.decoder.is_plain",
+    "config", "devices", "distribution", "errors", "files", "models", "removed",
+    "cascade", "generation.heads", "generation.stats", "generation.decoder_layer.is_plain",
     "patches.api", "patches.assistants.heads", "patches.assistants.speculative.read_parameters", "patches.cascade", "patches.continuous",
-    "patches.hf.cache_names", "patches.hf.compat.stack_of", "patches.hf.ends", "patches.hf.stop_strings", "patches.inspection",
+    "patches.hf.cache.CACHE", "patches.hf.cache.kept_cache", "patches.hf.compat.stack_of", "patches.hf.ends",
     "patches.tuning.store",
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fastspec.config import ContinuousBatch
 from fastspec.errors import Unsupported
-from fastspec.reading import parse_yaml
+from fastspec.files import parse_yaml
 
 MODES = ("adaptive", "token", "lossless")
 RULES = ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")

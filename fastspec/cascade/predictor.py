@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastspec.cascade.calibration import Calibrator, Posterior
-from fastspec.cascade.features import NAMES
-from fastspec.cascade.stopping import QualityTable, Rates, Scores
+from fastspec.cascade.decisions import QualityTable, Rates, Scores
+from fastspec.cascade.records import NAMES
 from fastspec.errors import CheckpointError, Unsupported
-from fastspec.reading import parse_json
+from fastspec.files import parse_json
 
 FORMAT, VERSION = "fastspec-cascade-predictor", "1"
 HIDDEN = 32
@@ -55,8 +55,8 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """From a logit to the probability to reckon with, for the answer of one stage as seen from one stage."""
+class CalibratedProbability:
+    """Calibration of one stage's logit for another stage's answer: logit -> the probability that decisions use."""
 
     calibrator: Calibrator
     posterior: Posterior
@@ -69,7 +69,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """Predictions at every stage of a cascade of L stages, by what its answers say about themselves (`fastspec.cascade.features`).
+    """Predictions at every stage of a cascade of L stages, by what its answers say about themselves (`fastspec.cascade.records`).
 
     `points[k]` [n, 2 (L - k) - 1] fp32 are the outputs at stage k for the training items, each by a network that was not trained on it;
     fresh and kept [n, L] fp32 the tokens that their stages generated and took over. `factors[k]` corrects exp(mean log) to a mean.
@@ -77,7 +77,7 @@ class Predictor:
 
     stages: tuple[str, ...]
     heads: tuple[Head, ...]
-    outlooks: tuple[tuple[Outlook, ...], ...]
+    outlooks: tuple[tuple[CalibratedProbability, ...], ...]
     factors: tuple[tuple[float, ...], ...]
     points: tuple[Tensor, ...]
     fresh: Tensor
@@ -130,7 +130,7 @@ class Predictor:
         return self._scores(stage, self.heads[stage](features), risk)
 
     def table(self, risk: float | None = None) -> QualityTable:
-        """The training items as `fastspec.cascade.stopping.Solver` needs them; `risk` as for the scores that it will decide on."""
+        """The training items as `fastspec.cascade.decisions.Solver` needs them; `risk` as for the scores that it will decide on."""
         quality = []
         for stage, points in enumerate(self.points):
             scored = [self._scores(stage, point, risk).quality for point in points.tolist()]
@@ -258,10 +258,10 @@ def _initial(networks: int, size: int, bias: Tensor, generator: torch.Generator)
     return [each.requires_grad_() for each in weights]
 
 
-def _outlook(logits: Tensor, labels: Tensor, folds: Tensor) -> Outlook:
+def _outlook(logits: Tensor, labels: Tensor, folds: Tensor) -> CalibratedProbability:
     z, y = logits.tolist(), labels.tolist()
     calibrator = Calibrator.fit(z, y, folds.tolist())
-    return Outlook(calibrator, Posterior.fit([calibrator(each) for each in z], y))
+    return CalibratedProbability(calibrator, Posterior.fit([calibrator(each) for each in z], y))
 
 
 def _folds(items: int, groups: Sequence[str] | None, generator: torch.Generator) -> Tensor:
@@ -326,7 +326,7 @@ def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Te
     return Predictor(stages, tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept, names, rates)
 
 
-def _read_outlook(where: str, tensors: dict[str, Tensor]) -> Outlook:
+def _read_outlook(where: str, tensors: dict[str, Tensor]) -> CalibratedProbability:
     counts = tensors[where + "counts"]
     sizes = {"temperature": 1, "prior": 2, "edges": len(counts) - 1, "knots": None, "values": len(tensors[where + "knots"])}
     temperature, prior, edges, knots, values = (
@@ -336,7 +336,7 @@ def _read_outlook(where: str, tensors: dict[str, Tensor]) -> Outlook:
     ascending = all(list(each) == sorted(each) for each in (edges, knots, values))
     if not ascending or counts.dtype != torch.long or int(counts.min()) < 0 or temperature[0] <= 0 or min(prior) <= 0:
         raise Unsupported(f"{where}: a calibration that falls, or a count, temperature or prior out of range")
-    return Outlook(Calibrator(temperature[0], knots, values), Posterior(edges, tuple(counts.tolist()), *prior))
+    return CalibratedProbability(Calibrator(temperature[0], knots, values), Posterior(edges, tuple(counts.tolist()), *prior))
 
 
 def _expect(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

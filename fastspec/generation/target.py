@@ -1,12 +1,20 @@
-"""The target of a call as the engine sees it: a model with key and value buffers of its own, which scores trees of tokens."""
+"""The target of a call as the engine sees it: a model with buffers of its own, how it reads prompts, and what its encoder read.
+
+Wide parts fill a GPU's multiprocessors and read the weights seldom; narrow ones keep the activations of many rows, and the rings of layers
+that see a window, small. All but the last are whole passes, and the last is padded to a power of two
+(`fastspec.generation.capture.padded_width`), so that a few graphs serve all prompts.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from fastspec.generation.capture import NARROWEST
 from fastspec.generation.tree import TokenTree, Verdict
 
 
@@ -71,3 +79,57 @@ class Target(ABC):
     def copy_row(self, row: int, other: Target, count: int, source: int = 0) -> None:
         """Begin a row anew with the `count` committed tokens of row `source` of another target of the same model."""
         raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What an encoder made of a call's rows: `states` [B, S, D], `mask` [B, S], None where the call has none, and the tokens `ids`
+    [B, S], None where the call brought none. `shared` says whether they are the decoder's tokens too."""
+
+    states: Tensor
+    mask: Tensor | None
+    ids: Tensor | None
+    shared: bool = True
+
+    def text(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The source's tokens and then the decoder's ids [B, T], without padding: tokens [B, S + T at most], counts [B]; None where there
+        are none, or none that the decoder knows."""
+        if self.ids is None or not self.shared:
+            return None
+        keep = torch.ones_like(self.ids) if self.mask is None else self.mask.to(self.ids.device)
+        whole, real = torch.cat((self.ids, ids), 1), torch.cat((keep.bool(), torch.ones_like(ids, dtype=torch.bool)), 1)
+        order = torch.argsort((~real).int(), dim=1, stable=True)[:, : int(real.sum(1).max())]
+        return whole.gather(1, order), real.sum(1)
+
+
+NARROW = 512
+WIDE = 2048
+MOST = 2**15
+"""Tokens of all rows together that a pass reads where passes are captured: the activations of 128 rows of NARROW tokens take gigabytes, of
+a mixture of experts above all."""
+
+
+def widest_part(rows: int, *, captures: bool, windows: bool = False) -> int:
+    """The most tokens of each of `rows` prompts that a pass reads: NARROW where the device does not capture. Where it does, WIDE in all
+    rows together, but NARROW of each at least, and MOST in all of them at most, where that leaves each NARROWEST. With `windows`, whose
+    rings hold a part beside the window, no more than NARROW."""
+    if not captures:
+        return NARROW
+    widest = NARROW if windows else max(NARROW, _power_below(max(1, WIDE // rows)))
+    return min(widest, _power_below(max(NARROWEST, MOST // rows)))
+
+
+def prompt_parts(length: int, widest: int) -> Iterator[tuple[int, int]]:
+    """The begin and width of every part of a prompt of `length` tokens, none wider than `widest`: as few as powers of two above NARROW
+    make them, and what is left."""
+    begin, narrow = 0, min(NARROW, widest)
+    while begin < length:
+        left = length - begin
+        width = left if left <= narrow else min(widest, _power_below(left))
+        yield begin, width
+        begin += width
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is no larger."""
+    return 1 << (number.bit_length() - 1)

@@ -1,13 +1,22 @@
-"""Choose one token per node and walk: lossless for every tree that is a function of its prefix, or that says what it was drawn from.
+"""Choice of one token per node, and walks down the tree: row by row, by draws of a position, or in step for all rows.
+
+A tree's nodes of one depth are alternatives, of which a walk visits one at most. So one number per position of the text is enough, and a
+row's tokens depend neither on its tree nor on the rows beside it.
 
 At a node with target distribution p, accepting child x with probability p(x), else removing x and renormalising, is the
 same distribution as one draw y ~ p with a step to y where y is a child and y as the bonus token where it is not. So greedy and
 sampled decoding differ in the pick alone. Randomness comes in as an argument: one uniform per node.
+
+A user's own logits processor or stopping criterion may keep a state of its own. It gives plain decoding's output only where it sees plain
+decoding's calls: the whole batch [B, T], every step once, in order, and never a text that does not stand. So a round ends for all rows at
+the first step at which any row leaves its tree. What other rows would have accepted further is drafted again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +24,42 @@ from torch import Tensor
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.verification.reference import SamplingSettings
+
+MASK = (1 << 64) - 1
+STEP = 0x9E3779B97F4A7C15
+MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
+
+
+def uniform_at(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Numbers [...] fp32 in [0, 1), multiples of 2^-24, for seeds and positions [...] int64 (shapes that broadcast).
+
+    Position n of a seed is the n-th output of SplitMix64 (Steele et al., OOPSLA 2014) begun at a hash of the seed, so that the streams of
+    neighbouring seeds do not run into each other. int64 arithmetic wraps around.
+    """
+    mixed = _mixed(_mixed(seeds + _signed(STEP)) + positions * _signed(STEP))
+    return _shifted(mixed, 40).float() * 2.0**-24
+
+
+def _mixed(x: Tensor) -> Tensor:
+    for shift, factor in MIXERS:
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return x ^ _shifted(x, LAST_SHIFT)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """A shift to the right that fills up with zeros: torch's own repeats the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value > MASK >> 1 else value
+
+
+def drawn_seed() -> int:
+    """A seed from torch's own generator, for who gives none."""
+    return int(torch.randint(0, 2**63 - 1, (1,), device="cpu"))
+
 
 # processor(rows, ids [R, T], scores [R, V]) -> scores [R, V], for rows whose texts have the same length
 RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
@@ -123,3 +168,66 @@ def measure(logits: Tensor, tokens: Tensor) -> Tensor:
     best = settings.topk(2, -1).values
     entropy = -(settings.exp() * settings.clamp(min=torch.finfo(settings.dtype).min)).sum(-1)  # 0 * -inf is not 0
     return torch.stack((settings.gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)
+
+
+class Steps(Protocol):
+    """Plain decoding's own step: it processes scores, chooses a token per row and asks the criteria."""
+
+    over: bool
+    """Whether the call has ended."""
+    lengths: list[int | None]
+    """How many tokens each row had when it ended; None for a row that goes on. A row that has ended emits `pad_token` from then on."""
+    pad_token: int
+
+    def __call__(self, logits: Tensor, scores: Tensor | None = None) -> list[int]:
+        """Take the next step from raw logits [B, V] -> the token of every row. `scores` [B, V] stand in for the processed logits."""
+
+
+def fill_ended(tree: TokenTree, root: Tensor, ended: Tensor, pad_token: int) -> TokenTree:
+    """The tree with `pad_token` at every draft node of the rows that have ended [B] bool, below root [B]: what these rows will emit."""
+    tokens = torch.where(ended[:, None], pad_token, tree.tokens)
+    return replace(tree, tokens=torch.cat((torch.where(ended, root, tokens[:, 0])[:, None], tokens[:, 1:]), 1))
+
+
+def walk_in_step(tree: TokenTree, logits: Tensor, steps: Steps, scores: Tensor | None = None) -> Verdict:
+    """Walk all rows down their trees together, a step of plain decoding at a time; logits and scores are [B, N, V].
+
+    Every token is what `steps` chooses from the row's own logits, so the output is plain decoding's whatever the trees hold.
+    """
+    rows = torch.arange(len(tree.tokens), device=logits.device)
+    children = _children(tree)
+    paths = [[0] for _ in children]
+    while True:
+        at = torch.tensor([path[-1] for path in paths], device=logits.device)
+        chosen = steps(logits[rows, at], None if scores is None else scores[rows, at])
+        found = [below.get((path[-1], token)) for below, path, token in zip(children, paths, chosen, strict=True)]
+        below = [node for node in found if node is not None]
+        if steps.over or len(below) < len(found) or len(paths[0]) == tree.max_path:
+            break
+        for path, node in zip(paths, below, strict=True):
+            path.append(node)
+    accepted = len(paths[0]) - 1
+    full = [path + [path[-1]] * (tree.max_path - len(path)) for path in paths]
+    made = [torch.tensor(values, device=logits.device) for values in (full, [accepted] * len(paths), chosen)]
+    return Verdict(made[0], made[1], made[2])
+
+
+def _children(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
+    """Per row, (node, token) -> the child of this token; of several the one with the longest path below it."""
+    found = []
+    for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        heights = [0] * len(tokens)
+        for node in range(len(tokens) - 1, 0, -1):
+            heights[parents[node]] = max(heights[parents[node]], heights[node] + 1)
+        row: dict[tuple[int, int], int] = {}
+        for node in range(1, len(tokens)):
+            key = parents[node], tokens[node]
+            if key not in row or heights[node] > heights[row[key]]:
+                row[key] = node
+        found.append(row)
+    return found
+
+
+def until_end(tokens: Sequence[int], length: int | None, before: int) -> list[int]:
+    """Of a row's tokens, those up to its end at `length`; `before` tokens were there already."""
+    return list(tokens if length is None else tokens[: max(0, length - before)])

@@ -1,7 +1,7 @@
 """Compiles the kernels of a program before its first run, several at a time.
 
 Which kernels a program launches, and for which arguments, is found by running it on tensors without data: torch's FakeTensorMode gives
-every operation a result of the right shape and nothing else, and a launch is written down in place of being made. No tensor of the program
+every operation a result of the right shape and nothing else, and launches are recorded, not run. No tensor of the program
 is changed, and what it sets on objects is put back. What Triton's cache on disk lacks is then compiled in forked processes, since Triton
 holds the interpreter's lock while it compiles; they never touch the device. Up to Triton 3.6 a C compiler makes what launches a kernel, for
 every kind of arguments: they run it too. The real run finds all of it in the cache.

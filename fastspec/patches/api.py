@@ -1,4 +1,4 @@
-"""patch, unpatch, patched, profile, clear_memory, report."""
+"""patch, unpatch, patched, profile, clear_memory, report, and questions that programs ask about a patched model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
 from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
-from fastspec.generation.profile import Profile
-from fastspec.generation.stats import Stats
+from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.heads import load_heads
-from fastspec.patches.assistants.registry import resolve
+from fastspec.patches.assistants.registry import NAMES, resolve
 from fastspec.patches.assistants.speculative import check_draft
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend
@@ -30,6 +30,43 @@ from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capt
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
 from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
 from fastspec.patches.tuning.store import tables_of
+
+ASSISTANTS = tuple(NAMES)
+"""Names of the assistants that come with fastspec."""
+
+
+def is_patched(model: Any) -> bool:
+    """True between `fastspec.patch(model)` and `fastspec.unpatch(model)`."""
+    return session_of(model) is not None
+
+
+def resources_of(model: Any) -> dict[str, Any]:
+    """The arguments of `fastspec.patch` that would patch a model as it is; empty for an unpatched model."""
+    session = session_of(model)
+    if session is None:
+        return {}
+    given = {name: held.as_module() if isinstance(held, BoundHead) else held for name, held in session.resources.items()}
+    models = cascade_of(model)
+    return given | {"backend": session.backend} | ({} if models is None else {Cascade.name: models.config})
+
+
+def cascade_of(model: Any) -> CascadeModels | None:
+    """The stages of the cascade that a model was patched with, or None."""
+    session = session_of(model)
+    return None if session is None else session.resources.get(Cascade.name)
+
+
+def check_assistant(assistant: Any, model: Any) -> None:
+    """Raise Unsupported where a model's `generate` could not have an assistant: a name, a config or an object."""
+    session = session_of(model)
+    resolve(assistant, {} if session is None else session.resources, model)
+
+
+def has_resource(name: str, model: Any) -> bool:
+    """True where a model was patched with what the assistant of this name needs."""
+    session = session_of(model)
+    return session is not None and name in session.resources
+
 
 Source = str | Path | EagleHead | None
 

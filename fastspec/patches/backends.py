@@ -1,8 +1,9 @@
-"""Which kernels a model gets: the backend is named once, at `patch` time."""
+"""Which kernels a model gets: the backend is named once, at `patch` time. Lines on stderr say what a call waits for."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,16 +12,17 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
-from fastspec.cache_folder import cache_folder
 from fastspec.errors import Unsupported
+from fastspec.files import cache_folder
 from fastspec.generation.capture import prepare_with
 from fastspec.generation.ops import Ops
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.cache import reference as cache_reference
 from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.layer import reference as layer_reference
-from fastspec.kernels.linear import onednn
+from fastspec.kernels.linear import cpu
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native
@@ -28,7 +30,15 @@ from fastspec.kernels.parallel import reference as parallel_reference
 from fastspec.kernels.parallel import symmetric
 from fastspec.kernels.recurrent import reference as recurrent_reference
 from fastspec.kernels.verification import reference as verification_reference
-from fastspec.patches.notices import notice
+
+SETTING = "FASTSPEC_QUIET"
+
+
+def notice(line: str) -> None:
+    """Print a line, unless the environment's FASTSPEC_QUIET is set, or transformers' verbosity is "error" or less."""
+    if os.environ.get(SETTING, "") in ("", "0") and logging.get_verbosity() <= logging.WARNING:
+        print(f"fastspec: {line}", file=sys.stderr, flush=True)
+
 
 TORCH = Ops(
     name="torch",
@@ -69,9 +79,9 @@ TORCH = Ops(
 )
 
 TORCH_ONEDNN = replace(
-    TORCH, name="torch+onednn", linear=onednn.linear, linears=partial(linear_reference.linears, product=onednn.linear),
-    gate_up=partial(linear_reference.gate_up, product=onednn.linear),
-    topk_expand=partial(drafting_reference.topk_expand, product=onednn.linear),
+    TORCH, name="torch+onednn", linear=cpu.linear, linears=partial(linear_reference.linears, product=cpu.linear),
+    gate_up=partial(linear_reference.gate_up, product=cpu.linear),
+    topk_expand=partial(drafting_reference.topk_expand, product=cpu.linear),
 )  # fmt: skip
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
@@ -119,13 +129,11 @@ def triton_ops() -> Ops:
     try:
         from fastspec.kernels.ahead import compile_ahead
         from fastspec.kernels.attention import layout, tree
-        from fastspec.kernels.cache import commit, kv_block_copy
-        from fastspec.kernels.drafting import head_input, head_pairs, next_frontier, topk_expand, tree_build, tree_input
-        from fastspec.kernels.layer import gated, rope_cache
-        from fastspec.kernels.linear import experts, linear, routing
-        from fastspec.kernels.linear import parts as linear_parts
-        from fastspec.kernels.parallel import joins, look_up, reduced_norm
-        from fastspec.kernels.recurrent import commit as delta_commit
+        from fastspec.kernels.cache import commit
+        from fastspec.kernels.drafting import inputs, topk_expand, tree_build
+        from fastspec.kernels.layer import norms, rope_cache
+        from fastspec.kernels.linear import experts, linear
+        from fastspec.kernels.parallel import joins, reduced_norm
         from fastspec.kernels.recurrent import conv, delta
         from fastspec.kernels.verification import posterior_eval
     except ImportError as error:
@@ -137,38 +145,38 @@ def triton_ops() -> Ops:
         name="triton",
         attention_layout=layout.attention_layout,
         tree_attention=tree.tree_attention,
-        kv_block_copy=kv_block_copy.kv_block_copy,
-        tree_input=tree_input.tree_input,
+        kv_block_copy=commit.kv_block_copy,
+        tree_input=inputs.tree_input,
         commit_slots=commit.commit_slots,
         emit=commit.emit,
-        path_pairs=head_pairs.path_pairs,
-        keep_last=head_pairs.keep_last,
+        path_pairs=inputs.path_pairs,
+        keep_last=inputs.keep_last,
         linear=linear.linear,
         linears=partial(linear_reference.linears, product=linear.linear),
-        linear_parts=linear_parts.linear_parts,
+        linear_parts=linear.linear_parts,
         rms_norm=reduced_norm.rms_norm,
         rope_cache=rope_cache.rope_cache,
         gate_up=linear.gate_up,
-        gate_heads=gated.gate_heads,
-        route=routing.route,
+        gate_heads=norms.gate_heads,
+        route=experts.route,
         tree_conv=conv.tree_conv,
         hold=conv.hold,
         delta_tree=delta.delta_tree,
         delta_chain=delta.delta_chain,
-        delta_commit=delta_commit.delta_commit,
-        gated_norm=gated.gated_norm,
+        delta_commit=conv.delta_commit,
+        gated_norm=norms.gated_norm,
         topk_expand=topk_expand.topk_expand,
         most_children=topk_expand.MAX_COUNT,
-        next_frontier=next_frontier.next_frontier,
-        head_input=head_input.head_input,
-        frontier_input=head_input.frontier_input,
+        next_frontier=inputs.next_frontier,
+        head_input=inputs.head_input,
+        frontier_input=inputs.frontier_input,
         tree_build=tree_build.tree_build,
         most_candidates=tree_build.MAX_CANDIDATES,
         pick=posterior_eval.pick,
         posterior_walk=posterior_eval.posterior_walk,
         all_reduce=symmetric.all_reduce,
         all_gather=joins.all_gather,
-        look_up=look_up.look_up,
+        look_up=joins.look_up,
         likeliest=joins.likeliest,
         experts=experts.experts,
         captures=torch.cuda.is_available(),
@@ -202,7 +210,7 @@ def choose_backend(name: str, device: torch.device, adapted: bool = True) -> Ops
         if not adapted:
             raise Unsupported('backend="triton" needs a model with an adapter, and this one runs in generic mode: use backend="auto"')
         return triton_ops()
-    return TORCH_ONEDNN if name == "auto" and device_type == "cpu" and onednn.available() else TORCH
+    return TORCH_ONEDNN if name == "auto" and device_type == "cpu" and cpu.available() else TORCH
 
 
 def counted(ops: Ops, counts: Counter[str]) -> Ops:

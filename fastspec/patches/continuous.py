@@ -20,24 +20,20 @@ from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
-from fastspec.generation.engine.open_batch import OpenBatch
+from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
-from fastspec.generation.engine.row_counts import Widths
-from fastspec.generation.engine.row_rules import OwnRules
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import EagleDecoding, resolve
 from fastspec.patches.call.assembly import Assembly
-from fastspec.patches.call.inputs import sees_ahead
-from fastspec.patches.call.one_prompt import Single, prepare
+from fastspec.patches.call.one_prompt import PreparedPrompt, SettingsCache, prepare
+from fastspec.patches.call.prompts import sees_ahead
 from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.call.settled import SettledSettings
+from fastspec.patches.hf.changes import Snapshot
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, is_shared_out, position_limit, unpack_weights, unwrapped
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
-from fastspec.patches.hf.parallel import group_of
-from fastspec.patches.hf.shards import processes_of
-from fastspec.patches.made_of import MadeOf
+from fastspec.patches.hf.parallel import group_of, processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
@@ -104,7 +100,7 @@ def continuous(
 
 
 class Continuous:
-    """An open batch, see `continuous`. `submit` may be called from any thread; one thread of its own decodes.
+    """Open batch of a patched model, as `continuous` makes it. `submit` may be called from any thread; one thread of its own decodes.
 
     An answer is that of `generate` alone: greedy ones token by token (in fp32), and sampled ones follow the same distribution. A sampled
     answer is a function of the prompt, its settings and its seed, whatever else is decoded. A prompt that fails ends with its error in its
@@ -121,18 +117,18 @@ class Continuous:
         """Counts since the batch was opened."""
         before = session.before(model, "generate")
         self._original = type(model).generate.__get__(model) if before is ABSENT else before
-        self._arrived: deque[Single] = deque()
+        self._arrived: deque[PreparedPrompt] = deque()
         self._changed = threading.Condition()
         self._closing = self._left = False
         self._dead: BaseException | None = None
         self._stale = False
         """Whether the model is not what the rounds were made of."""
-        self._settled = SettledSettings()
+        self._settled = SettingsCache()
         device = device_of(model)
         self._batch = OpenBatch(rows, self.stats, device)
         with torch.autocast(device.type, enabled=False), session.turn.taken(device):  # the batch's own thread has none
             self._settle()
-            self._widths = Widths(lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows)
+            self._widths = RowCounts(lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows)
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
@@ -227,7 +223,7 @@ class Continuous:
             self._closing = True
             if cancel:
                 for single in [*self._arrived, *self._batch.queue, *(held for held in self._batch.prompts if held is not None)]:
-                    assert isinstance(single, Single)
+                    assert isinstance(single, PreparedPrompt)
                     single.future.cancel()
             self._changed.notify_all()
         self._thread.join()
@@ -293,13 +289,13 @@ class Continuous:
                     self._changed.wait_for(lambda: self._arrived or batch.queue or batch.held or self._closing)
                     if self._stale:  # who waits is decoded by rounds of the model as it is by then
                         while batch.queue:
-                            self._arrived.appendleft(cast(Single, batch.queue.pop()))
+                            self._arrived.appendleft(cast(PreparedPrompt, batch.queue.pop()))
                     ready = len(self._arrived)  # who comes behind this line may come behind a change that the next ones do not see
                     renew = self._stale and not batch.held and ready > 0
                 if renew:
                     self._renew(ready)
                 elif ready and not self._stale:
-                    self._stale = self._made_of.has_changed()
+                    self._stale = self._snapshot.changed()
                 with self._changed:
                     for _ in range(0 if self._stale else min(ready, len(self._arrived))):
                         self._take(self._arrived.popleft())
@@ -319,9 +315,9 @@ class Continuous:
 
     def _look(self) -> None:
         """See whether the model is another, in the middle of a turn that makes something of it."""
-        self._stale = self._stale or self._made_of.has_changed()
+        self._stale = self._stale or self._snapshot.changed()
 
-    def _take(self, single: Single) -> None:
+    def _take(self, single: PreparedPrompt) -> None:
         """Let a prompt that has arrived wait for a row; one that cannot be brought to the model's device ends."""
         try:
             single.move(device_of(self.model))
@@ -375,14 +371,14 @@ class Continuous:
         mode = mode_for(self.model)
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)
-        self._made_of = MadeOf(self.model)
+        self._snapshot = Snapshot(self.model)
 
     def _unless_changed(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
         """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were made of."""
         if other is None:
             return self._rounds(rows, None)
-        made = None if self._stale or self._made_of.differs() else self._rounds(rows, other)
-        if made is None or self._made_of.differs():
+        made = None if self._stale or self._snapshot.differs() else self._rounds(rows, other)
+        if made is None or self._snapshot.differs():
             self._stale = True
             return None
         return made

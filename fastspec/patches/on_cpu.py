@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.kernels.linear.quickest import times
+from fastspec.kernels.linear.cpu import times
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import ENDINGS
 from fastspec.patches.backends import build_cpp, cpp_native, cpp_ops

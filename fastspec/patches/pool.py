@@ -14,14 +14,9 @@ from torch import Tensor, nn
 
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.hf.changes import Settings
-from fastspec.patches.hf.compat import is_capturing_hook
-from fastspec.patches.hf.replaced import has_replaced_methods
-from fastspec.patches.hf.shards import local_part
-from fastspec.patches.hf.walk import every_module
+from fastspec.patches.hf.replaced import every_module
 
 KEPT = 4
-ADAPTERS_OF_PEFT = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
-"""Attributes of PEFT's layers by which they choose what they add: Python's, so that a graph holds what they were at its capture."""
 
 
 class Engines:
@@ -65,30 +60,6 @@ class Engines:
         """Free everything."""
         self.held.clear()
         self.settings.clear()
-
-
-def weights_of(model: nn.Module) -> Hashable:
-    """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone.
-
-    Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's adapters it adds.
-    Buffers and other attributes are not among it: those are `Settings`. Raises RuntimeError where another thread adds a module meanwhile.
-    """
-    places: list[int] = []
-    changed: list[Hashable] = []
-    kinds: list[type[nn.Module]] = []
-    for index, module in enumerate(every_module(model)):
-        places += [local_part(parameter).data_ptr() for parameter in module._parameters.values() if parameter is not None]
-        kinds.append(type(module))
-        held = module.__dict__
-        hooks = bool(module._forward_hooks or module._forward_pre_hooks) and any(
-            not is_capturing_hook(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
-        if hooks or "forward" in held:
-            changed.append((index, hooks, id(held.get("forward"))))
-        if "_active_adapter" in held:
-            changed.append((index, *(str(held.get(name)) for name in ADAPTERS_OF_PEFT)))
-    methods = frozenset((kind, kind.forward, has_replaced_methods(kind)) for kind in set(kinds))
-    return tuple(places), tuple(kinds), tuple(changed), methods
 
 
 def plain_value(value: Any) -> Hashable:

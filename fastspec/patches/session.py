@@ -18,19 +18,18 @@ from torch import Tensor
 
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, PatchConflict, Unsupported
+from fastspec.generation.decoder_layer import is_packed, unpack
 from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.layers.packing import is_packed, unpack
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Profile
-from fastspec.generation.stats import Stats
+from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted
 from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.compat import device_of, is_unpacking_hook
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import Mode
-from fastspec.patches.hf.shards import local_part
-from fastspec.patches.hf.walk import every_module
+from fastspec.patches.hf.parallel import local_part
+from fastspec.patches.hf.replaced import every_module
 from fastspec.patches.on_cpu import named, why_torch
 from fastspec.patches.pool import Engines
 from fastspec.patches.tuning.store import use_tuned

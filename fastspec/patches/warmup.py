@@ -12,7 +12,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.capture import padded_width
 from fastspec.generation.engine.round_program import rounded
 from fastspec.generation.engine.rounds import groups
-from fastspec.generation.prompt_parts import widest_part
+from fastspec.generation.target import widest_part
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.session import PatchSession, session_of

@@ -17,8 +17,8 @@ from typing import Any
 import fastspec
 from fastspec.devices import use_device
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.files import parse_json
 from fastspec.programs.texts import encode, first_turn, read_jsonl
-from fastspec.reading import parse_json
 
 try:
     import fcntl

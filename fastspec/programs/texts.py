@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.errors import Unsupported
-from fastspec.reading import parse_json
+from fastspec.files import parse_json
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:

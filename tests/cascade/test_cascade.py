@@ -108,7 +108,7 @@ def test_features_are_of_the_answer(models: list[Any]) -> None:
         distributions = torch.log_softmax(models[0](out).logits[0, 5:-1], -1)
     chances = distributions.gather(1, out[0, 6:, None])
     stage, features = told.asked[0]
-    names = dict(zip(fastspec.cascade.features.NAMES, features.tolist(), strict=True))
+    names = dict(zip(fastspec.cascade.records.NAMES, features.tolist(), strict=True))
     assert stage == 0 and names["log_probability_mean"] == pytest.approx(float(chances.mean()), abs=1e-4)
 
 

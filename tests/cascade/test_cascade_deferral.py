@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec.cascade.config import RANGES, RULES
-from fastspec.cascade.deferral import mixed
+from fastspec.cascade.decisions import mixed
 from fastspec.errors import Unsupported
 
 CLOSE = 1e-12

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 import fastspec
 from fastspec.cascade.config import DTYPES, MODES, QUANTIZATIONS, RULES
-from fastspec.cascade.stopping import Rates
+from fastspec.cascade.decisions import Rates
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.patches.cascade.stages import Patching, StageModel
 from fastspec.patches.session import session_of

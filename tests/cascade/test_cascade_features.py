@@ -12,9 +12,9 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastspec.cascade.features import GRAM, LAST, NAMES, QUANTILES, features
+from fastspec.cascade.decisions import Rates, Solver
 from fastspec.cascade.predictor import Predictor
-from fastspec.cascade.stopping import Rates, Solver
+from fastspec.cascade.records import GRAM, LAST, NAMES, QUANTILES, features
 from fastspec.errors import Unsupported
 
 STAGES = 3

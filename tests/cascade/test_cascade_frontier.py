@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fastspec
 from fastspec.cascade import records
+from fastspec.cascade.decisions import Rates, Solver
 from fastspec.cascade.predictor import Predictor
-from fastspec.cascade.stopping import Rates, Solver
 from fastspec.programs.training.cascade import calibration_rows, frontier_rows, held_out, mean_gain, point, prices_of, stops
 
 SAVED = Path(__file__).with_name("saved")

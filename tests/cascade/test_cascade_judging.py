@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fastspec.cascade import records
-from fastspec.cascade.features import NAMES
 from fastspec.cascade.predictor import Predictor
+from fastspec.cascade.records import NAMES
 from fastspec.errors import Unsupported
 from fastspec.programs.cli.app import app
 from fastspec.programs.training.cascade_answers import check_items, judge, read_items

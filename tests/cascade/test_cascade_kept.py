@@ -16,8 +16,8 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 import fastspec
 from fastspec.cascade.memory import CacheManager
 from fastspec.errors import Unsupported
-from fastspec.patches.cascade.kept_caches import check_kept, keep_past, past_of
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.cascade.stages import check_kept, keep_past, past_of
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 BIG = 10**8
 OPTIONS = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": NEVER, "return_dict_in_generate": True}

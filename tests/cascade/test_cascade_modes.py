@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec.cascade.config import RANGES, RULES
-from fastspec.cascade.deferral import mixed
+from fastspec.cascade.decisions import mixed
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.draft_model.mixture import MixedDrafter
-from fastspec.generation.drafters.draft_model.staged import StagedDrafter, drafted, room
+from fastspec.generation.drafters.chain import MixedDrafter
+from fastspec.generation.drafters.staged import StagedDrafter, drafted, room
 from fastspec.generation.engine.call import Outcome, Request
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.engine.loop import decode
+from fastspec.generation.engine.rounds import decode
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from fastspec.cascade.calibration import (
     expected_calibration_error,
 )
-from fastspec.cascade.features import NAMES, features
+from fastspec.cascade.decisions import Rates, Solver
 from fastspec.cascade.predictor import Predictor, train
-from fastspec.cascade.stopping import Rates, Solver
+from fastspec.cascade.records import NAMES, features
 from fastspec.errors import CheckpointError, Unsupported
 
 STAGES = ("small", "medium", "large")

@@ -12,8 +12,7 @@ from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastspec.cascade.features import NAMES
-from fastspec.cascade.records import SPLITS, Record, Writer, read, rewrite, table
+from fastspec.cascade.records import NAMES, SPLITS, Record, Writer, read, rewrite, table
 from fastspec.errors import CheckpointError, Unsupported
 
 STAGES = ("small", "large")

@@ -12,9 +12,9 @@ from helpers.models import tiny_model
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.patches.cascade.fingerprint import fingerprint
-from fastspec.patches.cascade.kept_caches import check_kept, past_of
-from fastspec.patches.hf.cache_names import kept_cache
+from fastspec.patches.cascade.stages import check_kept, past_of
+from fastspec.patches.hf.cache import kept_cache
+from fastspec.patches.hf.changes import fingerprint
 from fastspec.patches.session import session_of
 
 HIGH = 1e9

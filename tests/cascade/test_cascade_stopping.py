@@ -16,7 +16,7 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastspec.cascade.stopping import QualityTable, Rates, Scores, Solver, backward
+from fastspec.cascade.decisions import QualityTable, Rates, Scores, Solver, backward
 from fastspec.errors import Unsupported
 
 STRATEGIES = ((1.0, 1.6, 4.2, 8.8), (0.6, 0.7, 0.82, 0.92))

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from fastspec.cascade import records
-from fastspec.cascade.features import NAMES
 from fastspec.cascade.predictor import Predictor
+from fastspec.cascade.records import NAMES
 from fastspec.programs.cli.app import app
 
 pytestmark = MARKS

@@ -12,8 +12,8 @@ from helpers.clients import HEAD, MARKS, QUESTIONS, answers, asked, drafting, pl
 from packaging.version import Version
 
 import fastspec
-from fastspec.patches.hf.cache_names import CACHE, OLD
-from fastspec.patches.pool import weights_of
+from fastspec.patches.hf.cache import CACHE, OLD
+from fastspec.patches.hf.changes import weight_places
 
 pytestmark = MARKS
 COUNT = 16
@@ -70,15 +70,15 @@ def test_lora_switched_off_and_merged(models, tokenizer):
         drawn(model, "second", 2)
     with drafting(served, calls=4):
         for adapter in ("second", "default"):
-            rounds = weights_of(served)
+            rounds = weight_places(served)
             for model in (original, served):
                 model.set_adapter(adapter)
-            assert weights_of(served) != rounds  # captured ones hold the former adapter
+            assert weight_places(served) != rounds  # captured ones hold the former adapter
             emitted.append(answers(original, inputs, COUNT))
             assert answers(served, inputs, COUNT) == emitted[-1]
-        rounds = weights_of(served)
+        rounds = weight_places(served)
         with original.disable_adapter(), served.disable_adapter():
-            assert weights_of(served) != rounds
+            assert weight_places(served) != rounds
             emitted.append(answers(original, inputs, COUNT))
             assert answers(served, inputs, COUNT) == emitted[-1]
         original, served = original.merge_and_unload(), served.merge_and_unload()

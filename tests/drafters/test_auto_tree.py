@@ -17,13 +17,13 @@ import fastspec
 from fastspec import Eagle2, Eagle3
 from fastspec.config import AUTO_SIZES, BATCH_TREES, CPP_TREE, DEFAULT_TREES, sampled
 from fastspec.errors import Unsupported
-from fastspec.generation.state import window
+from fastspec.generation import layer_state
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.assistants import tree_size
 from fastspec.patches.assistants.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import assembly
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
@@ -344,7 +344,7 @@ def test_an_eagle_2_head_has_its_own_choice(measured):
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "gemma3_text"])
 def test_a_text_that_cannot_be_made_shorter_is_read_anew_for_every_size(kind, measured, monkeypatch):
     """Recurrent states, and windows whose rings go round: every size begins where the others began."""
-    monkeypatch.setattr(window, "STEP", 1)
+    monkeypatch.setattr(layer_state, "STEP", 1)
     read: list[list[int]] = []
     original = tree_size._Trial.run
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.generation.drafters import policy as draft_length
-from fastspec.generation.drafters.draft_model.chain import ChainDrafter
+from fastspec.generation.drafters.chain import ChainDrafter
 from fastspec.generation.drafters.policy import CREDIT, MOST_CREDIT, PROBES, Credit, Length
 from fastspec.generation.engine import verifier
 from fastspec.generation.tree import TokenTree

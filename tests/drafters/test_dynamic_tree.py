@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.generation import prompt_parts
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation import target
+from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH, counted
@@ -135,7 +135,7 @@ def begun(head: Any, shape: fastspec.TreeShape, ids: Tensor, features: Tensor, c
 @pytest.mark.parametrize("variant", ["plain", "two layers", "eagle"])
 @torch.no_grad()
 def test_rows_of_different_lengths(variant, chunk, monkeypatch):
-    monkeypatch.setattr(prompt_parts, "NARROW", chunk)
+    monkeypatch.setattr(target, "NARROW", chunk)
     head, shape, counts = head_of(variant), fastspec.TreeShape(total_tokens=12, depth=3, top_k=3), [1, 13, 6]
     ids, features = drawn(head, 3, 20, 4)
     tree = begun(head, shape, ids, features, counts).propose(13)

@@ -14,8 +14,8 @@ from helpers.sampling import CASES, SIGNIFICANCE, distribution, p_value, padded,
 
 import fastspec
 from fastspec import CheckpointError, Eagle1, Eagle2, Unsupported
-from fastspec.generation.drafters.eagle import static
-from fastspec.generation.drafters.eagle.static import StaticDrafter, draw_distinct
+from fastspec.generation.drafters import head_drafter
+from fastspec.generation.drafters.head_drafter import StaticDrafter, draw_distinct
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.families import ADAPTERS
@@ -164,7 +164,7 @@ def test_a_wrong_q_is_found(sampled, monkeypatch):
         ids, q = draw_distinct(probs, noise, count)
         return ids, q / 2  # half as likely as they were, so taken too often
 
-    monkeypatch.setattr(static, "draw_distinct", wrong)
+    monkeypatch.setattr(head_drafter, "draw_distinct", wrong)
     assert evidence(sampled, CASES["all four"], Eagle1(drafts="sampled")) < SIGNIFICANCE
 
 

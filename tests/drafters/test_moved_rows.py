@@ -11,7 +11,7 @@ from helpers.head_variants import drawn, head_of
 from torch import Tensor
 
 import fastspec
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.fused import FusedDrafter

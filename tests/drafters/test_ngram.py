@@ -12,13 +12,12 @@ from helpers.sampling import distribution as distribution_of
 from helpers.sampling import p_value, padded, sample
 
 import fastspec
-from fastspec.generation.drafters.cost import COSTS, SMOLLM2_BYTES
-from fastspec.generation.drafters.ngram.drafter import NasdDecoding, NasdDrafter
-from fastspec.generation.drafters.ngram.growth import Growth, best_size, grow, lay_out
+from fastspec.generation.drafters.nasd import Growth, NasdDecoding, NasdDrafter, best_size, grow, lay_out
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.assistants.speculative import read_parameters
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 STORAGES: list[Any] = ["ngram", "one_level", "suffix"]
 

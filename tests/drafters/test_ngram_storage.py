@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import fastspec
-from fastspec.generation.drafters.ngram.arrays import WIDTH, Edges
-from fastspec.generation.drafters.ngram.growth import grow
+from fastspec.generation.drafters.nasd import grow
+from fastspec.generation.drafters.ngram_arrays import WIDTH, Edges
 
 
 class Naive:

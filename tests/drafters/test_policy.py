@@ -9,9 +9,9 @@ from fastspec.generation.drafters.policy import (
     LONGEST_PAUSE,
     MOST_CREDIT,
     PROBES,
+    Calibration,
     Credit,
     Length,
-    Trust,
     pause_after,
 )
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_confidence_is_never_taken_for_more_than_it_says() -> None:
-    trust, half = Trust(CPU), torch.tensor(0.5)
+    trust, half = Calibration(CPU), torch.tensor(0.5)
     assert trust.weigh(half) == (0.5, 0.5)
     trust.hoped = 1.0
     trust.judge(torch.tensor(9.0))

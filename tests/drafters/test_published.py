@@ -23,7 +23,7 @@ from helpers.heads import (
     published_by_red_hat,
     write,
 )
-from helpers_models import tiny_head, tiny_model
+from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.errors import CheckpointError

@@ -18,11 +18,9 @@ from transformers import PreTrainedTokenizerFast
 import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.cost import COSTS
-from fastspec.generation.drafters.draft_model import retokenized as rereading
-from fastspec.generation.drafters.draft_model.retokenized import ANEW, TRIES, decoded, encoded
-from fastspec.generation.drafters.draft_model.text_drafter import TextDrafter
-from fastspec.generation.drafters.policy import Length
+from fastspec.generation.drafters import retokenized as rereading
+from fastspec.generation.drafters.policy import COSTS, Length
+from fastspec.generation.drafters.retokenized import ANEW, TRIES, TextDrafter, decoded, encoded
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.speculative import Pair, TextDecoding, check, cost, pass_ms

@@ -26,13 +26,12 @@ from transformers import PreTrainedTokenizerFast
 
 import fastspec
 from fastspec import Speculative
-from fastspec.generation.drafters.draft_model.chain import ChainDrafter
-from fastspec.generation.drafters.draft_model.shared_vocabulary import SHARE, SharedDrafter, shared_tokens
-from fastspec.generation.drafters.draft_model.text_drafter import TextDrafter
+from fastspec.generation.drafters.chain import ChainDrafter
 from fastspec.generation.drafters.policy import Length
+from fastspec.generation.drafters.retokenized import SHARE, SharedDrafter, TextDrafter, shared_tokens
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.engine.loop import decode
+from fastspec.generation.engine.rounds import decode
 from fastspec.patches.assistants.speculative import Pair, TextDecoding
 from fastspec.patches.backends import TORCH
 

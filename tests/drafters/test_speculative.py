@@ -24,14 +24,13 @@ import fastspec
 from fastspec import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters import policy as draft_length
-from fastspec.generation.drafters.cost import COSTS, LAYERS
-from fastspec.generation.drafters.draft_model.chain import ChainDrafter
-from fastspec.generation.drafters.policy import Length
+from fastspec.generation.drafters.chain import ChainDrafter
+from fastspec.generation.drafters.policy import COSTS, LAYERS, Length
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.speculative import SpeculativeDecoding, cost
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 CONFIGS = [

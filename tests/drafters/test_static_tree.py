@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastspec
 from fastspec import Eagle1, Unsupported
-from fastspec.generation.drafters.eagle.static import StaticDrafter
+from fastspec.generation.drafters.head_drafter import StaticDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH

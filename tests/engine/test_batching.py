@@ -26,7 +26,7 @@ from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.cache import CACHE
 
 DRAWN = examples(40)
 TEXTS = st.lists(st.lists(st.integers(0, 9), min_size=12, max_size=12), min_size=1, max_size=3)

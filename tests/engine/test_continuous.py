@@ -18,15 +18,15 @@ from helpers.seq2seq import sources, tiny_seq2seq
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
+from fastspec.generation import sequence_state as buffers
+from fastspec.generation.drafters import nasd
 from fastspec.generation.drafters.base import Decoding, Drafter
-from fastspec.generation.drafters.ngram import drafter as nasd
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.state import sequence as buffers
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import processors as selection
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)

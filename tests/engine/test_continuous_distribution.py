@@ -15,12 +15,11 @@ from torch import Tensor
 
 import fastspec
 from fastspec.generation.drafters.base import Drafter
-from fastspec.generation.engine import loop
+from fastspec.generation.engine import rounds
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.engine.loop import decode
-from fastspec.generation.engine.rounds import Rounds
+from fastspec.generation.engine.rounds import Rounds, decode
 from fastspec.generation.engine.verifier import Choice
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
@@ -109,7 +108,7 @@ def distributions(seed: int, process: Any, drafted: bool, monkeypatch: Any, pair
     """The distribution of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS of them at a
     time, which begin one by one or in pairs."""
     if pairs:
-        monkeypatch.setattr(loop, "Rounds", InPairs)
+        monkeypatch.setattr(rounds, "Rounds", InPairs)
     found: list[dict[Text, float]] = [{} for _ in PROMPTS]
     waiting: list[tuple[int, list[int]]] = [(kind, []) for kind in range(len(PROMPTS))]
     first, make = Choice.first, Batch.__init__

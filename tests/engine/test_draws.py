@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastspec.generation.random_numbers import MASK, STEP, drawn_seed, uniform_at
+from fastspec.generation.verify import MASK, STEP, drawn_seed, uniform_at
 
 
 def mixed(x: int) -> int:

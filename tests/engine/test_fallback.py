@@ -16,9 +16,9 @@ from helpers.tokenizers import DRAFT, TARGET
 
 import fastspec
 from fastspec import Speculative
-from fastspec.generation.drafters.ngram import drafter as nasd
+from fastspec.generation.drafters import nasd as nasd
 from fastspec.generation.engine import batching
-from fastspec.generation.engine.fallback import Fallback
+from fastspec.generation.engine.call import Fallback
 from fastspec.generation.engine.schedule import WholeGraph
 from fastspec.patches.session import session_of
 
@@ -124,7 +124,7 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
         fastspec.patch(model, speculative=(draft, TARGET, TARGET))
-    rest = fastspec.generation.drafters.draft_model.retokenized.RetokenizingDrafter.pause
+    rest = fastspec.generation.drafters.retokenized.RetokenizingDrafter.pause
     asked = []
 
     def now_and_then(self):
@@ -132,7 +132,7 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
         return 3 if len(asked) % 2 == 0 else 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastspec.generation.drafters.draft_model.retokenized.RetokenizingDrafter, "pause", now_and_then)
+        patch.setattr(fastspec.generation.drafters.retokenized.RetokenizingDrafter, "pause", now_and_then)
         same((plain, model), Speculative(gamma=3), prompts(ahead["device"], 4, 6), max_new_tokens=60, eos_token_id=NEVER)
     last = stats(model)
     assert ahead["fallback"] > 12 and last.draft_rounds < last.row_rounds

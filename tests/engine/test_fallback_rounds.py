@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.generation.engine.fallback import Fallback
-from fastspec.generation.engine.round_state import RoundState
+from fastspec.generation.engine.call import Fallback, RoundState
 
 CPU = torch.device("cpu")
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
 from fastspec.generation.drafters.given_text import GivenText
+from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.verify import measure
 from fastspec.patches.assistants.registry import Continued
 

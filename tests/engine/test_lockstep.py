@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermark
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 SAMPLED = fastspec.Speculative(gamma=3)
 EARLY, BRANCHES = fastspec.Speculative(early_exit=1, gamma=3), fastspec.Speculative(gamma=3, branches=3)

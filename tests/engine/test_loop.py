@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.given_text import GivenText
-from fastspec.generation.engine import batching, loop
-from fastspec.generation.engine.call import Outcome, Request
-from fastspec.generation.engine.round_program import Committed, Judged, Round, Scored
-from fastspec.generation.engine.round_state import RoundState
+from fastspec.generation.engine import batching
+from fastspec.generation.engine import rounds as loop
+from fastspec.generation.engine.call import Outcome, Request, RoundState
+from fastspec.generation.engine.round_program import Committed, Round, Scored, VerifiedTree
 from fastspec.generation.engine.verifier import Choice, InLockstep, WithHistory
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure, walk
@@ -126,7 +126,7 @@ class Script:
         measures = measure(logits, verdict.tokens(tree))
         if self.given is None and self.drafted is not None:
             tree = TokenTree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_path, None, self.drafted)
-        self.last = Round(Judged(Scored(tree, logits, features), verdict, logits * 2), Committed(verdict, emitted, measures))
+        self.last = Round(VerifiedTree(Scored(tree, logits, features), verdict, logits * 2), Committed(verdict, emitted, measures))
         if self.given is not None:
             self.given.observe(tree, verdict, logits, features, self.state.active, 0)
         self.generated = [generated + accepted + 1 for generated, accepted in zip(self.generated, verdict.accepted.tolist(), strict=True)]
@@ -243,11 +243,11 @@ def test_drafts_are_counted_as_far_as_they_are_no_copies():
     stats = run(engine, asked(2, 2)).stats
     assert (stats.drafted, stats.draft_rounds, stats.row_rounds) == (1, 2, 2)
 
-    class Alone(Script):
+    class LocalCall(Script):
         def tree(self) -> TokenTree:
             return TokenTree.root_only(self.state.root)
 
-    stats = run(Alone(2), asked(2, 4)).stats
+    stats = run(LocalCall(2), asked(2, 4)).stats
     assert (stats.rounds, stats.drafted, stats.draft_rounds, stats.row_rounds) == (3, 0, 0, 6)
 
 

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.generation import verify
-from fastspec.generation.drafters.eagle.static import draw_distinct
+from fastspec.generation.drafters.head_drafter import draw_distinct
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import walk_drawn
 from fastspec.patches.backends import TORCH

@@ -18,7 +18,7 @@ from helpers.models import tiny_head
 
 import fastspec
 from fastspec.generation import engine
-from fastspec.generation.engine import loop, rounds
+from fastspec.generation.engine import rounds
 
 ENGINE = Path(engine.__file__).parent
 ONCE_MORE = 2
@@ -55,7 +55,7 @@ def entries(monkeypatch) -> Iterator[dict[str, list[str]]]:
         if rooms[0] is not None and rooms[0] != rooms[1]:
             found[phase[0]].append(rooms[0])
 
-    decode, turn = loop.decode, rounds.Rounds.turn
+    decode, turn = rounds.decode, rounds.Rounds.turn
 
     def decoding(*args):
         phase[0] = "prefill"

@@ -18,10 +18,10 @@ from transformers import GenerationConfig
 import fastspec
 from fastspec import Unsupported
 from fastspec.generation.engine import batching
-from fastspec.generation.random_numbers import uniform_at
+from fastspec.generation.verify import uniform_at
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import one_prompt
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.cache import CACHE
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
 

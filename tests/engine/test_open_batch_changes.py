@@ -13,9 +13,9 @@ from helpers.open import GREEDY, Gate, alone, made, texts, told
 from torch import Tensor, nn
 
 import fastspec
-from fastspec.generation.engine.row_counts import Widths
-from fastspec.generation.state import sequence
-from fastspec.patches.pool import weights_of
+from fastspec.generation import sequence_state
+from fastspec.generation.engine.open_batch import RowCounts
+from fastspec.patches.hf.changes import weight_places
 from fastspec.patches.session import session_of
 
 
@@ -140,13 +140,13 @@ def test_a_method_that_rounds_pass_by_is_refused_from_then_on(monkeypatch: pytes
 def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of all rounds that were made anew, those of the opening first."""
     begun: list[int] = []
-    begin = Widths.begin
+    begin = RowCounts.begin
 
     def noted(self: Any) -> None:
         begun.append(self.rows)
         begin(self)
 
-    monkeypatch.setattr(Widths, "begin", noted)
+    monkeypatch.setattr(RowCounts, "begin", noted)
     return begun
 
 
@@ -170,7 +170,7 @@ def test_a_change_while_rounds_are_made_is_seen_by_the_next_prompt(monkeypatch: 
     plain, model = made()
     changed, (ids,) = copy.deepcopy(plain), texts(6)
     replaced(changed)
-    begin, whole = Widths.begin, model.model.layers[1].mlp
+    begin, whole = RowCounts.begin, model.model.layers[1].mlp
 
     def changing(self: Any) -> None:
         begin(self)
@@ -178,7 +178,7 @@ def test_a_change_while_rounds_are_made_is_seen_by_the_next_prompt(monkeypatch: 
 
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=40, narrows=False) as batch:
         with monkeypatch.context() as patched:
-            patched.setattr(Widths, "begin", changing)
+            patched.setattr(RowCounts, "begin", changing)
             replaced(model)
             batch.submit(ids, max_new_tokens=6, **GREEDY).result(30)
         assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
@@ -225,7 +225,7 @@ def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with
     """Though rounds of the broken model are still being made, and fail, when it comes."""
     plain, model = made()
     (ids,), later = texts(6), []
-    whole, begin = model.model.layers[1].mlp, Widths.begin
+    whole, begin = model.model.layers[1].mlp, RowCounts.begin
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
 
         def failing(self: Any) -> None:
@@ -236,7 +236,7 @@ def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with
                     model.model.layers[1].mlp = whole
                     later.append(batch.submit(ids, max_new_tokens=6, **GREEDY))
 
-        monkeypatch.setattr(Widths, "begin", failing)
+        monkeypatch.setattr(RowCounts, "begin", failing)
         model.model.layers[1].mlp = nn.Linear(64, 7)
         with batch._changed:
             broken = [batch.submit(ids, max_new_tokens=6, **GREEDY) for _ in range(2)]
@@ -314,7 +314,7 @@ class Thrice(nn.Module):
 
 
 def test_tables_that_grew_while_the_model_was_another_are_not_kept(monkeypatch):
-    monkeypatch.setattr(sequence, "FIRST_SLOTS", 64)
+    monkeypatch.setattr(sequence_state, "FIRST_SLOTS", 64)
     plain, model = made()
     ids = texts(115, 6)
     want, whole = [alone(plain, each, 12) for each in ids], model.model.rotary_emb
@@ -343,19 +343,19 @@ class Tuned(nn.Linear):
 
 def test_what_rounds_are_good_for_tells_adapters_forwards_and_places_apart() -> None:
     model = nn.Sequential(Tuned(), nn.SiLU(), nn.Identity())
-    seen = [weights_of(model)]
+    seen = [weight_places(model)]
     model[0]._active_adapter = ["b"]
-    seen.append(weights_of(model))
+    seen.append(weight_places(model))
     model[0]._disable_adapters = True
-    seen.append(weights_of(model))
+    seen.append(weight_places(model))
     model[0].scaling["a"] = 0.25
-    seen.append(weights_of(model))
+    seen.append(weight_places(model))
     model[1] = nn.Identity()
-    seen.append(weights_of(model))
+    seen.append(weight_places(model))
     for own in (lambda x: x, lambda x: -x):
         model[2].forward = own
-        seen.append(weights_of(model))
-    assert len(set(seen)) == len(seen) == 7 and weights_of(model) == seen[-1]
+        seen.append(weight_places(model))
+    assert len(set(seen)) == len(seen) == 7 and weight_places(model) == seen[-1]
 
 
 def test_a_batch_that_is_opened_under_autocast_runs_as_its_thread_does(rebuilt: list[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_open import GREEDY, made, texts, told
+from helpers.open import GREEDY, made, texts, told
 from torch import Tensor
 
 import fastspec

@@ -18,9 +18,9 @@ from transformers import TextIteratorStreamer
 
 import fastspec
 from fastspec import FastSpecError, PatchConflict, Unsupported
+from fastspec.generation import sequence_state as buffers
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import Rounds
-from fastspec.generation.state import sequence as buffers
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import Turn, session_of
 

@@ -15,7 +15,7 @@ from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts, told
 
 import fastspec
 from fastspec.generation.drafters.base import Decoding, Drafter
-from fastspec.generation.engine import batching, row_counts
+from fastspec.generation.engine import batching, open_batch
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.tree import TokenTree
 
@@ -34,7 +34,7 @@ def rows_seen(monkeypatch) -> list[tuple[int, int]]:
         return step(self, *rest)
 
     monkeypatch.setattr(Engine, "step", stepping)
-    monkeypatch.setattr(row_counts, "PATIENCE", 1)
+    monkeypatch.setattr(open_batch, "PATIENCE", 1)
     return seen
 
 
@@ -101,7 +101,7 @@ def test_a_seed_gives_its_answer_in_rounds_of_any_width(rows_seen):
 
 def test_rows_wait_before_they_narrow(rows_seen, monkeypatch):
     """Not while a prompt ends and the next one comes, and no further than the most that the turns in between had need of."""
-    monkeypatch.setattr(row_counts, "PATIENCE", 5)
+    monkeypatch.setattr(open_batch, "PATIENCE", 5)
     plain, model = made()
     ids = texts(5, 6)
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
@@ -144,10 +144,10 @@ def test_all_widths_read_their_prompts_in_one_place(rows_seen):
 
 def test_rounds_that_do_not_fit_are_named_when_the_batch_is_opened(monkeypatch):
     """Those of all rows, though one row would do at first."""
-    from fastspec.generation.state import sequence
+    from fastspec.generation import sequence_state
 
     _, model = made()
-    monkeypatch.setattr(sequence, "_memory", lambda device: 2**22)
+    monkeypatch.setattr(sequence_state, "_memory", lambda device: 2**22)
     with pytest.raises(fastspec.FastSpecError, match="for 64 rows needs"):
         fastspec.continuous(model, "autoregressive", rows=64, max_length=2000)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.generation.capture import NARROWEST, padded_width
-from fastspec.generation.prompt_parts import MOST, NARROW, WIDE, prompt_parts, widest_part
+from fastspec.generation.target import MOST, NARROW, WIDE, prompt_parts, widest_part
 
 
 @given(length=st.integers(0, 9000), rows=st.integers(1, 3000), captures=st.booleans(), windows=st.booleans())

@@ -9,7 +9,7 @@ import torch
 from helpers.round_program import NODES, Digesting, Drafting, Model, Ticking, chain, judged, made
 
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.engine.round_program import Judged, Scored
+from fastspec.generation.engine.round_program import Scored, VerifiedTree
 
 BOUND = 77
 """The target's room: what a graph holds is good for texts of any length."""
@@ -22,7 +22,7 @@ class Chosen:
     def __init__(self, target: Model) -> None:
         self.target, self.asked = target, []  # type: tuple[Model, list[Scored]]
 
-    def __call__(self, scored: Scored) -> Judged:
+    def __call__(self, scored: Scored) -> VerifiedTree:
         self.asked.append(scored)
         return judged(scored.tree, self.target)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastspec import Unsupported
 from fastspec.generation.drafters.base import Place, Traits, adopt
-from fastspec.generation.engine.round_program import Committed, Judged, Round, RoundProgram, Scored, rounded
-from fastspec.generation.engine.round_state import RoundState
+from fastspec.generation.engine.call import RoundState
+from fastspec.generation.engine.round_program import Committed, Round, RoundProgram, Scored, VerifiedTree, rounded
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import measure
 from fastspec.patches.backends import TORCH
@@ -267,7 +267,7 @@ def test_scores_are_found_at_the_nodes_of_a_path_or_at_its_steps():
     scored = Scored(tree, scores, scores)
 
     def round_of(along: bool) -> Round:
-        return Round(Judged(scored, verdict, scores, along_path=along), Committed(verdict, path))
+        return Round(VerifiedTree(scored, verdict, scores, along_path=along), Committed(verdict, path))
 
     found = round_of(False).scores_along(1, path)
     assert torch.equal(found, scores[1, [0, 2]].float()) and found.dtype == torch.float32

@@ -12,13 +12,11 @@ from helpers.trees import drawn_tree
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.engine.open_batch import OpenBatch, Rule
-from fastspec.generation.engine.round_program import Judged, Scored
-from fastspec.generation.engine.row_rules import OwnRules
-from fastspec.generation.random_numbers import uniform_at
+from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, Rule
+from fastspec.generation.engine.round_program import Scored, VerifiedTree
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import walk
+from fastspec.generation.verify import uniform_at, walk
 from fastspec.kernels.verification.reference import SamplingSettings, pick
 from fastspec.patches.backends import TORCH
 
@@ -73,7 +71,7 @@ def shifted(scores: Tensor) -> Tensor:
     return scores * 0.5 + torch.tensor([0.0, 1.0, 0.0], device=scores.device)
 
 
-def decided(rules: OwnRules, given: Scored) -> Judged:
+def decided(rules: OwnRules, given: Scored) -> VerifiedTree:
     """What they decide with another default device than the tensors have. Rules keep no scores."""
     with ELSEWHERE:
         judged = rules(given)

@@ -18,21 +18,20 @@ from helpers.models import tiny_head, tiny_model
 from helpers.tokenizers import DRAFT, TARGET
 
 import fastspec
+from fastspec.generation import sequence_state
+from fastspec.generation.drafters import head_drafter as drafter
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDrafter
-from fastspec.generation.drafters.draft_model.text_drafter import TextDrafter
-from fastspec.generation.drafters.eagle import head_drafter as drafter
-from fastspec.generation.drafters.ngram.drafter import NasdDrafter
+from fastspec.generation.drafters.nasd import NasdDrafter
+from fastspec.generation.drafters.retokenized import SharedDrafter, TextDrafter
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.schedule import GraphFromScore, GraphOfScore, WholeGraph
-from fastspec.generation.state import sequence
 from fastspec.generation.verify import measure
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import processors as selection
 from fastspec.patches.hf import model as hf_model
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.pool import KEPT
 from fastspec.patches.session import session_of
 
@@ -353,7 +352,7 @@ def test_the_same_seed_gives_the_same_tokens_whether_rounds_are_asynchronous_or_
 def existing(captures, monkeypatch):
     """What holds buffers and exists, by class, while no garbage is collected: rounds, targets and drafts, drafters, keys and values,
     graphs. No more targets of rounds than the bound may exist."""
-    kinds = Engine, hf_model.HFModel, drafter.HeadDrafter, sequence.SequenceState, Stand
+    kinds = Engine, hf_model.HFModel, drafter.HeadDrafter, sequence_state.SequenceState, Stand
     held = {kind: weakref.WeakSet() for kind in kinds}
 
     def watch(kind: Any) -> None:

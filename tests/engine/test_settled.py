@@ -18,9 +18,8 @@ from transformers.generation import utils
 
 import fastspec
 from fastspec import FastSpecError, Unsupported
-from fastspec.patches.call.one_prompt import Single, prepare
+from fastspec.patches.call.one_prompt import PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.processors import Streaming
-from fastspec.patches.call.settled import SettledSettings
 from fastspec.patches.session import session_of
 
 SETTLED: dict[str, Any] = {
@@ -70,7 +69,7 @@ def asked(ids: Tensor, config: GenerationConfig, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None], "generation_config": config, **more}
 
 
-def like(one: Single, other: Single) -> None:
+def like(one: PreparedPrompt, other: PreparedPrompt) -> None:
     """Both are the same prompt."""
     assert torch.equal(one.ids, other.ids) and torch.equal(one.shown, other.shown)
     assert (one.limit, one.ends, one.stop is None) == (other.limit, other.ends, other.stop is None)
@@ -88,7 +87,7 @@ def like(one: Single, other: Single) -> None:
 )
 def test_a_prompt_of_known_settings_is_what_generate_makes_of_it(settings: list[dict[str, Any]], order: list[int]) -> None:
     model = fastspec.patch(tiny_model())
-    known, original = SettledSettings(), Counted(model)
+    known, original = SettingsCache(), Counted(model)
     for step, index in enumerate(order):
         ids = texts(3 + step, seed=step)[0]
         config = GenerationConfig(max_new_tokens=2 + step, **settings[index % len(settings)])
@@ -100,7 +99,7 @@ def test_a_prompt_of_known_settings_is_what_generate_makes_of_it(settings: list[
 @pytest.mark.parametrize("sampled", [False, True])
 def test_generate_prepares_settings_once(sampled: bool) -> None:
     model = fastspec.patch(tiny_model())
-    known, original = SettledSettings(), Counted(model)
+    known, original = SettingsCache(), Counted(model)
     for count in (4, 9, 2):
         config = GenerationConfig(max_new_tokens=count, do_sample=sampled, temperature=0.7, eos_token_id=7)
         assert prepare(model, original, asked(texts(count + 3)[0], config), 1, known).limit == count
@@ -110,7 +109,7 @@ def test_generate_prepares_settings_once(sampled: bool) -> None:
 @pytest.mark.parametrize("count", [0, -3])
 def test_an_answer_of_no_tokens_is_refused_whatever_is_known(count: int) -> None:
     model = fastspec.patch(tiny_model())
-    known, original = SettledSettings(), Counted(model)
+    known, original = SettingsCache(), Counted(model)
     prepare(model, original, asked(texts(6)[0], GenerationConfig(max_new_tokens=4)), 1, known)
     config = GenerationConfig(max_new_tokens=4)
     config.max_new_tokens = count
@@ -120,7 +119,7 @@ def test_an_answer_of_no_tokens_is_refused_whatever_is_known(count: int) -> None
 
 def test_one_entry_of_equal_settings_is_kept_and_none_of_tensors() -> None:
     model = fastspec.patch(tiny_model())
-    known, original = SettledSettings(), Counted(model)
+    known, original = SettingsCache(), Counted(model)
     for _ in range(3):  # without a mask none is found
         prepare(model, original, {"input_ids": texts(6)[0][None], "generation_config": GenerationConfig(max_new_tokens=4)}, 1, known)
     assert len(known.known) == 1 and original.calls == 3
@@ -147,7 +146,7 @@ def test_nothing_is_kept_where_someone_else_prepares_calls(where: str, monkeypat
         real = utils.GenerationMixin._get_stopping_criteria
         monkeypatch.setattr(utils.GenerationMixin, "_get_stopping_criteria", lambda self, *given, **named: real(self, *given, **named))
     model = fastspec.patch(made)
-    known, original = SettledSettings(), Counted(model)
+    known, original = SettingsCache(), Counted(model)
     if where == "generate":
         original.__func__ = Counted.__call__
     if where == "instance":
@@ -176,14 +175,14 @@ def test_a_prompt_may_be_written_over_once_it_is_submitted() -> None:
 
 def test_a_prompt_that_cannot_be_moved_ends_alone_and_a_thread_that_fails_ends_all(monkeypatch) -> None:
     plain, model = made()
-    ids, move = texts(5, 6), Single.move
+    ids, move = texts(5, 6), PreparedPrompt.move
 
-    def failing(self: Single, device: Any) -> None:
+    def failing(self: PreparedPrompt, device: Any) -> None:
         if self.ids.shape[1] == 6:
             raise MemoryError("no room")
         move(self, device)
 
-    monkeypatch.setattr(Single, "move", failing)
+    monkeypatch.setattr(PreparedPrompt, "move", failing)
     batch = fastspec.continuous(model, "autoregressive", rows=1)
     with pytest.raises(MemoryError, match="no room"):
         batch.submit(ids[1], max_new_tokens=3, **GREEDY).result(SECONDS)
@@ -247,7 +246,7 @@ def others() -> dict[str, Any]:
 @pytest.mark.parametrize("change", others())
 def test_what_changes_goes_through_generate_again(change: str) -> None:
     model = fastspec.patch(tiny_model())
-    known, original = SettledSettings(), Counted(model)
+    known, original = SettingsCache(), Counted(model)
     for step in range(3):
         options = asked(texts(6)[0], GenerationConfig(max_new_tokens=4))
         if step:
@@ -258,7 +257,7 @@ def test_what_changes_goes_through_generate_again(change: str) -> None:
 
 def test_a_warper_of_another_kind_is_seen(monkeypatch) -> None:
     model = fastspec.patch(tiny_model())
-    known, original = SettledSettings(), Counted(model)
+    known, original = SettingsCache(), Counted(model)
 
     class Other(TopPLogitsWarper):
         """Of someone else's."""
@@ -272,7 +271,7 @@ def test_a_warper_of_another_kind_is_seen(monkeypatch) -> None:
 
 def test_a_prompt_beyond_the_positions_is_refused_whatever_is_known() -> None:
     model = fastspec.patch(tiny_model("gpt2", n_positions=32))
-    known, original = SettledSettings(), Counted(model)
+    known, original = SettingsCache(), Counted(model)
     for length in (8, 33):
         options = asked(texts(length)[0], GenerationConfig(max_new_tokens=2))
         if length == 8:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from fastspec import Unsupported
 from fastspec.errors import FastSpecError
-from fastspec.generation.state import sequence as module
-from fastspec.generation.state.attention import FirstLayers, FullAttentionState
-from fastspec.generation.state.base import Moves
-from fastspec.generation.state.sequence import SequenceState, SharedState
+from fastspec.generation import sequence_state as module
+from fastspec.generation.layer_state import FirstLayers, FullAttentionState, Moves
+from fastspec.generation.sequence_state import SequenceState, SharedState
 from fastspec.generation.tree import Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import SlotCache, export_span, import_past

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_captured import stand_in
-from helpers_generate import Oracle, answer, prompts, shallow_model
-from helpers_models import tiny_head
-from helpers_open import GREEDY, texts, told
+from helpers.captured import stand_in
+from helpers.generate import Oracle, answer, prompts, shallow_model
+from helpers.models import tiny_head
+from helpers.open import GREEDY, texts, told
 
 import fastspec
 from fastspec.generation.tree import TokenTree

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec.generation.drafters.given_text import CHUNKS, GivenText, Read
-from fastspec.generation.lockstep import fill_ended, until_end, walk_in_step
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import choose, measure, walk, walk_drawn, walk_with_history
+from fastspec.generation.verify import choose, fill_ended, measure, until_end, walk, walk_drawn, walk_in_step, walk_with_history
 from fastspec.kernels.cache.reference import cache_write, kv_block_copy
 from fastspec.kernels.drafting.reference import ancestor_words
 from fastspec.kernels.verification.reference import SamplingSettings, categorical, pick, posterior_walk, under_settings

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastspec.generation.layers.decoder import LayerParts, RmsNorm, gated, product
-from fastspec.generation.layers.mixers import FullAttention
-from fastspec.generation.layers.whole import plain_row
+from fastspec.generation.decoder_layer import FullAttention, LayerParts, RmsNorm, gated, product
+from fastspec.generation.whole_layers import plain_row
 from fastspec.kernels.linear.reference import GELU_TANH
 from fastspec.patches.backends import TORCH
 

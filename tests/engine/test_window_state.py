@@ -11,11 +11,9 @@ from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastspec.generation.state import window
-from fastspec.generation.state.attention import FullAttentionState
-from fastspec.generation.state.base import Moves
-from fastspec.generation.state.sequence import SequenceState
-from fastspec.generation.state.window import WindowState, ring_of
+from fastspec.generation import layer_state
+from fastspec.generation.layer_state import FullAttentionState, Moves, WindowState, ring_of
+from fastspec.generation.sequence_state import SequenceState
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.backends import TORCH
@@ -54,8 +52,8 @@ def check(state: SequenceState, span: int) -> None:
 def test_rounds_behind_a_cache(span: int, tail: int, counts: list[int], rounds: list[int], seed: int) -> None:
     """A cache comes in, rows begin anew, nodes are written and paths kept, texts are made shorter: the ring holds what is seen."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "SLACK", 6)
-        patch.setattr(window, "STEP", 1)
+        patch.setattr(layer_state, "SLACK", 6)
+        patch.setattr(layer_state, "STEP", 1)
         state, wound, whole = both(span, tail)
         one, _, _ = both(span, tail, 1)
     generator = torch.Generator().manual_seed(seed)

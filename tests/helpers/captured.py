@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fastspec.generation import capture
-from fastspec.generation.drafters.eagle import head_drafter as drafter
+from fastspec.generation.drafters import head_drafter as drafter
 from fastspec.generation.engine import schedule
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf import model as hf_model

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import fastspec
-from fastspec.cascade.features import NAMES
+from fastspec.cascade.decisions import Scores
 from fastspec.cascade.predictor import Predictor
-from fastspec.cascade.stopping import Scores
+from fastspec.cascade.records import NAMES
 from helpers.models import tiny_model
 
 NAMED = ("small", "medium", "large")

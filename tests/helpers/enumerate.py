@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.call import Request, RoundState
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.engine.loop import decode
-from fastspec.generation.engine.round_state import RoundState
+from fastspec.generation.engine.rounds import decode
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH

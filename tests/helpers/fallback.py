@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastspec.generation.drafters import nasd as nasd
 from fastspec.generation.drafters import policy as draft_length
-from fastspec.generation.drafters.ngram import drafter as nasd
 from fastspec.generation.engine import batching
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastspec.kernels.linear.linear import linear
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, Gate
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation
 
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 is wrong
@@ -30,7 +30,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
     return exact, error + torch.finfo(wide).eps / 2 * (exact.abs() + error) + torch.finfo(wide).smallest_normal * torch.finfo(wide).eps
 
 
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> tuple[Tensor, Tensor]:
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = SILU) -> tuple[Tensor, Tensor]:
     """opened(gate) * up in float64, and its bound: gate, up, what opens and the product are each rounded; the slope of SiLU is below 1.1,
     that of GELU below 1.13."""
     exact, error = product(x, weight, bias)

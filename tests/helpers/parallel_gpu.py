@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fastspec.generation.capture import recorded
 from fastspec.kernels import ahead
-from fastspec.kernels.layer import rms_norm
+from fastspec.kernels.layer import norms
 from fastspec.kernels.linear.linear import linear
-from fastspec.kernels.linear.reference import Addends, Later
-from fastspec.kernels.parallel import joins, look_up, reduced_norm, reference, symmetric
+from fastspec.kernels.linear.reference import Addends, DeferredProduct
+from fastspec.kernels.parallel import joins, reduced_norm, reference, symmetric
 from helpers.words import near
 
 WIDTH = 4096
@@ -101,7 +101,7 @@ def normed(rank: int, folder: str) -> None:
         parts = [torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * turn + each)).to("cuda", dtype) for each in range(3)]
         own, residual, weight = parts[rank].clone(), parts[2], torch.ones(width, device="cuda", dtype=dtype)
         run = partial(lambda x, w, r: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r), own, weight, residual)
-        want = rms_norm.rms_norm(parts[0] + parts[1], weight, 1e-5, residual)
+        want = norms.rms_norm(parts[0] + parts[1], weight, 1e-5, residual)
         if rank:
             time.sleep(0.01 * (turn % 3))
         found = run()
@@ -116,7 +116,7 @@ def normed(rank: int, folder: str) -> None:
             graph.replay()
             if turn % 8 == rank:
                 torch.cuda.synchronize()
-            want = rms_norm.rms_norm(parts[0] * (turn + 1) + parts[1] * (turn + 1), weight, 1e-5, residual)
+            want = norms.rms_norm(parts[0] * (turn + 1) + parts[1] * (turn + 1), weight, 1e-5, residual)
             assert near(made, want), turn
     assert alike(group, [each for _, made, *_ in graphs for each in made])
     torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def sent(rank: int, folder: str) -> None:
         def run(
             mine: Tensor = mine, other: Tensor = other, weight: Tensor = weights[rank], scale: Tensor = scale, r: list[Tensor] = residual
         ) -> list[tuple[Tensor, Tensor]]:
-            own = [Later(mine, weight, None, linear), r[1], Later(other, weight, None, linear)]
+            own = [DeferredProduct(mine, weight, None, linear), r[1], DeferredProduct(other, weight, None, linear)]
             made = [(mine, r[0])]
             for each in own:
                 made.append(reduced_norm.rms_norm(Addends(each, group, symmetric.all_reduce), scale, 1e-5, made[-1][1]))
@@ -153,9 +153,9 @@ def sent(rank: int, folder: str) -> None:
             turn: int, x: list[Tensor] = x, w: list[Tensor] = weights, scale: Tensor = scale, r: list[Tensor] = residual
         ) -> list[tuple[Tensor, Tensor]]:
             summed = linear(x[0] * turn, w[0], None) + linear(x[1] * turn, w[1], None)
-            first = rms_norm.rms_norm(summed, scale, 1e-5, r[0])
-            then = rms_norm.rms_norm(r[1] + r[1], scale, 1e-5, first[1])
-            return [first, then, rms_norm.rms_norm(summed, scale, 1e-5, then[1])]
+            first = norms.rms_norm(summed, scale, 1e-5, r[0])
+            then = norms.rms_norm(r[1] + r[1], scale, 1e-5, first[1])
+            return [first, then, norms.rms_norm(summed, scale, 1e-5, then[1])]
 
         assert all(map(near, run(), wanted(1)))
         graph = torch.cuda.CUDAGraph()
@@ -189,7 +189,7 @@ def found(rank: int, folder: str) -> None:
         mine, cut = table.split(51)[rank].clone(), 5000
         for rows in (1, 10, 60, 128):
             tokens = [torch.randint(101, (1, rows), generator=draws).cuda() for _ in range(12)]
-            look = partial(look_up.look_up, table=mine, first=51 * rank, group=group)
+            look = partial(joins.look_up, table=mine, first=51 * rank, group=group)
             ahead._look(partial(look, tokens[0]), ahead.Collector())
             made = replayed(look, tokens[0].clone(), tokens)
             assert all(torch.equal(each, table[index]) for each, index in zip(made, tokens, strict=True)), (dtype, rows)

@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 from transformers.distributed import DistributedConfig
 
 import fastspec
-from fastspec import cache_folder
+from fastspec import files
 from fastspec.kernels import tuned_launches
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.patches.call.ranks import Ranks
@@ -55,7 +55,7 @@ def tuned(load: Loader, kind: str) -> list[Any]:
         return 0.5 if run.args[0] == launch else 1.0
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, fastspec.patched(model, backend="triton"):
-        patch.setenv(cache_folder.SETTING, folder)
+        patch.setenv(files.SETTING, folder)
         short = partial(model.generate, **given(3), max_new_tokens=2, do_sample=False, assistant="autoregressive")
         patch.setattr(tune, "seconds_of", clock)
         patch.setattr(tune, "warmup", lambda model, rows, length: short())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Drafter, HostDrafter, Place, Traits
-from fastspec.generation.engine.round_program import Judged, RoundProgram, Scored
-from fastspec.generation.engine.round_state import RoundState
+from fastspec.generation.engine.call import RoundState
+from fastspec.generation.engine.round_program import RoundProgram, Scored, VerifiedTree
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 
@@ -110,7 +110,7 @@ def made(target: Any = None, drafter: Any = None, **options: Any) -> RoundProgra
     return RoundProgram(held, drafter, TORCH, state(), **options)
 
 
-def judged(tree: TokenTree, model: Model, accepted: tuple[int, int] = (2, 0)) -> Judged:
+def judged(tree: TokenTree, model: Model, accepted: tuple[int, int] = (2, 0)) -> VerifiedTree:
     """One row takes both drafts, the other none."""
     verdict = Verdict(torch.tensor([[0, 1, 2], [0, 0, 0]]), torch.tensor(accepted), torch.tensor([6, 1]))
-    return Judged(Scored(tree, model.logits, model.features), verdict, None)
+    return VerifiedTree(Scored(tree, model.logits, model.features), verdict, None)

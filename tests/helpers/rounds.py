@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.generation.engine.round_state import RoundState
+from fastspec.generation.engine.call import RoundState
 from fastspec.generation.stats import Stats
 
 CPU, LONGEST = torch.device("cpu"), 3

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.engine import Engine
-from fastspec.patches.hf import stop_strings
+from fastspec.patches.hf import ends
 from helpers.models import tiny_head
 from helpers.serve import TREE
 from helpers.training import small_target, small_tokenizer
@@ -43,7 +43,7 @@ def opened(rows: int = 4, max_length: int = 400, endless: bool = False, fails: s
         raise Odd(1, 2)
 
     if endless:  # stop strings are not compared with the vocabulary here
-        stop_strings.StopStringCriteria = None  # type: ignore[assignment]
+        ends.StopStringCriteria = None  # type: ignore[assignment]
     if fails:
         Engine.step = failing  # type: ignore[method-assign]
     if fails == "for good":

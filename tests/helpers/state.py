@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fastspec.generation.state.attention import FullAttentionState
-from fastspec.generation.state.sequence import SequenceState
+from fastspec.generation.layer_state import FullAttentionState
+from fastspec.generation.sequence_state import SequenceState
 
 
 class AttentionState(SequenceState):

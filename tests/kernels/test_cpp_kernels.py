@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import fastspec
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.kernels.drafting import reference as drafting
-from fastspec.kernels.linear import quickest
+from fastspec.kernels.linear import cpu
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.reference import GELU_TANH, SILU
 from fastspec.kernels.native import build
@@ -208,8 +208,8 @@ def test_the_quickest_way_is_taken(native, fastest, monkeypatch):
     def way(index):
         return lambda rows, weight, bias: taken.append(index) or torch.nn.functional.linear(rows, weight, bias)
 
-    monkeypatch.setattr(quickest, "times", lambda *_: [1.0 - (index == fastest) for index in range(3)])
-    monkeypatch.setattr(native, "measured", quickest.Measured(*map(way, range(3))))
+    monkeypatch.setattr(cpu, "times", lambda *_: [1.0 - (index == fastest) for index in range(3)])
+    monkeypatch.setattr(native, "measured", cpu.Measured(*map(way, range(3))))
     with torch.no_grad():
         x, weight = torch.randn(3, 1000), torch.randn(1100, 1000)
         assert torch.equal(native.linear(x, weight, None), x @ weight.t()) and taken == [fastest]

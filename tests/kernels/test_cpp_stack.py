@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastspec
-from fastspec.generation.layers.whole import WholeLayers
+from fastspec.generation.whole_layers import WholeLayers
 from fastspec.kernels.layer import reference
 from fastspec.kernels.layer.reference import LayerPlace, PlainLayers
 from fastspec.kernels.linear.reference import SILU
@@ -24,8 +24,7 @@ from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native
 from fastspec.patches import backends
 from fastspec.patches.checks.compare import unlike
-from fastspec.patches.checks.inputs import Draw
-from fastspec.patches.checks.layers import layers
+from fastspec.patches.checks.inputs import Draw, layers
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 CPU = torch.device("cpu")
@@ -150,7 +149,7 @@ def test_passes_that_do_not_fit_are_left_alone(native) -> None:
         held.prepared = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native.measured, "fastest", lambda rows, weight: torch.nn.functional.linear)
-            patch.setattr("fastspec.kernels.linear.onednn.SMALL", 0)
+            patch.setattr("fastspec.kernels.linear.cpu.SMALL", 0)
             assert native.stack(held, places, total, positions, taps, x) is None
 
 
@@ -221,7 +220,7 @@ def test_every_layers_shapes_say_whether_the_kernel_is_the_quickest(native, monk
     held = PlainLayers((*first[0].rows, last[0].rows[1]))
     places = [*first[1], last[1][1]]
     wide = held.rows[2].qkv.weights[0].shape
-    monkeypatch.setattr("fastspec.kernels.linear.onednn.SMALL", 0)
+    monkeypatch.setattr("fastspec.kernels.linear.cpu.SMALL", 0)
     with torch.no_grad():
         assert native.stack(held, places, *first[2:]) is not None
         held.prepared = None

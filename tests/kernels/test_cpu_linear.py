@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastspec
-from fastspec.kernels.linear import onednn as cpu
-from fastspec.kernels.linear import quickest, reference
+from fastspec.kernels.linear import cpu, reference
+from fastspec.kernels.linear import cpu as quickest
 from fastspec.patches.backends import TORCH, TORCH_ONEDNN, choose_backend
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="this torch has no oneDNN")

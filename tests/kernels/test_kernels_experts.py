@@ -46,7 +46,7 @@ def routed(generator: torch.Generator, tokens: int, count: int, choices: int, ki
 
 KINDS = {
     "swiglu": ops.SWIGLU,
-    "gpt-oss": ops.Expert(interleaved=True, gate=ops.Gate(1.702), offset=1.0, limit=1.5),  # within what the drawn numbers reach
+    "gpt-oss": ops.Expert(interleaved=True, gate=ops.Activation(1.702), offset=1.0, limit=1.5),  # within what the drawn numbers reach
     "llama4": ops.Expert(scales_input=True),
     "gemma4": ops.Expert(gate=ops.GELU_TANH),
 }

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec.kernels.drafting import reference as drafting_reference
-from fastspec.kernels.drafting.head_input import frontier_input, head_input
-from fastspec.kernels.drafting.next_frontier import next_frontier
-from fastspec.kernels.layer.rms_norm import rms_norm
+from fastspec.kernels.drafting.inputs import frontier_input, head_input, next_frontier
+from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.linear import gate_up
 
@@ -148,7 +147,7 @@ def test_inputs_that_do_not_fit_are_refused(device):
 @EVERYWHERE
 @pytest.mark.parametrize("rows", [1, 5, 40, 100])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", [linear_reference.SILU, linear_reference.GELU_TANH, linear_reference.Gate(1.702)], ids=str)
+@pytest.mark.parametrize("kind", [linear_reference.SILU, linear_reference.GELU_TANH, linear_reference.Activation(1.702)], ids=str)
 def test_gate_up_joins_the_parts_of_the_product(device, rows, bias, kind):
     """In fp32: a sum of 64 products in another order, then what opens the gate; 1e-5 is some 80 roundings of values of size 1."""
     generator = torch.Generator().manual_seed(rows)

@@ -18,11 +18,10 @@ pytest.importorskip("triton")
 from fastspec.kernels.launch import is_hopper
 from fastspec.kernels.linear import hopper as kernel
 from fastspec.kernels.linear import linear as products
-from fastspec.kernels.linear import parts as split
+from fastspec.kernels.linear import linear as split
 from fastspec.kernels.linear.hopper import hopper_linear, takes
 from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch, PartsLaunch, hopper_launch_for, hopper_parts
-from fastspec.kernels.linear.linear import Launch, linear
-from fastspec.kernels.linear.parts import linear_parts
+from fastspec.kernels.linear.linear import Launch, linear, linear_parts
 from fastspec.kernels.linear.reference import SILU, joined
 
 HAS_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))

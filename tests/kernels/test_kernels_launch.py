@@ -14,11 +14,11 @@ from torch import Tensor
 from fastspec.kernels import launch
 from fastspec.kernels.attention import layout as tree_layout
 from fastspec.kernels.attention import tree as tree_attention
-from fastspec.kernels.cache.kv_block_copy import kv_block_copy
+from fastspec.kernels.cache.commit import kv_block_copy
 from fastspec.kernels.drafting import reference
 from fastspec.kernels.drafting.topk_expand import topk_expand
 from fastspec.kernels.drafting.tree_build import tree_build
-from fastspec.kernels.layer.rms_norm import rms_norm
+from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.layer.rope_cache import rope_cache
 from fastspec.kernels.linear.experts import experts
 from fastspec.kernels.linear.linear import Launch, linear

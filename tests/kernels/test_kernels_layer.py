@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastspec.kernels.cache import reference as cache_reference
-from fastspec.kernels.cache.kv_block_copy import kv_block_copy
+from fastspec.kernels.cache.commit import kv_block_copy
 from fastspec.kernels.layer import reference as layer_reference
-from fastspec.kernels.layer.rms_norm import rms_norm
+from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.layer.rope_cache import rope_cache
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.swiglu import swiglu

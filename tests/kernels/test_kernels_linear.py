@@ -16,7 +16,7 @@ from fastspec.kernels.linear import linear as kernel
 from fastspec.kernels.linear import reference
 from fastspec.kernels.linear.launches import Launch, RowLaunch, launch_for
 from fastspec.kernels.linear.linear import linear, linear_row
-from fastspec.kernels.linear.reference import SILU, Gate
+from fastspec.kernels.linear.reference import SILU, Activation
 
 SMALL = [Launch(16, 32, 4, 3), Launch(16, 16, 4, 3), Launch(32, 32, 4, 2), Launch(32, 16, 4, 3, tma=True)]
 ONE_ROW = [RowLaunch(8, 32, 4), RowLaunch(1, 16, 1), RowLaunch(4, 64, 2)]
@@ -26,7 +26,7 @@ WIDE += [RowLaunch(4, 512, 2), RowLaunch(4, 1024, 4), RowLaunch(2, 2048, 8), Row
 WIDE += [Launch(64, 128, 4, 3, tma=True, pdl=True), Launch(64, 64, 4, 3, pdl=True), Launch(128, 64, 8, 4)]
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLaunch, gate: Gate | None) -> None:
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLaunch, gate: Activation | None) -> None:
     """Twice into a poisoned buffer: every element within its bound, and the two equal bit for bit."""
     exact, bound = product(x, weight, bias) if gate is None else gated(x, weight, bias, gate)
     outs = [torch.full(exact.shape, torch.nan, dtype=x.dtype, device=x.device) for _ in range(2)]

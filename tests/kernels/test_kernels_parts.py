@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fastspec.generation.layers.decoder import gated
-from fastspec.generation.layers.decoder import product as layer_product
+from fastspec.generation.decoder_layer import gated
+from fastspec.generation.decoder_layer import product as layer_product
 from fastspec.kernels.layer import reference
-from fastspec.kernels.layer.rms_norm import rms_norm
-from fastspec.kernels.linear import parts as kernel
+from fastspec.kernels.layer.norms import rms_norm
+from fastspec.kernels.linear import linear as kernel
 from fastspec.kernels.linear.launches import MULTIPROCESSORS, PartsLaunch, parts_launch_for
-from fastspec.kernels.linear.parts import linear_parts
+from fastspec.kernels.linear.linear import linear_parts
 from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import triton_ops
 

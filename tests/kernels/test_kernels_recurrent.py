@@ -24,8 +24,8 @@ from helpers.kernels import HAS_CUDA
 from helpers.kernels_attention import TYPED
 from helpers.trees import random_parents
 
-from fastspec.kernels.layer import gated
-from fastspec.kernels.recurrent import commit, conv, delta
+from fastspec.kernels.layer import norms
+from fastspec.kernels.recurrent import conv, delta
 
 TYPES = pytest.mark.parametrize(("device", "dtype"), TYPED)
 SEEDS = st.integers(0, 2**31)
@@ -207,7 +207,7 @@ def test_accepted_paths(device: str, dtype: torch.dtype, sizes: Any, nodes: int,
     active = torch.tensor([True, data.draw(st.booleans())], device=device)
     theirs, mine = (states.clone(), held.clone()), (states.clone(), held.clone())
     reference.delta_commit(*theirs, inputs, mixed, updates, gates, path, accepted, active)
-    commit.delta_commit(*mine, inputs, mixed, updates, gates, path, accepted, active)
+    conv.delta_commit(*mine, inputs, mixed, updates, gates, path, accepted, active)
     close(mine[0], theirs[0], torch.float32)
     assert torch.equal(mine[1], theirs[1])
 
@@ -221,8 +221,8 @@ def test_gates(device: str, dtype: torch.dtype, heads: int, size: int, nodes: in
     wide = torch.randn(2, nodes, 2 * heads * size + 8, generator=draw).to(dtype).to(device)
     weight = torch.randn(size, generator=draw).to(dtype).to(device)
     gate = wide[..., : heads * size].unflatten(-1, (heads, size))
-    close(gated.gated_norm(x, gate, weight, 1e-6), reference.gated_norm(x, gate, weight, 1e-6), dtype)
-    close(gated.gate_heads(x, wide), plain_gate_heads(x, wide), dtype)
+    close(norms.gated_norm(x, gate, weight, 1e-6), reference.gated_norm(x, gate, weight, 1e-6), dtype)
+    close(norms.gate_heads(x, wide), plain_gate_heads(x, wide), dtype)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
@@ -240,4 +240,4 @@ def test_what_the_kernels_do_not_accept() -> None:
     with pytest.raises(ValueError, match="weight is"):
         conv.tree_conv(case.mixed, torch.randn(3, 4), torch.randn(2, 4, 80), None)
     with pytest.raises(ValueError, match="x is"):
-        gated.gate_heads(torch.randn(2, 5, 2, 4), torch.randn(2, 5, 15))
+        norms.gate_heads(torch.randn(2, 5, 2, 4), torch.randn(2, 5, 15))

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fastspec.kernels.cache import reference as cache_reference
 from fastspec.kernels.cache.commit import commit_slots, emit
-from fastspec.kernels.drafting import head_pairs
+from fastspec.kernels.drafting import inputs
 from fastspec.kernels.drafting import reference as drafting_reference
-from fastspec.kernels.drafting.head_pairs import keep_last, path_pairs
-from fastspec.kernels.drafting.tree_input import tree_input
+from fastspec.kernels.drafting.inputs import keep_last, path_pairs, tree_input
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
@@ -141,7 +140,7 @@ def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
     copies = None if outs is None else tuple(x.clone() for x in outs)
     wanted = drafting_reference.path_pairs(features, *verdict, root, drawn.lengths, copies)
     with poisoned(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_pairs, "BLOCK", 64)
+        patch.setattr(inputs, "BLOCK", 64)
         got = path_pairs(features, *verdict, drawn.root, drawn.lengths, outs)
     for a, b in zip((*got, drawn.root), (*wanted, root), strict=True):
         same(a, b)
@@ -170,7 +169,7 @@ def test_keep_last(device, rows, pairs, size, dtype, apart, bound, seed):
             assert torch.equal(after[row], states[row, count - 1] if count else before[row])
         assert int(lengths[row]) == min(bound, given_lengths[row] + count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_pairs, "BLOCK", 64)
+        patch.setattr(inputs, "BLOCK", 64)
         keep_last(hidden, readout, counts, *last, drawn.lengths, bound)
     for a, b in zip((*last, drawn.lengths), (*kept, lengths), strict=True):
         same(a, b)

@@ -14,12 +14,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.kernels.layer.rms_norm import rms_norm
+from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.linear import launches
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import linear
-from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
-from fastspec.kernels.parallel import look_up, reduced_norm, reference
+from fastspec.kernels.linear.reference import Addends, DeferredProduct, Parts, joined
+from fastspec.kernels.parallel import joins, reduced_norm, reference
 from fastspec.kernels.parallel.words import Space, fits
 from fastspec.kernels.tuned_launches import forced
 
@@ -34,7 +34,7 @@ def norm(group: Group, rank: int, own: list[Any], weight: Tensor, residual: Tens
     def run(space: Space) -> Any:
         return reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, space)
 
-    return group.launch(rank, rows, run, sends_itself=isinstance(own[rank], Later))  # type: ignore[return-value]
+    return group.launch(rank, rows, run, sends_itself=isinstance(own[rank], DeferredProduct))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -82,7 +82,7 @@ def test_a_row_s_product_sends_itself(device, processes, size, depth, launch, bi
             own = []
             for _ in range(processes):
                 x, weight = torch.randn(*shape, depth, device=device).to(dtype), torch.randn(size, depth, device=device).to(dtype)
-                own.append(Later(x, weight, torch.randn(size, device=device).to(dtype) if biased else None, linear))
+                own.append(DeferredProduct(x, weight, torch.randn(size, device=device).to(dtype) if biased else None, linear))
             if shape == (2, 1):  # two rows: products that send nothing
                 own = [each.made() for each in own]
             residual = torch.randn(*shape, size, device=device).to(dtype) if with_residual else None
@@ -103,8 +103,8 @@ HALF = {"dtype": torch.float16}
     (torch.zeros(5, 0, **HALF), torch.zeros(6, 0, **HALF)), (torch.zeros(8, 1, **HALF).t(), torch.zeros(8, 6, **HALF).t()),
 ], ids=["two rows", "fp32", "an odd row", "gradients", "no inputs", "strides"])  # fmt: skip
 def test_products_that_cannot_send_are_made_first(x, weight):
-    assert reduced_norm.sending_launch(Later(x, weight, None, linear)) is None
-    one = Later(torch.zeros(1, 8, **HALF), torch.zeros(6, 8, **HALF), None, linear)
+    assert reduced_norm.sending_launch(DeferredProduct(x, weight, None, linear)) is None
+    one = DeferredProduct(torch.zeros(1, 8, **HALF), torch.zeros(6, 8, **HALF), None, linear)
     assert isinstance(reduced_norm.sending_launch(one), RowLaunch) and reduced_norm.sending_launch(one.made()) is None
 
 
@@ -112,7 +112,7 @@ def test_a_product_sends_itself_though_torch_was_tuned_to_be_faster():
     """By itself: a launch more, for the words, would cost more."""
     x, weight = torch.zeros(1, 8, **HALF), torch.zeros(6, 8, **HALF)
     with forced("linear", x.device, (1, 6, 8, torch.float16), None):
-        assert isinstance(reduced_norm.sending_launch(Later(x, weight, None, linear)), RowLaunch)
+        assert isinstance(reduced_norm.sending_launch(DeferredProduct(x, weight, None, linear)), RowLaunch)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -123,7 +123,7 @@ def test_what_was_sent_counts_though_its_norm_failed(device, monkeypatch):
     scale = torch.ones(24, device=device, dtype=torch.float16)
 
     def rows() -> list[Any]:
-        return [Later(torch.randn(1, 16, generator=draws).to(device, torch.float16), weight, None, linear) for weight in weights]
+        return [DeferredProduct(torch.randn(1, 16, generator=draws).to(device, torch.float16), weight, None, linear) for weight in weights]
 
     with monkeypatch.context() as patch:
         patch.setattr(reduced_norm, "_reduced_norm", {(1,): lambda *given, **more: 1 / 0})
@@ -140,7 +140,7 @@ def test_what_was_sent_counts_though_its_norm_failed(device, monkeypatch):
 def test_a_process_without_rows_of_a_table_adds_nothing():
     group, table = Group(2, 8, torch.float32, "cpu"), torch.randn(3, 8)
     tokens = torch.tensor([2, 0, 1])
-    empty = partial(look_up.summed_rows, tokens, table[3:], 3)
+    empty = partial(joins.summed_rows, tokens, table[3:], 3)
     assert torch.equal(group.launch(1, [table[tokens], torch.zeros(3, 8)], empty), table[tokens])
     assert torch.equal(reference.look_up(tokens, table[3:], 3, None, lambda own: own), torch.zeros(3, 8))
 
@@ -171,14 +171,14 @@ def test_a_table_that_is_cut_is_looked_up_in(device, processes, size, rows, half
         want, flat = torch.nn.functional.embedding(tokens, table), tokens.flatten()
         mine = [torch.where(((flat >= 5 * rank) & (flat < 5 * rank + 5))[:, None], want.reshape(-1, size), 0) for rank in range(processes)]
         for rank in range(processes):
-            run = partial(look_up.summed_rows, tokens, shares[rank], 5 * rank)
+            run = partial(joins.summed_rows, tokens, shares[rank], 5 * rank)
             assert torch.equal(group.launch(rank, mine, run), want)
 
 
 def test_a_table_whose_holders_do_not_reach_each_other_is_summed_by_the_op(monkeypatch):
     table, tokens = torch.randn(4, 6), torch.tensor([[4, 7, 3, 8, 5]])
-    monkeypatch.setattr(look_up.symmetric, "all_reduce", lambda own, group: own + 1)
-    found = look_up.look_up(tokens, table, 4, SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(joins.symmetric, "all_reduce", lambda own, group: own + 1)
+    found = joins.look_up(tokens, table, 4, SimpleNamespace(size=lambda: 2))
     want = torch.stack([table[0], table[3], torch.zeros(6), torch.zeros(6), table[1]])[None] + 1
     assert torch.equal(found, want)
 

@@ -28,7 +28,7 @@ from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.patches.hf.families import ADAPTERS
-from fastspec.patches.hf.rotary import position_factor
+from fastspec.patches.hf.layers import position_factor
 
 SIZES = st.sampled_from([1, 2, 7, 63, 65, 130])
 SEEDS = st.integers(0, 2**31)

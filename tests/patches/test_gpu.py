@@ -11,8 +11,7 @@ from helpers.models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.drafters.eagle.static import StaticDrafter
+from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafter
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.schedule import Eager, WholeGraph
 from fastspec.generation.stats import Stats

@@ -16,7 +16,7 @@ from helpers.generate import MAKERS, TREE, prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.generation.state.sequence import FIRST_SLOTS
+from fastspec.generation.sequence_state import FIRST_SLOTS
 from fastspec.patches.session import session_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 import fastspec
 from fastspec.cascade import records
 from fastspec.cascade.predictor import Predictor
+from fastspec.files import DEEPEST, LARGEST, parse_json, parse_yaml
 from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.programs.texts import read_jsonl
-from fastspec.reading import DEEPEST, LARGEST, parse_json, parse_yaml
 
 DEEP = {"lists": "[" * 12_000 + "]" * 12_000, "objects": '{"a": ' * 12_000 + "1" + "}" * 12_000, "shallower": "[" * 200 + "]" * 200}
 

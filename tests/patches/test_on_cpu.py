@@ -11,8 +11,8 @@ from helpers.generate import TREE, prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.cache_folder import cache_folder
 from fastspec.errors import Unsupported
+from fastspec.files import cache_folder
 from fastspec.kernels.native import build
 from fastspec.patches import backends, on_cpu
 

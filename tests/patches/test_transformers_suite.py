@@ -12,7 +12,7 @@ from helpers.models import tiny_model
 from transformers_suite import plugin
 from transformers_suite.run import summary
 
-from fastspec.patches.hf.cache_names import kept_cache
+from fastspec.patches.hf.cache import kept_cache
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 FULL = {**OPTIONS, "output_scores": True, "output_logits": True}

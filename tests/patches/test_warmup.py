@@ -15,7 +15,7 @@ from helpers.seq2seq import tiny_seq2seq
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
-from fastspec.generation.prompt_parts import WIDE, prompt_parts
+from fastspec.generation.target import WIDE, prompt_parts
 from fastspec.patches.warmup import widths
 
 

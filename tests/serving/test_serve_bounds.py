@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fastapi import HTTPException
-from helpers_training import small_tokenizer
+from helpers.training import small_tokenizer
 from transformers import GenerationConfig
 
 from fastspec.programs.serving import handlers

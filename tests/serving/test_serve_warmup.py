@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.generation.state import sequence
+from fastspec.generation import sequence_state
 from fastspec.generation.stats import Stats
 from fastspec.programs.cli.app import app
 from fastspec.programs.serving import app as server
@@ -121,8 +121,8 @@ def test_texts_behind_a_warm_up_find_everything_captured(assistant: Any, kind: s
     of rows, whatever drafts are accepted."""
     if device == "cpu":
         stand_in(monkeypatch)
-    monkeypatch.setattr(sequence, "FIRST_SLOTS", 64)
-    monkeypatch.setattr(sequence.SequenceState, "_wanted", lambda self, committed: max(self.first, 1 << (committed - 1).bit_length()))
+    monkeypatch.setattr(sequence_state, "FIRST_SLOTS", 64)
+    monkeypatch.setattr(sequence_state.SequenceState, "_wanted", lambda self, committed: max(self.first, 1 << (committed - 1).bit_length()))
     ran = what_no_graph_served(monkeypatch)
     plain, model = (each.to(device) for each in made(kind, max_position_embeddings=512))
     with fastspec.continuous(model, assistant, rows=2, max_length=400) as batch:

@@ -12,7 +12,7 @@ import torch
 from helpers.models import tiny_model
 
 from fastspec.patches.assistants.speculative import read_parameters
-from fastspec.patches.hf.cache_names import kept_cache
+from fastspec.patches.hf.cache import kept_cache
 
 MIXTURE = ("mixtral", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "vocab_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2,

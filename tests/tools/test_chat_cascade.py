@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.cascade.predictor import Predictor
 from fastspec.errors import CheckpointError, FastSpecError, Unsupported
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.cache import CACHE
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.session import Chat

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.ngram.drafter import NasdDecoding
+from fastspec.generation.drafters.nasd import NasdDecoding
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.resources import new_storage

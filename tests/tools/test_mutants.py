@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers_mutants import Mutant, drawn, mutants_of
+from helpers.mutants import Mutant, drawn, mutants_of
 from mutants import LIST, Listed, Ran, Result, chosen, digest, faults, listing, page, run_all, sources_of
 
 SOURCE = '''"""A module."""

@@ -26,7 +26,7 @@ from transformers import GenerationMixin, set_seed
 
 import fastspec
 from fastspec.patches.call.generate import generate as served
-from fastspec.patches.hf.cache_names import CACHE, GIVEN, given_cache, kept_cache
+from fastspec.patches.hf.cache import CACHE, GIVEN, given_cache, kept_cache
 from fastspec.patches.session import session_of
 
 PLAIN = GenerationMixin.generate

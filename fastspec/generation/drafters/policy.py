@@ -1,4 +1,4 @@
-"""How far a round drafts with a draft model, and whether it drafts at all: by cost and by what became of earlier drafts.
+"""How far a round drafts on the host, and whether it drafts at all: by measured times of rounds and by what became of earlier drafts.
 
 All of it is decided before the token in question is drawn, by rounds that are over and by drafts that stand already. Whatever is decided
 so, a round emits what the target would: drafts that are judged follow the q that judges them, and a round without any draws one token from
@@ -13,6 +13,57 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+SMOLLM2_BYTES = 269_030_016
+"""What a pass of SmolLM2-135M reads in bf16; a drafter that is not given a model takes it for this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """How long a round takes by the number of its nodes, in milliseconds: `host` for the host, the weights at `bytes_per_ms`, and `one` for
+    what else a pass over one node takes. A pass over several nodes adds `several` once and `each` for every node; both are pairs
+    (milliseconds, share of the time that reading the weights takes)."""
+
+    nodes: int
+    """The largest tree."""
+    bytes_per_ms: float
+    host: float
+    one: float
+    several: tuple[float, float]
+    each: tuple[float, float]
+    drafted: float = 0.0
+    """The host's milliseconds for each token that a draft model writes; estimated."""
+    reread: float = 1.5
+    """The host's milliseconds for encoding a round's text anew for a draft model, and its drafts for the target; estimated."""
+    asynchronous: bool = False
+    """Whether rounds without look-ups are asynchronous, and so do not wait for the host."""
+
+    def of(self, nodes: int, weight_bytes: int) -> float:
+        """Milliseconds of a round of so many nodes, of all rows together."""
+        read = weight_bytes / self.bytes_per_ms
+        one = self.host + self.one + read
+        return one if nodes == 1 else one + self.several[0] + self.several[1] * read + nodes * (self.each[0] + self.each[1] * read)
+
+    def check(self, weight_bytes: int) -> float:
+        """How much more a pass over several nodes costs than one over a single node, in such passes, without what every node adds."""
+        read = weight_bytes / self.bytes_per_ms
+        return (self.several[0] + self.several[1] * read) / (self.one + read)
+
+    def look(self, weight_bytes: int) -> float:
+        """How much more a round with a look-up costs than one without, in passes over a single node."""
+        return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.asynchronous else 0.0
+
+
+COSTS = {
+    "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
+    "cuda": Cost(32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, asynchronous=True),
+}
+"""By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd` in bench_cpu.jsonl;
+"cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to `draft` and `observe` in
+bench_steps_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
+LAYERS = 30
+"""Layers of the models that `Cost.one` was measured on. It grows with the number of layers."""
+
 
 PRIOR = 1.0
 """So many drafts count as promised and accepted before the first round: until there were more, a draft model's confidence is believed."""
@@ -69,9 +120,9 @@ class Length:
         return self.most + self.unread
 
 
-class Trust:
-    """How far a draft model's confidence is taken at its word in one call: its share, what was accepted over what it had promised, in
-    tokens a row and round, at most 1. It knows only of rounds that are over, so drafts stay functions of what came before them."""
+class Calibration:
+    """Calibration of a draft model's confidence in one call: accepted over promised tokens a row and round so far, at most 1. It counts
+    rounds that are over, so drafts stay functions of what came before them."""
 
     def __init__(self, device: torch.device) -> None:
         self.promised, self.delivered = PRIOR, torch.full((), PRIOR, device=device)
@@ -93,8 +144,8 @@ class Trust:
 class Pace:
     """How far one round drafts, token by token: it is asked before a token is drawn and notified when it was. `rows` are still running."""
 
-    def __init__(self, length: Length, trust: Trust, rows: Tensor | int) -> None:
-        self.length, self.trust, self.rows = length, trust, rows
+    def __init__(self, length: Length, calibration: Calibration, rows: Tensor | int) -> None:
+        self.length, self.calibration, self.rows = length, calibration, rows
         self.drafted, self.expected = 0, 1.0
         self.hope, self.mean = 0.0, 1.0
 
@@ -103,12 +154,12 @@ class Pace:
         One read-back where the length is adaptive."""
         if not self.length.cost:
             return True
-        self.hope, self.mean = self.trust.weigh(survival.sum() / self.rows)
+        self.hope, self.mean = self.calibration.weigh(survival.sum() / self.rows)
         return not self.drafted or self._pays()
 
     def take(self) -> bool:
         """Count the token -> whether another may follow. Its chance is no higher than this one's, so its pass need not be run to know."""
-        self.trust.hoped += self.hope
+        self.calibration.hoped += self.hope
         self.drafted, self.expected = self.drafted + 1, self.expected + self.mean
         return self.drafted < self.length.most and (not self.length.cost or self._pays())
 

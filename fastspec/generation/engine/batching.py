@@ -7,9 +7,8 @@ from torch import Tensor
 
 from fastspec.errors import NoDistribution
 from fastspec.generation.engine.call import Outcome, Request
-from fastspec.generation.lockstep import Steps, until_end
 from fastspec.generation.stats import Stats
-from fastspec.generation.verify import measure
+from fastspec.generation.verify import Steps, measure, until_end
 from fastspec.kernels.verification.reference import NO_TOKEN
 
 ASYNCHRONOUS_AFTER = 8

@@ -1,4 +1,4 @@
-"""What a call asks for and what comes of it."""
+"""The call as the rounds see it: the request, the tensors that all rounds share, rounds without drafts, and the outcome."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Drafter
-from fastspec.generation.lockstep import Steps
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import RowProcessor
+from fastspec.generation.verify import RowProcessor, Steps
 
 Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
 """Makes a target and a drafter of so many rows, for prompts to begin in."""
@@ -88,3 +88,65 @@ class Outcome:
     measures: list[Tensor] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+
+
+class RoundState:
+    """What all rounds of a call share and change in place: every program of the call, and every graph, reads the same tensors."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.root = torch.zeros(rows, dtype=torch.long, device=device)
+        """[B] int64: the last token of every row, emitted and not yet in the target's cache."""
+        self.active = torch.ones(rows, dtype=torch.bool, device=device)
+        """[B] bool: the rows that go on."""
+        self.ended = torch.zeros_like(self.active)
+        """[B] bool: of these, the rows that have ended and are padded, in lockstep."""
+        self.running, self.padded = [True] * rows, [False] * rows
+        """The same two on the host."""
+
+    def activate(self, running: list[bool], padded: list[bool] | None = None) -> None:
+        """Say which rows go on, and which of them are padded."""
+        padded = padded or [False] * len(running)
+        if running != self.running:
+            self.running = list(running)
+            self.active.copy_(torch.tensor(running, device="cpu"))
+        if padded != self.padded:
+            self.padded = list(padded)
+            self.ended.copy_(torch.tensor(padded, device="cpu"))
+
+
+class Fallback:
+    """The rounds that a call runs without its drafter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.left = 0
+        """How many of the next rounds are such rounds."""
+        self.missed: list[list[int]] = []
+        """What the rows emitted in such rounds that the drafter has not observed yet, a list for each round."""
+        self.counts: list[int] = []
+        """In how many of these each row was still running."""
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.left, self.missed = 0, []
+
+    def is_next(self, drafter: Drafter | None) -> bool:
+        """Whether the next round is such a round; the drafter is asked before every round that it may draft for."""
+        if not self.left and drafter is not None:
+            self.left = drafter.pause()
+        return self.left > 0
+
+    def count(self, emitted: list[list[int]], state: RoundState) -> None:
+        """Take what such a round emitted."""
+        if not self.missed:
+            self.counts = [0] * len(state.running)
+        self.missed.append([tokens[0] for _, *tokens in emitted])
+        going = zip(self.counts, state.running, state.padded, strict=True)
+        self.counts = [count + (running and not padded) for count, running, padded in going]
+        self.left -= 1
+
+    def tell(self, drafter: Drafter | None) -> None:
+        """Show the drafter what was emitted without it."""
+        if self.missed and drafter is not None:
+            drafter.catch_up(torch.tensor(self.missed, device=self.device).T, self.counts)
+            self.missed = []

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
 from fastspec.generation.drafters.given_text import GivenText
-from fastspec.generation.engine.fallback import Fallback
+from fastspec.generation.engine.call import Fallback, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
-from fastspec.generation.engine.round_state import RoundState
 from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
 from fastspec.generation.engine.verifier import Choice, MixedChoice, Verifier
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Clock
-from fastspec.generation.stats import Stats
+from fastspec.generation.stats import Clock, Stats
 from fastspec.generation.target import Target
 from fastspec.kernels.verification.reference import SamplingSettings
 

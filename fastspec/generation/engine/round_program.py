@@ -20,15 +20,13 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.base import Adopted, Drafter, HostDrafter, Place
-from fastspec.generation.drafters.contract import check_roots, check_tree
-from fastspec.generation.engine.round_state import RoundState
-from fastspec.generation.lockstep import fill_ended
+from fastspec.generation.drafters.base import Adopted, Drafter, HostDrafter, Place, check_roots, check_tree
+from fastspec.generation.engine.call import RoundState
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Clock, Marks, unmarked
+from fastspec.generation.stats import Clock, Marks, unmarked
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import measure
+from fastspec.generation.verify import fill_ended, measure
 
 EXTENT_BUCKET = 128
 
@@ -48,8 +46,8 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A scored tree and the verdict on it. `scores` are what the verdict was made of, fp32 as the processors leave them: at every node
+class VerifiedTree:
+    """A scored tree with its verdict. `scores` are what the verdict was made of, fp32 as the processors leave them: at every node
     [B, N, V], or with `along_path` at every step of the verdict's path [B, P, V]; None where nobody may ask for them."""
 
     scored: Scored
@@ -77,7 +75,7 @@ class Committed:
 class Round:
     """A round that is over."""
 
-    judged: Judged
+    judged: VerifiedTree
     committed: Committed
 
     def on(self, tree: TokenTree) -> Round:
@@ -111,7 +109,7 @@ class Round:
         return judged.scores[row, : len(path)] if judged.along_path else judged.scores[row, path].float()
 
 
-Verify: TypeAlias = Callable[[Scored], Judged]
+Verify: TypeAlias = Callable[[Scored], VerifiedTree]
 Value = TypeVar("Value")
 Marked: TypeAlias = tuple[Value, Marks]
 """What phases leave, and where their profile's marks lie."""
@@ -202,7 +200,7 @@ class RoundProgram:
         self.mark("score")
         return Scored(tree, logits, features)
 
-    def commit(self, judged: Judged) -> Committed:
+    def commit(self, judged: VerifiedTree) -> Committed:
         """Keep the verdict's path in the target's cache, and emit its tokens; the last of them are the next roots."""
         scored, verdict, state = judged.scored, judged.verdict, self.state
         self.target.commit(verdict, state.active)
@@ -235,7 +233,7 @@ class RoundProgram:
         extent = self.target.bound
         return self.score(self.draft(extent), extent)
 
-    def from_verdict(self, judged: Judged) -> Committed:
+    def from_verdict(self, judged: VerifiedTree) -> Committed:
         """The phases behind the verdict."""
         committed = self.commit(judged)
         self.observe(Round(judged, committed), self.target.bound)
@@ -246,7 +244,7 @@ class RoundProgram:
         judged = self._judged(verify, tree, extent)
         return self.with_digest(Round(judged, self.commit(judged)))
 
-    def _judged(self, verify: Verify, tree: TokenTree, extent: int) -> Judged:
+    def _judged(self, verify: Verify, tree: TokenTree, extent: int) -> VerifiedTree:
         judged = verify(self.score(tree, extent))
         self.mark("choose")
         return judged

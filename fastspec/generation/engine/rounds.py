@@ -1,7 +1,8 @@
-"""The rounds of a batch, and the prompts that join it between two of them."""
+"""The rounds of a batch, the prompts that join it between two of them, and the loop of one generate call."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeAlias
@@ -9,13 +10,14 @@ from typing import Generic, TypeAlias
 import torch
 from torch import Tensor
 
-from fastspec.generation.capture import padded_width
+from fastspec.generation.capture import SPENT, padded_width
 from fastspec.generation.drafters.base import Drafter, MixingDrafter
+from fastspec.generation.drafters.given_text import Read
 from fastspec.generation.engine.batching import Batch
-from fastspec.generation.engine.call import Entry
+from fastspec.generation.engine.call import Entry, Outcome, Request
 from fastspec.generation.engine.engine import Engine, TargetT
-from fastspec.generation.engine.verifier import Verifier
-from fastspec.generation.stats import timed
+from fastspec.generation.engine.verifier import Verifier, verifier_of
+from fastspec.generation.stats import Stats, timed
 from fastspec.generation.target import Target
 from fastspec.kernels.verification.reference import NO_TOKEN
 
@@ -126,14 +128,13 @@ class Rounds(Generic[TargetT]):
         spent = 0
         while self.joining is not None or self._lets_in():
             room = None if self.chunk is None or not any(self.batch.running) else self.chunk - spent
-            if room is not None and (room <= 0 or (spent and self._rather_waits(room))):
+            if room is not None and (room <= 0 or (spent and self._waits_to_prefill_whole(room))):
                 return
             with timed(self.batch.stats, "prefill"):
                 spent += self._read(room)
 
-    def _rather_waits(self, room: int) -> bool:
-        """Whether the next prompt can be read whole in the next turn, and not in the room that is left of this one: a part of it would take
-        a pass more."""
+    def _waits_to_prefill_whole(self, room: int) -> bool:
+        """True if the next prompt fits whole into the next pass but not into the `room` tokens that are left of this one."""
         return self.joining is None and self.together > 1 and self.chunk is not None and room < self.batch.ahead(1)[0] <= self.chunk
 
     def _read(self, room: int | None) -> int:
@@ -268,3 +269,58 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
     follows = engine.main.longest if engine.in_flight else 0
     batch.grow([accepted + 1 for accepted, *_ in emitted], engine.state.running, follows)
     stats.rounds += 1
+
+
+def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
+    """Run a call to its end; without a drafter every round is one token."""
+    target, drafter = engine.target, engine.drafter
+    stats = Stats(assistant=name, rows=len(engine.state.root))
+    began, first_runs, captures = time.perf_counter(), SPENT.first_runs, SPENT.captures
+    batch = Batch(request, stats)
+    verifier = verifier_of(engine.choice, request, batch)
+    with timed(stats, "prefill"):
+        first = request.begins()
+        logits, features = first.read(target)
+        text = request.context if request.context is not None and not features.shape[-1] else (first.prompts, first.counts)
+        root, scores = verifier.first(logits, text, batch.places)
+        begun = root.clamp(min=0)  # of a row without a token the call hears below
+        if drafter is not None and request.answers is None:
+            drafter.begin(*text, features, begun)
+        engine.begin(begun)
+        firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
+    for row, token in enumerate(firsts):
+        one = slice(row, row + 1)
+        batch.read(row, [token], scores[one], logits[one])
+    batch.lengths = target.lengths.tolist()
+    if request.answers is not None:
+        with timed(stats, "verify"):
+            _verify_answers(engine, verifier, batch, Read(*text, features))
+    del features
+    rounds = Rounds(engine, batch, verifier, request.entry)
+    while any(batch.active):
+        rounds.turn()
+    engine.end()
+    batch.finish()
+    stats.seconds = time.perf_counter() - began
+    stats.first_run_seconds, stats.capture_seconds = SPENT.first_runs - first_runs, SPENT.captures - captures
+    return batch.out
+
+
+def _verify_answers(engine: Engine[TargetT], verifier: Verifier, batch: Batch, read: Read) -> None:
+    """Rounds over the given answers, then the start of the call's own drafter."""
+    request, drafter, root = batch.request, engine.drafter, engine.state.root
+    assert request.answers is not None
+    with engine.verifying(request.answers) as given:
+        given.begin(request.prompts, request.counts, read.blank, root)
+        stats, batch.stats = batch.stats, Stats()  # of these rounds, which say nothing of the drafter's
+        while given.goes_on and any(batch.active):
+            engine.state.activate(batch.active, batch.padded)
+            running = [on and not padded for on, padded in zip(batch.active, batch.padded, strict=True)]
+            take(engine.step(max(batch.lengths), batch.stats, verifier), engine, batch)
+            read.add(engine.last.tree, engine.last.verdict, engine.last.features, running)
+        batch.stats = stats
+    # a row's last round may go on in its text behind the end
+    batch.out.kept = [min(kept, len(answer)) for kept, answer in zip(given.kept, batch.out.tokens, strict=True)]
+    if drafter is not None:
+        drafter.hint(request.answers)
+        drafter.begin(*read.whole(), root.clone())

@@ -69,7 +69,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, slots=True)
 class InFlightRound:
-    """A round that was launched: what the host reads of it, there once `landed` has been reached (None: it is there)."""
+    """A launched round. Its host copies are valid after the event `landed`; None means at once."""
 
     done: Round
     emitted: Tensor
@@ -87,7 +87,7 @@ class Eager(Schedule):
     """One phase after another."""
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """See `Schedule`."""
+        """Runs all phases, one after another."""
         program = self.program
         extent = program.open(longest)
         with timed(stats, "draft"):
@@ -119,7 +119,7 @@ class WholeGraph(Schedule):
         """Where such rounds leave what the host reads: two that take turns."""
 
     def step(self, verifier: Verifier, longest: int, stats: Stats, asynchronous: bool) -> tuple[Round, Emitted]:
-        """See `Schedule`. A round that has to be captured, or made room for, is launched when the one in front of it was read."""
+        """Launches the next round before this one is read, unless it has to be captured or made room for."""
         if self.next is None and not (asynchronous and self._ready(longest)):
             return super().step(verifier, longest, stats, asynchronous)
         with timed(stats, "round"):
@@ -129,7 +129,7 @@ class WholeGraph(Schedule):
             return this.done, this.wait()
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """See `Schedule`."""
+        """Replays the graph of a whole round."""
         self.program.open(longest)
         with timed(stats, "round"):
             done = _run(self.graph, self.program, partial(self.program.round, verifier), stats)
@@ -150,18 +150,18 @@ class WholeGraph(Schedule):
 
     @property
     def in_flight(self) -> bool:
-        """See `Schedule`."""
+        """True while a round is launched that was not read."""
         return self.next is not None
 
     def drain(self) -> None:
-        """See `Schedule`."""
+        """Waits for the round in flight and drops it."""
         this, self.next = self.next, None
         if this is not None:
             this.wait()
 
     @property
     def whole(self) -> torch.cuda.CUDAGraph | None:
-        """See `Schedule`."""
+        """The graph of a whole round."""
         return self.graph.graph
 
     def _ready(self, longest: int) -> bool:
@@ -181,7 +181,7 @@ class SplitGraph(Schedule):
         """The tensors that the second graph reads the verdict from."""
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """See `Schedule`."""
+        """Replays a graph of drafting and scoring, runs the verifier on the host, and replays a graph of the commit."""
         self.program.open(longest)
         with timed(stats, "draft and score"):
             scored = _run(self.front, self.program, self.program.to_scores, stats)
@@ -209,7 +209,7 @@ class GraphOfScore(Schedule):
         self.graphs: ByPath[Scored] = {}
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """See `Schedule`."""
+        """Drafts and verifies on the host, and replays the graph of scoring for trees of this shape."""
         program = self.program
         extent = program.open(longest)
         with timed(stats, "draft"):
@@ -233,7 +233,7 @@ class GraphFromScore(Schedule):
         self.graphs: ByPath[Round] = {}
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """See `Schedule`."""
+        """Drafts on the host, and replays the graph of all other phases for trees of this shape."""
         program = self.program
         extent = program.open(longest)
         with timed(stats, "draft"):

@@ -12,10 +12,9 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import MixingDrafter, Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
-from fastspec.generation.engine.round_program import Judged, Scored
-from fastspec.generation.lockstep import Steps, walk_in_step
+from fastspec.generation.engine.round_program import Scored, VerifiedTree
 from fastspec.generation.ops import Ops
-from fastspec.generation.verify import RowProcessor, choose, walk, walk_drawn, walk_with_history
+from fastspec.generation.verify import RowProcessor, Steps, choose, walk, walk_drawn, walk_in_step, walk_with_history
 from fastspec.kernels.verification.reference import SamplingSettings
 
 Text = tuple[Tensor, Tensor]
@@ -32,7 +31,7 @@ class Verifier(ABC):
         """The first tokens of these prompts, whose text was read, from raw logits [B, V] -> tokens [B], processed scores [B, V] fp32."""
 
     @abstractmethod
-    def __call__(self, scored: Scored) -> Judged:
+    def __call__(self, scored: Scored) -> VerifiedTree:
         """The verdict on a scored tree."""
 
 
@@ -62,23 +61,23 @@ class Choice(Verifier):
         return choose(scores[:, None], self.uniform((len(scores), 1), scores.device), self.ops)[:, 0]
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `Verifier.first`."""
+        """First tokens of prompts, and the scores that they were chosen by."""
         scores = self.processed(logits)
         return self.pick(scores), scores.float()
 
-    def __call__(self, scored: Scored) -> Judged:
-        """See `Verifier`."""
+    def __call__(self, scored: Scored) -> VerifiedTree:
+        """The likeliest token, or one draw, at every node, and the walk by them."""
         tree, uniform = scored.tree, self.uniform(scored.tree.tokens.shape, scored.logits.device)
         drawn = tree.q is not None and uniform is not None
         settings = None if drawn else self.settings
         scores = self.processed(scored.logits) if settings is None else scored.logits
         return self._walked(scored, scores, uniform, settings)
 
-    def _walked(self, scored: Scored, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None) -> Judged:
+    def _walked(self, scored: Scored, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None) -> VerifiedTree:
         tree = scored.tree
         if tree.q is not None and uniform is not None:
-            return Judged(scored, walk_drawn(tree, scores, tree.q, uniform, self.ops), scores)
-        return Judged(scored, walk(tree, choose(scores, uniform, self.ops, settings), self.ops), scores)
+            return VerifiedTree(scored, walk_drawn(tree, scores, tree.q, uniform, self.ops), scores)
+        return VerifiedTree(scored, walk(tree, choose(scores, uniform, self.ops, settings), self.ops), scores)
 
 
 class MixedChoice(Choice):
@@ -97,12 +96,12 @@ class MixedChoice(Choice):
         return self.drafter.mix(scored.tree, scored.logits, self.processed(scored.logits))
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `Verifier.first`."""
+        """First tokens of prompts by the mixture, and its log-probabilities."""
         scores = self.mixed_first(logits, text)
         return self.pick(scores), scores.float()
 
-    def __call__(self, scored: Scored) -> Judged:
-        """See `Verifier`."""
+    def __call__(self, scored: Scored) -> VerifiedTree:
+        """The walk by the mixture of both distributions."""
         uniform = self.uniform(scored.tree.tokens.shape, scored.logits.device)
         return self._walked(scored, self.mixed(scored), uniform, None)
 
@@ -114,12 +113,12 @@ class WithHistory(Verifier):
         self.choice, self.process_at, self.history, self.batch = choice, process_at, history, batch
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `Verifier.first`."""
+        """First tokens of prompts, by processors that see their history."""
         scores = self.process_at(list(prompts), torch.stack([self.history[prompt] for prompt in prompts]), logits.float())
         return self.choice.pick(scores), scores.float()
 
-    def __call__(self, scored: Scored) -> Judged:
-        """See `Verifier`."""
+    def __call__(self, scored: Scored) -> VerifiedTree:
+        """The walk node by node, by processors that see the tokens so far."""
         batch, tree = self.batch, scored.tree
         places, answers = batch.places, batch.out.tokens
         history = [torch.cat((h := self.history[prompt], h.new_tensor(answers[prompt]))) for prompt in places]
@@ -133,7 +132,7 @@ class WithHistory(Verifier):
             return batch.over(places[row], more)
 
         verdict, scores = walk_with_history(tree, scored.logits, uniform, history, process, left, over, self.choice.ops)
-        return Judged(scored, verdict, scores, along_path=True)
+        return VerifiedTree(scored, verdict, scores, along_path=True)
 
 
 class InLockstep(Verifier):
@@ -143,16 +142,16 @@ class InLockstep(Verifier):
         self.choice, self.steps = choice, steps
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `Verifier.first`."""
+        """First tokens of prompts, by a step of plain decoding."""
         choice = self.choice
         scores = choice.mixed_first(logits, text) if isinstance(choice, MixedChoice) else None
         tokens = torch.tensor(self.steps(logits, scores), device=logits.device)
         return tokens, (choice.processed(logits) if scores is None else scores).float()
 
-    def __call__(self, scored: Scored) -> Judged:
-        """See `Verifier`."""
+    def __call__(self, scored: Scored) -> VerifiedTree:
+        """The walk of all rows together, a step of plain decoding at a time."""
         scores = self.choice.mixed(scored) if isinstance(self.choice, MixedChoice) else None
-        return Judged(scored, walk_in_step(scored.tree, scored.logits, self.steps, scores), None)
+        return VerifiedTree(scored, walk_in_step(scored.tree, scored.logits, self.steps, scores), None)
 
 
 def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from fastspec.generation.decoder_layer import is_plain
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead, RMSNorm
-from fastspec.generation.layers.decoder import is_plain
 
 
 def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:

@@ -2,7 +2,7 @@
 
 A head turns the target's hidden state at position t and the token at t + 1 into an estimate of the hidden state at t + 1, again and
 again. It holds no KV cache and no mask: every attention goes through the callback `attend` of whoever calls `step`. Training and tests run
-this module; drafting runs its weights through a backend's ops (`generation/drafters/eagle/program.py`).
+this module; drafting runs its weights through a backend's ops (`generation/drafters/head_program.py`).
 
 Letters: B rows, T positions, H head width, H_t target width, Hq / Hkv query / key heads, D head_dim, V vocabulary, V_d draft vocabulary.
 

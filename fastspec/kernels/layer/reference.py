@@ -85,7 +85,7 @@ def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RootMeanSquare:
-    """The settings of a norm, see `rms_norm`."""
+    """Settings of an `rms_norm`."""
 
     weight: Tensor
     eps: float

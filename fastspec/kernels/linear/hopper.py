@@ -3,7 +3,7 @@
 R rows, K input channels, M output channels, S parts; weights [M, K], or [2 * M, K] with a gate and an up-projection. A program takes BM
 output channels and one part of the depth, in steps of BK. Nobody writes weights, so a program asks for its first AHEAD steps of them,
 through tensor descriptors and into shared memory, while it still waits for its rows; Triton cannot part the two, so this is in Gluon. The
-sums are those of linear.py and parts.py in their order, to the bit. Gluon has no interpreter: tested on the GPU alone.
+sums are those of linear.py in their order, to the bit. Gluon has no interpreter: tested on the GPU alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, is_hopper, padded
 from fastspec.kernels.linear.launches import HopperLaunch
-from fastspec.kernels.linear.reference import SILU, Gate
+from fastspec.kernels.linear.reference import SILU, Activation
 
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed since Triton 3.6
 
@@ -127,7 +127,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def hopper_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: HopperLaunch, swiglu: bool = False, kind: Gate = SILU
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: HopperLaunch, swiglu: bool = False, kind: Activation = SILU
 ) -> None:
     """Fill out [..., M], or out [S, ..., M] fp32 with the parts, contiguous, of the product of x [R, K]; operands as `takes` says."""
     rows, depth = x.shape

@@ -38,9 +38,9 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
-    """A product [..., M] of x [..., K] and weight [M, K], bias [M], that `multiply` is yet to compute: whoever reads it may have a way to
-    do that and more in one."""
+class DeferredProduct:
+    """A deferred matrix product [..., M] of x [..., K] and weight [M, K], bias [M]: `multiply` computes it, or the consumer's own kernel,
+    fused with more."""
 
     x: Tensor
     weight: Tensor
@@ -67,7 +67,7 @@ class Addends:
     """A product [..., M] that processes have added up between them: `own` is this process's addend, which a norm behind it may send off
     before it is a tensor, and `all_reduce(own, group)` the sum."""
 
-    own: Tensor | Parts | Later
+    own: Tensor | Parts | DeferredProduct
     group: dist.ProcessGroup
     all_reduce: Callable[[Tensor, dist.ProcessGroup], Tensor]
 
@@ -82,11 +82,11 @@ class Addends:
         return self.own.dtype
 
 
-def joined(x: Tensor | Parts | Later | Addends) -> Tensor:
+def joined(x: Tensor | Parts | DeferredProduct | Addends) -> Tensor:
     """A product as a tensor: itself, or the sum of its parts or of the processes' addends."""
     if isinstance(x, Tensor):
         return x
-    if isinstance(x, Later):
+    if isinstance(x, DeferredProduct):
         return joined(x.made())
     if isinstance(x, Addends):
         return x.all_reduce(joined(x.own), x.group)
@@ -97,19 +97,19 @@ def joined(x: Tensor | Parts | Later | Addends) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """What a gate becomes before it multiplies: gate * sigmoid(alpha * (gate + cubic * gate**3)); the default is SiLU."""
+class Activation:
+    """Activation of a gate before it multiplies: gate * sigmoid(alpha * (gate + cubic * gate**3)); the default is SiLU."""
 
     alpha: float = 1.0
     cubic: float = 0.0
 
 
-SILU = Gate()
-GELU_TANH = Gate((8 / math.pi) ** 0.5, 0.044715)
+SILU = Activation()
+GELU_TANH = Activation((8 / math.pi) ** 0.5, 0.044715)
 """GELU by its tangent."""
 
 
-def opened(gate: Tensor, kind: Gate) -> Tensor:
+def opened(gate: Tensor, kind: Activation) -> Tensor:
     """A gate as its kind makes it, rounded to its dtype; SiLU and GELU by torch's own."""
     if kind == SILU:
         return F.silu(gate)
@@ -119,21 +119,21 @@ def opened(gate: Tensor, kind: Gate) -> Tensor:
     return (wide * torch.sigmoid(kind.alpha * (wide + kind.cubic * wide**3))).to(gate.dtype)
 
 
-def swiglu(gate_up: Tensor, kind: Gate = SILU) -> Tensor:
+def swiglu(gate_up: Tensor, kind: Activation = SILU) -> Tensor:
     """opened(gate) * up of gate_up [..., 2 * I], the gate first -> [..., I]."""
     gate, up = gate_up.chunk(2, -1)
     return opened(gate, kind) * up
 
 
 def gate_up(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU, *, product: Callable[..., Tensor] = linear
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = SILU, *, product: Callable[..., Tensor] = linear
 ) -> Tensor:  # fmt: skip
     """`swiglu` of x [..., K] times a packed weight [2 * I, K], the gate's rows first, plus bias [2 * I] -> [..., I]."""
     return swiglu(product(x, weight, bias), kind)
 
 
 def linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: Gate | None = None, *,
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: Activation | None = None, *,
     product: Callable[..., Tensor] = linear,
 ) -> Tensor:  # fmt: skip
     """Linear layers over one input whose weights lie apart: x [..., K] times each weight [M, K] transposed, plus its bias [M] -> their
@@ -193,7 +193,7 @@ class Expert:
 
     interleaved: bool = False
     """Whether the rows of gate and up take turns, else the gate's come first."""
-    gate: Gate = SILU
+    gate: Activation = SILU
     offset: float = 0.0
     limit: float | None = None
     """The gate is at most this before it is used, and the up part within plus and minus this."""

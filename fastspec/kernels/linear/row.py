@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.linear.launches import RowLaunch
-from fastspec.kernels.linear.reference import SILU, Gate
+from fastspec.kernels.linear.reference import SILU, Activation
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.parallel.words import ROWS, Space, place_in, to_words
 
@@ -100,7 +100,7 @@ def _row_kernel(
 
 
 def linear_row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, launch: RowLaunch, swiglu: bool, kind: Gate = SILU,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, launch: RowLaunch, swiglu: bool, kind: Activation = SILU,
     space: Space | None = None,
 ) -> None:  # fmt: skip
     """Fill out [..., M] of one row, contiguous, with the product of x [1, K] and weight [M, K] ([2 * M, K] with swiglu), as `linear`; or

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.layer.rms_norm import rows_of
-from fastspec.kernels.linear.reference import SILU, Gate
+from fastspec.kernels.layer.norms import rows_of
+from fastspec.kernels.linear.reference import SILU, Activation
 
 BLOCK = 1024
 
@@ -47,7 +47,7 @@ def _swiglu(
     tl.store(p_out + row * SIZE + o_i, gated(b_gate, b_up, ALPHA, CUBIC, 0.0, None), mask=m_i)
 
 
-def swiglu(gate_up: Tensor, kind: Gate = SILU) -> Tensor:
+def swiglu(gate_up: Tensor, kind: Activation = SILU) -> Tensor:
     """`reference.opened`(gate) * up of gate_up [..., 2 * I], the gate first -> [..., I], contiguous.
 
     gate_up is fp32, fp16 or bf16, its last dimension contiguous, its rows a fixed distance apart.

@@ -18,10 +18,10 @@ from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.layer.reference import LayerPlace, PlainLayers
-from fastspec.kernels.linear import onednn
+from fastspec.kernels.linear import cpu
 from fastspec.kernels.linear import reference as linear_reference
-from fastspec.kernels.linear.quickest import Measured, Way
-from fastspec.kernels.linear.reference import SILU, Addends, Gate, Parts, joined
+from fastspec.kernels.linear.cpu import Measured, Way
+from fastspec.kernels.linear.reference import SILU, Activation, Addends, Parts, joined
 from fastspec.kernels.native import build
 from fastspec.kernels.native.stack import MOST_SIZE, StackTable, placed, run, table_of
 from fastspec.kernels.verification import reference as verification_reference
@@ -59,7 +59,7 @@ def at(x: Tensor | None) -> int | None:
 
 def by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`onednn.through_onednn`, laid out as the kernels read it."""
-    return onednn.through_onednn(rows, weight, bias).contiguous()
+    return cpu.through_onednn(rows, weight, bias).contiguous()
 
 
 class Native:
@@ -71,7 +71,7 @@ class Native:
         """Whether the processor multiplies pairs of bfloat16 numbers itself (AVX512-BF16)."""
         self.by_kernel: Way = self.product
         """`product`, the same object every time."""
-        ways = (F.linear, by_onednn, self.by_kernel) if onednn.available() else (F.linear, self.by_kernel)
+        ways = (F.linear, by_onednn, self.by_kernel) if cpu.available() else (F.linear, self.by_kernel)
         self.measured = Measured(*ways)
 
     def kernel(self, name: str, like: Tensor) -> Callable[..., None]:
@@ -106,8 +106,8 @@ class Native:
         if x.dtype is torch.bfloat16:
             return F.linear if self.pairs and rows > MOST_ROWS else self.by_kernel
         if rows > MOST_ROWS:
-            return by_onednn if onednn.available() else None
-        small = rows * weight.numel() < onednn.SMALL
+            return by_onednn if cpu.available() else None
+        small = rows * weight.numel() < cpu.SMALL
         return self.by_kernel if small else self.measured.fastest(x.view(-1, x.shape[-1]), weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,7 +120,7 @@ class Native:
         return multiply(x.view(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
     def linears(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: Gate | None = None
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: Activation | None = None
     ) -> Tensor:  # fmt: skip
         """`reference.linears`, by one call of the kernel where it is what `linear` would take for each of them, which leaves nothing to lay
         side by side."""
@@ -130,11 +130,11 @@ class Native:
         both = self.products(x.view(-1, x.shape[-1]), weights, biases).view(*x.shape[:-1], -1)
         return both if kind is None else self.swiglu(both, kind)
 
-    def gate_up(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate = SILU) -> Tensor:
+    def gate_up(self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = SILU) -> Tensor:
         """`reference.gate_up`; other gates than SiLU by torch."""
         return self.swiglu(self.linear(x, weight, bias), kind)
 
-    def swiglu(self, both: Tensor, kind: Gate) -> Tensor:
+    def swiglu(self, both: Tensor, kind: Activation) -> Tensor:
         """`reference.swiglu`; other gates than SiLU by torch."""
         if kind != SILU or not plain(both) or not both.is_contiguous():
             return linear_reference.swiglu(both, kind)

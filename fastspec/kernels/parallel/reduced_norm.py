@@ -5,7 +5,7 @@ A program sends its row to the others' memory in flagged words (`words.py`) and 
 has got the others' second, which they sent when they had read its first: two places are enough. A product of one row, by
 `kernels/linear/row.py`, sends its words itself, as soon as it has them, and the norm's launch behind it only reads.
 
-x, residual, out, total [..., H] as in `kernels/layer/rms_norm.py`, R rows in all; W = H / 2 words a row, of 4-byte dtypes W = H.
+x, residual, out, total [..., H] as in `kernels/layer/norms.py`, R rows in all; W = H / 2 words a row, of 4-byte dtypes W = H.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.layer import rms_norm as layer
-from fastspec.kernels.layer.rms_norm import norm_row, summed
+from fastspec.kernels.layer import norms as layer
+from fastspec.kernels.layer.norms import norm_row, summed
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import row_launch_of
-from fastspec.kernels.linear.reference import Addends, Later, Parts, joined
+from fastspec.kernels.linear.reference import Addends, DeferredProduct, Parts, joined
 from fastspec.kernels.linear.row import linear_row
 from fastspec.kernels.parallel.words import MAX_LOOKS, ROWS, Space, fits, send_words, space_for, space_of, sum_words, to_words
 
@@ -77,7 +77,7 @@ def rms_norm(
     if not isinstance(x, Addends):
         return layer.rms_norm(x, weight, eps, residual, out, total, offset)
     own = x.own
-    at = own.values if isinstance(own, Parts) else own.x if isinstance(own, Later) else own
+    at = own.values if isinstance(own, Parts) else own.x if isinstance(own, DeferredProduct) else own
     space = space_for(at, x.shape[-1], x.dtype, x.group) if fits(x.shape, x.dtype) else None
     if space is None:
         return layer.rms_norm(joined(x), weight, eps, residual, out, total, offset)
@@ -85,22 +85,22 @@ def rms_norm(
 
 
 def reduced_norm(
-    own: Tensor | Parts | Later, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, total: Tensor | None,
+    own: Tensor | Parts | DeferredProduct, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, total: Tensor | None,
     offset: float | None, space: Space,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The launch, behind that of a product that is yet to be made: one that sends its words, if it can. Spaces are zeros at first, and so
     are counts."""
     size, shape, dtype = own.shape[-1], own.shape, own.dtype
     launch = sending_launch(own)
-    made = own.made() if isinstance(own, Later) and launch is None else own
-    values = made.values if isinstance(made, Parts) else made.x if isinstance(made, Later) else made
+    made = own.made() if isinstance(own, DeferredProduct) and launch is None else own
+    values = made.values if isinstance(made, Parts) else made.x if isinstance(made, DeferredProduct) else made
     normed = values.new_empty(shape, dtype=dtype) if out is None else out
     total = values.new_empty(shape, dtype=dtype) if total is None else total
     out_rows, total_rows = layer.rows_of(normed, "out"), layer.rows_of(total, "total")
-    x_rows = out_rows if isinstance(made, Later) else layer.rows_of(values, "x")
+    x_rows = out_rows if isinstance(made, DeferredProduct) else layer.rows_of(values, "x")
     residual_rows = out_rows if residual is None else layer.rows_of(residual, "residual")
     block = max(16, triton.next_power_of_2(size))
-    if isinstance(made, Later) and launch is not None:
+    if isinstance(made, DeferredProduct) and launch is not None:
         linear_row(made.x.reshape(1, -1), made.weight, made.bias, None, launch, False, space=space)
     try:
         _reduced_norm[(len(out_rows),)](
@@ -118,9 +118,9 @@ def reduced_norm(
     return normed, total
 
 
-def sending_launch(product: Tensor | Parts | Later) -> RowLaunch | None:
+def sending_launch(product: Tensor | Parts | DeferredProduct) -> RowLaunch | None:
     """The launch of a product that sends its words to all processes, this one too: of one row that is yet to be made, in a dtype of two
     bytes."""
-    if not isinstance(product, Later) or product.x.dtype.itemsize != 2 or product.weight.shape[0] % 2:
+    if not isinstance(product, DeferredProduct) or product.x.dtype.itemsize != 2 or product.weight.shape[0] % 2:
         return None
     return row_launch_of(product.x, product.weight, product.bias)

@@ -37,7 +37,7 @@ def way_of(nbytes: int, dtype: torch.dtype, reachable: bool) -> str:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """See `reference.all_reduce`."""
+    """Sum over the processes, as `reference.all_reduce` computes it."""
     if isinstance(x, FakeTensor):  # a look at a program before its first run (kernels/ahead.py): no one is asked
         return torch.empty_like(x)
     way = way_of(x.nbytes, x.dtype, x.is_cuda and reachable(group))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from fastspec.kernels.launch import INTERPRETED
-from fastspec.kernels.layer.rms_norm import MAX_SIZE
+from fastspec.kernels.layer.norms import MAX_SIZE
 from fastspec.kernels.parallel import symmetric
 
 ROWS = 128

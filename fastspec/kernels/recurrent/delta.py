@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.recurrent.blocks import add_updates, decay_of, pairs_of, rates_of, scale_of, seen_by, through
 from fastspec.kernels.recurrent.reference import DecayRates
-from fastspec.kernels.recurrent.tree import wide_tree
+from fastspec.kernels.recurrent.tree import add_updates, decay_of, pairs_of, rates_of, scale_of, seen_by, through, wide_tree
 
 FEW = 16
 """Nodes of a tree that are taken in one launch."""

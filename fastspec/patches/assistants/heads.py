@@ -34,7 +34,7 @@ from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.assistants.packaged_heads import names_of_heads, packaged_head
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.modes import adapter_for, decoder_of
-from fastspec.patches.hf.placement import is_spread
+from fastspec.patches.hf.parallel import is_spread
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 PROBE_TOKENS = 64

@@ -23,13 +23,10 @@ from fastspec.config import (
     sampled,
 )
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.base import Decoding, adopt_decoding
-from fastspec.generation.drafters.contract import check_taps
-from fastspec.generation.drafters.eagle.cut import Cut, cut_over
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
-from fastspec.generation.drafters.eagle.program import HeadProgram
-from fastspec.generation.drafters.eagle.static import StaticDrafter
-from fastspec.generation.drafters.ngram.drafter import NasdDecoding, check_tokens
+from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
+from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafter
+from fastspec.generation.drafters.head_program import Cut, HeadProgram, cut_over
+from fastspec.generation.drafters.nasd import NasdDecoding, check_tokens
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.heads.bound import BoundHead, followed
 from fastspec.generation.heads.lowered import lowered
@@ -39,8 +36,7 @@ from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of
-from fastspec.patches.hf.parallel import embedding_of, group_of, share_of
-from fastspec.patches.hf.shards import parallel_style
+from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style, share_of
 
 
 @dataclass(frozen=True, slots=True)

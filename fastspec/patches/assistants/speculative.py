@@ -1,4 +1,4 @@
-"""The assistant `speculative`: a transformers model, or the target's own first layers, as the draft model."""
+"""Decodings with other models: a draft model, the target's own first layers, mixtures, and chains of models."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fastspec.cascade.config import Cascade
+from fastspec.cascade.decisions import mixed
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.generation.drafters.cost import COSTS, LAYERS, Cost
-from fastspec.generation.drafters.draft_model.chain import ChainDrafter
-from fastspec.generation.drafters.draft_model.retokenized import room_for
-from fastspec.generation.drafters.draft_model.shared_vocabulary import SharedDrafter, shared_tokens
-from fastspec.generation.drafters.draft_model.text_drafter import TextDrafter
-from fastspec.generation.drafters.policy import Length
-from fastspec.generation.encoder_source import Source
+from fastspec.generation.drafters.chain import ChainDrafter, MixedDrafter
+from fastspec.generation.drafters.policy import COSTS, LAYERS, Cost, Length
+from fastspec.generation.drafters.retokenized import SharedDrafter, TextDrafter, room_for, shared_tokens
+from fastspec.generation.drafters.staged import StagedDrafter, room
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
-from fastspec.generation.target import Target
+from fastspec.generation.target import Source, Target
 from fastspec.patches.hf.compat import device_of, recurrent_layers, table_rows, unpack_weights
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
@@ -310,3 +309,53 @@ def resolve_speculative(config: Speculative, resources: dict[str, Any], target: 
     if adapter_for(target) is None:
         raise Unsupported(f"early_exit needs a model with an adapter, and {type(target).__name__} runs in generic mode")
     return SpeculativeDecoding(config, target, target)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedDecoding(Decoding):
+    """Decoding whose every token follows a deferral rule's mixture of the target's distribution and the draft model's."""
+
+    config: Cascade
+    draft: Any
+    target: Any
+    name: str = "cascade"
+    taps: None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The draft model."""
+        return (self.draft,)
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> MixedDrafter:
+        """The drafter of one call."""
+        config, more = self.config, self.config.gamma + 2
+        model = language_model(self.draft, None, rows=rows, capacity=capacity + more, tail=2, taps=None, ops=ops)
+        blend = partial(mixed, config.rule, config.alpha)
+        return MixedDrafter(model, config.gamma, blend, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedDecoding(Decoding):
+    """Decoding with drafts of a chain of models, the smallest first: the target's distribution exactly."""
+
+    config: Cascade
+    drafts: tuple[Any, ...]
+    target: Any
+    name: str = "cascade"
+    taps: None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The draft models."""
+        return self.drafts
+
+    def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StagedDrafter:
+        """The drafter of one call."""
+        gamma = self.config.gamma
+        more, tail = room(len(self.drafts), gamma)
+        models = [
+            language_model(draft, None, rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=ops, drafts=True)
+            for draft in self.drafts
+        ]
+        vocabs = [vocabulary(draft) for draft in self.drafts]
+        return StagedDrafter(models, gamma, vocab=vocabulary(self.target), vocabs=vocabs, ops=ops, process=process)

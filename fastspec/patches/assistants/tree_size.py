@@ -18,8 +18,7 @@ from torch import Tensor
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Clock, Profile
-from fastspec.generation.stats import Stats
+from fastspec.generation.stats import Clock, Profile, Stats
 from fastspec.generation.verify import choose
 
 WARM_UP = 2  # a captured round runs as it is, then is captured
@@ -37,7 +36,7 @@ class TreeChoice:
     """What was measured by number of nodes, ascending, and the number chosen; `print` shows a table.
 
     `draft_ms` is what a round takes to draft and to observe, `verify_ms` all else of it, never more for fewer nodes. `expected` are the
-    tokens of a round, bonus included, by the head's own confidences, raised to `power`: see `power_of`.
+    tokens of a round, bonus included, by the head's own confidences, raised to `power`, as `power_of` finds it.
     """
 
     sizes: tuple[int, ...]

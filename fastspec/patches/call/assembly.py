@@ -14,13 +14,13 @@ from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, Drafter, Place, Process, adopt
 from fastspec.generation.drafters.given_text import CHUNKS
-from fastspec.generation.encoder_source import Source
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import TOGETHER_TOKENS
+from fastspec.generation.layer_state import Held
 from fastspec.generation.ops import Ops
-from fastspec.generation.profile import Clock
-from fastspec.generation.state.base import Held
+from fastspec.generation.stats import Clock
+from fastspec.generation.target import Source
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.assistants.registry import EagleDecoding
@@ -28,10 +28,10 @@ from fastspec.patches.assistants.tree_size import choose_tree
 from fastspec.patches.call.processors import CAPTURABLE, signature, temperature_of
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.hf.cache import import_past
+from fastspec.patches.hf.changes import weight_places
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.pool import weights_of
 from fastspec.patches.session import PatchSession
 
 
@@ -140,7 +140,7 @@ class Assembly:
         """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
         drawn = signature(self.processors) if self.process is not None else None
         settings_of = self.session.engines.settings_of
-        weights = tuple((weights_of(module), settings_of(module)) for module in (self.model, *self.decoding.modules))
+        weights = tuple((weight_places(module), settings_of(module)) for module in (self.model, *self.decoding.modules))
         measured = self.answers, self.measures, self.pad_token, self.bounded, self.dropped, self.likeliest
         key = self.decoding, self.rows, self.sample, drawn, self.settings, measured, weights
         try:

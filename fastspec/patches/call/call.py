@@ -15,31 +15,37 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
-from fastspec.generation.engine.loop import decode
+from fastspec.generation.engine.rounds import decode
+from fastspec.generation.layer_state import Held
 from fastspec.generation.ops import Ops
-from fastspec.generation.state.base import Held
 from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.kernels.verification.reference import SamplingSettings
-from fastspec.patches.assistants.mixtures import MixedDecoding
 from fastspec.patches.assistants.registry import Continued
-from fastspec.patches.assistants.speculative import warn_if_refused
+from fastspec.patches.assistants.speculative import MixedDecoding, warn_if_refused
 from fastspec.patches.call.assembly import Assembly
-from fastspec.patches.call.inputs import OwnPrefill, besides_tokens, position_shift, sees_ahead
 from fastspec.patches.call.output import output_of
 from fastspec.patches.call.processors import (
     Ending,
+    PlainSteps,
     Streaming,
     are_known,
     make_processors,
     read_settings,
     unknown_types,
 )
-from fastspec.patches.call.prompts import compact, real_tokens
+from fastspec.patches.call.prompts import (
+    OwnPrefill,
+    besides_tokens,
+    compact,
+    position_shift,
+    real_tokens,
+    refuse_dropped,
+    refuse_holes,
+    sees_ahead,
+)
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.call.refusals import refuse_prompts
-from fastspec.patches.call.steps import PlainSteps
-from fastspec.patches.call.windows import refuse_dropped, refuse_holes
-from fastspec.patches.hf.cache_names import CACHE, given_cache
+from fastspec.patches.hf.cache import CACHE, given_cache
 from fastspec.patches.hf.compat import (
     device_of,
     fill_cache,
@@ -49,17 +55,16 @@ from fastspec.patches.hf.compat import (
     read_cache,
     text_length,
 )
-from fastspec.patches.hf.limits import check_padding
+from fastspec.patches.hf.limits import check_padding, dropped_spans, layer_spans
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
-from fastspec.patches.hf.spans import dropped_spans, layer_spans
 from fastspec.patches.session import PatchSession
 
 
 class Call:
-    """One assisted call. Making it refuses what the call cannot have, before anything was decoded; `run` decodes.
+    """One assisted call. The constructor raises Unsupported for impossible arguments; `run` decodes.
 
     `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in this turn, all else is what transformers
     made of the arguments.

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
-from fastspec.patches.call.in_step import Alone, InStep
+from fastspec.patches.call.ranks import LocalCall, SynchronizedCall
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import (
@@ -26,8 +26,8 @@ from fastspec.patches.hf.compat import (
     unpack_weights,
 )
 from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.parallel import processes_of
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
-from fastspec.patches.hf.shards import processes_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
 
@@ -59,7 +59,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             raise apart
         session.leave(apart)
         return original(*args, **kwargs)
-    with InStep(self) if shared else Alone() as step:
+    with SynchronizedCall(self) if shared else LocalCall() as step:
         try:
             decoding = _checked(self, session, assistant, given)
             step.check(decoding)
@@ -91,7 +91,7 @@ def _decode(
     decoding: Any,
     given: dict[str, Any],
     named: bool,
-    step: Alone,
+    step: LocalCall,
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,

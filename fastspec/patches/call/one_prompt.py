@@ -1,39 +1,138 @@
-"""One prompt by itself, as transformers' own `generate` prepares it: what an open batch decodes, and what becomes of it."""
+"""One prompt by itself, as transformers' own `generate` prepares it for an open batch, and a cache of what it made of settings.
+
+A server hands an open batch many prompts a second, nearly all with the settings of earlier ones, and preparing one takes `generate`
+milliseconds of Python. What it makes of settings is kept where nothing of it depends on the prompt but the length: no processors, or
+temperature, top-k, top-p and min-p, and no criteria but the length and end tokens. Anything else goes through `generate` each time.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerationMixin
+from transformers.generation import utils as plain
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Process
 from fastspec.generation.engine.open_batch import Rule
-from fastspec.generation.random_numbers import drawn_seed
-from fastspec.patches.call.inputs import besides_tokens, position_shift
-from fastspec.patches.call.processors import Ending, Streaming, are_known, make_processors, read_settings, unknown_types
-from fastspec.patches.call.prompts import compact, real_tokens
+from fastspec.generation.verify import drawn_seed
+from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.patches.call.processors import FILTERS, Ending, Streaming, are_known, make_processors, read_settings, unknown_types
+from fastspec.patches.call.prompts import besides_tokens, compact, position_shift, real_tokens, refuse_dropped, refuse_holes
 from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts
-from fastspec.patches.call.settled import Settled, SettledSettings, settings_of, settles
-from fastspec.patches.call.windows import refuse_dropped, refuse_holes
-from fastspec.patches.hf.cache_names import CACHE, given_cache
+from fastspec.patches.hf.cache import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, own_stop_strings
-from fastspec.patches.hf.limits import position_rows
-from fastspec.patches.hf.spans import dropped_spans
+from fastspec.patches.hf.limits import dropped_spans, position_rows
+
+KEPT = 16
+GIVEN = frozenset({"input_ids", "generation_config", "attention_mask", "streamer", "tokenizer"})
+"""Arguments of `generate` that settings are kept beside; the tokenizer is read for stop strings alone."""
+METHODS = {
+    name: getattr(GenerationMixin, name) for name, value in vars(GenerationMixin).items()
+    if name[0] == "_" and name[1] != "_" and isinstance(value, (FunctionType, staticmethod))
+}  # fmt: skip
+"""What `generate` prepares a call by. One of someone else's, or of a family's own, may look at the prompt: nothing is kept there."""
+MADE_OF = {
+    kind: (vars(kind).get("__init__"), vars(kind).get("__call__")) for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria)
+}  # fmt: skip
+"""The processors and criteria that are made of settings, which `generate` finds by their names, and how they work."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSettings:
+    """Settings as `generate` prepared them: end tokens, and the parts of a `Rule` by which tokens are chosen; `positions` counts those that
+    the model has, None where it has any."""
+
+    asked: str
+    ends: frozenset[int]
+    sample: bool
+    settings: SamplingSettings | None
+    process: Process | None
+    positions: int | None
+
+
+class SettingsCache:
+    """Cache: a call's settings -> the end tokens, processors and criteria that `generate` made of them; the last KEPT ones."""
+
+    def __init__(self) -> None:
+        self.known: deque[PreparedSettings] = deque(maxlen=KEPT)
+
+    def find(self, model: Any, original: Any, given: dict[str, Any]) -> PreparedSettings | None:
+        """What was made of the settings of a call, whose prompt is one row of tokens on the CPU, none of them padding; or None."""
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.dtype != torch.long or ids.dim() != 2 or len(ids) != 1:
+            return None
+        if not isinstance(mask, Tensor) or mask.device.type != "cpu" or mask.shape != ids.shape or not bool(mask.all()):
+            return None
+        asked = settings_of(model, original, given)
+        for each in tuple(self.known):
+            if each.asked == asked and 0 < ids.shape[1] <= (each.positions or ids.shape[1]):
+                return each
+        return None
+
+    def keep(self, settled: PreparedSettings) -> None:
+        """Keep what was made of settings."""
+        if all(each.asked != settled.asked for each in tuple(self.known)):
+            self.known.appendleft(settled)
+
+
+def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
+    """What a call's settings depend on, as text, the length of the answer left out; None for a call whose settings are not kept."""
+    config: Any = given.get("generation_config")
+    if type(config) is not GenerationConfig or type(model.generation_config) is not GenerationConfig or not given.keys() <= GIVEN:
+        return None
+    if type(config.max_new_tokens) is not int or config.max_new_tokens < 1 or not _is_transformers_own(model, original):
+        return None
+    asked = {name: value for name, value in vars(config).items() if name != "max_new_tokens"}, vars(model.generation_config)
+    return repr(asked) if _is_text(asked) else None
+
+
+def _is_transformers_own(model: Any, original: Any) -> bool:
+    """Whether nobody else has a part in preparing a call."""
+    kind, own = type(model), vars(model)
+    return (
+        getattr(original, "__func__", None) is GenerationMixin.generate
+        and all(getattr(kind, name, None) is value and name not in own for name, value in METHODS.items())
+        and all(
+            getattr(plain, made.__name__, None) is made and (vars(made).get("__init__"), vars(made).get("__call__")) == how
+            for made, how in MADE_OF.items()
+        )
+    )  # fmt: skip
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is wholly told by its text: not so a tensor, nor an object of someone's."""
+    if type(value) in (dict, list, tuple):
+        return all(map(_is_text, value.values() if type(value) is dict else value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def settles(processors: Sequence[Any], criteria: Iterable[Any], settings: SamplingSettings | None) -> bool:
+    """Whether nothing of what `generate` made is the prompt's own but the length; `settings` are all that processors do, None if more."""
+    lengths = (MaxLengthCriteria, EosTokenCriteria)
+    return (settings is not None or not processors) and all(type(each) in lengths for each in criteria)
+
 
 log = logging.getLogger("fastspec")
 
 
-class Single:
+class PreparedPrompt:
     """A prompt with its settings, and the `future` of its answer: what `generate` returns for it, [1, T + new tokens] int64.
 
     `shown` [1, T] is the prompt as it was given, padding included, and `ids` without; `ending` has criteria besides length and end tokens.
-    See `fastspec.generation.engine.open_batch.Prompt`.
+    It is a `fastspec.generation.engine.open_batch.Prompt`.
     """
 
     def __init__(
@@ -86,7 +185,7 @@ class Single:
 
 def _made(
     streamer: Any, seed: int | None, ids: Tensor, keep: Tensor, processors: LogitsProcessorList, criteria: Any, config: Any
-) -> Single:  # fmt: skip
+) -> PreparedPrompt:  # fmt: skip
     """A prompt of what `generate` has prepared."""
     if len(ids) != 1:
         raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(ids)}: submit them one by one")
@@ -100,7 +199,7 @@ def _made(
     ending = Ending(criteria, ids)
     if not math.isfinite(ending.limit) or int(ending.limit) != ending.limit:
         raise Unsupported(f"an answer of {ending.limit} tokens at the most: max_new_tokens and max_length are whole numbers")
-    return Single(
+    return PreparedPrompt(
         ids, compact(ids, keep)[0], int(ending.limit), ending.ends, _rule(processors, ids, bool(config.do_sample), seed), streamer, ending
     )  # fmt: skip
 
@@ -114,13 +213,13 @@ def _seed(sample: bool, seed: int | None) -> int:
     return (drawn_seed() if seed is None else seed) if sample else 0
 
 
-def _again(settled: Settled, given: dict[str, Any], seed: int | None) -> Single:
+def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -> PreparedPrompt:
     """A prompt whose settings were prepared before."""
     ids, streamer = given["input_ids"].clone(), given.get("streamer")  # the caller's own may change while the prompt waits
     if streamer is not None:
         streamer.put(ids)  # as generate does
     rule = Rule(settled.sample, _seed(settled.sample, seed), settled.settings, settled.process)
-    return Single(ids, ids, given["generation_config"].max_new_tokens, settled.ends, rule, streamer)
+    return PreparedPrompt(ids, ids, given["generation_config"].max_new_tokens, settled.ends, rule, streamer)
 
 
 def _check_tokens(model: Any, ids: Tensor) -> None:
@@ -134,8 +233,8 @@ def _check_tokens(model: Any, ids: Tensor) -> None:
 
 
 def prepare(
-    model: Any, original: Callable[..., Any], given: dict[str, Any], seed: int | None, known: SettledSettings | None = None
-) -> Single:  # fmt: skip
+    model: Any, original: Callable[..., Any], given: dict[str, Any], seed: int | None, known: SettingsCache | None = None
+) -> PreparedPrompt:  # fmt: skip
     """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does not decode; where
     its settings are `known`, the prompt stays where it is, and is to be moved.
 
@@ -158,7 +257,7 @@ def prepare(
     def custom(
         model: Any, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: Any, generation_config: Any,
         streamer: Any = None, **model_kwargs: Any,
-    ) -> Single:  # fmt: skip
+    ) -> PreparedPrompt:  # fmt: skip
         refuse_prepared(generation_config, model_kwargs)
         inputs = besides_tokens(model_kwargs)
         if inputs:
@@ -177,9 +276,9 @@ def prepare(
         rule = single.rule
         fits = asked is not None and given["generation_config"].max_new_tokens == single.limit
         if known is not None and asked is not None and fits and settles(logits_processor, stopping_criteria, rule.settings):
-            known.keep(Settled(asked, single.ends, rule.sample, rule.settings, rule.process, position_rows(model)))
+            known.keep(PreparedSettings(asked, single.ends, rule.sample, rule.settings, rule.process, position_rows(model)))
         return single
 
     made = original(**{**own_stop_strings(model, given), "custom_generate": custom})
-    assert isinstance(made, Single)
+    assert isinstance(made, PreparedPrompt)
     return made

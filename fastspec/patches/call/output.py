@@ -10,15 +10,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from fastspec.generation.encoder_source import Source
 from fastspec.generation.engine.call import Outcome
-from fastspec.generation.state.base import Held
+from fastspec.generation.layer_state import Held
+from fastspec.generation.target import Source
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.call.inputs import OwnPrefill
-from fastspec.patches.call.processors import process_rows
-from fastspec.patches.call.steps import PlainSteps
-from fastspec.patches.hf.cache import export_span, import_past
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.call.processors import PlainSteps, process_rows
+from fastspec.patches.call.prompts import OwnPrefill
+from fastspec.patches.hf.cache import CACHE, export_span, import_past
 from fastspec.patches.hf.compat import fill_cache
 from fastspec.patches.hf.model import HFModel
 

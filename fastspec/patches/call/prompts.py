@@ -1,14 +1,26 @@
-"""Which tokens of a call's prompts are real, and the prompts without the others."""
+"""The prompts of a call: which tokens are real, inputs besides tokens, and prompts that plain decoding reads otherwise."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.generation.target import Target
+from fastspec.kernels.attention.reference import Span
+from fastspec.patches.hf.cache import CACHE, import_past
+from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache, recurrent_layers
+from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.limits import LAYER_KINDS, layer_spans
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import is_wrapped, may_see_ahead
+from fastspec.patches.hf.tree_check import reads_prompts_alike
 
 
 def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past: int) -> Tensor:
@@ -38,3 +50,150 @@ def compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     counts = keep.sum(1)
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, : int(counts.max())]
     return ids.gather(1, order), counts
+
+
+def besides_tokens(model_kwargs: dict[str, Any]) -> set[str]:
+    """The inputs besides tokens that a call brings."""
+    given = {name for name, value in model_kwargs.items() if value is not None and not (isinstance(value, dict) and not value)}
+    return {name for name in given if is_besides_tokens(name)}
+
+
+def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
+    """Whether a model lets a prompt's tokens see others than those before them, so that its own pass must read every prompt. Raises
+    Unsupported as `check_trust`."""
+    besides = is_wrapped(model) or may_see_ahead(model)
+    checked = besides if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
+    return checked and not reads_prompts_alike(model, adapter)
+
+
+def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
+    """How far the position of the token behind a prompt is from the number of tokens before it, [B] int64; None for a model that reads
+    nothing but tokens, whose positions count them.
+
+    keep [B, T] bool tells which tokens are real. A grid of image tokens takes fewer positions than it has tokens, or more, and some models
+    count from one. Every new token is one further than the last of the prompt, whose position the model prepares for the first pass; one
+    that prepares none counts padding too, which shows in the keys that a cache keeps.
+    """
+    if not is_wrapped(model):
+        return None
+    positions = first_inputs(model, ids, model_kwargs).get("position_ids")
+    if positions is None:
+        return (~keep).sum(1)
+    last = positions[..., -1] if positions.dim() == 2 else positions[-1, :, -1]
+    return last.to(keep.device).expand(len(keep)) + 1 - keep.sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPrefill:
+    """The model's own pass over prompts ids [B, T] with the `inputs` that `generate` has prepared, behind what their cache holds.
+
+    keep [B, past + new] bool tells which tokens of the cache and of the prompts are real. It may run more than once: the cache that it
+    fills is a copy.
+    """
+
+    model: Any
+    config: Any
+    ids: Tensor
+    keep: Tensor
+    inputs: dict[str, Any]
+
+    def __call__(self, target: Target) -> tuple[Tensor, Tensor]:
+        """Let a target stand behind the prompts -> logits of each prompt's last token [B, V], and the features [B, new, F] of the tokens
+        that the cache did not hold, left padding removed. Raises Unsupported where the pass leaves more than keys and values of them."""
+        assert isinstance(target, HFModel)
+        if target.before_norm:
+            raise Unsupported(
+                f"this head reads the last layer's output before the final norm, which {type(self.model).__name__} does not give of "
+                "prompts that it reads itself, such as those with images: use 'nasd', 'speculative' or another head"
+            )
+        before = self.inputs.get(CACHE)
+        cache = DynamicCache(config=self.model.config.get_text_config()) if before is None else copy.deepcopy(before)
+        new = self.keep.shape[1] - int(cache.get_seq_length())
+        asked = {**self.inputs, CACHE: cache, "output_hidden_states": target.taps is not None}
+        out = first_pass(self.model, self.ids, self.config, asked)
+        held = read_cache(cache, target.depth)
+        self._check(cache, target.depth)
+        assert held is not None
+        import_past(target.state, held, self.keep)
+        kept = self.keep[:, -new:]
+        order = torch.argsort((~kept).int(), dim=1, stable=True)[:, : int(kept.sum(1).max()), None]
+        states = out.hidden_states if target.taps is not None else (out.logits[..., :0].expand(-1, new, -1),)
+        taken = [states[tap] for tap in target.taps] if target.taps else [states[-1]]
+        features = torch.cat(taken, -1)[:, -new:]
+        return out.logits[:, -1], features.gather(1, order.expand(-1, -1, features.shape[-1]))
+
+    def _check(self, cache: Any, layers: int) -> None:
+        length = int(cache.get_seq_length())
+        for layer in cache.layers[:layers]:
+            if is_recurrent(layer) or getattr(layer, "is_sliding", False) or layer.keys is None:  # it reads another's
+                continue
+            if layer.keys.shape[2] != length or length != self.keep.shape[1]:
+                raise Unsupported(
+                    f"{type(self.model).__name__} keeps {layer.keys.shape[2]} keys in a layer behind a text of {self.keep.shape[1]} "
+                    "tokens: what it reads besides tokens lies in its cache, and cannot be combined with assistant="
+                )
+
+
+INSTEAD = "pass the whole text of every row, padded on the left alone, without a cache, or leave out assistant="
+
+
+def refuse_holes(model: Any, keep: Tensor, past: int, limit: int, dropped: Sequence[Span | None]) -> None:
+    """Raise Unsupported for a mask keep [B, past + T] bool with holes under which plain decoding sees other tokens than it would without
+    padding, in a call of up to `limit` new tokens on a cache of `past`; `dropped` are those of `HFModel`.
+
+    Plain decoding counts slots: padding in the middle of a text fills up windows and chunks, and a recurrent state decays over it.
+    """
+    first = keep.int().argmax(1, keepdim=True)
+    holes = ~keep & (torch.arange(keep.shape[1], device=keep.device) > first)
+    rows = holes.any(1).nonzero()[:, 0].tolist()
+    if not rows:
+        return
+    read = [span for span in dict.fromkeys(layer_spans(model)) if span is not None]
+    left = [span for span in dict.fromkeys(dropped) if span is not None]
+    name = type(model).__name__
+    for row in rows:
+        slots = keep[row].nonzero()[:, 0].cpu()
+        where = f"row {row} of attention_mask has {int(holes[row].sum())} zeros behind its first token"
+        if any(recurrent_layers(model.config)) and bool(holes[row, past:].any()):
+            raise Unsupported(f"{where}, and the recurrent states of {name} go on over them: {INSTEAD}")
+        begin = int(keep[row, :past].sum())
+        for spans, query in ((read, begin), (left, len(slots))):
+            cut = next((span for span in spans if _differs(slots - slots[0], query, limit, span)), None)
+            if cut is not None:
+                kind = "chunks" if cut.chunk else "a window"
+                raise Unsupported(
+                    f"{where}, and {name} sees {kind} of {cut.size} tokens, which plain decoding counts padding among: {INSTEAD}"
+                )
+
+
+def _differs(slots: Tensor, begin: int, limit: int, span: Span) -> bool:
+    """Whether a row's queries from number `begin` on, `limit` new tokens included, see other tokens by their slots than by their
+    numbers. Behind the last hole both go on alike: two spans show all that there is."""
+    new = torch.arange(min(max(limit - 1, 0), 2 * span.size), device="cpu")  # the last new token is never read
+    slots = torch.cat((slots, slots[-1] + 1 + new))
+    number = torch.arange(len(slots), device="cpu")
+    first, wanted = (
+        each // span.size * span.size if span.chunk else (each - span.size + 1).clamp(min=0) for each in (number, slots)
+    )  # fmt: skip
+    return not torch.equal(torch.searchsorted(slots, wanted)[begin:], first[begin:])
+
+
+def refuse_dropped(model: Any, cache: Any, past: int, config: Any, dropped: Sequence[Span | None]) -> None:
+    """Raise Unsupported for a call on a cache that keeps less of the text than the model's layers see, where plain decoding goes by more
+    than that: `cache` is static, or holds `past` tokens of which some are gone, or the prompt is read in parts."""
+    sizes = [span.size for span in dropped if span is not None]
+    if not sizes:
+        return
+    least, parts = min(sizes), getattr(config, "prefill_chunk_size", None)
+    if getattr(cache, "is_compileable", False):
+        what = f"a {type(cache).__name__} brings masks with windows of {least} tokens"
+    elif past >= least:
+        what = f"the {past} tokens of {CACHE} are kept in windows of {least}"
+    elif parts is not None:
+        what = f"prefill_chunk_size={parts} reads a prompt in windows of {least} tokens"
+    else:
+        return
+    raise Unsupported(
+        f"{what}, by a setting that the forward of {type(model).__name__} does not read ({' or '.join(LAYER_KINDS.values())}): set it to "
+        "None, or pass whole prompts without a cache"
+    )

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3, position_limit
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.peft_models import peft_of, refuse_peft
-from fastspec.patches.hf.replaced import is_strangers
-from fastspec.patches.hf.wrappers import where_defined
+from fastspec.patches.hf.replaced import is_strangers, where_defined
 
 _ARGUMENTS = {
     "inputs_embeds": "an assistant drafts from token ids: pass input_ids",

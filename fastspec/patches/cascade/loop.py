@@ -13,32 +13,30 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fastspec.cascade.config import Cascade
-from fastspec.cascade.explain import Explanation, Visit
-from fastspec.cascade.features import features
+from fastspec.cascade.decisions import Explanation, Rates, Solver, Visit
 from fastspec.cascade.memory import CacheManager, MemoryStats
 from fastspec.cascade.predictor import Predictor
-from fastspec.cascade.stopping import Rates, Solver
+from fastspec.cascade.records import features
 from fastspec.devices import device_name
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.stats import Stats
-from fastspec.patches.assistants.mixtures import MixedDecoding, StagedDecoding
 from fastspec.patches.assistants.registry import Continued
-from fastspec.patches.call.windows import refuse_holes
-from fastspec.patches.cascade.fingerprint import fingerprint
-from fastspec.patches.cascade.kept_caches import check_kept, check_room, keep_past, past_of
+from fastspec.patches.assistants.speculative import MixedDecoding, StagedDecoding
+from fastspec.patches.call.prompts import refuse_holes
 from fastspec.patches.cascade.settings import ends_of, left_padded, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
-from fastspec.patches.cascade.stages import Patching, hand_over, measure_rates, stage_models
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.cascade.stages import Patching, check_kept, check_room, hand_over, keep_past, measure_rates, past_of, stage_models
+from fastspec.patches.hf.cache import CACHE, kept_cache
+from fastspec.patches.hf.changes import fingerprint
 from fastspec.patches.hf.compat import device_of, position_limit
-from fastspec.patches.hf.spans import dropped_spans
+from fastspec.patches.hf.limits import dropped_spans
 
 PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
 """What a patch fixes of a cascade; the rest may be another in every call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class StageAnswer:
     """One stage's answer to row `row` of a call: its visit, its tokens, how long its prompt was, whether it reached an end token, its
     features, and the milliseconds a row before the first new token and after it."""
 
@@ -176,7 +174,7 @@ class AdaptiveCascade:
     models: CascadeModels
     config: Cascade
     name: str = "cascade"
-    hear: Callable[[Heard], None] | None = None
+    hear: Callable[[StageAnswer], None] | None = None
     assistant: Any = None
     reuse: bool = True
 
@@ -249,7 +247,7 @@ class AdaptiveCascade:
                 if self.hear is not None:
                     visit = replace(visit, why="heard")
                     times = _times(outcome.stats, len(asked))
-                    self.hear(Heard(row.number, visit, row.answer, len(prompt), ended, told, *times))
+                    self.hear(StageAnswer(row.number, visit, row.answer, len(prompt), ended, told, *times))
                 else:
                     visit, row.done = self._judged(visit, row, told)
             row.visits.append(visit)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from fastspec.errors import Unsupported
 from fastspec.patches.call.processors import unknown_types
 from fastspec.patches.cascade.stages import OWN, StageModel
-from fastspec.patches.hf.cache_names import GIVEN
+from fastspec.patches.hf.cache import GIVEN
 from fastspec.patches.hf.compat import is_besides_tokens
 
 OF_TOKENS = (

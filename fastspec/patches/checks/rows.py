@@ -14,11 +14,10 @@ from torch import Tensor
 
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting.reference import Candidates
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, Expert, Gate, Routing
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, Expert, Routing
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.verification.reference import SamplingSettings
-from fastspec.patches.checks.inputs import Draw, Laid, tree
-from fastspec.patches.checks.layers import layers
+from fastspec.patches.checks.inputs import Draw, LayoutArguments, layers, tree
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,7 +44,7 @@ class Check:
         return f"{self.op} ({self.form})"
 
 
-def products(rows: int, channels: int, depth: int, bias: bool = False, kind: Gate = SILU) -> Callable[[Draw], Inputs]:
+def products(rows: int, channels: int, depth: int, bias: bool = False, kind: Activation = SILU) -> Callable[[Draw], Inputs]:
     """x [rows, depth] times `channels` output channels; `kind` is for a gate."""
 
     def make(draw: Draw) -> Inputs:
@@ -56,7 +55,7 @@ def products(rows: int, channels: int, depth: int, bias: bool = False, kind: Gat
     return make
 
 
-def apart(rows: int, channels: Sequence[int], depth: int, kind: Gate | None = None) -> Callable[[Draw], Inputs]:
+def apart(rows: int, channels: Sequence[int], depth: int, kind: Activation | None = None) -> Callable[[Draw], Inputs]:
     """x [rows, depth] times weights of so many output channels each, every other of which has a bias."""
 
     def make(draw: Draw) -> Inputs:
@@ -78,7 +77,7 @@ def attention(
         k, v = (draw.floats(2, 2, extent, size) for _ in "kv")
         seen = {"span": span, "depths": None if chain else depths} if span else {}
         prefix = draw.fixed([extent - nodes - 3, (extent - nodes) // 2])
-        layout = Laid((prefix, None if chain else words, nodes, nodes, extent, 2), seen)
+        layout = LayoutArguments((prefix, None if chain else words, nodes, nodes, extent, 2), seen)
         more = {"sinks": draw.floats(4), "cap": 20.0} if extras else {}
         return (q, k, v, layout, size**-0.5), more
 
@@ -351,7 +350,7 @@ CHECKS: tuple[Check, ...] = (
     Check("route", "softmax", routing(Routing(4, normalised=True)), by_expert),
     Check("route", "groups", routing(Routing(4, sigmoid=True, normalised=True, groups=4, kept=2), corrected=True), by_expert),
     Check("experts", "few tokens", mixture(3, Expert())),
-    Check("experts", "40 tokens, interleaved", mixture(40, Expert(interleaved=True, gate=Gate(1.702), offset=1.0, limit=7.0))),
+    Check("experts", "40 tokens, interleaved", mixture(40, Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0))),
     Check("kv_block_copy", "overlap", moves),
     Check("tree_input", "trees", places),
     Check("commit_slots", "two rows", commitment),

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from fastspec import cache_folder
+from fastspec import files
 from fastspec.devices import device_name
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.ops import Ops
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import ENDINGS
-from fastspec.patches.notices import notice
+from fastspec.patches.backends import notice
 
 SETTING = "FASTSPEC_SELF_CHECK"
 MODES = ("auto", "always", "never")
@@ -62,9 +62,9 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[
             return
         made = {"portable": str(PORTABLE)}
     dtype = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
-    about = {"device": name, "dtype": str(dtype).removeprefix("torch."), **made, **cache_folder.versions()}
+    about = {"device": name, "dtype": str(dtype).removeprefix("torch."), **made, **files.versions()}
     about |= {} if drafts is None else {"drafter": drafts.__name__}
-    key, path = tuple(about.values()), cache_folder.cache_folder() / FOLDER / cache_folder.file_name(*about.values())
+    key, path = tuple(about.values()), files.cache_folder() / FOLDER / files.file_name(*about.values())
     with _turn:
         failures = _known.get(key)
         if failures is None:
@@ -77,7 +77,7 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[
     if failures:
         told = "; ".join(f"{check}: {what}" for check, what in failures)
         kept = f"The verdict is kept in {path}; {SETTING}=always in the environment checks again"
-        versions = ", ".join(f"{name} {value}" for name, value in cache_folder.versions().items())
+        versions = ", ".join(f"{name} {value}" for name, value in files.versions().items())
         others = 'fastspec.patch(model, backend="torch")' if drafts is None else f"An assistant without {drafts.__name__}"
         raise FastSpecError(
             f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: {told}. "
@@ -87,13 +87,13 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[
 
 
 def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
-    found = cache_folder.read(path)
+    found = files.read(path)
     if found is None:
         return None
     failures = found.get("failures")
     well = isinstance(failures, list) and all(isinstance(each, list) and [type(x) for x in each] == [str, str] for each in failures)
     if not well or found.get("about") != about:
-        cache_folder.ignore(path, "it holds no verdict on this device")
+        files.ignore(path, "it holds no verdict on this device")
         return None
     return failures
 
@@ -118,5 +118,5 @@ def _run(
     if any(problem.raised for problem in found):
         return failures, False
     row: dict[str, Any] = {"about": about, "failures": failures, "seconds": round(time.perf_counter() - began, 2)}
-    cache_folder.write(path, row | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")})
+    files.write(path, row | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")})
     return failures, True

@@ -1,19 +1,52 @@
-"""The bridge between fastspec's cache and transformers' Cache protocol, for models without an adapter."""
+"""What the layers of a transformers decoder keep of a text, as fastspec's states, and as transformers' own cache.
+
+One name is that of the installed version: an argument of `generate`, what it hands to a custom loop, a field of its outputs. A forward has
+its own: of a class that transformers does not ship it may still be the old one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fastspec.errors import Unsupported
+from fastspec.generation.layer_state import DeltaState, FullAttentionState, Held, LayerState, WindowState, ring_of
 from fastspec.generation.ops import Ops
-from fastspec.generation.state.attention import FullAttentionState
-from fastspec.generation.state.base import Held
-from fastspec.generation.state.sequence import SequenceState
+from fastspec.generation.sequence_state import SequenceState
+from fastspec.kernels.attention.reference import Span
+from fastspec.patches.hf.compat import delta_shape, device_of, dtype_of, kept_by, layer_shapes, recurrent_layers
+from fastspec.patches.hf.parallel import layer_devices, local_heads
+
+_IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+"""Delete this, and the old name with it, when 5.24 is the oldest version and transformers takes no old name any more (6.0)."""
+OLD = "past_key_values"
+_NAMES = ("cache", OLD) if _IS_RENAMED else (OLD,)
+CACHE = _NAMES[0]
+"""The installed version's name."""
+GIVEN = (*_NAMES, "cache_params") if _IS_RENAMED else _NAMES
+"""Under which names a user's cache comes to `generate`: transformers takes old ones for the new one, and warns."""
+
+
+def given_cache(given: dict[str, Any]) -> Any:
+    """The cache among the arguments of a `generate` call, or None. Where several names are given, transformers heeds the first of these."""
+    return next((given[name] for name in GIVEN if name in given), None)
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """The name of a forward's argument for a cache; the version's, where it names none."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in _NAMES if name in names), CACHE)
+
+
+def kept_cache(output: Any) -> Any:
+    """The cache that an output of `generate` or of one of transformers' models holds."""
+    return getattr(output, CACHE)
 
 
 class SlotCache(Cache):
@@ -71,3 +104,33 @@ def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[Held
     slots = first[:, None] + shown.cumsum(1) - 1
     found = slots.clamp(0, state.slots - 1), shown & (slots < state.lengths[:, None]), state.lengths
     return [kind.export(layer, *(each.to(kind.device) for each in found)) for kind, layer in state.owned]
+
+
+def sequence_state(
+    model: Any, spans: Sequence[Span | None], *, rows: int, capacity: int, tail: int, chunk: int, bounded: bool,
+    first: int | None = None,
+) -> SequenceState:  # fmt: skip
+    """The state of `rows` texts of at most `capacity` tokens, for passes over up to `tail` nodes or `chunk` tokens of a prompt. What a
+    layer keeps is where it computes.
+
+    Where it is `bounded`, layers that see a span of the text keep no more than they can see again. `first` is that of `SequenceState`.
+    """
+    dtype, owners, devices = dtype_of(model), kept_by(model.config), layer_devices(model)
+    kinds: list[tuple[Any, ...]] = [
+        ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), *sizes)
+        for span, (heads, *sizes), recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
+    ]
+    keys = list(zip(kinds, devices, strict=True))
+    of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
+    made: list[LayerState] = []
+    for (key, device), layers in of.items():
+        if key == ("recurrent",):
+            made.append(DeltaState(len(layers), rows, tail, delta_shape(model.config), dtype=dtype, device=device))
+        elif key[0] is None:
+            made.append(FullAttentionState(len(layers), rows, *key[1:], dtype=dtype, device=device))
+        else:
+            ring = ring_of(key[0], tail, chunk)
+            made.append(WindowState(len(layers), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
+    found = list(of)
+    order = [(found.index(keys[owner]), of[keys[owner]].index(owner)) for owner in owners]
+    return SequenceState(made, rows=rows, capacity=capacity, tail=tail, device=device_of(model), order=order, first=first)

@@ -1,6 +1,12 @@
-"""Snapshot of what a model's passes read besides parameters and modules: plain attributes of modules and configurations, and small tensors.
+"""Snapshots of a model, from the cheapest look to the whole: each says whether the model is still what it was.
 
-Rounds are made of some of these: tables of a rotary embedding's frequencies, the epsilon of a norm, the scale of attention.
+| part | reads | who asks |
+|---|---|---|
+| `Settings` | attributes and buffers of modules, configurations: a norm's epsilon, a rotary embedding's frequencies | pools, open batches |
+| `weight_places` | addresses of weights, kinds, hooks and forwards of modules | pools: keys of captured rounds |
+| `Identities` | the objects that modules hold, compared by identity | open batches, before every prompt |
+| `Snapshot` | all of these, and the mode | open batches |
+| `fingerprint` | every byte of the weights | cascades: keys and values kept between calls |
 """
 
 from __future__ import annotations
@@ -14,7 +20,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from fastspec.patches.hf.shards import local_part
+from fastspec.errors import Unsupported
+from fastspec.patches.hf.compat import CAPTURING_FLAG, device_of, has_global_hooks, is_capturing_hook
+from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.parallel import local_part
+from fastspec.patches.hf.replaced import every_module, has_replaced_methods, replaced_functions
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
 HOLDERS = frozenset((list, tuple, dict, set))
@@ -26,6 +36,8 @@ _read: Any = WeakIdKeyDictionary()
 
 class Settings:
     """The attributes and buffers of a model's modules and its configurations, as they are now; they live on as long as this does.
+
+    Rounds are made of some of them.
 
     Left out are names that begin with an underscore, which are torch's and transformers' own, and `training`, which dropout alone reads.
     """
@@ -92,3 +104,200 @@ def _tensor_value(tensor: Tensor) -> Hashable:
 def _bytes(tensor: Tensor) -> Hashable:
     whole = tensor.detach().cpu().contiguous().view(-1)
     return tensor.dtype, tensor.shape, whole.view(torch.uint8).numpy().tobytes() if len(whole) else b""
+
+
+ADAPTERS_OF_PEFT = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
+"""Attributes of PEFT's layers by which they choose what they add: Python's, so that a graph holds what they were at its capture."""
+
+
+def weight_places(model: nn.Module) -> Hashable:
+    """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone.
+
+    Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's adapters it adds.
+    Buffers and other attributes are not among it: those are `Settings`. Raises RuntimeError where another thread adds a module meanwhile.
+    """
+    places: list[int] = []
+    changed: list[Hashable] = []
+    kinds: list[type[nn.Module]] = []
+    for index, module in enumerate(every_module(model)):
+        places += [local_part(parameter).data_ptr() for parameter in module._parameters.values() if parameter is not None]
+        kinds.append(type(module))
+        held = module.__dict__
+        hooks = bool(module._forward_hooks or module._forward_pre_hooks) and any(
+            not is_capturing_hook(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+        if hooks or "forward" in held:
+            changed.append((index, hooks, id(held.get("forward"))))
+        if "_active_adapter" in held:
+            changed.append((index, *(str(held.get(name)) for name in ADAPTERS_OF_PEFT)))
+    methods = frozenset((kind, kind.forward, has_replaced_methods(kind)) for kind in set(kinds))
+    return tuple(places), tuple(kinds), tuple(changed), methods
+
+
+HELD = "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"
+"""What modules hold that has a say in their passes, by the names of `torch.nn.Module`."""
+OWN = "forward", "_hf_hook"
+"""What an instance may have of its own: someone's forward, accelerate's hook."""
+
+
+class Identities:
+    """Cheap check whether a model's modules, hooks, weights or settings changed; what the modules held lives on as long as this does.
+
+    Attributes that replace others are seen where OWN names them, or `Settings` does. A model with PEFT's adapters, whose switches are
+    others, never `holds`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.modules = model, every_module(model)
+        self.kinds, self.owns = list(map(type, self.modules)), list(map(vars, self.modules))
+        self.settings = Settings(model, self.modules)
+        self.dicts = self._dicts()
+        self.empty = [held for held in self.dicts if not held]
+        self.filled = [(held, tuple(held.values())) for held in self.dicts if held]
+        self.own = [(own, name, own[name]) for own in self.owns for name in OWN if name in own]
+        self.parameters = [local_part(each) for own in self.owns for each in own["_parameters"].values() if each is not None]
+        self.places = list(map(Tensor.data_ptr, self.parameters))
+        self.each = list(dict(zip(self.kinds, self.modules, strict=True)).values())
+        self.switched = any("_active_adapter" in own for own in self.owns)
+        self.outside = self._outside()
+
+    def holds(self) -> bool:
+        """Whether the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread adds a module."""
+        same = (
+            not self.switched and list(map(type, self.modules)) == self.kinds and self.settings.hold()
+            and all(map(is_, self._dicts(), self.dicts)) and not any(self.empty)
+            and all(len(held) == len(before) and all(map(is_, held.values(), before)) for held, before in self.filled)
+            and all(own.get(name) is before for own, name, before in self.own)
+        )  # fmt: skip
+        return same and list(map(Tensor.data_ptr, self.parameters)) == self.places and self._outside() == self.outside
+
+    def _dicts(self) -> list[dict[str, Any]]:
+        return [own[name] for own in self.owns for name in HELD]
+
+    def _outside(self) -> Hashable:
+        """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what these call."""
+        functions = tuple(replaced_functions(self.model, self.each))  # themselves: an address may be used again
+        kinds = tuple((type(module).forward, has_replaced_methods(type(module))) for module in self.each)
+        return has_global_hooks(), kinds, functions
+
+
+class Snapshot:
+    """Snapshot of what rounds are made of: the model's mode, its settings and the addresses of its weights. `differs()` is true once one of
+    them changed, and `changed()` says the same at less cost."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._identities, self._parts = Identities(model), self._parts_now()
+        self._training = self._training_now()
+
+    def differs(self) -> bool:
+        """True where rounds made at this moment would be made of something else."""
+        return self._parts_now() != self._parts
+
+    def changed(self) -> bool:
+        """The answer of `differs`, in a fraction of the time where nothing changed. True where the model cannot be read, too: the next
+        rounds raise the error."""
+        try:
+            if self._identities.holds() and self._training_now() == self._training:
+                return False
+            identities = Identities(self.model)
+            changed = self.differs()
+        except Exception:
+            return True
+        if not changed:
+            self._identities, self._training = identities, self._training_now()
+        return changed
+
+    def _training_now(self) -> list[bool]:
+        """Which modules are in train mode, where a pass may add noise."""
+        return [module.training for module in self.model.modules()]
+
+    def _parts_now(self) -> Hashable:
+        """Equal to nothing else where another thread adds modules to the model just now."""
+        with torch.autocast(device_of(self.model).type, enabled=False):  # of the thread that asks; the batch's own has none
+            try:
+                return mode_for(self.model), weight_places(self.model), Settings(self.model, every_module(self.model)).values
+            except RuntimeError as error:
+                if "during iteration" not in str(error):  # of a dictionary of modules or hooks
+                    raise
+                return object()
+
+
+BLOCK = 63
+"""Words of 8 bytes whose sum stands for them in a large tensor. Odd: where a bit flips in every word the sum changes too."""
+WORDS = 1 << 14
+"""Words up to which every one counts by itself."""
+SKIPPED = frozenset(vars(nn.Module())) - {"training"} | {CAPTURING_FLAG}
+"""Attributes that torch gives every module and transformers some, which say nothing of what it computes."""
+GOLDEN, FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47  # odd numbers of 64 bits from splitmix64, as signed ones
+
+
+def fingerprint(model: nn.Module) -> Hashable:
+    """Key of what a model's passes follow from: names, shapes, dtypes, device types and bytes of its parameters and buffers, hooks and
+    replaced forwards, and the modules' own switches (training, active adapters and their scales).
+
+    Equal for equal models, wherever the weights lie. Any one value that changes is seen, and any change of many but by a chance of about
+    2^-64, or where values of a tensor of more than 128 KiB change places within 504 bytes. Raises `Unsupported` for weights that are not
+    in memory.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    check_present(model)
+    layout = tuple((name, tuple(each.shape), str(each.dtype), each.device.type) for name, each in tensors.items())
+    places = sorted({each.device for each in tensors.values()}, key=str)
+    with torch.inference_mode():
+        sums = tuple(_checksum([each for each in tensors.values() if each.device == place]) for place in places)
+    return layout, sums, tuple(_switches(name, module) for name, module in model.named_modules())
+
+
+def check_present(model: nn.Module) -> None:
+    """Raise `Unsupported` for a model whose weights are not in memory between its passes."""
+    absent = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if absent is not None:
+        raise Unsupported(
+            f"the weights of {type(model).__name__} are not in memory between passes ({absent} is on the device meta), so that a change of "
+            "them would not be seen: load it without offloading, or keep nothing between calls (Cascade: memory=None)"
+        )
+
+
+def _checksum(tensors: list[Tensor]) -> int:
+    """One number of 64 bits for the bytes of tensors on one device, and their places."""
+    sums = torch.cat([part for each in tensors for part in _sums(each)])
+    mixed = sums + torch.arange(1, len(sums) + 1, device=sums.device) * GOLDEN
+    mixed = (mixed ^ (mixed >> 32)) * FACTOR
+    return int((mixed ^ (mixed >> 29)).sum())
+
+
+def _sums(tensor: Tensor) -> list[Tensor]:
+    """The words of a tensor, or sums over blocks of them, and the bytes behind its last word, int64. As few calls as can be: on a GPU it is
+    these that take the time."""
+    held = tensor if tensor.is_contiguous() else tensor.contiguous()
+    flat, ends = held.view(-1), tensor.nbytes % 8
+    if held.data_ptr() % 8 or held.storage_offset() * held.itemsize % 8:
+        flat = flat.clone()
+    if ends:
+        octets = flat.view(torch.uint8)
+        words, rest = octets[:-ends].view(torch.int64), [octets[-ends:].long()]
+    else:
+        words, rest = flat.view(torch.int64), []
+    count = tensor.nbytes // 8
+    if count <= WORDS:
+        return [words, *rest]
+    blocks = count // BLOCK
+    return [words[: blocks * BLOCK].view(blocks, BLOCK).sum(1), words[blocks * BLOCK :], *rest]
+
+
+def _switches(name: str, module: nn.Module) -> Hashable:
+    """A module's class, what hooks into it, and its plain attributes."""
+    hooks = [hook for hook in module._forward_hooks.values() if not is_capturing_hook(hook)]
+    own = module.__dict__.get("forward")
+    told = [(key, value) for key, value in vars(module).items() if key not in SKIPPED and _is_plain(value)]
+    return name, type(module).__qualname__, *map(id, (*hooks, *module._forward_pre_hooks.values(), own)), repr(told)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, or lists and dictionaries of these."""
+    if isinstance(value, (bool, int, float, str)):
+        return True
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    return isinstance(value, (list, tuple, set)) and all(map(_is_plain, value))

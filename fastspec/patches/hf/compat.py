@@ -19,10 +19,9 @@ from transformers.generation.utils import (
     is_fsdp_managed_module,
 )
 
-from fastspec.generation.state.base import Held
-from fastspec.generation.state.recurrent import DeltaShape
-from fastspec.patches.hf.stop_strings import stop_criterion
-from fastspec.patches.hf.walk import every_module
+from fastspec.generation.layer_state import DeltaShape, Held
+from fastspec.patches.hf.ends import stop_criterion
+from fastspec.patches.hf.replaced import every_module
 
 
 def layer_count(config: Any) -> int:

@@ -9,15 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastspec.generation.layers.decoder import gated, is_plain, product
-from fastspec.generation.layers.mixers import Product, Summed
+from fastspec.generation.decoder_layer import Product, Summed, gated, is_plain, product
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, Addends, Expert, Gate, Routing, joined, linear
-from fastspec.patches.hf.expert_rows import Mixture
-from fastspec.patches.hf.families import Adapter
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, Addends, Expert, Routing, joined, linear
+from fastspec.patches.hf.families import Adapter, Mixture
 from fastspec.patches.hf.modes import is_foreign
-from fastspec.patches.hf.parallel import share_of_experts, weights_of
-from fastspec.patches.hf.shards import ParallelStyle, parallel_style
+from fastspec.patches.hf.parallel import ParallelStyle, parallel_style, share_of_experts, weights_of
 
 WEIGHTS = {"gate_up_proj", "down_proj"}
 BIASES = {"gate_up_proj_bias", "down_proj_bias"}
@@ -91,7 +88,7 @@ def experts_of(held: Any, ops: Ops) -> Callable[..., Tensor]:
 
 def _expert(row: Mixture, held: Any) -> Expert:
     return Expert(
-        interleaved=row.interleaved, gate=Gate(float(getattr(held, row.alpha))) if row.alpha else ACTIVATIONS[_act(held)],
+        interleaved=row.interleaved, gate=Activation(float(getattr(held, row.alpha))) if row.alpha else ACTIVATIONS[_act(held)],
         offset=row.offset, limit=float(getattr(held, row.limit)) if row.limit else None, scales_input=row.scales_input,
     )  # fmt: skip
 
@@ -153,7 +150,7 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
     return way != "batched_mm" and not (way == "grouped_mm" and model.dtype == torch.bfloat16)
 
 
-def gate_of(module: Any, name: str = "act_fn") -> Gate | None:
+def gate_of(module: Any, name: str = "act_fn") -> Activation | None:
     """What a feed-forward's gate becomes by its activation of this name, None where the kernels do not have it."""
     return ACTIVATIONS.get(_act(module, name))
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastspec.errors import Unsupported
-from fastspec.generation.encoder_source import Source
 from fastspec.generation.ops import Ops
+from fastspec.generation.target import Source
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.limits import check_length, length_limits

@@ -10,19 +10,16 @@ from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT, CapturedByShape, padded_width
-from fastspec.generation.layers.decoder import LayerParts, is_plain
-from fastspec.generation.layers.mixers import Nodes, Rotary, Sight, Summed
-from fastspec.generation.layers.whole import WholeLayers
+from fastspec.generation.decoder_layer import LayerParts, Nodes, Rotary, Sight, Summed, is_plain
+from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
-from fastspec.generation.prompt_parts import prompt_parts, widest_part
-from fastspec.generation.state.attention import FullAttentionState
-from fastspec.generation.state.sequence import SequenceState, SharedState
-from fastspec.generation.target import Target
+from fastspec.generation.sequence_state import SequenceState, SharedState
+from fastspec.generation.target import Target, prompt_parts, widest_part
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.whole_layers import WholeLayers
 from fastspec.kernels.attention.reference import AttentionLayout, Span
 from fastspec.kernels.linear.reference import joined
-from fastspec.patches.hf.cache import SlotCache
-from fastspec.patches.hf.cache_names import cache_argument
+from fastspec.patches.hf.cache import SlotCache, cache_argument, sequence_state
 from fastspec.patches.hf.compat import (
     dtype_of,
     layer_count,
@@ -33,13 +30,10 @@ from fastspec.patches.hf.compat import (
 )
 from fastspec.patches.hf.experts import waits_for_host
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.layers import layer_parts, norm_of, reads_outliers, rotary_kinds, vocabulary_of
-from fastspec.patches.hf.limits import check_length, length_limits, position_rows
+from fastspec.patches.hf.layers import layer_parts, norm_of, reads_outliers, rotary_kinds, rotary_tables, vocabulary_of
+from fastspec.patches.hf.limits import check_length, dropped_spans, layer_spans, length_limits, position_rows
 from fastspec.patches.hf.modes import decoder_of, is_watched, is_wrapped
 from fastspec.patches.hf.parallel import embedding_of
-from fastspec.patches.hf.rotary import rotary_tables
-from fastspec.patches.hf.spans import dropped_spans, layer_spans
-from fastspec.patches.hf.states import sequence_state
 
 SHIFT_ROOM = 1024
 """Positions behind the last slot that tables of a model with images have."""

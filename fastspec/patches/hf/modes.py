@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationMixin, PreTrainedModel
 
 from fastspec.errors import Unsupported
-from fastspec.patches.hf.cache_names import cache_argument
+from fastspec.patches.hf.cache import cache_argument
 from fastspec.patches.hf.compat import (
     RECURRENT,
     device_of,
@@ -24,11 +24,16 @@ from fastspec.patches.hf.compat import (
     varied_lengths,
 )
 from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
-from fastspec.patches.hf.parallel import check_shares
-from fastspec.patches.hf.placement import check_placement, devices_of, is_spread
-from fastspec.patches.hf.replaced import foreign_masks, has_foreign_attention, is_strangers, replaced_functions
-from fastspec.patches.hf.spans import LAYER_KINDS
-from fastspec.patches.hf.wrappers import calls_original, where_defined
+from fastspec.patches.hf.limits import LAYER_KINDS
+from fastspec.patches.hf.parallel import check_placement, check_shares, devices_of, is_spread
+from fastspec.patches.hf.replaced import (
+    calls_original,
+    foreign_masks,
+    has_foreign_attention,
+    is_strangers,
+    replaced_functions,
+    where_defined,
+)
 
 
 def model_within(holder: Any) -> str:

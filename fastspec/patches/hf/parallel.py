@@ -1,4 +1,4 @@
-"""Models that several processes hold together by transformers' tensor parallelism: what lies here of a layer, and who has the rest.
+"""Models over several devices: layers in turn (`device_map`), or cut over processes by transformers' tensor parallelism.
 
 `from_pretrained(..., tp_plan="auto")` under torchrun makes a planned parameter a DTensor, and puts a forward of its own on the module. A
 pass of fastspec reads the local parts of the weights instead, and issues the sums and joins between the processes by itself.
@@ -7,23 +7,149 @@ pass of fastspec reads the local parts of the weights instead, and issues the su
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from fastspec.errors import Unsupported
-from fastspec.generation.layers.decoder import is_plain, product
-from fastspec.generation.layers.mixers import Linear, Product
-from fastspec.generation.layers.packing import Weights
+from fastspec.generation.decoder_layer import Linear, Product, Weights, is_plain, product
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import Addends, Later
+from fastspec.kernels.linear.reference import Addends, DeferredProduct
 from fastspec.kernels.parallel.reference import share
-from fastspec.patches.hf.compat import layer_shapes
-from fastspec.patches.hf.shards import ParallelStyle, local_heads, local_part, mesh_of, parallel_style, processes_of
+from fastspec.patches.hf.compat import device_of, layer_count, layer_shapes
+from fastspec.patches.hf.replaced import every_module
+
+
+def devices_of(model: Any) -> list[str]:
+    """The devices that a model's parameters are on, in order of their names; those that are loaded for a pass count as none."""
+    found = {each.device for module in every_module(model) for each in module._parameters.values() if each is not None}
+    return sorted(str(device) for device in found if device.type != "meta")
+
+
+def is_spread(model: Any) -> bool:
+    """Whether a model's parameters are on several devices of this process."""
+    return len(devices_of(model)) > 1
+
+
+def check_placement(model: Any) -> None:
+    """Raise `Unsupported`, naming the reason, for a model on several devices whose layers are not each on one, by accelerate's hooks."""
+    devices = devices_of(model)
+    if len(devices) < 2:
+        return
+    name, told = type(model).__name__, f"spread over {', '.join(devices)}"
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise Unsupported(
+            f"{name} is {told}; without accelerate's hooks nothing moves its states from one to the next: load it with device_map='auto', "
+            "on one device (device_map='cuda:0'), or cut over processes (tp_plan='auto', under torchrun)"
+        )
+    layer_devices(model)
+
+
+def layer_devices(model: Any) -> list[torch.device]:
+    """Where each layer of a decoder computes, and so where what it keeps belongs. Raises Unsupported where one layer is on several
+    devices."""
+    count = layer_count(model.config)
+    if not is_spread(model):
+        return [device_of(model)] * count
+    stacks = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not stacks:
+        raise Unsupported(
+            f"{type(model).__name__} is spread over {', '.join(devices_of(model))}, and its {count} layers are not found in its decoder: "
+            "load it on one device (device_map='cuda:0')"
+        )
+    return [_device_of_layer(model, layer, index) for index, layer in enumerate(stacks[0])]
+
+
+def _device_of_layer(model: Any, layer: nn.Module, index: int) -> torch.device:
+    found = {each.device for each in layer.parameters() if each.device.type != "meta"}
+    if not found:  # its weights are moved to where its modules compute
+        places = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in layer.modules())
+        found = {next((torch.device(place) for place in places if place is not None), device_of(model))}
+    if len(found) > 1:
+        raise Unsupported(
+            f"layer {index} of {type(model).__name__} is itself spread over {', '.join(sorted(map(str, found)))}: lay whole layers on a "
+            "device (device_map='auto' does)"
+        )
+    return found.pop()
+
+
+class ParallelStyle(enum.Enum):
+    """How transformers has cut a module over processes, by what goes in and what comes out."""
+
+    COLUMN = "by outputs, which stay apart"
+    COLUMN_JOINED = "by outputs, which are joined"
+    ROW = "by inputs, which come apart"
+    ROW_WHOLE = "by inputs, which come whole"
+    EMBEDDING_ROWS = "by tokens"
+    EMBEDDING_COLUMNS = "by width"
+    EXPERTS = "every expert by its channels, whose answers are added up"
+    OTHER = "otherwise"
+
+
+def parallel_style(module: nn.Module) -> ParallelStyle | None:
+    """How transformers' tensor parallelism has cut a module, or None where it has put no forward of its own there.
+
+    Since 5.21 a style replaces `module.forward` and keeps itself in the closure; delete when a module says what its style is.
+    """
+    code = getattr(module.__dict__.get("forward"), "__code__", None)
+    if code is None or code.co_name != "tp_forward":
+        return None
+    cells = dict(zip(code.co_freevars, module.__dict__["forward"].__closure__, strict=True))
+    style: Any = cells["self"].cell_contents if "self" in cells else None
+    kind = type(style).__name__
+    if kind == "ColwiseParallel":
+        return ParallelStyle.COLUMN_JOINED if isinstance(style.output_layouts, Replicate) else ParallelStyle.COLUMN
+    if kind == "RowwiseParallel":
+        return ParallelStyle.ROW_WHOLE if isinstance(style.input_layouts, Replicate) else ParallelStyle.ROW
+    if kind == "EmbeddingParallel":
+        return ParallelStyle.EMBEDDING_COLUMNS if style.shard_dim else ParallelStyle.EMBEDDING_ROWS
+    return ParallelStyle.EXPERTS if kind == "MoeExpertsParallel" else ParallelStyle.OTHER
+
+
+def mesh_of(parameter: Tensor) -> DeviceMesh | None:
+    """The processes that hold a parameter together, or None of a plain one."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """What lies here of a parameter: itself, or its part of one that is cut; to move that moves the parameter's, which it would not do to
+    what `to_local` gives of a parameter since torch 2.13, a view."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def processes_of(model: Any) -> int:
+    """Over how many processes transformers has cut a model."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def local_heads(model: Any, heads: int) -> int:
+    """How many of a layer's key heads this process keeps. Raises Unsupported where they cannot be divided."""
+    size = processes_of(model)
+    if size == 1:
+        return heads
+    try:
+        from transformers.distributed.tensor_parallel import get_kv_heads_per_rank  # since 5.21; whole models need none
+    except ImportError as error:
+        raise Unsupported(
+            f"{type(model).__name__} was loaded over {size} processes by transformers {transformers.__version__}; fastspec reads what 5.21 "
+            "and later make of tp_plan: install one of them"
+        ) from error
+
+    found = get_kv_heads_per_rank(model.tp_plan, heads, size)
+    if found is None:
+        raise Unsupported(
+            f"{type(model).__name__} has {heads} key heads, which {size} processes cannot divide: load it over a number of processes that "
+            f"divides {heads}"
+        )
+    return found
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
@@ -70,7 +196,7 @@ class Share:
         weight, bias, group = self.weight, self.bias, self.group
         if bias is None and parts:
             multiply = ops.linear_parts or ops.linear
-            return lambda x: Addends(Later(x, weight, None, multiply), group, ops.all_reduce)
+            return lambda x: Addends(DeferredProduct(x, weight, None, multiply), group, ops.all_reduce)
         if bias is None:
             return lambda x: ops.all_reduce(ops.linear(x, weight, None), group)
         return lambda x: ops.all_reduce(ops.linear(x, weight, None), group) + bias

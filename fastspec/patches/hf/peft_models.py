@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
-from fastspec.generation.state.base import Held
-from fastspec.patches.hf.cache_names import CACHE, OLD, cache_argument
+from fastspec.generation.layer_state import Held
+from fastspec.patches.hf.cache import CACHE, OLD, cache_argument
 from fastspec.patches.hf.compat import read_cache
 
 AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")

@@ -14,12 +14,11 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask
 
 from fastspec.errors import Unsupported
+from fastspec.generation.decoder_layer import EVERYTHING, Nodes
 from fastspec.generation.drafters.base import Decoding
-from fastspec.generation.encoder_source import Source
-from fastspec.generation.layers.mixers import EVERYTHING, Nodes
 from fastspec.generation.ops import Ops
-from fastspec.patches.hf.cache import SlotCache
-from fastspec.patches.hf.cache_names import CACHE, cache_argument, given_cache
+from fastspec.generation.target import Source
+from fastspec.patches.hf.cache import CACHE, SlotCache, cache_argument, given_cache
 from fastspec.patches.hf.compat import device_of, table_rows
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.model import HFModel, plain_layouts

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from fastspec.errors import Unsupported
-from fastspec.generation.encoder_source import Source
+from fastspec.generation.target import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.compat import (
     brings_weights,
     device_of,
@@ -33,12 +33,10 @@ from fastspec.patches.hf.compat import (
     table_rows,
 )
 from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.limits import LAYER_KINDS, dropped_spans
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.replaced import attention_functions, replaced_functions
+from fastspec.patches.hf.replaced import attention_functions, autocast_inside, every_module, replaced_functions
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
-from fastspec.patches.hf.spans import LAYER_KINDS, dropped_spans
-from fastspec.patches.hf.walk import every_module
-from fastspec.patches.hf.wrappers import autocast_inside
 
 LENGTHS = (12, 7)
 """Tokens of the two prompts: in one batch the second is padded."""

@@ -19,7 +19,7 @@ from fastspec.kernels.attention.launches import FewLaunch, TreeLaunch
 from fastspec.kernels.attention.layout import attention_layout
 from fastspec.kernels.attention.reference import attention_layout as plain_layout
 from fastspec.kernels.attention.reference import tree_attention as plain_attention
-from fastspec.kernels.linear import hopper, linear, parts
+from fastspec.kernels.linear import hopper, linear
 from fastspec.kernels.linear import reference as products
 from fastspec.kernels.linear.launches import HopperLaunch, Launch, PartsLaunch, RowLaunch
 from fastspec.kernels.tuned_launches import Place, forced
@@ -72,7 +72,7 @@ def _product(op: str, place: Place, about: Any, device: torch.device) -> Trial:
     weights += [weights[0].clone() for _ in range(copies - 1)]
     ops: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "linear": (linear.linear, products.linear), "gate_up": (linear.gate_up, products.gate_up),
-        "linear_parts": (parts.linear_parts, products.linear),
+        "linear_parts": (linear.linear_parts, products.linear),
     }  # fmt: skip
     run, wanted = ops[op]
 

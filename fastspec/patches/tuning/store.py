@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastspec import cache_folder
+from fastspec import files
 from fastspec.generation.ops import Ops
 from fastspec.kernels.tuned_launches import Place, install, name_of
 
@@ -24,8 +24,8 @@ def path_of(device: torch.device) -> Path:
     """The file of a device and these versions."""
     from fastspec.kernels.launch import PORTABLE
 
-    words = name_of(device), "portable" if PORTABLE else "whole", *cache_folder.versions().values()
-    return cache_folder.cache_folder() / FOLDER / cache_folder.file_name(*words)
+    words = name_of(device), "portable" if PORTABLE else "whole", *files.versions().values()
+    return files.cache_folder() / FOLDER / files.file_name(*words)
 
 
 def use_tuned(device: torch.device) -> Launches:
@@ -39,14 +39,14 @@ def use_tuned(device: torch.device) -> Launches:
 
 def read_launches(path: Path) -> Launches:
     """The launches in a file."""
-    found = cache_folder.read(path)
+    found = files.read(path)
     if found is None:
         return {}
     kinds = import_module("fastspec.patches.tuning.candidates").KINDS
     try:
         return {(row["op"], _place(row["place"])): _launch(row["launch"], kinds) for row in found["launches"]}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        cache_folder.ignore(path, f"no launches: {type(error).__name__}: {error}")
+        files.ignore(path, f"no launches: {type(error).__name__}: {error}")
         return {}
 
 
@@ -54,13 +54,13 @@ def keep(device: torch.device, launches: Launches, rows: Mapping[tuple[str, Plac
     """Add launches to a device's file and use them; `rows` says how they were found -> the file."""
     kinds = import_module("fastspec.patches.tuning.candidates").KINDS
     path = path_of(device)
-    before = cache_folder.read(path) or {}
+    before = files.read(path) or {}
     held = {(row["op"], _place(row["place"])): row for row in before.get("launches", [])} if read_launches(path) else {}
     for (op, place), launch in launches.items():
         kind = next((name for name, each in kinds.items() if type(launch) is each), None)
         told = None if launch is None else {"kind": kind, **asdict(launch)}
         held[op, place] = {"op": op, "place": [_word(each) for each in place], "launch": told, **rows[op, place]}
-    cache_folder.write(path, {"device": name_of(device), **cache_folder.versions(), "launches": list(held.values())})
+    files.write(path, {"device": name_of(device), **files.versions(), "launches": list(held.values())})
     _loaded[name_of(device)] = {**use_tuned(device), **launches}
     install(name_of(device), _loaded[name_of(device)])
     return path
@@ -68,7 +68,7 @@ def keep(device: torch.device, launches: Launches, rows: Mapping[tuple[str, Plac
 
 def forget() -> list[Path]:
     """Remove all that was tuned on this machine -> the files that held it."""
-    paths = list(cache_folder.kept(FOLDER))
+    paths = list(files.kept(FOLDER))
     for path in paths:
         path.unlink(missing_ok=True)  # several processes of one host may do so at once
     for name in _loaded:

@@ -81,7 +81,7 @@ def read_drafters(
 ) -> Drafters:
     """What drafts for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads of one kind, both a
     draft model and an early exit, and one that the target has not."""
-    from fastspec.patches.inspection import check_assistant
+    from fastspec.patches.api import check_assistant
 
     found = read_heads(list(dict.fromkeys(source for _, source in SHIPPED.get(model, ()))) if heads is None else heads)
     resources: dict[str, Any] = dict(found)
@@ -118,7 +118,7 @@ def twin(model: Any) -> Any:
 
 def check_names(methods: Sequence[str] | None) -> None:
     """Raises Unsupported for a method that does not exist."""
-    from fastspec.patches.inspection import ASSISTANTS
+    from fastspec.patches.api import ASSISTANTS
 
     accepted = [name for name in (*PEERS, *ASSISTANTS) if name != "cascade"]
     for name in methods or ():
@@ -130,7 +130,7 @@ def check_names(methods: Sequence[str] | None) -> None:
 
 def choose(methods: Sequence[str] | None, plain: Any, target: Any, drafters: Drafters, batch: int, say: Say) -> list[Method]:
     """The methods to measure, the baseline first. What lacks something is left out with a note, or refused if it was named."""
-    from fastspec.patches.inspection import ASSISTANTS
+    from fastspec.patches.api import ASSISTANTS
 
     options = {
         BASELINE: {}, LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, ASSISTED: drafters.assisted,
@@ -151,7 +151,7 @@ def choose(methods: Sequence[str] | None, plain: Any, target: Any, drafters: Dra
 
 def find_lacking(plain: Any, target: Any, options: dict[str, dict[str, Any]], batch: int) -> dict[str, str]:
     """Why a method cannot be measured, by its name."""
-    from fastspec.patches.inspection import ASSISTANTS, check_assistant
+    from fastspec.patches.api import ASSISTANTS, check_assistant
 
     lacking: dict[str, str] = {}
     if not options[ASSISTED]:

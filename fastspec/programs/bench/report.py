@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from fastspec.generation.profile import Profile
+    from fastspec.generation.stats import Profile
 
 OVERALL = "overall"
 SIDE_BY_SIDE = 3

@@ -24,7 +24,7 @@ from fastspec.programs.compare import MeasuredAnswer
 
 if TYPE_CHECKING:
     from fastspec.generation.heads.module import EagleHead
-    from fastspec.generation.profile import Profile
+    from fastspec.generation.stats import Profile
 
 UNTIMED = 2
 """Calls on every prompt before the timed one, on CUDA, of methods that compile or capture: a size is compiled in the first and captured in

@@ -50,7 +50,7 @@ def run_chat(settings: Settings, console: Console, prompts: list[str] | None = N
     from fastspec.programs.chat.session import Chat
 
     with console.status("Importing torch and transformers"):  # what comes after it shows its own progress
-        import fastspec.patches.inspection  # noqa: F401
+        import fastspec.patches.api  # noqa: F401
     chat = Chat.open(settings)
     if saved is not None:
         chat.turns, chat.conversation = list(saved.turns), list(saved.conversation)

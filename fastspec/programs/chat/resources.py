@@ -58,7 +58,7 @@ def _read_cascade(path: str, tokenizer: Any) -> fastspec.Cascade:
 
 def forget_cascade(model: Any) -> None:
     """Drop the keys and values that the stages of a model's cascade keep between calls, where they keep any."""
-    from fastspec.patches.inspection import cascade_of
+    from fastspec.patches.api import cascade_of
 
     models = cascade_of(model)
     if models is not None and models.memory is not None:

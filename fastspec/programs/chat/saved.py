@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastspec.cascade.explain import Explanation, Visit
+from fastspec.cascade.decisions import Explanation, Visit
 from fastspec.errors import Unsupported
+from fastspec.files import parse_json
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.chat.settings import COMMAND_FIELDS, STORAGES, Settings
-from fastspec.reading import parse_json
 
 PARTS = {"settings": dict, "conversation": list, "turns": list}
 TUPLES = ("assistants", "resources")

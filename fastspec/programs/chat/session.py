@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import fastspec
-from fastspec.cascade.explain import Explanation
+from fastspec.cascade.decisions import Explanation
 from fastspec.errors import Unsupported
 from fastspec.models import prompt_width
 from fastspec.programs.chat.resources import forget_cascade, load, new_storage, read_resources, resource_names
@@ -135,7 +135,7 @@ class Chat:
         The conversation goes on. Where loading fails, everything is as it was.
         """
         if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
-            from fastspec.patches.inspection import resources_of
+            from fastspec.patches.api import resources_of
 
             given, before = read_resources(settings, self.model, self.tokenizer), resources_of(self.model)
             fastspec.unpatch(self.model)
@@ -166,7 +166,7 @@ class Chat:
 
     def known(self) -> list[str]:
         """Every assistant by name, whether it has what it needs or not."""
-        from fastspec.patches.inspection import ASSISTANTS
+        from fastspec.patches.api import ASSISTANTS
 
         return [BASELINE, *ASSISTANTS, *self.own]
 
@@ -177,7 +177,7 @@ class Chat:
             raise Unsupported(f"assistant {name!r} is unknown: accepted are {', '.join(self.known())}")
         if name == BASELINE or name in self.own:
             return
-        from fastspec.patches.inspection import check_assistant, has_resource, is_patched
+        from fastspec.patches.api import check_assistant, has_resource, is_patched
 
         if not is_patched(self.model):
             raise Unsupported(f"this {type(self.model).__name__} is not patched: fastspec.patch(model) comes before Chat(model, ...)")
@@ -205,7 +205,7 @@ class Chat:
         """
         import torch
 
-        from fastspec.patches.hf.cache_names import CACHE, kept_cache
+        from fastspec.patches.hf.cache import CACHE, kept_cache
 
         ids = self._encode([*self.conversation, {"role": "user", "content": prompt}])
         options = self._options(strategy)
@@ -314,7 +314,7 @@ class Chat:
     def _cascade(self, strategy: str) -> fastspec.Cascade | None:
         """The cascade that a strategy is, or None."""
         given = self.own.get(strategy, strategy)
-        from fastspec.patches.inspection import cascade_of
+        from fastspec.patches.api import cascade_of
 
         models = cascade_of(self.model) if given == fastspec.Cascade.name else None
         return given if isinstance(given, fastspec.Cascade) else None if models is None else models.config

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from fastspec.cascade.explain import Explanation
+from fastspec.cascade.decisions import Explanation
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer

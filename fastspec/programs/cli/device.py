@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fastspec.cache_folder import cache_folder
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
+from fastspec.files import cache_folder
 from fastspec.models import SMOLLM2
 from fastspec.programs.cli.options import Backend, Device, Dtype
 from fastspec.programs.cli.progress import counting

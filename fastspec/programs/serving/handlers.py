@@ -15,7 +15,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
-from fastspec.patches.hf.stop_strings import stop_criterion
+from fastspec.patches.hf.ends import stop_criterion
 from fastspec.programs.serving.manager import BatchState, is_taken
 from fastspec.programs.serving.requests import ASKED, GREEDY_BELOW, OF_TOKENS, Body, Limits, read, refuse, texts_of, tokens_of
 

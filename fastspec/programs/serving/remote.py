@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastspec.errors import FastSpecError
 from fastspec.generation.stats import Stats
-from fastspec.patches.hf.stop_strings import KEPT
+from fastspec.patches.hf.ends import KEPT
 from fastspec.programs.serving.batch import Sent, TokenReader
 from fastspec.programs.serving.rounds_process import (
     Cancelled,

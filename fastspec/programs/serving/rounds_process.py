@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastspec.patches.continuous import Continuous
-from fastspec.patches.hf.stop_strings import keep_criterion
+from fastspec.patches.hf.ends import keep_criterion
 from fastspec.programs.serving.wire import Failure, Packed, Wire
 
 Opened = tuple[Continuous, Any]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fastspec.cascade import records
 from fastspec.cascade.calibration import expected_calibration_error
+from fastspec.cascade.decisions import Rates, Scores, Solver
 from fastspec.cascade.predictor import Predictor
-from fastspec.cascade.stopping import Rates, Scores, Solver
 
 Row = dict[str, Any]
 PRICES = 41

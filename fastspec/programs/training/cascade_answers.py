@@ -11,13 +11,13 @@ from typing import Any
 
 from fastspec.cascade import records
 from fastspec.errors import Unsupported
-from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeModels, Heard
+from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeModels, StageAnswer
 from fastspec.patches.cascade.settings import left_padded
 from fastspec.programs import texts
 from fastspec.programs.bench.device import environment
 from fastspec.programs.training.cascade_judging import Given, read_right
 
-Judged = Mapping[tuple[str, str], tuple[float, str]]
+VerifiedTree = Mapping[tuple[str, str], tuple[float, str]]
 """(item, stage) -> how right its answer is in [0, 1], and what said so."""
 
 
@@ -101,7 +101,7 @@ def answer(
         for (until, limit), group in groupby(todo, key=lambda item: (item.until, item.limit or new_tokens)):
             alike = list(group)
             for chosen in (alike[first : first + batch] for first in range(0, len(alike), batch)):
-                heard: list[Heard] = []
+                heard: list[StageAnswer] = []
                 plain = replace(models.config, explain=False)
                 cascade = AdaptiveCascade(
                     models, plain, hear=heard.append, assistant="autoregressive"
@@ -125,7 +125,7 @@ def place(model: Any) -> dict[str, str]:
     return {name: str(told[name]) for name in ("device", "dtype", "torch", "transformers", "fastspec", "commit")}
 
 
-def _record(item: Item, stage: Any, heard: Heard, seed: int, share: float, known: dict[str, str]) -> records.Record:
+def _record(item: Item, stage: Any, heard: StageAnswer, seed: int, share: float, known: dict[str, str]) -> records.Record:
     visit, reader = heard.visit, stage.tokenizer or stage.large_tokenizer
     text = reader.decode(heard.answer, skip_special_tokens=True)
     for stop in item.until:
@@ -155,7 +155,7 @@ def judge(
     items: Sequence[Item],
     *,
     right: str | Path | None = None,
-    score: Callable[[Sequence[records.Record]], Judged] | None = None,
+    score: Callable[[Sequence[records.Record]], VerifiedTree] | None = None,
 ) -> dict[str, str]:
     """Label the records of a file anew, and say by set how: as the file `right` has it, or by the items' own answers,
     and for the items of tasks as `score` says. Raises Unsupported for records of other items."""

@@ -17,9 +17,8 @@ import torch
 from transformers import GenerationConfig
 
 from fastspec.config import ContinuousBatch
-from fastspec.patches.api import patched
+from fastspec.patches.api import is_patched, patched
 from fastspec.patches.hf.ends import end_tokens as ends_of
-from fastspec.patches.inspection import is_patched
 from fastspec.programs.texts import padded_inputs, until_end
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import Row, Texts, encode_prompts

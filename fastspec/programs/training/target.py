@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastspec.errors import Unsupported
+from fastspec.generation.decoder_layer import is_plain
 from fastspec.generation.heads.module import EagleHead, HeadConfig
-from fastspec.generation.layers.decoder import is_plain
 from fastspec.patches.hf.compat import stack_of
 from fastspec.programs.training.data import TextBatch
 from fastspec.programs.training.ttt import Teacher

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.utils import generic
 
 import fastspec
-from fastspec.patches.hf.cache_names import CACHE, GIVEN, OLD, cache_argument, given_cache, kept_cache
+from fastspec.patches.hf.cache import CACHE, GIVEN, OLD, cache_argument, given_cache, kept_cache
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
 renamed = pytest.mark.skipif(CACHE == OLD, reason="transformers before 5.24 takes one name")

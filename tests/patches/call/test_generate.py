@@ -7,7 +7,7 @@ import torch
 from helpers.generate import NEVER, TREE, Oracle, free, prompts, same, stats
 from transformers import GenerationConfig
 
-from fastspec.generation import prompt_parts
+from fastspec.generation import target
 
 
 def test_the_two_drafters_differ_as_the_cases_need(pairs):
@@ -108,7 +108,7 @@ def test_padding_is_inferred_from_the_pad_token(pair, assistant):
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_prompts_of_several_prefill_chunks(pair, assistant, chunk, monkeypatch):
     for name in ("NARROW", "WIDE"):
-        monkeypatch.setattr(prompt_parts, name, chunk)
+        monkeypatch.setattr(target, name, chunk)
     same(pair, assistant, prompts(33, 5, 17), eos_token_id=NEVER)
 
 

@@ -10,7 +10,7 @@ from helpers.generate import NEVER, free, prompts
 from torch import Tensor
 from transformers import DynamicCache
 
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 
 def two_turns(model: Any, first: dict[str, Tensor], more: Tensor, cache: Any, own: bool, count: int, **options: Any) -> list[Any]:

@@ -10,13 +10,13 @@ from helpers.generate import Oracle, OwnProcessor, bigram, free, prompts, seer
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
+from fastspec.generation import sequence_state
 from fastspec.generation.engine.round_program import EXTENT_BUCKET
-from fastspec.generation.state import sequence
-from fastspec.generation.state.attention import FullAttentionState
+from fastspec.generation.layer_state import FullAttentionState
 
 NEW = 30
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
-FIRST = sequence.FIRST_SLOTS
+FIRST = sequence_state.FIRST_SLOTS
 KINDS = "llama", "mistral", "gemma3_text", "qwen3_5_text", "gpt2"
 
 
@@ -46,7 +46,7 @@ def test_the_first_buffers_are_outgrown(kind: str, rows: tuple[int, ...], captur
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers whose end is met as the room that a round asks for is rounded."""
-    monkeypatch.setattr(sequence, "FIRST_SLOTS", EXTENT_BUCKET)
+    monkeypatch.setattr(sequence_state, "FIRST_SLOTS", EXTENT_BUCKET)
 
 
 @pytest.mark.parametrize(("begin", "captured"), [
@@ -79,7 +79,7 @@ def test_in_every_kind_of_call() -> None:
 @pytest.mark.usefixtures("small")
 def test_a_prompt_that_is_read_in_parts_makes_the_buffers_grow_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a call reads it or a batch that runs, whose parts are turns: a pass is captured anew whenever its buffers have grown."""
-    monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 16)
+    monkeypatch.setattr("fastspec.generation.target.NARROW", 16)
     grown: list[int] = []
     resize = FullAttentionState.resize
     monkeypatch.setattr(FullAttentionState, "resize", lambda self, slots: grown.append(slots) or resize(self, slots))

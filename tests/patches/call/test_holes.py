@@ -16,8 +16,8 @@ from torch import Tensor
 
 import fastspec
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.call.windows import _differs
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.call.prompts import _differs
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 WINDOW, WIDE = 8, 48
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)

@@ -14,8 +14,8 @@ from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 
 import fastspec
+from fastspec.patches.call import processors
 from fastspec.patches.call import processors as selection
-from fastspec.patches.call import steps
 from fastspec.patches.call.processors import CRITERIA, ROWWISE, are_known
 
 WIDTH = 9
@@ -74,7 +74,7 @@ def test_a_known_type_is_decoded_row_by_row(both, monkeypatch, kind):
         return {"stopping_criteria": StoppingCriteriaList([made])}
 
     want = plain.generate(**inputs, **options, **given())
-    monkeypatch.setattr(steps.PlainSteps, "__call__", lambda *args: pytest.fail("in lockstep"))
+    monkeypatch.setattr(processors.PlainSteps, "__call__", lambda *args: pytest.fail("in lockstep"))
     assert model.generate(**inputs, **options, **given(), assistant=TREE).tolist() == want.tolist()
     assert stats(model).drafted > 0
 

@@ -19,7 +19,7 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import output
 from fastspec.patches.call.output import output_of
-from fastspec.patches.hf.cache_names import kept_cache
+from fastspec.patches.hf.cache import kept_cache
 
 VOCAB, PAD = 7, 6
 TOKENS = [[1, 2, 3, 4, 5], [2, 1], [3, 3, 4]]

@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fastspec.patches.call.processors import (
     Ending,
+    PlainSteps,
     Streaming,
     are_known,
     make_processors,
@@ -26,7 +27,6 @@ from fastspec.patches.call.processors import (
     signature,
     unknown_types,
 )
-from fastspec.patches.call.steps import PlainSteps
 
 DRAWN = examples(30)
 SEEDS = st.integers(0, 2**31)

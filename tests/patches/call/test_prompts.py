@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_models import tiny_model
+from helpers.models import tiny_model
 
 from fastspec.errors import Unsupported
 from fastspec.patches.call.prompts import compact, real_tokens

@@ -14,14 +14,13 @@ from helpers.models import tiny_head, tiny_model
 from torch import Tensor
 
 import fastspec
-from fastspec import cache_folder
+from fastspec import files
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.drafters.eagle.dynamic import EagleDrafter
+from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.patches.assistants.fused import FusedDrafter
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.checks import compare, verdict
-from fastspec.patches.checks.compare import REFERENCE, difference, has_kernel, unlike
-from fastspec.patches.checks.phase import phase_difference
+from fastspec.patches.checks.compare import REFERENCE, difference, has_kernel, phase_difference, unlike
 from fastspec.patches.checks.rows import CHECKS
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
@@ -35,9 +34,9 @@ OPS = [field.name for field in fields(TORCH) if callable(getattr(REFERENCE, fiel
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty cache folder, and nothing known yet."""
-    monkeypatch.setenv(cache_folder.SETTING, str(tmp_path))
+    monkeypatch.setenv(files.SETTING, str(tmp_path))
     monkeypatch.setattr(verdict, "_known", {})
-    monkeypatch.setattr(cache_folder, "_told", set())
+    monkeypatch.setattr(files, "_told", set())
     return tmp_path
 
 
@@ -263,7 +262,7 @@ def test_a_damaged_verdict_is_named_and_made_anew(content, runs, folder, monkeyp
 
 def test_a_folder_that_cannot_be_written_to_is_said_once(runs, folder, monkeypatch):
     (folder / "file").write_text("")
-    monkeypatch.setenv(cache_folder.SETTING, str(folder / "file"))
+    monkeypatch.setenv(files.SETTING, str(folder / "file"))
     device = unmeasured(monkeypatch)
     with pytest.warns(RuntimeWarning, match=r"cannot keep what it measured in .*FASTSPEC_CACHE"):
         verdict.self_check(triton_ops(), torch.bfloat16, device)
@@ -273,14 +272,14 @@ def test_a_folder_that_cannot_be_written_to_is_said_once(runs, folder, monkeypat
 
 
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv(cache_folder.SETTING)
-    for setting, found in (("XDG_CACHE_HOME", tmp_path / "fastspec"), (cache_folder.SETTING, tmp_path)):
+    monkeypatch.delenv(files.SETTING)
+    for setting, found in (("XDG_CACHE_HOME", tmp_path / "fastspec"), (files.SETTING, tmp_path)):
         monkeypatch.setenv(setting, str(tmp_path))
-        assert cache_folder.cache_folder() == found
-    for setting in ("XDG_CACHE_HOME", cache_folder.SETTING):
+        assert files.cache_folder() == found
+    for setting in ("XDG_CACHE_HOME", files.SETTING):
         monkeypatch.delenv(setting)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder.cache_folder() == tmp_path / ".cache" / "fastspec"
+    assert files.cache_folder() == tmp_path / ".cache" / "fastspec"
 
 
 def test_a_model_is_not_patched_on_a_device_whose_kernels_fail(runs):

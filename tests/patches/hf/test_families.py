@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForImageTextToText, LEDConfig, LEDF
 import fastspec
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel

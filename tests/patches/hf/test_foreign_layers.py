@@ -15,9 +15,9 @@ from helpers.patch import assert_same, snapshot
 from torch import Tensor, nn
 
 import fastspec
-from fastspec.generation.layers.decoder import is_plain
+from fastspec.generation.decoder_layer import is_plain
 from fastspec.kernels.linear import reference
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, Gate, joined
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, joined
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.layers import mlp_of, pack_model
 from fastspec.patches.hf.modes import adapter_for
@@ -217,10 +217,10 @@ def test_experts_with_scales_keep_their_own_forward():
 
 
 @pytest.mark.parametrize("kind, gate", [("llama", SILU), ("gemma3_text", GELU_TANH), ("arcee", None)])
-def test_gates_that_the_kernels_have_are_fused(kind: str, gate: Gate | None) -> None:
+def test_gates_that_the_kernels_have_are_fused(kind: str, gate: Activation | None) -> None:
     model, calls = tiny_model(kind, num_hidden_layers=1, layer_types=["full_attention"]), []
 
-    def spy(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Gate) -> Tensor:
+    def spy(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
         calls.append(kind)
         return reference.gate_up(x, weight, bias, kind)
 

@@ -15,14 +15,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 import fastspec
-from fastspec.generation.state import window
+from fastspec.generation import layer_state
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.families import ADAPTERS
+from fastspec.patches.hf.layers import position_factor
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import mode_for
-from fastspec.patches.hf.rotary import position_factor
 from fastspec.patches.session import session_of
 from fastspec.programs.training.target import TargetReader
 
@@ -35,9 +35,9 @@ ONE, BATCH, RAGGED = prompts(11), prompts(9, 9, 9), prompts(5, 11)
 @pytest.fixture(autouse=True)
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings that the texts of these tests go round."""
-    monkeypatch.setattr(window, "SLACK", 4)
-    monkeypatch.setattr(window, "STEP", 1)
-    monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 4)
+    monkeypatch.setattr(layer_state, "SLACK", 4)
+    monkeypatch.setattr(layer_state, "STEP", 1)
+    monkeypatch.setattr("fastspec.generation.target.NARROW", 4)
 
 
 def llama4(seed: int = 0, **over: Any) -> Any:

@@ -11,8 +11,7 @@ from helpers.generate import free, prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.generation import prompt_parts
-from fastspec.generation.state import window
+from fastspec.generation import layer_state, target
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
 KINDS = "llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "mixtral"
@@ -41,15 +40,15 @@ def test_prompts_of_several_parts(kind: str, lengths: tuple[int, ...], device: s
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The widths that targets read on the CPU with a stand-in for graphs, where parts are of 8 to 32 tokens and rings hold narrow ones."""
     for name, value in (("NARROW", 8), ("WIDE", 32)):
-        monkeypatch.setattr(prompt_parts, name, value)
+        monkeypatch.setattr(target, name, value)
     monkeypatch.setattr("fastspec.patches.hf.model.padded_width", lambda width: max(8, 1 << (width - 1).bit_length()))
-    monkeypatch.setattr(window, "SLACK", 2)
-    monkeypatch.setattr(window, "STEP", 1)
+    monkeypatch.setattr(layer_state, "SLACK", 2)
+    monkeypatch.setattr(layer_state, "STEP", 1)
     stand_in(monkeypatch)
     found: list[int] = []
 
     def spied(length: int, widest: int) -> Any:
-        parts = list(prompt_parts.prompt_parts(length, widest))
+        parts = list(target.prompt_parts(length, widest))
         found.extend(width for _, width in parts)
         return parts
 

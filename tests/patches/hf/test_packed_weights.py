@@ -11,7 +11,7 @@ from helpers.models import tiny_model
 from torch import nn
 
 import fastspec
-from fastspec.generation.layers.packing import is_packed
+from fastspec.generation.decoder_layer import is_packed
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
 

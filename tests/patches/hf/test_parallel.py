@@ -37,11 +37,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CONFIG_MAPPING
 
 import fastspec
-from fastspec.generation.drafters.eagle import cut as head_cut
+from fastspec.generation.drafters import head_program as head_cut
 from fastspec.kernels import ahead
 from fastspec.kernels.parallel import symmetric, words
 from fastspec.kernels.parallel.symmetric import way_of
-from fastspec.patches.hf import shards
+from fastspec.patches.hf import parallel
 
 GENERIC = "hunyuan_v1_dense"
 FAMILIES = "llama", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
@@ -161,7 +161,7 @@ def test_what_each_has_of_weights_can_lie_together(both: Made) -> None:
 def test_whole_models_need_nothing_of_transformers_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which older versions do not have."""
     monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
-    read_again = runpy.run_module("fastspec.patches.hf.shards")
+    read_again = runpy.run_module("fastspec.patches.hf.parallel")
     assert read_again["local_heads"](tiny_model("llama", **SMALL), 2) == 2
 
 
@@ -170,7 +170,7 @@ def test_a_model_over_processes_needs_a_version_that_fastspec_reads(monkeypatch:
     model._tp_size = 2
     monkeypatch.delattr("transformers.distributed.tensor_parallel.get_kv_heads_per_rank")
     with pytest.raises(fastspec.Unsupported, match=r"5\.21 and later make of tp_plan"):
-        shards.local_heads(model, 2)
+        parallel.local_heads(model, 2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
 from fastspec.patches.hf import peft_models
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16}
 """A rotary embedding that reads the length of the text, past 16 tokens: a call that goes further is refused late."""

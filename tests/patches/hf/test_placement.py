@@ -15,8 +15,8 @@ from torch import nn
 import fastspec
 from fastspec import Unsupported
 from fastspec.patches.assistants import heads
-from fastspec.patches.hf import placement, states
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf import cache, parallel
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.modes import adapter_for, check_supported
 from fastspec.patches.session import session_of
 
@@ -53,7 +53,7 @@ def test_layers_of_one_kind_on_two_devices_have_two_states(kind, monkeypatch):
     plain, model = tiny_model(kind), tiny_model(kind)
     count = model.config.num_hidden_layers
     head, inputs = tiny_head(model), prompts(5, 9)
-    monkeypatch.setattr(states, "layer_devices", lambda model: [torch.device("cpu")] * 2 + [torch.device("cpu", 0)] * (count - 2))
+    monkeypatch.setattr(cache, "layer_devices", lambda model: [torch.device("cpu")] * 2 + [torch.device("cpu", 0)] * (count - 2))
     expected = plain.generate(**inputs, **OPTIONS)
     with fastspec.patched(model, eagle3=head):
         for assistant in ASSISTANTS:
@@ -66,7 +66,7 @@ def test_layers_of_one_kind_on_two_devices_have_two_states(kind, monkeypatch):
         again = torch.cat((out.sequences, torch.full((1, 2), 11)), 1)  # a turn that goes on from the returned cache
         more = model.generate(again, **{CACHE: kept_cache(out)}, **OPTIONS, assistant=TREE)
         assert torch.equal(more, plain.generate(again, **{CACHE: kept_cache(whole)}, **OPTIONS))
-    made = states.sequence_state(model, [None] * count, rows=2, capacity=40, tail=4, chunk=32, bounded=False)
+    made = cache.sequence_state(model, [None] * count, rows=2, capacity=40, tail=4, chunk=32, bounded=False)
     assert len(made.kinds) == 2 and [layer for _, layer in made.places] == [0, 1, *range(count - 2)]
 
 
@@ -75,18 +75,18 @@ def on(monkeypatch: pytest.MonkeyPatch, model: Any, *places: str) -> None:
     seeming = [SimpleNamespace(device=torch.device(places[index % len(places)])) for index in range(len(placement_stack(model)))]
     for layer, weight in zip(placement_stack(model), seeming, strict=True):
         layer.parameters = lambda weight=weight: iter([weight])  # type: ignore[method-assign]
-    monkeypatch.setattr(placement, "every_module", lambda _: [SimpleNamespace(_parameters={"weight": weight}) for weight in seeming])
+    monkeypatch.setattr(parallel, "every_module", lambda _: [SimpleNamespace(_parameters={"weight": weight}) for weight in seeming])
 
 
 def test_a_model_over_several_devices_is_taken_by_accelerates_hooks_alone(monkeypatch):
     model = tiny_model("llama")
-    assert placement.layer_devices(model) == [torch.device("cpu")] * model.config.num_hidden_layers and adapter_for(model) is not None
+    assert parallel.layer_devices(model) == [torch.device("cpu")] * model.config.num_hidden_layers and adapter_for(model) is not None
     on(monkeypatch, model, "cuda:0", "cuda:1")
     with pytest.raises(Unsupported, match=r"spread over cuda:0, cuda:1; without accelerate's hooks .*\(tp_plan='auto', under torchrun\)"):
         check_supported(model)
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
     check_supported(model)
-    assert placement.layer_devices(model)[:3] == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0")]
+    assert parallel.layer_devices(model)[:3] == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0")]
     assert adapter_for(model) is None
     layer = placement_stack(model)[1]
     layer.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda", index)) for index in range(2)])  # type: ignore[method-assign]

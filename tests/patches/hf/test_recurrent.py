@@ -13,7 +13,7 @@ from helpers.models import tiny_head, tiny_model
 import fastspec
 from fastspec import Unsupported
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 NEW = 16
 ROWS = prompts(5, 11)
@@ -74,7 +74,7 @@ def test_eigenvalues_are_negative_where_the_configuration_says_so(doubled: bool)
 
 def test_prompts_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a prompt and the systems of tokens within them end anywhere in the shorter row."""
-    monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 7)
+    monkeypatch.setattr("fastspec.generation.target.NARROW", 7)
     monkeypatch.setattr("fastspec.kernels.recurrent.reference.CHUNK", 4)
     model, inputs = recurrent(), prompts(3, 9, 23)
     expected = free(model, inputs, 6)

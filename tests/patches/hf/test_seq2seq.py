@@ -22,7 +22,7 @@ from transformers.generation.utils import GenerateEncoderDecoderOutput
 import fastspec
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.cache_names import kept_cache
+from fastspec.patches.hf.cache import kept_cache
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.seq2seq import Seq2SeqModel, read_source
 

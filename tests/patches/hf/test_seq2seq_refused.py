@@ -11,7 +11,7 @@ from helpers.seq2seq import pair_of, sources, tiny_seq2seq
 from transformers import BartForConditionalGeneration
 
 import fastspec
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "head by name": ({"assistant": "eagle3"}, "'eagle3' drafts with a head .*BartForConditionalGeneration"),

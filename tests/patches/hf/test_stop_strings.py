@@ -15,8 +15,8 @@ from transformers.generation import stopping_criteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import fastspec
-from fastspec.patches.hf import stop_strings
-from fastspec.patches.hf.stop_strings import stop_criterion
+from fastspec.patches.hf import ends
+from fastspec.patches.hf.ends import stop_criterion
 
 
 def test_a_set_of_strings_is_compared_with_the_vocabulary_once(monkeypatch):
@@ -27,7 +27,7 @@ def test_a_set_of_strings_is_compared_with_the_vocabulary_once(monkeypatch):
             made.append(given)
             super().__init__(*given)
 
-    monkeypatch.setattr(stop_strings, "StopStringCriteria", Counted)
+    monkeypatch.setattr(ends, "StopStringCriteria", Counted)
     tokenizer, model = worded(), fastspec.patch(small_target(peak=0.15))
     ids = torch.tensor([[5, 6]])
     given = {"assistant": "nasd", "max_new_tokens": 12, "do_sample": False, "eos_token_id": 1000}
@@ -46,7 +46,7 @@ def test_a_set_of_strings_is_compared_with_the_vocabulary_once(monkeypatch):
 
 
 def test_few_sets_are_kept_and_none_for_a_tokenizer_that_is_gone(monkeypatch):
-    monkeypatch.setattr(stop_strings, "KEPT", 2)
+    monkeypatch.setattr(ends, "KEPT", 2)
     tokenizer = worded()
     first, second = stop_criterion(tokenizer, "w5"), stop_criterion(tokenizer, "w6")
     assert stop_criterion(tokenizer, "w5") is first  # the latest now

@@ -22,7 +22,7 @@ from transformers import (
 
 import fastspec
 from fastspec.patches.hf import tree_check
-from fastspec.patches.hf.cache_names import CACHE
+from fastspec.patches.hf.cache import CACHE
 
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
 

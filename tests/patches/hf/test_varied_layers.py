@@ -10,7 +10,7 @@ from helpers.generate import free, prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 SPAN, NEW = 8, 18
 ROWS = prompts(5, 11)

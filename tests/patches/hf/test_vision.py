@@ -18,8 +18,8 @@ from transformers import AutoModelForMultimodalLM
 import fastspec
 from fastspec import Unsupported
 from fastspec.patches.backends import TORCH
-from fastspec.patches.call.inputs import OwnPrefill
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.call.prompts import OwnPrefill
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import decoder_of
 

@@ -17,10 +17,8 @@ from torch.nn.modules import module as torch_module
 from transformers.models.llama import modeling_llama
 
 import fastspec
-from fastspec.patches.hf.changes import Settings
+from fastspec.patches.hf.changes import Identities, Settings, weight_places
 from fastspec.patches.hf.modes import mode_for
-from fastspec.patches.hf.watch import Watch
-from fastspec.patches.pool import weights_of
 
 FORMER: list[torch.Tensor] = []
 FAMILIES = ("llama", "qwen2", "gpt2", "mixtral", "gemma3_text")
@@ -113,7 +111,7 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
 
 
 def parts(model: Any) -> Any:
-    return mode_for(model), weights_of(model), Settings(model, list(model.modules())).values
+    return mode_for(model), weight_places(model), Settings(model, list(model.modules())).values
 
 
 @given(
@@ -123,7 +121,7 @@ def parts(model: Any) -> Any:
 def test_what_holds_is_what_it_was(family: str, patched: bool, steps: list[tuple[str, int]]) -> None:
     model = tiny_model(family)
     model = fastspec.patch(model) if patched else model
-    watch, was = Watch(model), parts(model)
+    watch, was = Identities(model), parts(model)
     assert watch.holds()
     changed = False
     for name, number in steps:
@@ -132,13 +130,13 @@ def test_what_holds_is_what_it_was(family: str, patched: bool, steps: list[tuple
         assert watch.holds() <= (parts(model) == was)
         assert not (changed and watch.holds())
     if not changed:
-        assert Watch(model).holds()
+        assert Identities(model).holds()
 
 
 @pytest.mark.parametrize("where", ["function", "method", "class", "global hook", "torch", "configuration"])
 def test_what_is_not_the_modules_own_is_seen(where: str, monkeypatch) -> None:
     model = fastspec.patch(tiny_model())
-    watch, was = Watch(model), parts(model)
+    watch, was = Identities(model), parts(model)
     if where == "function":
         monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *given, **named: None)
     elif where == "method":
@@ -160,10 +158,10 @@ def test_what_is_not_the_modules_own_is_seen(where: str, monkeypatch) -> None:
 
 def test_nothing_holds_where_adapters_switch_and_calls_change_nothing() -> None:
     model = fastspec.patch(tiny_model())
-    watch = Watch(model)
+    watch = Identities(model)
     model.generate(torch.arange(5, 12)[None], assistant="nasd", max_new_tokens=4)
     with torch.no_grad():
         next(model.parameters()).mul_(2)  # in place, where it lies
     assert watch.holds()
     model.model.layers[0].mlp._active_adapter = ["default"]
-    assert not watch.holds() and not Watch(model).holds()
+    assert not watch.holds() and not Identities(model).holds()

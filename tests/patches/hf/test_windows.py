@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 import fastspec
-from fastspec.generation.state import window
+from fastspec.generation import layer_state
 from fastspec.kernels.attention.layout import LEAST_RING
 from fastspec.kernels.attention.reference import Span, attention_layout
 from fastspec.patches.hf import tree_check
-from fastspec.patches.hf.cache_names import CACHE, kept_cache
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.model import HFModel
 
 ROWS = prompts(5, 11)
@@ -32,9 +32,9 @@ others differ in what is around a window, and are held to rounds of one node and
 @pytest.fixture(autouse=True)
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings that the texts of these tests go round, some of them twice. The kernels take none shorter than a block."""
-    monkeypatch.setattr(window, "SLACK", 4)
-    monkeypatch.setattr(window, "STEP", LEAST_RING if torch.cuda.is_available() else 1)
-    monkeypatch.setattr("fastspec.generation.prompt_parts.NARROW", 4)
+    monkeypatch.setattr(layer_state, "SLACK", 4)
+    monkeypatch.setattr(layer_state, "STEP", LEAST_RING if torch.cuda.is_available() else 1)
+    monkeypatch.setattr("fastspec.generation.target.NARROW", 4)
 
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])

@@ -12,7 +12,7 @@ from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.patches.session import session_of
-from fastspec.patches.tuning.in_calls import NEW, call_times, harmless, in_rounds
+from fastspec.patches.tuning.tune import NEW, call_times, harmless, in_rounds
 
 ROW, OTHER_ROW, ROWS, GATE = ("linear", (1, 8)), ("linear", (1, 9)), ("linear", (16, 8)), ("gate_up", (1, 8))
 FEW, TREE = ("few_attention", (torch.float16, 16)), ("tree_attention", (torch.float16, 16))

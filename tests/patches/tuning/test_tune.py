@@ -13,13 +13,13 @@ from helpers.models import tiny_head, tiny_model
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec import cache_folder
+from fastspec import files
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.kernels import tuned_launches
 from fastspec.kernels.attention import few_queries, tree
 from fastspec.kernels.attention.launches import FewLaunch, TreeLaunch
 from fastspec.kernels.launch import padded
-from fastspec.kernels.linear import linear, parts
+from fastspec.kernels.linear import linear
 from fastspec.kernels.linear.launches import HopperLaunch, PartsLaunch, RowLaunch
 from fastspec.kernels.linear.linear import Launch
 from fastspec.kernels.tuned_launches import MISSING
@@ -38,7 +38,7 @@ SMALL = fastspec.Eagle3(depth=1, top_k=2, total_tokens=4)
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """An empty cache folder, and nothing tuned."""
-    monkeypatch.setenv(cache_folder.SETTING, str(tmp_path))
+    monkeypatch.setenv(files.SETTING, str(tmp_path))
     for module, name in ((store, "_loaded"), (tuned_launches, "_launches")):
         monkeypatch.setattr(module, name, {})
     return tmp_path
@@ -91,7 +91,7 @@ def test_a_launch_is_used_where_it_was_tuned(name, monkeypatch):
     odd = next(launch for launch in made.launches if isinstance(launch, kind))
     seen: list[Any] = []
     find = tuned_launches.find
-    for module in (linear, parts, few_queries, tree):
+    for module in (linear, linear, few_queries, tree):
         monkeypatch.setattr(module, "find", lambda *given: seen.append(find(*given)) or seen[-1])
     made.run(odd, 0)
     assert odd in seen and tuned_launches.installed("cpu") == {}

@@ -8,7 +8,7 @@ from helpers.generate import prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
-from fastspec import cache_folder
+from fastspec import files
 from fastspec.kernels import tuned_launches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -32,7 +32,7 @@ def test_what_is_tried_is_right_or_does_not_fit(each):
 
 
 def test_a_tuned_model_gives_the_same_tokens(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache_folder.SETTING, str(tmp_path))
+    monkeypatch.setenv(files.SETTING, str(tmp_path))
     model = tiny_model(num_hidden_layers=3).to("cuda", torch.float16)
     inputs = {name: ids.cuda() for name, ids in prompts(9).items()}
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}

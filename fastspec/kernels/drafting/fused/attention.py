@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastspec.kernels.layer.rms_norm import summed
+from fastspec.kernels.layer.norms import summed
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastspec.kernels.drafting.fused import attention as mixing
 from fastspec.kernels.drafting.fused import phases
 from fastspec.kernels.launch import stages_within
-from fastspec.kernels.layer.rms_norm import summed
+from fastspec.kernels.layer.norms import summed
 
 
 @triton.jit(do_not_specialize=["limit"])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fastspec.kernels.drafting.topk_expand import key_index, key_value, log_total, sort_key
-from fastspec.kernels.layer.rms_norm import summed
+from fastspec.kernels.layer.norms import summed
 
 LEAST = tl.constexpr(-(2**63))
 

@@ -1,0 +1,299 @@
+"""Decisions of a cascade: stop or go on by backward induction over its stages, rules of deferral, and how they are explained.
+
+Narasimhan et al., "Faster Cascades via Speculative Decoding" (arXiv 2405.19261), equations 2, 5, 10, 13, 14 and 15. Three rules take q or
+p as a whole, three take q on a set A of tokens and give the mass that q has outside it to p:
+
+    rule       q where, or A
+    chow       max q' >= 1 - alpha
+    diff       max q' >= max p' - alpha
+    opt        max q' >= max p' - alpha * D(p, q)         D is the total variation distance: the share of drafts that p would refuse
+    token_v1   A = {v: q'(v) >= max p' - alpha}
+    token_v2   A = {v: p'(v) >= max p' - alpha}
+    token_v3   A = {v: p'(v) >= (1 - alpha) max p'}
+
+p' and q' are the models' own probabilities, p and q what the call's temperature and other processors make of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from fastspec.cascade.calibration import logit
+from fastspec.cascade.config import RANGES, RULES
+from fastspec.errors import Unsupported
+
+Operator = Callable[[Tensor], Tensor]
+"""Values [S'] of the states of the next stage -> their expectation [S] given each state of this one."""
+PRICES_KEPT = 64
+CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a predictor says when stage k has answered, for a cascade of L stages.
+
+    quality (L - k numbers): the probability that the answer of stage k, k + 1, ... L - 1 is acceptable; tokens (L - k - 1): how many
+    tokens each later stage is expected to generate. `point` (2 (L - k) - 1) is where the request lies among the training items, free of
+    calibration and risk: logits of quality, then logs of tokens; left out, it is taken from the two.
+    """
+
+    quality: tuple[float, ...]
+    tokens: tuple[float, ...]
+    point: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.quality or len(self.tokens) != len(self.quality) - 1:
+            raise Unsupported(f"Scores: {len(self.quality)} qualities need one expected token count fewer, not {len(self.tokens)}")
+        if not self.point:
+            counts = (math.log(max(each, 1.0)) for each in self.tokens)
+            object.__setattr__(self, "point", (*map(logit, self.quality), *counts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QualityTable:
+    """What is known of n training items, for stages 0 .. L - 1; all on the CPU.
+
+    quality[k] [n, L - k]: what `Scores.quality` of stage k says of each item; points[k] [n, 2 (L - k) - 1]: its `Scores.point`;
+    fresh [n, L]: the tokens that each stage generated; kept [n, L]: those of its answer that it took over from the stage before.
+    The scores must come from a predictor that was not trained on the item they score.
+    """
+
+    quality: tuple[Tensor, ...]
+    points: tuple[Tensor, ...]
+    fresh: Tensor
+    kept: Tensor
+
+    def __post_init__(self) -> None:
+        items, stages = self.fresh.shape if self.fresh.dim() == 2 else (0, 0)
+        if items < 2 or stages < 1 or self.kept.shape != self.fresh.shape:
+            raise Unsupported(f"Table: fresh {tuple(self.fresh.shape)} and kept {tuple(self.kept.shape)} must be [n, L], n >= 2")
+        left = range(stages, 0, -1)
+        for name, given, widths in (("quality", self.quality, left), ("points", self.points, [2 * each - 1 for each in left])):
+            shapes = [(items, width) for width in widths]
+            if [tuple(each.shape) for each in given] != shapes:
+                raise Unsupported(f"Table: {name} has shapes {[tuple(each.shape) for each in given]}; expected {shapes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Milliseconds by stage, as measured on the machine that decides.
+
+    token_ms per generated token; verify_ms per verified token of the answer that the stage before handed over (0 for stage 0);
+    start_ms for a stage's start, whatever the lengths: prefill, or the hand-over. Raises `Unsupported` for numbers below 0.
+    """
+
+    token_ms: tuple[float, ...]
+    verify_ms: tuple[float, ...]
+    start_ms: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("token_ms", "verify_ms", "start_ms"):
+            values = getattr(self, name)
+            if len(values) != len(self.token_ms) or not all(0 <= each < math.inf for each in values):
+                raise Unsupported(f"Rates: {name}={values} must be {len(self.token_ms)} numbers of at least 0, milliseconds by stage")
+        if not self.verify_ms or self.verify_ms[0] != 0:
+            raise Unsupported(f"Rates: verify_ms={self.verify_ms} must begin with 0: stage 0 has no answer to verify")
+
+    def costs(self, fresh: Tensor, kept: Tensor) -> Tensor:
+        """Milliseconds of each stage for items whose stages generated fresh [n, L] tokens and took over kept [n, L] -> [n, L] fp64."""
+        answers = (fresh + kept).double()
+        handed = torch.cat((torch.zeros_like(answers[:, :1]), answers[:, :-1]), 1)
+        times = self.token_ms, self.verify_ms, self.start_ms
+        token, verify, start = (torch.tensor(each, dtype=torch.float64, device="cpu") for each in times)
+        return fresh.double() * token + handed * verify + start
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Stop at this stage or go on, and the expected loss of either from here on, in milliseconds; `go_on_value` is inf at the last."""
+
+    stop: bool
+    stop_value: float
+    go_on_value: float
+
+
+def backward(losses: Sequence[Tensor], costs: Sequence[Tensor], expect: Sequence[Operator]) -> list[Tensor]:
+    """J_k = min{losses_k, costs_k + E[J_{k+1} | state]} for every state of every stage, from the last to the first.
+
+    losses[k] [S_k]: price (1 - q_k); costs[k] [S_k]: the expected cost of stage k + 1, given the state at stage k (L - 1 entries);
+    expect[k] maps [S_{k+1}] to [S_k]. Returns the J_k [S_k].
+    """
+    values = [losses[-1]]
+    for loss, cost, operator in zip(losses[-2::-1], costs[::-1], expect[::-1], strict=True):
+        values.append(torch.minimum(loss, cost + operator(values[-1])))
+    return values[::-1]
+
+
+class Solver:
+    """When to stop, for requests that resemble the training items of `table` on a machine with `rates`.
+
+    J_k = min{price (1 - q_k), c_{k+1} + E[J_{k+1} | what is known at k]}, and stage k answers iff the first is at most the second. The
+    expectation is the mean over the `neighbours` training items nearest in `Scores.point`, each coordinate in standard deviations; an
+    item is not its own neighbour. Only before the last stage, where J is linear in the probability, the predictor's own
+    estimate of the last stage's quality stands for the mean: it has the same expectation and is not coarsened by neighbours.
+
+    No request stops earlier at a higher price. Proof: let G(price) = c + E[J_{k+1}] be the value of going on. J_{L-1} is linear in
+    the price, and minima and averages with weights that are free of the price keep concavity: G is concave, G(0) = mean cost >= 0.
+    So for s <= t: G(s) >= (s / t) G(t), and where stage k stops at t, G(t) >= t (1 - q), hence G(s) >= s (1 - q): it stops at s.
+    """
+
+    def __init__(self, table: QualityTable, rates: Rates, *, neighbours: int | None = None) -> None:
+        """Raises `Unsupported` where rates are for another number of stages, or `neighbours` is not in 1 .. n - 1 (None: sqrt(n))."""
+        items, stages = table.fresh.shape
+        if len(rates.token_ms) != stages:
+            raise Unsupported(f"Solver: rates of {len(rates.token_ms)} stages for a table of {stages}")
+        self.neighbours = neighbours if neighbours is not None else min(items - 1, max(8, round(math.sqrt(items))))
+        if not 1 <= self.neighbours < items:
+            raise Unsupported(f"Solver: neighbours={neighbours} must be at least 1 and less than the {items} items of the table")
+        self.stages = stages
+        self._quality = tuple(each.double() for each in table.quality)
+        self._costs = rates.costs(table.fresh, table.kept)
+        self._spread = [each.double().std(0, correction=0).clamp(min=1e-6) for each in table.points]
+        self._points = [each.double() / spread for each, spread in zip(table.points, self._spread, strict=True)]
+        self._squares = [each.square().sum(1) for each in self._points]
+        # The backward pass visits the items at stages 1 .. L - 2 alone; stage 0's values are those of requests.
+        self._near = {k: self._all_near(k) for k in range(1, stages - 1)}
+        self._ahead = {k: self._costs[:, k + 1][near].mean(1) for k, near in self._near.items()}
+        self._values = lru_cache(maxsize=PRICES_KEPT)(self._backward)
+
+    def decide(self, stage: int, scores: Scores, price: float) -> Decision:
+        """Stop or go on, for a request that `stage` has answered, at a price (ms) of a bad answer.
+
+        Raises `Unsupported` for a stage that the table has not, scores of another stage, and a price below 0 or not finite.
+        """
+        if not 0 <= stage < self.stages or len(scores.quality) != self.stages - stage:
+            raise Unsupported(f"Solver: scores of {len(scores.quality)} stages do not fit stage {stage} of {self.stages}")
+        if not 0 <= price < math.inf:
+            raise Unsupported(f"Solver: price={price} must be a finite number of at least 0: what a bad answer costs, in milliseconds")
+        stop = price * (1 - scores.quality[0])
+        if stage == self.stages - 1:
+            return Decision(True, stop, math.inf)
+        near = self._near_point(stage, scores.point)
+        values = self._costs[:, stage + 1] if stage == self.stages - 2 else self._values(price)[stage + 1]
+        go_on = float(values[near].mean())
+        if stage == self.stages - 2:
+            go_on += price * (1 - scores.quality[1])
+        return Decision(stop <= go_on, stop, go_on)
+
+    def _backward(self, price: float) -> dict[int, Tensor]:
+        """For k = 1 .. L - 2: c_k + J_k of every item [n] fp64, its expected loss once stage k - 1 goes on."""
+        inner = range(1, self.stages - 1)
+        losses = [price * (1 - self._quality[k][:, 0]) for k in inner]
+        losses.append(price * (1 - self._quality[self.stages - 2][:, 1]))
+        means: list[Operator] = [partial(_mean, self._near[k]) for k in inner[:-1]]
+        values = backward(losses, [self._ahead[k] for k in inner], [*means, _same])
+        return {k: self._costs[:, k] + value for k, value in zip(inner, values[:-1], strict=True)}
+
+    def _near_point(self, stage: int, point: Sequence[float]) -> Tensor:
+        """The nearest items of a point -> [neighbours]: squared distances, less what all items share."""
+        at = torch.tensor(point, dtype=torch.float64, device="cpu").div_(self._spread[stage])
+        distances = torch.addmv(self._squares[stage], self._points[stage], at, alpha=-2)
+        return distances.topk(self.neighbours, largest=False, sorted=False).indices
+
+    def _all_near(self, stage: int) -> Tensor:
+        """Every item's nearest other items -> [n, neighbours]."""
+        points, squares, found = self._points[stage], self._squares[stage], []
+        for start in range(0, len(points), CHUNK):
+            distances = torch.addmm(squares, points[start : start + CHUNK], points.T, alpha=-2)
+            rows = torch.arange(len(distances), device="cpu")
+            distances[rows, start + rows] = math.inf
+            found.append(distances.topk(self.neighbours, 1, largest=False, sorted=False).indices)
+        return torch.cat(found)
+
+
+def _mean(near: Tensor, values: Tensor) -> Tensor:
+    return values[near].mean(1)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def mixed(rule: str, alpha: float | str, p: Tensor, q: Tensor, p_raw: Tensor, q_raw: Tensor) -> Tensor:
+    """The distribution pi that a rule decodes from -> [..., V], of the dtype of p.
+
+    p (large) and q (small) [..., V] are probabilities after the call's processors, one-hot in greedy calls; p_raw and q_raw [..., V] those
+    before them, which the rules look at. alpha="lossless" is p itself, as is the lower end of the rule's range (`RANGES`), and the upper
+    end is q: both are exact, though chow and token_v3 at 0 are not by their formula, which keeps q where it is sure, and q on p's best
+    token. Raises Unsupported for an unknown rule.
+    """
+    if rule not in RULES:
+        raise Unsupported(f"rule={rule!r}; accepted are {', '.join(map(repr, RULES))}")
+    if isinstance(alpha, str):
+        if alpha != "lossless":
+            raise Unsupported(f'alpha={alpha!r}; accepted are a number and "lossless"')
+        return p
+    large, small = RANGES[rule]
+    if alpha <= large:
+        return p
+    if alpha >= small:
+        return q
+    best = p_raw.amax(-1, keepdim=True)
+    if rule.startswith("token"):
+        judged = q_raw if rule == "token_v1" else p_raw
+        kept = judged >= ((1 - alpha) * best if rule == "token_v3" else best - alpha)
+        return q * kept + (q * ~kept).sum(-1, keepdim=True) * p
+    sure = q_raw.amax(-1, keepdim=True)
+    least = 1 - alpha if rule == "chow" else best - alpha if rule == "diff" else best - alpha * distance(p, q)
+    return q.where(sure >= least, p)
+
+
+def distance(p: Tensor, q: Tensor) -> Tensor:
+    """Total variation distance of distributions [..., V] -> [..., 1]."""
+    return (q - p).clamp(min=0).sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One stage's part in a request. `new_tokens` were generated, `kept_tokens` taken over from the stage before; `handed_tokens` is how
+    long the answer was that it verified. `quality` is the probability that its answer is acceptable, then those of the later stages;
+    `stop_value` and `go_on_value` the expected losses in milliseconds, or the probability that was reached and the one asked for."""
+
+    stage: int
+    name: str
+    why: str
+    new_tokens: int = 0
+    kept_tokens: int = 0
+    handed_tokens: int = 0
+    milliseconds: float = 0.0
+    quality: tuple[float, ...] = ()
+    stop_value: float | None = None
+    go_on_value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The stages that a request went through, in order; the last one answered."""
+
+    visits: tuple[Visit, ...]
+
+    @property
+    def stage(self) -> int:
+        """The stage whose answer was returned."""
+        return self.visits[-1].stage
+
+    @property
+    def reused(self) -> int:
+        """Tokens that stages took over from the ones before."""
+        return sum(visit.kept_tokens for visit in self.visits)
+
+    @property
+    def milliseconds(self) -> float:
+        """Time that the stages took."""
+        return sum(visit.milliseconds for visit in self.visits)
+
+    def __str__(self) -> str:
+        lines = []
+        for visit in self.visits:
+            parts = [f"{visit.new_tokens} new tokens"] if visit.new_tokens or visit.kept_tokens else []
+            parts += [f"{visit.kept_tokens} of {visit.handed_tokens} taken over"] if visit.handed_tokens else []
+            parts += [f"{visit.milliseconds:.0f} ms"] if visit.milliseconds else []
+            parts += [f"P(acceptable) {' '.join(f'{each:.2f}' for each in visit.quality)}"] if visit.quality else []
+            lines.append(f"stage {visit.stage}, {visit.name}: {', '.join([*parts, visit.why])}")
+        return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""Files: JSON and YAML that anyone may have written, read within bounds, and what fastspec keeps on disk about this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+DEEPEST = 64
+"""Lists and objects inside each other."""
+LARGEST = 1 << 20
+"""Characters of a YAML file; its parser takes minutes for a nesting that it then cannot read."""
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text holds. Raises ValueError for what is no JSON, and for more than DEEPEST lists and objects inside each other."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise _too_deep() from error
+    level = [found]
+    for _ in range(DEEPEST + 1):
+        level = [each for each in level if isinstance(each, (list, dict))]
+        deepest, level = level, [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    if deepest:
+        raise _too_deep()
+    return found
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text holds, plain data alone. Raises ValueError for what is no YAML, and for what is too long, too deep, or refers to
+    other parts of itself: a few such references stand for any number of values."""
+    import yaml
+
+    if len(text) > LARGEST:
+        raise ValueError(f"it has {len(text)} characters, at most {LARGEST} are accepted")
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise _too_deep()
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"*{event.anchor} refers to another part of the file: write out what it stands for")
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"lists and objects lie deeper than {DEEPEST} inside each other")
+
+
+SETTING = "FASTSPEC_CACHE"
+_told: set[Path] = set()
+
+
+def cache_folder() -> Path:
+    """Where it lies: the folder that the environment's FASTSPEC_CACHE names, else `fastspec` in XDG_CACHE_HOME, else in ~/.cache."""
+    given = os.environ.get(SETTING)
+    if given:
+        return Path(given).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "fastspec"
+
+
+def versions() -> dict[str, str]:
+    """What a measurement is good for, beside its device: torch, triton and fastspec."""
+    return {name: str(import_module(name).__version__) for name in ("torch", "triton", "fastspec")}
+
+
+def file_name(*words: str) -> str:
+    """A name for what these words tell apart, that every file system takes."""
+    return re.sub(r"[^\w.+-]+", "-", "_".join(words)) + ".json"
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What is kept in a file, or None where there is none. A file that is damaged is ignored with a warning that names it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        ignore(path, str(error))
+        return None
+    if not isinstance(found, dict):
+        ignore(path, f"a JSON object was expected, not {type(found).__name__}")
+        return None
+    return found
+
+
+def ignore(path: Path, why: str) -> None:
+    """Warn that a file is not used."""
+    warnings.warn(f"{path} is damaged and is ignored ({why}): delete it, and it is made anew", RuntimeWarning, stacklevel=2)
+
+
+def write(path: Path, value: dict[str, Any]) -> bool:
+    """Keep an object in a file, all of it or nothing -> whether it was kept. A folder that cannot be written to is named in a warning,
+    once."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        if path.parent not in _told:
+            _told.add(path.parent)
+            warnings.warn(
+                f"fastspec cannot keep what it measured in {path.parent} ({error}), and will do it again next time: name a folder that can "
+                f"be written to in the environment's {SETTING}", RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+        return False
+    return True
+
+
+def kept(kind: str) -> Iterator[Path]:
+    """The files of a kind, a folder of the cache."""
+    return iter(sorted((cache_folder() / kind).glob("*.json")))

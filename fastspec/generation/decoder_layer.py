@@ -1,0 +1,349 @@
+"""A decoder layer as data, run by a backend's ops: the target's layers and those of an EAGLE head are one program.
+
+The parameters stay the model's own and become views of the buffer, so nothing is held twice. Experts' weights that lie with their outputs
+side by side are turned: a kernel reads those of one output as a line of memory. Whether weights lie so is read from their storages
+whenever a product is made: those of a model that was moved, cast or copied since lie apart again, and are multiplied one by one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.generation.layer_state import DeltaState, FullAttentionState
+from fastspec.generation.ops import Ops
+from fastspec.kernels.attention.reference import Span
+from fastspec.kernels.linear.reference import SILU, Activation, Addends, Parts
+from fastspec.kernels.recurrent.reference import DecayRates
+
+
+class Weights(Protocol):
+    """A linear layer, or a part of one: weight [M, K] and bias [M]."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+def joint(parts: Sequence[Tensor]) -> Tensor | None:
+    """One view [sum of rows, ...] of tensors [rows, ...] that lie one after another in one storage, or None."""
+    first, at = parts[0], parts[0].storage_offset()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
+        if not same or part.storage_offset() != at or not part.is_contiguous() or part.shape[1:] != first.shape[1:]:
+            return None
+        at += part.numel()
+    rows = sum(part.shape[0] for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def pack(layers: Sequence[Weights]) -> list[Tensor]:
+    """Lay the weights, and the biases, of these layers one after another; returns the tensors that were moved.
+
+    Nothing is done where some have a bias and some have none, or the layers differ in input width, dtype or device.
+    """
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    kinds = {(weight.dtype, weight.device, weight.shape[1]) for weight in weights}
+    if len(kinds) > 1 or len(biases) not in (0, len(layers)):
+        return []
+    moved: list[Tensor] = []
+    for group in (weights, biases):
+        if group and joint(group) is None:
+            whole = torch.cat([parameter.detach() for parameter in group])
+            for parameter, part in zip(group, whole.split([parameter.shape[0] for parameter in group]), strict=True):
+                parameter.data = part
+            moved += group
+    return moved
+
+
+def turn(weight: Tensor) -> list[Tensor]:
+    """Lay a weight [..., in, out] so that the inputs of an output are neighbours in memory, which its shape does not show; returns it in a
+    list if it was moved."""
+    if weight.transpose(-1, -2).is_contiguous():
+        return []
+    weight.data = weight.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
+    return [weight]
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Whether a parameter is a part of a larger storage, or lies turned in its own."""
+    return parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size() or not parameter.is_contiguous()
+
+
+def unpack(parameter: Tensor) -> None:
+    """Give a parameter a storage of its own again, in the order of its shape."""
+    if is_packed(parameter):
+        parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+
+
+Summed: TypeAlias = Tensor | Parts | Addends
+"""A tensor, or the parts of a sum where a norm follows, which adds them up, those of other processes too."""
+Product: TypeAlias = Callable[[Tensor], Summed]
+"""x [..., K] -> [..., M]."""
+Linear: TypeAlias = Callable[[Tensor], Tensor]
+"""The same where nothing takes parts of it."""
+
+
+class Sight(NamedTuple):
+    """What decides the layout of a layer's attention: the span of the text that its queries see (None: all of it), whether its slots form
+    a ring, and the number of query heads per key head."""
+
+    span: Span | None = None
+    ring: int | None = None
+    group: int = 1
+
+
+EVERYTHING = Sight()
+
+
+class Rotary(NamedTuple):
+    """Tables by position: cos, sin [P, R / 2], and what queries are multiplied by [P] fp32, where that depends on where they stand."""
+
+    cos: Tensor
+    sin: Tensor
+    factor: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where the nodes of one pass stand: rotary tables, positions and slots [B, N] int64, and the attention's layouts."""
+
+    rotary: Mapping[str | None, Rotary]
+    """By the kind of layer; None: of all layers."""
+    positions: Tensor
+    slots: Mapping[int | None, Tensor]
+    """By how many slots a state goes round in, None: it does not."""
+    layouts: Mapping[Sight, object]
+    """Of the backend's own kind."""
+    parents: Tensor | None = None
+    words: Tensor | None = None
+    """Parents [B, N] and ancestors [B, N, W] of a tree's nodes; None: the nodes are a text that stands."""
+    counts: Tensor | None = None
+    """[B] how many nodes of a text that stands are real."""
+
+
+class SequenceMixer(ABC):
+    """The part of a layer that looks at other tokens."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
+        """A normed input x [B, N, H] -> [B, N, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention(SequenceMixer):
+    """Attention over committed tokens and a node's ancestors, all of them or those within a span; layer `index` of `state`, which keeps
+    the keys and values of all, takes those of the nodes."""
+
+    ops: Ops
+    state: FullAttentionState
+    index: int
+    qkv: Product
+    out: Product
+    scale: float
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    offset: float | None = None
+    """Of the norms of queries and keys, as in `rms_norm`."""
+    norms_values: bool = False
+    """Whether values are normed too, without a weight."""
+    ties_values: bool = False
+    """Whether values are the keys, before these are normed and rotated."""
+    owns: bool = True
+    """Whether the layer has keys and values of its own; else `qkv` gives queries alone, and it reads those of another layer."""
+    sight: Sight = EVERYTHING
+    rotary: str | None = None
+    """The layer's rotary tables."""
+    sinks: Tensor | None = None
+    """[Hq] a logit of every head that joins its softmax and brings no value."""
+    cap: float | None = None
+    """Scores s become cap * tanh(s / cap)."""
+    gated: bool = False
+    """Whether every head's queries are followed by as many gates, which what it reads is multiplied by, through a sigmoid."""
+    interleaved: bool = False
+    """Whether neighbouring channels are rotated with each other, as in `rope_cache`."""
+
+    def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
+        """Read of the text by attention, after the nodes' keys and values are written."""
+        k, v = self.state.k[self.index], self.state.v[self.index]
+        qkv, (cos, sin, factor) = self.qkv(x), nodes.rotary[self.rotary]
+        written = (k, v) if self.owns else (k[:, :0], v[:, :0])
+        q = self.ops.rope_cache(
+            qkv, cos, sin, nodes.positions, *written, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps, self.offset,
+            self.gated, self.norms_values, self.ties_values, self.interleaved, factor,
+        )  # fmt: skip
+        mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.sight], self.scale, sinks=self.sinks, cap=self.cap)
+        return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta(SequenceMixer):
+    """Gated DeltaNet: a convolution over the last inputs, a state per head, and a gated norm; layer `index` of `state`."""
+
+    ops: Ops
+    state: DeltaState
+    index: int
+    project: Linear
+    """x [..., H] -> the convolution's channels, the norm's gate, b and a, side by side [..., C + Hv * Dv + 2 * Hv]."""
+    conv: Tensor
+    """[C, K]."""
+    rates: DecayRates
+    norm: Tensor
+    """[Dv]."""
+    eps: float
+    out: Product
+    activation: Callable[[Tensor], Tensor] | None = None
+    """What follows the convolution; None: SiLU."""
+
+    def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
+        """Output of the gated delta rule along every node's ancestors."""
+        ops, kept, at, count = self.ops, self.state, self.index, x.shape[1]
+        _, heads, _, size = kept.s[at].shape
+        qkv, gate, b, a = self.project(x).split((len(self.conv), heads * size, heads, heads), -1)
+        held, state = kept.held[at], kept.s[at]
+        if nodes.words is None:
+            assert nodes.counts is not None
+            mixed = self._activated(ops.tree_conv(qkv, self.conv, held, None, silu=self.activation is None))
+            ops.hold(qkv, held, nodes.counts)
+            read = ops.delta_chain(mixed, a, b, self.rates, state, nodes.counts)
+        else:
+            inputs, outputs, u, g = (each[at][:, :count] for each in (kept.inputs, kept.mixed, kept.u, kept.g))
+            mixed = self._activated(ops.tree_conv(qkv, self.conv, held, nodes.parents, inputs, outputs, silu=self.activation is None))
+            read = ops.delta_tree(mixed, a, b, self.rates, state, nodes.words, u, g)
+        return self.out(ops.gated_norm(read, gate.unflatten(-1, (heads, size)), self.norm, self.eps).flatten(-2))
+
+    def _activated(self, mixed: Tensor) -> Tensor:
+        """In place, for what the state keeps."""
+        return mixed if self.activation is None else mixed.copy_(self.activation(mixed))
+
+
+Norm = Callable[..., tuple[Tensor, Tensor]]
+"""(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`; a model's own norms without `out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """One decoder layer: its norms, what mixes the tokens, and its feed-forward. Some families norm what the mixer and the feed-forward
+    add as well."""
+
+    input_norm: Norm | None
+    mixer: SequenceMixer
+    mlp_norm: Norm | None
+    """None: the feed-forward reads what the mixer reads, and both are added at once."""
+    mlp: Product
+    mixer_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    beside: Callable[[Tensor, Tensor], Tensor] | None = None
+    """What the feed-forward gives, and what its norm has read, [B, N, H] each -> the same with a second feed-forward's [B, N, H]."""
+    after: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    """What becomes of the layer's output [B, N, H], with the layer's own input of every token [B, N, P] where it has one."""
+
+
+class Normed(Protocol):
+    """A norm: weight [H]."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """A root-mean-square norm by the backend's `Ops.rms_norm`, with the weight that its module has at the time."""
+
+    ops: Ops
+    module: Normed
+    eps: float
+    offset: float | None = None
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum)."""
+        return self.ops.rms_norm(x, self.module.weight, self.eps, residual, out, total, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Plain linear layers over one input, their outputs side by side."""
+
+    ops: Ops
+    layers: tuple[Weights, ...]
+    parts: bool
+    """Whether the result goes to a norm, which takes the parts of a product as well."""
+    packed: tuple[Tensor, Tensor | None] | None
+    """Weight and bias of all as one product, where they lie so."""
+
+    def __call__(self, x: Tensor) -> Any:
+        """x [..., K] -> [..., M]."""
+        one = self.one()
+        if one is None:
+            return self.ops.linears(x, *self.apart())
+        multiply = self.ops.linear_parts if self.parts and self.ops.linear_parts is not None else self.ops.linear
+        return multiply(x, *one)
+
+    def one(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of one product, or None where there are several."""
+        return (self.layers[0].weight, self.layers[0].bias) if len(self.layers) == 1 else self.packed
+
+    def apart(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Weights and biases one by one, as they are now."""
+        return [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """A gated feed-forward: the products of the gates and of what they open, in this order or as one layer's, and what follows."""
+
+    gate_up: Linears
+    out: Product
+    kind: Activation = SILU
+
+    def __call__(self, x: Tensor) -> Summed:
+        """x [..., K] -> [..., M]."""
+        ops, one = self.gate_up.ops, self.gate_up.one()
+        if one is None:
+            return self.out(ops.linears(x, *self.gate_up.apart(), self.kind))
+        return self.out(ops.gate_up(x, *one, self.kind))
+
+
+def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Linears:
+    """Plain linear layers over one input, their outputs side by side; one product where their weights are packed.
+
+    With `parts` the result goes to a norm, which takes the parts of a product as well.
+    """
+    weight = joint([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias = joint(biases) if biases else None
+    whole = (bias is not None) == bool(biases) and len(biases) in (0, len(layers))
+    return Linears(ops, tuple(layers), parts, (weight, bias) if weight is not None and whole else None)
+
+
+def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Activation = SILU) -> Product:
+    """The gated feed-forward of plain linear layers, or of parts of them; `out` is the product behind it."""
+    return Gated(product(ops, (gate, up)), out, kind)
+
+
+def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Activation = SILU) -> Product:
+    """The same where gate and up are one linear layer, the gates first."""
+    return Gated(product(ops, (gate_up,)), product(ops, (down,), parts=True), kind)
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a module is torch's own class of this kind, and its forward neither hooked nor replaced."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return type(module) is kind and type(module.weight) is nn.Parameter and not hooks and _is_torchs_own(kind)
+
+
+def _is_torchs_own(kind: type[nn.Module]) -> bool:
+    """Whether a class's `forward` and `__call__` are torch's, wherever `functools.wraps` says that they are from."""
+    methods = kind.forward, kind.__call__
+    return all(isinstance(each, FunctionType) and each.__globals__["__name__"].startswith("torch.") for each in methods)

@@ -1,1 +1,0 @@
-"""EAGLE heads: the head itself, its checkpoint formats, and the trees that are grown from it."""

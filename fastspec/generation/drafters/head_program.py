@@ -1,0 +1,298 @@
+"""A head's weights run by a backend's ops, whole or cut over the processes that hold its target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastspec.generation.decoder_layer import (
+    FullAttention,
+    LayerParts,
+    Linear,
+    Nodes,
+    Norm,
+    Product,
+    RmsNorm,
+    Summed,
+    gated,
+    is_plain,
+    joint,
+    pack,
+    product,
+)
+from fastspec.generation.heads.bound import BoundHead
+from fastspec.generation.heads.module import EagleHead, Layer, RMSNorm
+from fastspec.generation.layer_state import FullAttentionState
+from fastspec.generation.ops import Ops
+from fastspec.generation.whole_layers import WholeLayers
+from fastspec.kernels.drafting.reference import Candidates
+from fastspec.kernels.linear.reference import SILU, Addends, DeferredProduct, joined
+
+LEAST_BYTES = 256 * 1024 * 1024
+"""Weights of layers and LM head from which on a head is cut: a GPU with 3 TB/s reads as much in 85 us, and the joins of a pass take 40."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCut:
+    """What a process has of a layer of H channels: `qkv` of some heads [M, K], `out` [H, M], `gate_up` [2 * I, H] and `down` [H, I], with
+    their biases; those of sums are the first process's to add."""
+
+    qkv: tuple[Tensor, Tensor | None]
+    out: tuple[Tensor, Tensor | None]
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Cut:
+    """What a process has of a head, as its weights are now; `lm_head` [V_d / processes, H] is None where the head has no plain one of
+    its own, or one that does not divide."""
+
+    group: dist.ProcessGroup
+    layers: tuple[LayerCut, ...]
+    lm_head: Tensor | None
+
+    def __repr__(self) -> str:
+        return f"Cut over {self.group.size()} processes"  # the same in all, which compare their calls
+
+    def qkv(self, index: int, ops: Ops) -> Linear:
+        """Queries, keys and values of this process's heads."""
+        weight, bias = self.layers[index].qkv
+        return lambda x: ops.linear(x, weight, bias)
+
+    def out(self, index: int, ops: Ops) -> Product:
+        """What the processes' heads add up to."""
+        return self._sum(*self.layers[index].out, ops)
+
+    def mlp(self, index: int, ops: Ops) -> Product:
+        """The gated feed-forward."""
+        weight, bias = self.layers[index].gate_up
+        down = self._sum(*self.layers[index].down, ops)
+        return lambda x: down(ops.gate_up(x, weight, bias, SILU))
+
+    def vocabulary(self, ops: Ops) -> Linear:
+        """Logits over the whole draft vocabulary."""
+        weight, group = self.lm_head, self.group
+        assert weight is not None
+        wide = weight.shape[0] * group.size()
+        return lambda x: ops.all_gather(ops.linear(x, weight, None), wide, group)
+
+    def _sum(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> Product:
+        group, multiply = self.group, ops.linear_parts or ops.linear
+        return lambda x: Addends(DeferredProduct(x, weight, bias, multiply), group, ops.all_reduce)
+
+
+_held: WeakKeyDictionary[EagleHead, tuple[object, Cut]] = WeakKeyDictionary()
+"""The last cut of every head, made anew when its weights have changed."""
+
+
+def cut_over(head: EagleHead, group: dist.ProcessGroup | None) -> Cut | None:
+    """This process's part of a head, or None of one that stays whole: where one process holds the target, where the head is small, and
+    where its heads or channels do not divide."""
+    config = head.config
+    if group is None or _bytes(head) < LEAST_BYTES:
+        return None
+    size = group.size()
+    if config.num_attention_heads % size or config.num_key_value_heads % size or config.intermediate_size % size:
+        return None
+    weights = tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in head.parameters())
+    made_of = group, weights, head.lm_head is not None and is_plain(head.lm_head)
+    known = _held.get(head)
+    if known is None or known[0] != made_of:
+        known = _held[head] = made_of, _cut(head, group)
+    return known[1]
+
+
+def _bytes(head: EagleHead) -> int:
+    modules = (*head.layers, *(() if head.lm_head is None else (head.lm_head,)))
+    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
+
+
+def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:
+    rank, size = group.rank(), group.size()
+
+    def rows(*modules: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Some outputs of each of these layers, side by side."""
+        biases = [module.bias.detach().chunk(size)[rank] for module in modules if module.bias is not None]
+        return torch.cat([module.weight.detach().chunk(size)[rank] for module in modules]), torch.cat(biases) if biases else None
+
+    def columns(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        bias = None if module.bias is None or rank else module.bias.detach()
+        return module.weight.detach().chunk(size, 1)[rank].contiguous(), bias
+
+    layers = []
+    for layer in cast(Iterable[Layer], head.layers):
+        attn, mlp = layer.self_attn, layer.mlp
+        layers.append(LayerCut(
+            rows(attn.q_proj, attn.k_proj, attn.v_proj), columns(attn.o_proj), rows(mlp.gate_proj, mlp.up_proj), columns(mlp.down_proj)
+        ))  # fmt: skip
+    last = head.lm_head
+    divides = last is not None and is_plain(last) and last.bias is None and head.config.draft_vocab_size % size == 0
+    own = last.weight.detach().chunk(size)[rank] if last is not None and divides else None
+    return Cut(group, tuple(layers), own)
+
+
+class HeadProgram:
+    """The passes of one head, or of this process's `cut` of it, whose layers keep their keys and values in `state`. Where the backend
+    packs, a whole head's weights that read one input are packed."""
+
+    def __init__(self, bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
+        config, head = bound.config, bound.module
+        self.head, self.binding, self.ops, self.config, self.state, self.cut = head, bound.binding, ops, config, state, cut
+        if cut is None and ops.packs:
+            for layer in cast(Iterable[Layer], head.layers):
+                attn, mlp = layer.self_attn, layer.mlp
+                pack((attn.q_proj, attn.k_proj, attn.v_proj))
+                pack((mlp.gate_proj, mlp.up_proj))
+        self.layers = [self._parts(index) for index in range(config.num_hidden_layers)]
+        self.whole = WholeLayers([replace(self.layers[0], input_norm=None), *self.layers[1:]], ops)  # `feed` norms what the first reads
+        self.fc = product(ops, (head.fc,))
+        self.norm = None if head.norm is None else self._norm(head.norm)
+        readout = bound.readout()
+        self.vocabulary: Callable[[Tensor], Tensor] = readout
+        """The product that logits are read with."""
+        self.weight = cast(Tensor, readout.weight).detach() if is_plain(readout) and readout.bias is None else None
+        if cut is not None and cut.lm_head is not None:
+            self.weight, self.vocabulary = None, cut.vocabulary(ops)
+        self.look_up: Callable[[Tensor], Tensor] | None = None
+        """What looks tokens up in place of the bound embedding's own forward, as `vocabulary` may be something else than the bound module:
+        where several processes hold the target together."""
+
+    def _layer(self, index: int) -> Layer:
+        return cast(Layer, self.head.layers[index])
+
+    def _norm(self, module: RMSNorm) -> Norm:
+        return RmsNorm(self.ops, module, module.eps)
+
+    def _parts(self, index: int) -> LayerParts:
+        layer, ops, cut = self._layer(index), self.ops, self.cut
+        attn, mlp, config = layer.self_attn, layer.mlp, self.config
+        down = product(ops, (mlp.down_proj,), parts=True)
+        return LayerParts(
+            input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
+            mixer=FullAttention(
+                ops, self.state, index, scale=config.head_dim**-0.5, eps=config.rms_norm_eps,
+                qkv=product(ops, (attn.q_proj, attn.k_proj, attn.v_proj)) if cut is None else cut.qkv(index, ops),
+                out=product(ops, (attn.o_proj,), parts=True) if cut is None else cut.out(index, ops),
+                q_norm=None if attn.q_norm is None else attn.q_norm.weight, k_norm=None if attn.k_norm is None else attn.k_norm.weight,
+            ),
+            mlp_norm=self._norm(layer.post_attention_layernorm),
+            mlp=gated(ops, mlp.gate_proj, mlp.up_proj, down) if cut is None else cut.mlp(index, ops),
+        )  # fmt: skip
+
+    def packed(self) -> tuple[Tensor, Tensor] | None:
+        """The first layer's packed query-key-value and gate-up weights, or None where they lie apart."""
+        layer = self._layer(0)
+        attn, mlp = layer.self_attn, layer.mlp
+        groups = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
+        qkv, gate_up = (joint([each.weight for each in group]) for group in groups)
+        return None if qkv is None or gate_up is None else (qkv, gate_up)
+
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """fp32 cos and sin [count, R / 2] of the first positions."""
+        cos, sin = self.head.rotary(torch.arange(count, device=self.head.fc.weight.device))
+        return cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [B, T, F] -> hidden states [B, T, H], as `EagleHead.fuse`."""
+        head = self.head
+        if self.config.kind == "eagle":
+            return features
+        if head.input_norm is not None:
+            features = self._norm(head.input_norm)(features)[0]
+        if head.fc_norm is not None:
+            normed = torch.empty_like(features)
+            width = self.config.target_hidden_size
+            for index, module in enumerate(cast(Iterable[RMSNorm], head.fc_norm)):
+                part = slice(index * width, (index + 1) * width)
+                self._norm(module)(features[..., part], out=normed[..., part])
+            features = normed
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def feed(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer reads of tokens [B, T] and hidden [B, T, H], normed, and its residual [B, T, H]."""
+        table = self._table(hidden)
+        if table is not None:
+            return self._first(self.ops.head_input(tokens, hidden, table, *self._norms()), hidden)
+        embedded = (self.look_up or self.binding.embedding)(tokens).to(hidden.dtype)
+        if self.config.kind == "eagle":
+            hidden = self.fc(torch.cat((embedded, hidden), -1))
+            return hidden, hidden
+        width = hidden.shape[-1]
+        x = hidden.new_empty(*hidden.shape[:-1], 2 * width)
+        of_tokens, of_states = self._first_norms()
+        self._norm(of_tokens)(embedded, out=x[..., :width])
+        self._norm(of_states)(hidden, out=x[..., width:])
+        return self._first(x, hidden)
+
+    def feed_frontier(self, tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`feed` of the nodes of `Ops.next_frontier`, and their ancestors."""
+        table = self._table(hidden)
+        if table is None:
+            tokens, hidden, words = self.ops.next_frontier(tokens.contiguous(), index.contiguous(), hidden, words, slot)
+            return *self.feed(tokens, hidden), words
+        x, hidden, words = self.ops.frontier_input(tokens, index, hidden, words, slot, table, *self._norms())
+        return *self._first(x, hidden), words
+
+    def _table(self, hidden: Tensor) -> Tensor | None:
+        """The embedding's table [V, H] where the ops may look tokens up themselves and norm them; heads of kind "eagle" have no norms."""
+        embed = self.binding.embedding
+        if self.config.kind == "eagle" or not is_plain(embed, nn.Embedding) or embed.max_norm is not None:
+            return None
+        table: Tensor = embed.weight.detach()
+        return table if table.dtype == hidden.dtype and table.is_contiguous() else None
+
+    def _norms(self) -> tuple[Tensor, Tensor, float]:
+        """The weights of the first layer's norms of embeddings and states, and their epsilon."""
+        of_tokens, of_states = self._first_norms()
+        return of_tokens.weight, of_states.weight, self.config.rms_norm_eps
+
+    def _first_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """The first layer's norms of embeddings and of states, which every head but those of kind "eagle" has."""
+        layer = self._layer(0)
+        assert layer.input_layernorm is not None and layer.hidden_norm is not None
+        return layer.input_layernorm, layer.hidden_norm
+
+    def _first(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """A joined input x [B, T, 2 * H], whose second half are the normed states, and the residual."""
+        layer = self._layer(0)
+        return x, x[..., hidden.shape[-1] :] if layer.norm_before_residual else hidden
+
+    def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B, T, H]."""
+        change, total = self.whole(total, nodes, x=x) or self._one_by_one(x, total, nodes)
+        if self.norm is None:
+            state = total + joined(change)
+            return state, state
+        normed, state = self.norm(change, total)
+        return (normed if self.config.norm_output else state), normed
+
+    def _one_by_one(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Summed, Tensor]:
+        """What the last layer's feed-forward adds, not yet added, and the sum before it."""
+        change: Summed | None = None
+        for part in self.layers:
+            if change is not None and part.input_norm is not None:
+                x, total = part.input_norm(change, total)
+            assert part.mlp_norm is not None
+            x, total = part.mlp_norm(part.mixer(x, nodes), total)
+            change = part.mlp(x)
+        assert change is not None
+        return change, total
+
+    def logits(self, readout: Tensor) -> Tensor:
+        """What `step` returned second -> logits over the draft vocabulary [..., V_d]."""
+        if self.weight is not None:
+            return self.ops.linear(readout, self.weight, None)
+        return self.vocabulary(readout)
+
+    def expand(self, readout: Tensor, scores: Tensor, count: int, out: Candidates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head made."""
+        x = readout if self.weight is not None else self.logits(readout)
+        return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t, out)  # type: ignore[return-value]

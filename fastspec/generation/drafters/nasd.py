@@ -1,0 +1,256 @@
+"""Drafts from a storage of n-grams: a tree of the likeliest continuations, as large as pays.
+
+NASD (github.com/romsto/Speculative-Decoding) drafts a chain of the likeliest continuations and counts, for every accepted
+token, the target's likeliest tokens besides; without these it is ANPD (Ou et al., NAACL 2024 industry track). Here a chain has
+branches where several continuations are known, as in the trees of SuffixDecoding (arXiv 2411.04975, section 3).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastspec.config import Nasd
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
+from fastspec.generation.drafters.ngram_storage import Cursor, NgramStorage, Storage, SuffixStorage
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, Credit, pause_after
+from fastspec.generation.ops import Ops
+from fastspec.generation.tree import TokenTree, Verdict
+
+DOUBT, DOUBT_OF_ONE = 1.0, 4.0
+"""Of what follows a context so many counts are taken to belong to tokens that were not seen there yet: DOUBT / sqrt(l) for a context of l
+tokens, DOUBT_OF_ONE for one of a single token."""
+SURELY_NOT = 99.0
+"""The same for a token that is drafted although nothing is known of what follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A tree before it is laid out: nodes in falling order of the chance to be reached, node 0 the root with chance 1."""
+
+    tokens: list[int]
+    parents: list[int]
+    chances: list[float]
+
+
+def grow(storage: Storage, cursor: Cursor, root: int, *, gamma: int, nodes: int, ends: frozenset[int], guess: bool = False) -> Growth:
+    """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, behind the cursor, which stands behind root.
+
+    A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and among
+    equals the one found first, so the tree is a function of the text and the storage, and each prefix of the list is a tree.
+    Nothing is drafted after an end token. Where nothing is known nothing is drafted either or, with `guess`, the last token again.
+    """
+    tree = Growth([root], [0], [1.0])
+    cursors, depths = [cursor], [0]
+    queue: list[tuple[float, int, int, int]] = []  # (-chance, number, parent, token)
+    found = 0
+    while True:
+        node = len(tree.tokens) - 1
+        if depths[node] < gamma and tree.tokens[node] not in ends:
+            length, known = storage.look(cursors[node])
+            doubt = DOUBT_OF_ONE if length <= 1 else DOUBT / length**0.5
+            if not known and guess:
+                known, doubt = [(tree.tokens[node], 1)], SURELY_NOT
+            share = tree.chances[node] / (sum([times for _, times in known]) + doubt)
+            for token, times in known:
+                heapq.heappush(queue, (-share * times, found, node, token))
+                found += 1
+        if not queue or len(tree.tokens) == nodes:
+            return tree
+        chance, _, parent, token = heapq.heappop(queue)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.chances.append(-chance)
+        cursors.append(storage.step(cursors[parent], token))
+        depths.append(depths[parent] + 1)
+
+
+def best_size(growths: list[Growth], costs: dict[int, float]) -> int:
+    """The number of nodes that promises most tokens per cost to all rows together."""
+    if all(len(growth.tokens) == 1 for growth in growths):
+        return min(costs)
+    sums = [[0.0, *accumulate(growth.chances)] for growth in growths]
+    promise = {size: sum([known[min(size, len(known) - 1)] for known in sums]) / cost for size, cost in costs.items()}
+    return max(promise, key=promise.__getitem__)  # the first of the best: the smallest
+
+
+def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.device) -> TokenTree:
+    """The first `nodes` nodes of every row as a TokenTree, in one transfer.
+
+    All rows of a tree have the same number of nodes. A row that knows fewer gets copies of the root's first child (or of the root,
+    where it has none) as further children of the root. That is exact: these too are functions of the prefix, and a walk scores them
+    like any draft; a copy of a child is never walked, because the first of equal siblings is.
+    """
+    words = -(-nodes // 64)
+    planes: tuple[list[int], ...] = ([], [], [], [])  # tokens, parents, depths, ancestors: each lies contiguous in the one tensor
+    for growth in growths:
+        tokens, parents = growth.tokens[:nodes], growth.parents[:nodes]
+        spare = nodes - len(tokens)
+        parents = parents + [0] * spare
+        depths, seen = [0], [1]
+        for node in range(1, nodes):
+            parent = parents[node]
+            depths.append(depths[parent] + 1)
+            seen.append(seen[parent] | 1 << node)
+        ancestors = [word for bits in seen for word in _signed(bits, words)] if nodes > 63 else seen
+        for plane, values in zip(planes, (tokens + [tokens[min(1, len(tokens) - 1)]] * spare, parents, depths, ancestors), strict=True):
+            plane += values
+    size = len(planes[0])
+    packed = torch.tensor([value for plane in planes for value in plane], device="cpu").to(device)
+    first, second, third = (packed[part * size : (part + 1) * size].view(-1, nodes) for part in range(3))
+    drafted = tuple(min(nodes, len(growth.tokens)) - 1 for growth in growths)
+    return TokenTree(first, second, third, packed[3 * size :].view(-1, nodes, words), max_path, drafted=drafted)
+
+
+def _signed(bits: int, words: int) -> list[int]:
+    """Bits as 64-bit words, the lowest first, in two's complement."""
+    parts = [bits >> 64 * word & (1 << 64) - 1 for word in range(words)]
+    return [part - (1 << 64) if part >> 63 else part for part in parts]
+
+
+LEAST_LOOK = 0.25
+"""Rounds go without look-ups only where one costs more than this, in target passes."""
+GRANTED = 4.0
+"""Target passes that look-ups may lose at the start of a call, where a text seldom repeats anything yet."""
+
+
+class NasdDrafter(HostDrafter):
+    """Draft state of one generate call: a storage and a cursor per row, on the host.
+
+    `storages` holds one storage per row, or the same one for every row. A tree has 1, 4, 8, ... or `nodes` nodes: the number that promises
+    most in this round. With `stop_if_unknown=False` it always has `nodes`.
+
+    A round whose drafts come from the host waits for the host. With a target so small that this costs much, rounds go without
+    look-ups for a while (`Credit`) where what was accepted does not pay for them; their tokens are counted behind the last one, without
+    the target's likeliest ones beside them.
+    """
+
+    def __init__(self, config: Nasd, storages: list[Storage], device: torch.device, weight_bytes: int = SMOLLM2_BYTES) -> None:
+        cost = COSTS.get(device.type, COSTS["cuda"])
+        self.config, self.storages, self.device = config, storages, device
+        self.nodes = cost.nodes if config.total_tokens is None else config.total_tokens
+        self.max_path = min(config.gamma + 1, self.nodes)
+        smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
+        sizes = [*(size for size in smaller if size < self.nodes), self.nodes]
+        self.costs = {size: cost.of(size * len(storages), weight_bytes) for size in sizes}
+        self.look = cost.look(weight_bytes)
+        dear = config.stop_if_unknown and self.look >= LEAST_LOOK
+        self.credit = Credit(pause_after(self.look) if dear else 0, torch.device("cpu"), GRANTED)
+        self.cursors: list[Cursor] = [storage.start() for storage in storages]
+        self.roots, self.active = [0] * len(storages), [True] * len(storages)
+
+    def hint(self, texts: Sequence[Sequence[int]]) -> None:
+        """Count a text per row that is no part of the row itself, such as another model's answer."""
+        for storage, text in zip(self.storages, texts, strict=True):
+            cursor = storage.start()
+            for token in text:
+                cursor = storage.feed(cursor, token)
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        """Count the prompt and the first new token: ids [B, T], counts [B] real tokens, root [B]."""
+        self.roots = root.tolist()
+        for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
+            for token in (*text[:real], self.roots[row]):
+                self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
+
+    def copy_row(self, row: int, other: Drafter, count: int) -> None:
+        """Begin a row anew with the only row of another drafter, which has begun."""
+        self.move_row(row, other, 0, count)
+        self.active[row] = True
+
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        """Go on with a row of another drafter."""
+        assert isinstance(other, NasdDrafter)
+        self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
+        self.roots[row], self.active[row] = other.roots[source], other.active[source]
+
+    def pause(self) -> int:
+        """Rounds without look-ups, where these do not pay."""
+        return self.credit.rest()
+
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Count what was emitted in rounds without look-ups [B, n], counts [B] of it."""
+        for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
+            for token in emitted[:count]:
+                self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
+                self.roots[row] = token
+            self.active[row] = self.active[row] and count == len(emitted) and self.roots[row] not in self.ends
+
+    def propose(self, extent: int) -> TokenTree:
+        """Draft from what is known; the tree of a row that has ended is filled up with copies of its root."""
+        config = self.config
+        growths = [
+            grow(storage, cursor, root, gamma=config.gamma, nodes=self.nodes, ends=self.ends, guess=not config.stop_if_unknown)
+            if active else Growth([root], [0], [0.0])
+            for storage, cursor, root, active in zip(self.storages, self.cursors, self.roots, self.active, strict=True)
+        ]  # fmt: skip
+        size = best_size(growths, self.costs)
+        return lay_out(growths, size, min(size, self.max_path), self.device)
+
+    def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
+        """[B, 2 + steps * (1 + likely)]: whether a row goes on, its accepted tokens, and for each step the likeliest tokens, the best of
+        them last, and the token emitted."""
+        emitted = verdict.tokens(tree)[:, :steps, None]
+        likely = min(self.config.top_k_filler, logits.shape[2]) if self.config.top_k_filler > 1 else 0
+        if likely:
+            row = torch.arange(logits.shape[0], device=logits.device)[:, None]
+            best = logits[row, verdict.path[:, :steps]].topk(likely).indices
+            emitted = torch.cat((best.flip(-1), emitted), 2)
+        return torch.cat((active[:, None].long(), verdict.accepted[:, None], emitted.flatten(1)), 1)
+
+    def update(self, digest: list[list[int]], steps: int) -> None:
+        """Count the emitted tokens of the active rows, up to their end tokens, each with the target's likeliest tokens in its place."""
+        gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
+        if gains:
+            self.credit.judge(sum(gains) / len(gains), self.look)
+        for row, (goes_on, accepted, *emitted) in enumerate(digest):
+            self.active[row] = bool(goes_on)
+            if not goes_on:
+                continue
+            storage, cursor, width = self.storages[row], self.cursors[row], len(emitted) // steps
+            for start in range(0, width * (accepted + 1), width):
+                *likeliest, token = emitted[start : start + width]
+                cursor = storage.feed(cursor, token, likeliest)
+                if token in self.ends:
+                    break
+            self.cursors[row], self.roots[row] = cursor, emitted[width * (accepted + 1) - 1]
+
+
+def check_tokens(storage: Storage | str, vocabulary: int) -> None:
+    """Raise Unsupported where a storage of ours would draft tokens that a model of so many does not have."""
+    if isinstance(storage, (NgramStorage, SuffixStorage)) and storage.tallies.largest() >= vocabulary:
+        raise Unsupported(
+            f"Nasd: storage={storage!r} holds the token {storage.tallies.largest()}, and the model's tokens end at {vocabulary - 1}: it "
+            "was filled with another model's texts; load the one made with this model, or make a new one"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NasdDecoding(Decoding):
+    """Decoding with n-grams; by default every row of every call has a storage of its own."""
+
+    continuous: ClassVar[bool] = True
+    config: Nasd
+    weight_bytes: int = SMOLLM2_BYTES
+    """Bytes that a pass of the target reads: what several nodes cost beside one depends on them."""
+    name: str = "nasd"
+    taps: None = None
+
+    def drafter(self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None) -> NasdDrafter:
+        """The drafter of one call."""
+        return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device), self.weight_bytes)
+
+    def _storage(self) -> Storage:
+        kind, n = self.config.storage, self.config.n
+        if kind == "ngram":
+            return NgramStorage(4 if n is None else n)
+        if kind == "one_level":
+            return NgramStorage(3 if n is None else n, back_off=False)
+        return SuffixStorage(max_match=32 if n is None else n - 1) if kind == "suffix" else kind

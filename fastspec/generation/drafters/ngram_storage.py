@@ -1,0 +1,332 @@
+"""Storages of n-grams: which tokens followed which contexts, counted by context or found in a suffix automaton.
+
+NASD (github.com/romsto/Speculative-Decoding, n-gram assisted speculative decoding) counts, for every context, the tokens that
+followed it, and the target's likeliest tokens after it besides; ANPD (Ou et al., NAACL 2024 industry track) is the same without
+the latter. A storage is read and written on the host, a token at a time, through cursors: a cursor stands behind a text.
+
+The automaton (Blumer et al., 1985, built online, for several texts) has one state per set of strings that end at the same places, so it
+holds every substring in at most twice as many states as tokens. Drafting from matches of any length, with continuations by frequency,
+is what SuffixDecoding (arXiv 2411.04975) does with a suffix tree.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.ngram_arrays import (
+    BITS,
+    MOST,
+    Columns,
+    Damaged,
+    Edges,
+    Entry,
+    Tallies,
+    pack_tallies,
+    read_storage,
+    unpack_tallies,
+    write_storage,
+)
+
+Context = tuple[int, ...]
+"""The last tokens of a text, the last one in front."""
+
+
+Cursor: TypeAlias = Any
+"""A place behind a text, of whatever kind a storage makes of it."""
+
+
+class Storage(Protocol):
+    """What `Nasd(storage=...)` takes. Cursors are values: a storage may hold any number of texts at once.
+
+    Not to be shared between threads: calls that run at the same time need one each.
+    """
+
+    def start(self) -> Cursor:
+        """The cursor of an empty text."""
+
+    def feed(self, cursor: Cursor, token: int, fillers: Sequence[int] = ()) -> Cursor:
+        """Count token, and each of the fillers, after the text at the cursor -> the cursor behind token. The last of the
+        fillers is taken to be the likeliest."""
+
+    def step(self, cursor: Cursor, token: int) -> Cursor:
+        """The cursor behind token, nothing being counted: what a draft does."""
+
+    def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
+        """The length of the longest known context at the cursor and its continuations (token, count), the best first; (0, [])
+        where none is known."""
+
+    def reset(self) -> None:
+        """Forget everything. Cursors made before must not be used again."""
+
+
+class NgramStorage:
+    """Counts of what followed each context of 1 to n - 1 tokens; the longest known context answers.
+
+    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). Keeps the `arrays.WIDTH` best continuations of a context.
+    The contexts are the nodes of a trie that is entered with the last token, so that a context lies behind all that are shorter: node 0
+    is the empty one, and every other has the number of the edge to it.
+
+        storage = fastspec.NgramStorage(n=4)
+        model.generate(**inputs, assistant=fastspec.Nasd(storage=storage))     # learns, and drafts from all earlier calls
+        storage.save("words.safetensors"); storage = fastspec.NgramStorage.load("words.safetensors")
+    """
+
+    kind = "ngram"
+
+    def __init__(self, n: int = 4, *, back_off: bool = True) -> None:
+        if not isinstance(n, int) or isinstance(n, bool) or not 2 <= n <= 64:
+            raise Unsupported(f"NgramStorage: n must be a whole number from 2 to 64, not {n!r}: a context has n - 1 tokens")
+        self.n, self.back_off = n, back_off
+        self._least = 1 if back_off else n - 1
+        self.reset()
+
+    def __repr__(self) -> str:
+        contexts = sum(head >= 0 for head in self.tallies.heads)
+        return f"NgramStorage(n={self.n}, back_off={self.back_off}): {contexts} contexts"
+
+    def start(self) -> Context:
+        """The cursor of an empty text."""
+        return ()
+
+    def step(self, cursor: Context, token: int) -> Context:
+        """The cursor behind token."""
+        return (token, *cursor[: self.n - 2])
+
+    def feed(self, cursor: Context, token: int, fillers: Sequence[int] = ()) -> Context:
+        """Count token and fillers after every context at the cursor; at a text's start there are fewer of them."""
+        if len(cursor) >= self._least:
+            tallies, node, counted = self.tallies, 0, (*fillers, token)
+            for length, known in enumerate(cursor, 1):
+                node = self._node(node, known)
+                if length >= self._least:
+                    tallies.count(node, counted)
+        return (token, *cursor[: self.n - 2])
+
+    def look(self, cursor: Context) -> tuple[int, list[tuple[int, int]]]:
+        """The longest known context's continuations."""
+        find, node, length = self.edges.find, 0, 0
+        for known in cursor:
+            deeper = find(node, known)
+            if not deeper:
+                break
+            node, length = deeper, length + 1
+        return (length, self.tallies.ranked(node)) if length >= self._least else (0, [])
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.edges, self.tallies = Edges(), Tallies()
+        self.tallies.append()
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file."""
+        kept = [node for node, head in enumerate(self.tallies.heads) if head >= 0]
+        tensors: Columns = {
+            "contexts": ([self._tokens(node) for node in kept], self.n - 1),
+            **pack_tallies(self.tallies.entries(node)[::-1] for node in kept),
+        }
+        write_storage(path, self.kind, {"n": self.n, "back_off": int(self.back_off)}, tensors)
+
+    @classmethod
+    def load(cls, path: str | Path) -> NgramStorage:
+        """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a newer version."""
+        with read_storage(path, cls.kind, ("n", "back_off"), {"contexts": 2}) as (options, tensors):
+            storage = cls(options["n"], back_off=bool(options["back_off"]))
+            contexts = tensors["contexts"].tolist()
+            for context, tally in zip(contexts, unpack_tallies(tensors, len(contexts)), strict=True):
+                storage._take(context, tally)
+            if storage.back_off and -1 in storage.tallies.heads[1:]:
+                raise Damaged("a context is there without a shorter one that it ends with")
+        return storage
+
+    def _take(self, context: list[int], tally: list[Entry]) -> None:
+        """Add a context of a file, its tokens filled up with -1 on the left. Raises Damaged."""
+        tokens = [token for token in context if token >= 0]
+        padded = [-1] * (self.n - 1 - len(tokens)) + tokens
+        if context != padded or len(tokens) < self._least or max(tokens) >= 1 << BITS or not tally:
+            raise Damaged(f"{context} with continuations {tally} is no context of n={self.n}")
+        node = 0
+        for token in reversed(tokens):
+            node = self._node(node, token)
+        if self.tallies.heads[node] >= 0:
+            raise Damaged(f"the context {context} occurs twice")
+        self.tallies.put(node, tally)
+
+    def _node(self, node: int, token: int) -> int:
+        """The context of one token more, which is made where there is none."""
+        longer = self.edges.add(node, token)
+        return self.tallies.append() if longer == len(self.tallies) else longer
+
+    def _tokens(self, node: int) -> list[int]:
+        """A context's tokens, the last one at the end, filled up with -1 on the left."""
+        tokens = []
+        while node:
+            node, token = self.edges.ends(node)
+            tokens.append(token)
+        return [-1] * (self.n - 1 - len(tokens)) + tokens
+
+
+class SuffixCursor(NamedTuple):
+    """Where a text stands: `state` holds its longest known suffix of at most `max_match` tokens, which has `length` tokens;
+    `last` is the state of the whole text, -1 behind a draft."""
+
+    state: int
+    length: int
+    last: int
+
+
+class SuffixStorage:
+    """Counts of what followed each text of `min_match` to `max_match` tokens, wherever it was seen; the longest match answers.
+
+    Held per state: the length of its longest string, its suffix link (the state of its longest suffix that ends at more places), its
+    transitions, and the tally of what followed. State 0 is the empty text. A transition is an edge: `targets` has the state that it leads
+    to, `newest` the last one of a state, and `older` the one that the same state got before it, 0 where there is none.
+    """
+
+    kind = "suffix"
+
+    def __init__(self, min_match: int = 1, max_match: int = 32) -> None:
+        for name, value in {"min_match": min_match, "max_match": max_match}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise Unsupported(f"SuffixStorage: {name} must be a whole number of at least 1, not {value!r}")
+        if max_match < min_match:
+            raise Unsupported(f"SuffixStorage: max_match={max_match} is less than min_match={min_match}")
+        self.min_match, self.max_match = min_match, max_match
+        self.reset()
+
+    def __repr__(self) -> str:
+        return f"SuffixStorage(min_match={self.min_match}, max_match={self.max_match}): {len(self.lengths)} states"
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.lengths, self.links, self.tallies = array("i"), array("i"), Tallies()
+        self.edges, self.targets, self.newest, self.older = Edges(), array("i", [0]), array("i"), array("i", [0])
+        self._state(0, -1)
+
+    def start(self) -> SuffixCursor:
+        """The cursor of an empty text."""
+        return SuffixCursor(0, 0, 0)
+
+    def feed(self, cursor: SuffixCursor, token: int, fillers: Sequence[int] = ()) -> SuffixCursor:
+        """Count token and fillers after every suffix of the text at the cursor, and append token to the text."""
+        counted = (*fillers, token)
+        for state, _ in self._suffixes(cursor):
+            self.tallies.count(state, counted)
+        last = self._append(cursor.last, token)
+        return self.step(cursor, token)._replace(last=last)
+
+    def step(self, cursor: SuffixCursor, token: int) -> SuffixCursor:
+        """The cursor behind token: the longest suffix of text and token that was seen."""
+        state, length = self._place(cursor)
+        while not (edge := self.edges.find(state, token)):
+            if state == 0:
+                return SuffixCursor(0, 0, -1)
+            state = self.links[state]
+            length = self.lengths[state]
+        state, length = self.targets[edge], min(length + 1, self.max_match)
+        return SuffixCursor(*self._place(SuffixCursor(state, length, -1)), -1)
+
+    def look(self, cursor: SuffixCursor) -> tuple[int, list[tuple[int, int]]]:
+        """The continuations of the longest match that has any."""
+        for state, length in self._suffixes(cursor):
+            if self.tallies.heads[state] >= 0:
+                return length, self.tallies.ranked(state)
+        return 0, []
+
+    def _place(self, cursor: SuffixCursor) -> tuple[int, int]:
+        """State and length of a cursor's match; the state may have been split since, its shorter strings now up the links."""
+        state, length = cursor.state, cursor.length
+        while state and self.lengths[self.links[state]] >= length:
+            state = self.links[state]
+        return state, length
+
+    def _suffixes(self, cursor: SuffixCursor) -> Iterator[tuple[int, int]]:
+        """States of the suffixes of a cursor's match, the longest first, with the length of the longest in each."""
+        state, length = self._place(cursor)
+        while length >= self.min_match:
+            yield state, length
+            state = self.links[state]
+            length = self.lengths[state]
+
+    def _append(self, last: int, token: int) -> int:
+        """Append token to the text whose state is `last` -> the state of the longer text."""
+        edge = self.edges.find(last, token)
+        if edge:  # another text has been here
+            return self._reached(last, token, edge)
+        new = self._state(self.lengths[last] + 1, 0)
+        state = last
+        while state >= 0 and not (edge := self.edges.find(state, token)):
+            self._move(state, token, new)
+            state = self.links[state]
+        if state >= 0:
+            self.links[new] = self._reached(state, token, edge)
+        return new
+
+    def _reached(self, state: int, token: int, edge: int) -> int:
+        """The state of the strings of `state` with token, to which the edge leads: that state, or one that is split from it."""
+        known = self.targets[edge]
+        if self.lengths[known] == self.lengths[state] + 1:
+            return known
+        shorter = self._state(self.lengths[state] + 1, self.links[known])
+        for taken in self._moves(known):
+            self._move(shorter, self.edges.ends(taken)[1], self.targets[taken])
+        self.tallies.put(shorter, reversed(self.tallies.entries(known)))
+        self.links[known] = shorter
+        while state >= 0 and (edge := self.edges.find(state, token)) and self.targets[edge] == known:
+            self.targets[edge] = shorter
+            state = self.links[state]
+        return shorter
+
+    def _state(self, length: int, link: int) -> int:
+        """A new state without transitions and counts."""
+        self.lengths.append(length)
+        self.links.append(link)
+        self.newest.append(0)
+        return self.tallies.append()
+
+    def _move(self, state: int, token: int, target: int) -> None:
+        """Lead from a state by a token, by which nothing leads yet, to another."""
+        edge = self.edges.add(state, token)
+        self.targets.append(target)
+        self.older.append(self.newest[state])
+        self.newest[state] = edge
+
+    def _moves(self, state: int) -> Iterator[int]:
+        """The edges of a state."""
+        edge = self.newest[state]
+        while edge:
+            yield edge
+            edge = self.older[edge]
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file."""
+        edges = [[*self.edges.ends(edge), self.targets[edge]] for edge in range(1, len(self.targets))]
+        tallies = (self.tallies.entries(state)[::-1] for state in range(len(self.tallies)))
+        states = [list(pair) for pair in zip(self.lengths, self.links, strict=True)]
+        tensors: Columns = {"states": (states, 2), "edges": (edges, 3), **pack_tallies(tallies)}
+        write_storage(path, self.kind, {"min_match": self.min_match, "max_match": self.max_match}, tensors)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SuffixStorage:
+        """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a newer version."""
+        with read_storage(path, cls.kind, ("min_match", "max_match"), {"states": 2, "edges": 2}) as (options, tensors):
+            storage = cls(options["min_match"], options["max_match"])
+            states, edges = tensors["states"].tolist(), tensors["edges"].tolist()
+            if not states or states[0] != [0, -1]:
+                raise Damaged("state 0 is not the empty text")
+            lengths = [length for length, _ in states]
+            for state, (length, link) in enumerate(states[1:], 1):
+                if not 0 <= link < len(states) or not lengths[link] < length < MOST:  # so that every chain of links ends
+                    raise Damaged(f"state {state} of length {length} links to {link}")
+                storage._state(length, link)
+            for state, token, target in edges:
+                led = 0 <= state < len(states) and 0 <= target < len(states) and lengths[state] < lengths[target]
+                if not led or not 0 <= token < 1 << BITS or storage.edges.find(state, token):
+                    raise Damaged(f"state {state} leads by token {token} to {target}")
+                storage._move(state, token, target)
+            for state, tally in enumerate(unpack_tallies(tensors, len(states))):
+                storage.tallies.put(state, tally)
+        return storage
