@@ -50,23 +50,23 @@ def launches(monkeypatch):
 
 
 CHOICE = "posterior_eval._chunk_best_kernel posterior_eval._best_kernel posterior_eval._walk_kernel"
-LAYER = f"{CHOICE} rms_norm._rms_norm rope_cache._rope_cache"
+LAYER = f"{CHOICE} norms._rms_norm rope_cache._rope_cache"
 PREFILL = "tree._attention_kernel swiglu._swiglu"
 """Of 70 tokens: more than the products' launches take, so that cuBLAS multiplies and a kernel gates."""
 ROW = "row._row_kernel row._row_kernel:swiglu few_queries._few_kernel"
-NODES = "linear._linear_kernel:swiglu parts._parts_kernel tree._attention_kernel kv_block_copy._kv_block_copy"
+NODES = "linear._linear_kernel:swiglu linear._parts_kernel tree._attention_kernel commit._kv_block_copy"
 """Of 48 nodes, two rows' trees."""
 GROWN = "topk_expand._product_kernel topk_expand._merge_kernel tree_build._tree_build_kernel"
 DRAFT = f"{GROWN} linear._linear_kernel few_queries._few_kernel"
-EXPERTS = "routing._route experts._group experts._gate_up experts._down experts._weighted_sum"
+EXPERTS = "experts._route experts._group experts._gate_up experts._down experts._weighted_sum"
 ONE = "experts_row._inner_row experts_row._down_row"
-FUSED = "draft.draft_kernel tree_build._tree_build_kernel kv_block_copy._kv_block_copy"
+FUSED = "draft.draft_kernel tree_build._tree_build_kernel commit._kv_block_copy"
 CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "one row": ("llama", WIDE, "autoregressive", (70,), f"{LAYER} {PREFILL} {ROW}"),
     "one row, biases": ("qwen2", WIDE, "autoregressive", (9,), f"{LAYER} {ROW}"),
     "one row, norms of queries and keys": ("qwen3", WIDE, "autoregressive", (9,), f"{LAYER} {ROW}"),
-    "two trees": ("llama", WIDE, TREE, (70, 41), f"{LAYER} {PREFILL} {NODES} {DRAFT} head_input._head_input_kernel"),
-    "two trees, EAGLE-2": ("llama", WIDE, TREE2, (9, 5), f"{LAYER} {NODES} {DRAFT} next_frontier._next_frontier_kernel"),
+    "two trees": ("llama", WIDE, TREE, (70, 41), f"{LAYER} {PREFILL} {NODES} {DRAFT} inputs._head_input_kernel"),
+    "two trees, EAGLE-2": ("llama", WIDE, TREE2, (9, 5), f"{LAYER} {NODES} {DRAFT} inputs._next_frontier_kernel"),
     "Gemma 3": ("gemma3_text", {**WIDE, "sliding_window": 16}, "autoregressive", (70,), f"{LAYER} row._row_kernel few_queries._few_kernel"),
     "Mixtral": ("mixtral", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
     "Qwen3-MoE": ("qwen3_moe", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
