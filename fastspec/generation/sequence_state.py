@@ -120,8 +120,9 @@ class SequenceState:
 
     def copy_row(self, row: int, other: SequenceState, count: int, source: int = 0) -> None:
         """Begin a row anew with the `count` committed tokens of row `source` of another state; there must be room for them."""
+        reached = self.reached if self.lengths.is_cuda else min(self.reached, int(self.lengths[row]) + self.tail)
         for mine, theirs in zip(self.kinds, other.kinds, strict=True):
-            mine.copy_row(row, theirs, count, source, self.reached)
+            mine.copy_row(row, theirs, count, source, reached)
         self.lengths[row] = count
 
     def grow(self, counts: Tensor) -> None:

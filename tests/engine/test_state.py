@@ -172,6 +172,7 @@ def test_what_a_former_text_wrote_is_zeroed():
     assert cache.reserve(5) == 5 and cache.reached == 5 + cache.tail < cache.slots
     for buffer in (cache.k, cache.v):
         buffer.fill_(torch.nan)
+    cache.lengths.fill_(5)
     cache.copy_row(1, other, 4)
     for now, new in ((cache.k, other.k), (cache.v, other.v)):
         assert torch.equal(now[:, 1, :, :4], new[:, 0, :, :4])

@@ -32,7 +32,8 @@ def diverged(family: str = "llama") -> Any:
 
 def patched(family: str = "llama", **options: Any) -> Any:
     model = diverged(family)
-    heads = {} if family == "qwen3_5_text" else {"eagle3": tiny_head(model), "eagle2": tiny_head(model, kind="eagle", taps=(), own_lm_head=False)}
+    first = tiny_head(model, kind="eagle", taps=(), own_lm_head=False)
+    heads = {} if family == "qwen3_5_text" else {"eagle3": tiny_head(model), "eagle2": first}
     return fastspec.patch(model, **heads, **options)
 
 

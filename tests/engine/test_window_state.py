@@ -165,7 +165,7 @@ def test_a_path_of_the_root_alone_moves_nothing():
 @pytest.mark.parametrize("source, reached", [(0, 0), (0, 5), (1, 7)])
 @pytest.mark.parametrize("count, held", [(4, 4), (6, 6), (9, 6)])
 def test_a_row_begins_anew_with_what_the_ring_of_another_holds(source, reached, count, held):
-    """With its first tokens, or where there are more than slots with all of the ring; what a former text wrote is zeroed, its neighbours stay."""
+    """With its first tokens, or where there are more than slots with all of the ring; former texts are zeroed, its neighbours stay."""
     state, other = alone(), alone(rows=2)
     keys, values = state.k.clone(), state.v.clone()
     state.copy_row(1, other, count, source, reached)

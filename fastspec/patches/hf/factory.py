@@ -12,7 +12,16 @@ from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import recurrent_layers
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import Mode, check_decoder, is_wrapped, may_see_ahead, mode_for, noise_of, refuse_foreign_masks
+from fastspec.patches.hf.modes import (
+    Mode,
+    check_decoder,
+    is_wrapped,
+    may_see_ahead,
+    mode_for,
+    noise_of,
+    refuse_foreign_masks,
+    refuse_lost_cache,
+)
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 from fastspec.patches.hf.tree_check import check_states, check_trust
 
@@ -41,6 +50,7 @@ def language_model(
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         if source is None:
             refuse_foreign_masks(model)
+            refuse_lost_cache(model)
         elif (noise := noise_of(model.get_decoder().modules())) is not None:
             raise Unsupported(
                 f"{noise} of this {type(model).__name__} in train mode, which fastspec's own loop over the decoder's layers leaves out: "

@@ -109,6 +109,18 @@ def refuse_foreign_masks(model: Any) -> None:
         )
 
 
+def refuse_lost_cache(model: Any) -> None:
+    """Raise Unsupported where a model in train mode leaves its cache out under gradient checkpointing: its decoder's own forward, such as
+    GPT-2's, reads the switch, where transformers' layers also ask for gradients."""
+    decoder = model.base_model
+    forward = inspect.unwrap(type(decoder).forward)
+    if model.training and getattr(decoder, "gradient_checkpointing", False) and "gradient_checkpointing" in forward.__code__.co_names:
+        raise Unsupported(
+            f"{type(model).__name__} in train mode leaves its cache out under gradient checkpointing: call model.eval(), or "
+            "turn checkpointing off, for the calls of generate"
+        )
+
+
 def check_decoder(model: Any) -> None:
     """Raise `Unsupported` for an encoder-decoder model whose decoder's parts fastspec does not know, or whose loop someone else changed."""
     name, kind = type(model).__name__, model.config.model_type

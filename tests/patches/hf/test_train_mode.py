@@ -119,3 +119,25 @@ def test_an_encoder_decoder_model_is_refused_by_name():
     with pytest.raises(fastspec.Unsupported, match=r"dropout=0\.1 in the \w+ of this BartFor.* in train mode.*model\.eval\(\)"):
         model.train().generate(**call, assistant="nasd")
     assert torch.equal(model.eval().generate(**call, assistant="nasd"), expected)
+
+
+@pytest.mark.parametrize(("family", "loses"), [("gpt2", True), ("gpt_neox", False), ("llama", False)])
+def test_gradient_checkpointing_that_leaves_the_cache_out_is_refused(family, loses):
+    """Where the decoder's own forward reads the switch; transformers' layers ask for gradients too."""
+    model = fastspec.patch(shallow_model(family)).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    want = said(model.eval(), 0)
+    switches = [each for each in model.train().modules() if hasattr(each, "gradient_checkpointing")]
+    for each in switches:
+        each.gradient_checkpointing = True
+    for assistant in ("autoregressive", "nasd"):
+        if loses:
+            with pytest.raises(fastspec.Unsupported, match="leaves its cache out under gradient checkpointing"):
+                said(model, 0, assistant=assistant)
+        else:
+            assert said(model, 0, assistant=assistant) == want
+    for each in switches:
+        each.gradient_checkpointing = False
+    assert said(model, 0, assistant="nasd") == want
