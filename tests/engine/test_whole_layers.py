@@ -64,6 +64,14 @@ def test_a_plain_layer_is_a_row() -> None:
     assert plain_row(layer(input_norm=None), 0) is not None  # a head's first, which reads a product of two norms
 
 
+def test_a_row_has_the_weights_and_biases_of_every_product() -> None:
+    one, both = nn.Linear(8, 8), (nn.Linear(8, 8), linear(8, 4))
+    row = plain_row(layer(mixer=attention(qkv=product(TORCH, both), out=product(TORCH, (one,)))), 1)
+    assert row is not None
+    assert row.out.weights == (one.weight,) and row.out.biases == (one.bias,)
+    assert row.qkv.weights == tuple(each.weight for each in both) and row.qkv.biases == (both[0].bias, None)
+
+
 def test_only_a_product_that_goes_to_a_norm_is_given_in_parts() -> None:
     whole = linear(8, 8)
     ops = replace(TORCH, linear_parts=lambda *given: "parts")
