@@ -11,6 +11,7 @@ from torch import nn
 
 from fastspec.generation.layers.decoder import LayerParts, RmsNorm, gated, product
 from fastspec.generation.layers.mixers import FullAttention
+from fastspec.generation.layers.packing import is_packed, pack, unpack
 from fastspec.generation.layers.whole import plain_row
 from fastspec.kernels.linear.reference import GELU_TANH
 from fastspec.patches.backends import TORCH
@@ -70,6 +71,25 @@ def test_a_row_has_the_weights_and_biases_of_every_product() -> None:
     assert row is not None
     assert row.out.weights == (one.weight,) and row.out.biases == (one.bias,)
     assert row.qkv.weights == tuple(each.weight for each in both) and row.qkv.biases == (both[0].bias, None)
+
+
+def test_weights_of_one_kind_are_laid_together_and_apart_again() -> None:
+    layers = [nn.Linear(8, 6), nn.Linear(8, 4)]
+    values = [each.weight.detach().clone() for each in layers]
+    assert not any(is_packed(each.weight) for each in layers)
+    moved = pack(layers)
+    assert len(moved) == 4 and all(map(is_packed, moved)) and pack(layers) == []
+    assert product(TORCH, layers).one() is not None
+    for parameter in moved:
+        unpack(parameter)
+    assert not any(map(is_packed, moved))
+    assert all(torch.equal(each.weight, value) for each, value in zip(layers, values, strict=True))
+    for others in (
+        [nn.Linear(8, 6), linear(8, 4)],
+        [nn.Linear(8, 6), nn.Linear(7, 4)],
+        [nn.Linear(8, 6), nn.Linear(8, 4).double()],
+    ):
+        assert pack(others) == [] and not any(is_packed(each.weight) for each in others)
 
 
 def test_only_a_product_that_goes_to_a_norm_is_given_in_parts() -> None:
