@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastspec.generation.decoder_layer import FullAttention, LayerParts, RmsNorm, gated, product
+from fastspec.generation.decoder_layer import FullAttention, LayerParts, RmsNorm, gated, is_packed, pack, product, unpack
 from fastspec.generation.whole_layers import plain_row
 from fastspec.kernels.linear.reference import GELU_TANH
 from fastspec.patches.backends import TORCH
@@ -61,6 +61,33 @@ PARTS: dict[str, dict[str, Any]] = {
 def test_a_plain_layer_is_a_row() -> None:
     assert plain_row(layer(), 1) is not None
     assert plain_row(layer(input_norm=None), 0) is not None  # a head's first, which reads a product of two norms
+
+
+def test_a_row_has_the_weights_and_biases_of_every_product() -> None:
+    one, both = nn.Linear(8, 8), (nn.Linear(8, 8), linear(8, 4))
+    row = plain_row(layer(mixer=attention(qkv=product(TORCH, both), out=product(TORCH, (one,)))), 1)
+    assert row is not None
+    assert row.out.weights == (one.weight,) and row.out.biases == (one.bias,)
+    assert row.qkv.weights == tuple(each.weight for each in both) and row.qkv.biases == (both[0].bias, None)
+
+
+def test_weights_of_one_kind_are_laid_together_and_apart_again() -> None:
+    layers = [nn.Linear(8, 6), nn.Linear(8, 4)]
+    values = [each.weight.detach().clone() for each in layers]
+    assert not any(is_packed(each.weight) for each in layers)
+    moved = pack(layers)
+    assert len(moved) == 4 and all(map(is_packed, moved)) and pack(layers) == []
+    assert product(TORCH, layers).one() is not None
+    for parameter in moved:
+        unpack(parameter)
+    assert not any(map(is_packed, moved))
+    assert all(torch.equal(each.weight, value) for each, value in zip(layers, values, strict=True))
+    for others in (
+        [nn.Linear(8, 6), linear(8, 4)],
+        [nn.Linear(8, 6), nn.Linear(7, 4)],
+        [nn.Linear(8, 6), nn.Linear(8, 4).double()],
+    ):
+        assert pack(others) == [] and not any(is_packed(each.weight) for each in others)
 
 
 def test_only_a_product_that_goes_to_a_norm_is_given_in_parts() -> None:

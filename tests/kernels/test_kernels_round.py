@@ -140,7 +140,7 @@ def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
     copies = None if outs is None else tuple(x.clone() for x in outs)
     wanted = drafting_reference.path_pairs(features, *verdict, root, drawn.lengths, copies)
     with poisoned(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "BLOCK", 64)
+        patch.setattr(inputs, "PAIR_BLOCK", 64)
         got = path_pairs(features, *verdict, drawn.root, drawn.lengths, outs)
     for a, b in zip((*got, drawn.root), (*wanted, root), strict=True):
         same(a, b)
@@ -169,7 +169,7 @@ def test_keep_last(device, rows, pairs, size, dtype, apart, bound, seed):
             assert torch.equal(after[row], states[row, count - 1] if count else before[row])
         assert int(lengths[row]) == min(bound, given_lengths[row] + count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "BLOCK", 64)
+        patch.setattr(inputs, "PAIR_BLOCK", 64)
         keep_last(hidden, readout, counts, *last, drawn.lengths, bound)
     for a, b in zip((*last, drawn.lengths), (*kept, lengths), strict=True):
         same(a, b)

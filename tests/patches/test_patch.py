@@ -81,6 +81,12 @@ def test_a_deep_copy_has_no_batch_of_its_original() -> None:
     fastspec.unpatch(model)
 
 
+def test_an_object_with_the_attributes_of_a_patched_model_is_not_patched() -> None:
+    model, other = fastspec.patch(tiny_model()), tiny_model()
+    vars(other).update(vars(model))
+    assert session_of(other) is None and session_of(model) is vars(other)["_fastspec"]
+
+
 class Foreign(pickle.Unpickler):
     """Unpickles where fastspec is not installed."""
 

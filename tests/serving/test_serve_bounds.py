@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,18 @@ def test_what_a_field_may_hold_ends_where_it_says(name: str, last: Any, first: A
     with pytest.raises(HTTPException) as refused:
         read({"prompt": "w5", name: first}, "id", Limits(tokens=50), "prompt")
     assert refused.value.status_code == 400
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"])
+def test_shares_in_a_generation_config_are_from_0_to_1(name: str) -> None:
+    for value, fits in ((0, True), (1, True), (-0.01, False), (1.01, False)):
+        body = {"prompt": "w5", "generation_config": json.dumps({name: value})}
+        if fits:
+            read(body, "id", Limits(), "prompt")
+        else:
+            with pytest.raises(HTTPException) as refused:
+                read(body, "id", Limits(), "prompt")
+            assert name in refused.value.detail
 
 
 def test_a_prompt_of_all_the_room_leaves_none_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

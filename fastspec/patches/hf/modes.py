@@ -183,12 +183,6 @@ def _row_of(model: Any) -> Adapter | None:
     return adapter if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed)) else None
 
 
-def row_now(model: Any) -> tuple[Adapter | None, tuple[str, ...]]:
-    """The row that a model's configuration and parts name, and the settings by which it differs from it."""
-    adapter = _row_of(model)
-    return adapter, () if adapter is None else tuple(_differs_by(model, adapter))
-
-
 def lm_head_of(model: Any, adapter: Adapter) -> Any:
     """The LM head of a model or of the one inside it, or None where it is elsewhere."""
     return getattr(model if hasattr(model, adapter.lm_head) else getattr(model, adapter.inside, None), adapter.lm_head, None)
