@@ -1,4 +1,5 @@
-"""Acceptance length and speed of assistants, and equality with plain `generate`, over prompt files, one row of JSON per file and assistant.
+"""Acceptance length and speed of assistants, and equality with plain `generate`, over prompt files, one row of JSON per
+file and assistant.
 
     python benchmarks/acceptance.py --prompts mt_bench.jsonl gsm8k.jsonl --batch 40 --tokens 256 --dtype float32 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --no-plain --no-end --dtype bfloat16 --out rows.jsonl
@@ -6,24 +7,28 @@
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --no-plain --head one another --tree 60,7,10 60,9,10 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --temperature 0.6 1 --tree 60,7,10 60,4,10 --dtype bfloat16 --out rows.jsonl
 
-A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by transformers' own generate and
-by the assistants, and compared token by token; before that the assistants answer every batch twice with a few tokens, untimed, and
-transformers the first batch. With --no-end no token ends an answer: all are as long as --tokens, and a batch of any size has as much to do
-a row as any other. With --rows a call decodes so many of its batch's prompts at a time, each ended one of which gives its place to the
-next (`fastspec.ContinuousBatch`). Several heads and trees of `eagle3` answer a batch one after another, so that a machine's slow spell hits
-all of them; each head has an instance of the model, which share its weights, and keeps what was captured for four trees. With
---temperature answers are drawn, with top-k and top-p of the model's generation config unless --top-p names one, and nothing is compared:
-each way draws texts of its own. A row holds
+A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by
+transformers' own generate and by the assistants, and compared token by token; before that the assistants answer every
+batch twice with a few tokens, untimed, and transformers the first batch. With --no-end no token ends an answer: all are
+as long as --tokens, and a batch of any size has as much to do a row as any other. With --rows a call decodes so many of
+its batch's prompts at a time, each ended one of which gives its place to the next (`fastspec.ContinuousBatch`). Several
+heads and trees of `eagle3` answer a batch one after another, so that a machine's slow spell hits all of them; each head
+has an instance of the model, which share its weights, and keeps what was captured for four trees. With --temperature
+answers are drawn, with top-k and top-p of the model's generation config unless --top-p names one, and nothing is
+compared: each way draws texts of its own. A row holds
 
-- `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one batch;
-- `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`: the share of them that had not ended in a round;
+- `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one
+  batch;
+- `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`: the share of them that had not ended in
+  a round;
 - `answers_sha256` of all answers' tokens in order, by which two versions of the code are held against each other;
 - `backend`, the kernels that ran, `head`, the head that drafted, and `drafter`, whether in one launch or one per step;
-- `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position of the first new
-  token that differs, the two tokens (transformers' first), and the gap of their logits in one forward pass over the common text, in the
-  model's dtype. `near_ties` counts those whose gap is within rounding (`bound`, see `rounding_bound`), `other` all else: larger gaps, and
-  answers of which one ends where the other goes on (token null, no gap), which rounding does not explain.
-"""
+- `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position
+  of the first new token that differs, the two tokens (transformers' first), and the gap of their logits in one forward
+  pass over the common text, in the model's dtype. `near_ties` counts those whose gap is within rounding (`bound`, see
+  `rounding_bound`), `other` all else: larger gaps, and answers of which one ends where the other goes on (token null,
+  no gap), which rounding does not explain.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -185,7 +190,12 @@ def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way
         sizes: Any = "auto" if text == "auto" else [int(size) for size in text.split(",")]
         for model, source in zip(models, options.head, strict=True):
             way = Way(model, tree_of(text, fused=FUSED[options.drafter]))
-            way.said = {"assistant": "eagle3", "head": source, "tree": sizes, "drafter": "fused" if FUSED[options.drafter] else "kernels"}
+            way.said = {
+                "assistant": "eagle3",
+                "head": source,
+                "tree": sizes,
+                "drafter": "fused" if FUSED[options.drafter] else "kernels",
+            }
             ways[f"eagle3 {text} {source}"] = way
     return ways
 
@@ -222,10 +232,7 @@ def on_file(
                 for place, (prompt, plain, ours) in enumerate(both)
                 if plain != ours
             ]
-    return {
-        name: row_of(tallies[name], tallies.get(PLAIN), len(prompts))
-        for name, way in chosen.items()
-    }
+    return {name: row_of(tallies[name], tallies.get(PLAIN), len(prompts)) for name, way in chosen.items()}
 
 
 def row_of(mine: Tally, plain: Tally | None, count: int) -> dict[str, Any]:
@@ -260,8 +267,9 @@ def generate(
 
 @torch.no_grad()
 def difference(model: Any, prompt: list[int], plain: list[int], ours: list[int]) -> dict[str, Any]:
-    """Where two answers first differ: the position, the tokens there (None behind an answer's end), the gap of their logits in one pass
-    over the common text, and how large rounding can make that gap; both None where there are no two tokens."""
+    """Where two answers first differ: the position, the tokens there (None behind an answer's end), the gap of their
+    logits in one pass over the common text, and how large rounding can make that gap; both None where there are no two
+    tokens."""
     at = first_difference(ours, plain)
     if at is None:
         raise ValueError("the answers are equal: there is no difference to describe")
@@ -276,17 +284,20 @@ def difference(model: Any, prompt: list[int], plain: list[int], ours: list[int])
 
 
 def rounding_bound(model: Any, logits: Tensor, pair: list[int], length: int) -> float:
-    """How far apart a pass may put two logits that another pass puts in the other order, by the model's dtype alone: logits [V], fp32.
+    """How far apart a pass may put two logits that another pass puts in the other order, by the model's dtype alone:
+    logits [V], fp32.
 
-    Between two such passes the difference of the two logits changes by at least the gap of either. What changes it is random and has two
-    sources; the bound is three standard deviations of both, so one near-tie in 370 lies beyond it:
+    Between two such passes the difference of the two logits changes by at least the gap of either. What changes it is
+    random and has two sources; the bound is three standard deviations of both, so one near-tie in 370 lies beyond it:
 
-    - A logit of magnitude m is rounded to the dtype, to within half a step; a step is at most m * eps (bf16: 8 bits, eps = 2^-7, so the
-      error is at most m * 2^-8). A uniform error in half a step has variance step^2 / 12, and there are two logits in each of two passes.
-    - A layer rounds 12 results to the dtype on the way, its fp32 sums once a term, and passes that sum
-      in another order differ in each. A step is between eps / 2 and eps of a value, 0.72 eps on average, and two rounded values differ by
-      sqrt(1 / 6) of it: 0.3 eps. Layers neither grow nor shrink a difference much, so n independent ones are 0.3 eps sqrt(n) of the hidden
-      state, in any direction: a logit moves by that share of the logits' spread over the vocabulary.
+    - A logit of magnitude m is rounded to the dtype, to within half a step; a step is at most m * eps (bf16: 8 bits,
+      eps = 2^-7, so the error is at most m * 2^-8). A uniform error in half a step has variance step^2 / 12, and there
+      are two logits in each of two passes.
+    - A layer rounds 12 results to the dtype on the way, its fp32 sums once a term, and passes that sum in another order
+      differ in each. A step is between eps / 2 and eps of a value, 0.72 eps on average, and two rounded values differ
+      by sqrt(1 / 6) of it: 0.3 eps. Layers neither grow nor shrink a difference much, so n independent ones are 0.3 eps
+      sqrt(n) of the hidden state, in any direction: a logit moves by that share of the logits' spread over the
+      vocabulary.
     """
     layers = model.config.get_text_config().num_hidden_layers
     terms = sum(weight.shape[-1] for weight in model.parameters() if weight.dim() > 1) + 2 * layers * length

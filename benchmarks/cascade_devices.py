@@ -1,12 +1,13 @@
-"""A cascade whose small stage lies on the large model's GPU, on another GPU or on the CPU: milliseconds of a request, by who answers.
+"""A cascade whose small stage lies on the large model's GPU, on another GPU or on the CPU: milliseconds of a request,
+by who answers.
 
     python benchmarks/cascade_devices.py --small qwen2-1.5b --large qwen3-8b --places cuda:0 cuda:1 --out rows.jsonl
 
-Two models of one vocabulary with random weights, in the adaptive mode, one request at a time: `stopped` is answered by the small stage,
-`sent on` by the large one, which reads the small one's answer first. `alone` is the model that answers, called by itself where it lies.
-Random models seldom agree, so that nothing of the answer is kept, and all of it is read for nothing: the dearest case. `ms` are the 20, 50
-and 80 % quantiles over `--requests` requests behind as many that compile and capture; `equal` is the share of answers that are the model's
-own, which in bf16 need not be 1.
+Two models of one vocabulary with random weights, in the adaptive mode, one request at a time: `stopped` is answered by
+the small stage, `sent on` by the large one, which reads the small one's answer first. `alone` is the model that
+answers, called by itself where it lies. Random models seldom agree, so that nothing of the answer is kept, and all of
+it is read for nothing: the dearest case. `ms` are the 20, 50 and 80 % quantiles over `--requests` requests behind as
+many that compile and capture; `equal` is the share of answers that are the model's own, which in bf16 need not be 1.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def predictor() -> Predictor:
     return Predictor.fit(("small", "large"), features, labels, tokens, torch.zeros(ITEMS, 2), seed=0)
 
 
-def milliseconds(run: Callable[[torch.Tensor], torch.Tensor], prompts: Sequence[torch.Tensor]) -> tuple[list[float], list[list[int]]]:
+def milliseconds(
+    run: Callable[[torch.Tensor], torch.Tensor], prompts: Sequence[torch.Tensor]
+) -> tuple[list[float], list[list[int]]]:
     """(the quantiles of all prompts' times, the answers), behind a first turn through them."""
     for ids in prompts:
         run(ids)
@@ -71,15 +74,26 @@ def rows_of(args: argparse.Namespace, place: str, settled: Predictor) -> Iterato
             alone[name] = milliseconds(asked(model, "autoregressive"), [ids.to(model.device) for ids in prompts])
     for way, threshold in WAYS.items():
         cascade = fastspec.Cascade(
-            stages=[fastspec.Stage(small, name="small", assistant="autoregressive")], assistant="autoregressive", label="large",
-            predictor=settled, costs=[1.0, 2.0], thresholds=[threshold],
-        )  # fmt: skip
+            stages=[fastspec.Stage(small, name="small", assistant="autoregressive")],
+            assistant="autoregressive",
+            label="large",
+            predictor=settled,
+            costs=[1.0, 2.0],
+            thresholds=[threshold],
+        )
         with fastspec.patched(large, cascade=cascade):
             times, answers = milliseconds(asked(large, "cascade"), prompts)
             reached = len(fastspec.report(large).last.explanations[0].visits) - 1
         own, wanted = alone["large" if reached else "small"]
         equal = sum(mine == theirs for mine, theirs in zip(answers, wanted, strict=True)) / len(answers)
-        row = {"small_on": place, "way": way, "reached": reached, "ms": times, "alone_ms": own, "small_alone_ms": alone["small"][0]}
+        row = {
+            "small_on": place,
+            "way": way,
+            "reached": reached,
+            "ms": times,
+            "alone_ms": own,
+            "small_alone_ms": alone["small"][0],
+        }
         yield row | {"equal": equal}
 
 
@@ -87,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", default="qwen2-1.5b", choices=list(SHAPES))
     parser.add_argument("--large", default="qwen3-8b", choices=list(SHAPES))
-    parser.add_argument("--places", nargs="+", default=["cuda:0", "cuda:1"], help="of the small stage; the large one lies on the first")
+    parser.add_argument(
+        "--places", nargs="+", default=["cuda:0", "cuda:1"], help="of the small stage; the large one lies on the first"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prefix", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
@@ -98,8 +114,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for place in args.places:
         for row in rows_of(args, place, settled):
             print(json.dumps(row), flush=True)
-            shared = {"small": args.small, "large": args.large, "large_on": args.places[0], "prefix": args.prefix, "tokens": args.tokens}
-            shared |= {"requests": args.requests, "device": device_name(torch.device(args.places[0])), "dtype": args.dtype, **versions()}
+            shared = {
+                "small": args.small,
+                "large": args.large,
+                "large_on": args.places[0],
+                "prefix": args.prefix,
+                "tokens": args.tokens,
+            }
+            shared |= {
+                "requests": args.requests,
+                "device": device_name(torch.device(args.places[0])),
+                "dtype": args.dtype,
+                **versions(),
+            }
             if args.out is not None:
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({**shared, **row}) + "\n")

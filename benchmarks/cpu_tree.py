@@ -3,18 +3,20 @@
     python benchmarks/cpu_tree.py --prompts mt_bench.jsonl humaneval.jsonl --each 3 --shapes 6,3,2 16,3,4 --out rows.jsonl
     python benchmarks/cpu_tree.py --backend cpp --runs 3 --out rows.jsonl                             # the demo's prompts
 
-A shape is total_tokens,depth,top_k. A prompt file has `prompt` or `turns` in each row; `--each` takes the first rows of every file. Each
-prompt's output is first compared with transformers' own generate, in the same run; a row whose output differs says so. Every shape is
-timed on a prompt before the next prompt comes, so that a machine's slow spell hits all shapes. The lines printed give the median over
-prompts and the tokens per second over all of them, which is what `DEFAULT_TREES` is chosen by.
+A shape is total_tokens,depth,top_k. A prompt file has `prompt` or `turns` in each row; `--each` takes the first rows of
+every file. Each prompt's output is first compared with transformers' own generate, in the same run; a row whose output
+differs says so. Every shape is timed on a prompt before the next prompt comes, so that a machine's slow spell hits all
+shapes. The lines printed give the median over prompts and the tokens per second over all of them, which is what
+`DEFAULT_TREES` is chosen by.
 
-On a shared machine `others` in a row is the number of cores that other processes took while it, or transformers' run of the prompt, was
-timed, whichever is more; `--alone 0.1` leaves rows with more than that out of what is printed. With OMP_NUM_THREADS=1 and `--clock process`
-other processes hardly count. `--busy 2` runs two programs beside it that keep a core busy each, once everything is warm.
+On a shared machine `others` in a row is the number of cores that other processes took while it, or transformers' run of
+the prompt, was timed, whichever is more; `--alone 0.1` leaves rows with more than that out of what is printed. With
+OMP_NUM_THREADS=1 and `--clock process` other processes hardly count. `--busy 2` runs two programs beside it that keep a
+core busy each, once everything is warm.
 
-An AVX-512 processor is held to AVX2 by ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment;
-`isa` in the rows is what torch uses.
-"""
+An AVX-512 processor is held to AVX2 by ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 in
+the environment; `isa` in the rows is what torch uses.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -137,7 +137,9 @@ def checked(head: EagleHead, weights: DraftWeights, shape: TreeShape, rows: int,
 def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix: int) -> Callable[[], Any]:
     """One round of `EagleDrafter` on the ops of a backend."""
     like = head.fc.weight
-    drafter = EagleDrafter(BoundHead.of(head), shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, like.device))
+    drafter = EagleDrafter(
+        BoundHead.of(head), shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, like.device)
+    )
     drafter.reserve(prefix + 256)
     for state in (drafter.attention.k, drafter.attention.v, drafter.last, drafter.readout):
         state.normal_()

@@ -1,4 +1,5 @@
-"""Draft models made of the target itself, for scripts that need a separate one: its first layers, with its tokenizer or with another."""
+"""Draft models made of the target itself, for scripts that need a separate one: its first layers, with its tokenizer or
+with another."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from fastspec.config import Speculative
 from fastspec.patches.assistants.speculative import check_draft, resolve_speculative
 
 KEPT = 0.6
-"""Share of the target's vocabulary that the other tokenizer keeps: its earliest merges, so that it cuts rarer words into more tokens."""
+"""Share of the target's vocabulary that the other tokenizer keeps: its earliest merges, so that it cuts rarer words
+into more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ def on(assistant: Any, model: Any, tokenizer: Any) -> Any:
 
 
 def first_layers(model: Any, count: int) -> Any:
-    """A model of the same class of another's first `count` layers, its embedding, final norm and LM head: the same modules, none copied.
+    """A model of the same class of another's first `count` layers, its embedding, final norm and LM head: the same
+    modules, none copied.
 
     `model` is built as transformers' Llama: `model.embed_tokens`, `layers`, `norm`, `rotary_emb` and an `lm_head`.
     """
@@ -58,10 +61,11 @@ def first_layers(model: Any, count: int) -> Any:
 
 
 def renamed(model: Any, tokenizer: Any, seed: int = 0) -> tuple[Any, Any]:
-    """(a model with other token ids, its tokenizer): the KEPT first tokens of a byte-level BPE tokenizer, their ids permuted.
+    """(a model with other token ids, its tokenizer): the KEPT first tokens of a byte-level BPE tokenizer, their ids
+    permuted.
 
-    Tokens that are kept mean what they meant; texts are cut into others where a merge is missing. The embedding and the LM head are
-    copies with permuted rows, all else is shared.
+    Tokens that are kept mean what they meant; texts are cut into others where a merge is missing. The embedding and the
+    LM head are copies with permuted rows, all else is shared.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     vocab = state["model"]["vocab"]

@@ -1,7 +1,9 @@
-"""What a first call costs: the time to the first token in a process of its own, with nothing compiled yet, and again with what that left.
+"""What a first call costs: the time to the first token in a process of its own, with nothing compiled yet, and again
+with what that left.
 
-Every row is one process. "cold" finds empty caches (Triton's and fastspec's), "warm" those that the cold one filled; with `--workers 0 16`
-both are measured with kernels that compile one after another at their first launch (0), and ahead in so many processes. Seconds, by phase:
+Every row is one process. "cold" finds empty caches (Triton's and fastspec's), "warm" those that the cold one filled;
+with `--workers 0 16` both are measured with kernels that compile one after another at their first launch (0), and ahead
+in so many processes. Seconds, by phase:
 
     import, load, move, patch   before the call: libraries, the model in the CPU's memory, its way to the device, patching
     header, dequantise    parts of the load of a GGUF: reading its header, and unpacking its weights
@@ -18,7 +20,7 @@ both are measured with kernels that compile one after another at their first lau
     python benchmarks/first_call.py --demo --out first_call.jsonl       # `fastspec demo`, the whole command, instead of a call
 
 Shapes are those of full_size.py, with random weights, made on the device, and a head of the published EAGLE-3 shape.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -50,11 +52,13 @@ class Clock:
 
 
 class FirstTokens:
-    """A streamer that notes when the first new token came, and when the first round's; what comes first is the prompt."""
+    """A streamer that notes when the first new token came, and when the first round's; what comes first is the
+    prompt."""
 
     def __init__(self) -> None:
         self.last, self.seconds = time.perf_counter(), list[float]()
-        """Seconds from the begin or the tokens before: of the prompt, of the first new token, of every round's tokens."""
+        """Seconds from the begin or the tokens before: of the prompt, of the first new token, of every round's
+        tokens."""
 
     def put(self, value: Any) -> None:
         now = time.perf_counter()
@@ -161,7 +165,8 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
 
 
 def both(command: list[str], setting: dict[str, str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Run a command with empty caches and with those that it left -> which caches and the process's seconds, and what it printed last."""
+    """Run a command with empty caches and with those that it left -> which caches and the process's seconds, and what
+    it printed last."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "FASTSPEC_CACHE": f"{folder}/fastspec"}
         root = str(Path(__file__).parents[1])
@@ -195,7 +200,8 @@ def measure(shape: str, assistant: str, workers: int | None, options: argparse.N
 
 
 def measure_demo() -> Iterator[dict[str, Any]]:
-    """A row of the demo's command with empty caches, and one with those that it left, with the figures of its methods by their names."""
+    """A row of the demo's command with empty caches, and one with those that it left, with the figures of its methods
+    by their names."""
     import torch
 
     from fastspec.devices import device_name

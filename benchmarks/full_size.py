@@ -1,15 +1,18 @@
 """Time per round on models of full size with random weights, beside transformers' own decoding in the same run.
 
-The time of a pass does not depend on the values of the weights; what a model says does, so no tokens per second are measured here: they
-are the acceptance length that a head reaches on real text, over the time of a round. `round_ms` is the median over `--calls` calls, each
-of which gives the mean of its rounds, and `round_ms_quantiles` their 20, 50 and 80 % quantiles. The floor is the time of reading once, at
-the measured bandwidth, the weights that a round must read (`read_bytes`) and what its layers can see of the text before (`kept_bytes`:
-keys, values, recurrent states). Of a mixture of experts a round must read those that its tokens choose: `experts_read` is their mean number
-a layer, counted in rounds of the model's own modules behind the first 2,048 tokens. Token embeddings of mixtures are large, so that tokens
-differ, and choose different experts: with small ones the 60 nodes of a round chose 11 of 128. A drafter's own weights are not in the floor;
-a round reads them once a level (`drafter_read_bytes`). Rows of versions without `kept_bytes` have floors of weights alone.
+The time of a pass does not depend on the values of the weights; what a model says does, so no tokens per second are
+measured here: they are the acceptance length that a head reaches on real text, over the time of a round. `round_ms` is
+the median over `--calls` calls, each of which gives the mean of its rounds, and `round_ms_quantiles` their 20, 50 and
+80 % quantiles. The floor is the time of reading once, at the measured bandwidth, the weights that a round must read
+(`read_bytes`) and what its layers can see of the text before (`kept_bytes`: keys, values, recurrent states). Of a
+mixture of experts a round must read those that its tokens choose: `experts_read` is their mean number a layer, counted
+in rounds of the model's own modules behind the first 2,048 tokens. Token embeddings of mixtures are large, so that
+tokens differ, and choose different experts: with small ones the 60 nodes of a round chose 11 of 128. A drafter's own
+weights are not in the floor; a round reads them once a level (`drafter_read_bytes`). Rows of versions without
+`kept_bytes` have floors of weights alone.
 
-Behind more than FILLED tokens transformers goes on from a cache of random keys and values, so that no row waits for its prefill.
+Behind more than FILLED tokens transformers goes on from a cache of random keys and values, so that no row waits for its
+prefill.
 
     python benchmarks/full_size.py --shapes llama-8b --prefix 2048 --out rows.jsonl
 """
@@ -66,8 +69,9 @@ def fill(model: torch.nn.Module) -> None:
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
     """A model of a shape with random weights; no token ends it.
 
-    Biases are 0, and the embeddings of a mixture are large beside what layers add: so tokens stay unlike one another through all layers
-    and routers spread them over the experts, as trained ones do. Otherwise some layers send nearly all tokens to the same few."""
+    Biases are 0, and the embeddings of a mixture are large beside what layers add: so tokens stay unlike one another
+    through all layers and routers spread them over the experts, as trained ones do. Otherwise some layers send nearly
+    all tokens to the same few."""
     config = config_of(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -82,7 +86,8 @@ def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
 
 
 def head_config(config: Any, draft_vocab: int, **more: Any) -> HeadConfig:
-    """That of a head of the published EAGLE-3 shape: one layer of the target's sizes, three taps, a vocabulary of its own."""
+    """That of a head of the published EAGLE-3 shape: one layer of the target's sizes, three taps, a vocabulary of its
+    own."""
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     sizes = {name: getattr(config, name) for name in same} | {
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
@@ -110,7 +115,8 @@ def read_bandwidth(device: str) -> float:
 
 
 def filled_cache(model: Any, rows: int, length: int) -> DynamicCache:
-    """A cache as a text of so many tokens leaves it: keys and values are random, recurrent states those of its first tokens."""
+    """A cache as a text of so many tokens leaves it: keys and values are random, recurrent states those of its first
+    tokens."""
     cache = DynamicCache(config=model.config)
     model(torch.full((rows, 8), 10, device=model.device), **{CACHE: cache}, logits_to_keep=1)
     for layer in cache.layers:
@@ -175,8 +181,8 @@ def read_bytes(model: Any, experts: float | None) -> int:
 
 
 def kept_bytes(model: Any, text: int, batch: int) -> int:
-    """Bytes of what the layers have kept of a text of so many tokens before and can see of it: keys and values of the whole of it or of a
-    window, or a recurrent state and its convolution's inputs."""
+    """Bytes of what the layers have kept of a text of so many tokens before and can see of it: keys and values of the
+    whole of it or of a window, or a recurrent state and its convolution's inputs."""
     config, total = model.config.get_text_config(), 0
     spans, recurrents = layer_spans(model), recurrent_layers(config)
     for (heads, key, value), span, recurrent in zip(layer_shapes(config), spans, recurrents, strict=True):
@@ -192,8 +198,8 @@ def kept_bytes(model: Any, text: int, batch: int) -> int:
 
 
 def capture_cost(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, float]:
-    """Host seconds of the first runs and the captures of a short call that finds nothing captured; its kernels are compiled the first time
-    and on disk or in memory from then on."""
+    """Host seconds of the first runs and the captures of a short call that finds nothing captured; its kernels are
+    compiled the first time and on disk or in memory from then on."""
     session = session_of(model)
     assert session is not None
     session.engines.clear()
@@ -233,7 +239,11 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int, calls: int 
         "kernels": fastspec.report(model).backend,
         "first_call_s": made[0],
         "capture_s": made[-1],
-        "drafter": None if assistant == "autoregressive" else "fused" if getattr(assistant, "fused", None) else "kernels",
+        "drafter": None
+        if assistant == "autoregressive"
+        else "fused"
+        if getattr(assistant, "fused", None)
+        else "kernels",
     }
 
 

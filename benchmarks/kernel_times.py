@@ -283,7 +283,11 @@ def recurrent_cases(
     floor reads states and inputs once."""
     key_heads, heads, key_size, value_size = sizes
     channels, width, state_bytes = 2 * key_heads * key_size + heads * value_size, 4, 4 * heads * key_size * value_size
-    weight, rates, fp32 = random(channels, width), recurrent_reference.DecayRates(random(heads), random(heads)), torch.float32
+    weight, rates, fp32 = (
+        random(channels, width),
+        recurrent_reference.DecayRates(random(heads), random(heads)),
+        torch.float32,
+    )
     reference, of_heads = recurrent_reference, f"{heads} heads of {key_size} x {value_size}"
 
     def state_of(*rows: int) -> Tensor:

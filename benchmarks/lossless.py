@@ -1,15 +1,17 @@
-"""Sampled texts of every assistant against the unpatched model's exact distribution: chi-square per position, on a real model.
+"""Sampled texts of every assistant against the unpatched model's exact distribution: chi-square per position, on a real
+model.
 
     python benchmarks/lossless.py --assistants eagle3 nasd --texts 50000 --out rows.jsonl
 
-Every text has three new tokens, or as many as TOKENS says: the first comes from the prompt's pass, the others from rounds, in which drafts
-are accepted or not. For an adaptive length they are more, and drafted by one layer, so that the length varies: three drafts in the first
-round, fewer once most of them were refused. The distribution of each token given those before it is computed by plain passes of the model
-over every text that was begun (a patch does not change them), processed by transformers' own processors: temperature, top-k, top-p, min-p,
-with a repetition penalty and without. Texts are drawn in batches, each under its own seed; a kept storage drafts from what earlier batches
-said. For each position the tokens are compared with their distributions by Pearson's chi-square, summed over what came before. Tokens
-expected fewer than five times are taken together. Significance: 0.001 for each test, so one right assistant in three hundred fails one of
-three; a token of probability 0 fails at once.
+Every text has three new tokens, or as many as TOKENS says: the first comes from the prompt's pass, the others from
+rounds, in which drafts are accepted or not. For an adaptive length they are more, and drafted by one layer, so that the
+length varies: three drafts in the first round, fewer once most of them were refused. The distribution of each token
+given those before it is computed by plain passes of the model over every text that was begun (a patch does not change
+them), processed by transformers' own processors: temperature, top-k, top-p, min-p, with a repetition penalty and
+without. Texts are drawn in batches, each under its own seed; a kept storage drafts from what earlier batches said. For
+each position the tokens are compared with their distributions by Pearson's chi-square, summed over what came before.
+Tokens expected fewer than five times are taken together. Significance: 0.001 for each test, so one right assistant in
+three hundred fails one of three; a token of probability 0 fails at once.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ DRAWN_ONLY = ("speculative, shared vocabulary",)
 
 
 def untrained_head(model: Any, seed: int = 0) -> EagleHead:
-    """A head of the EAGLE-1/2 format with random weights: its drafts are mostly wrong, and what is said must not show it."""
+    """A head of the EAGLE-1/2 format with random weights: its drafts are mostly wrong, and what is said must not show
+    it."""
     torch.manual_seed(seed)
     c = model.config
     head = EagleHead(head_config(c, c.vocab_size, kind="eagle", own_lm_head=False, taps=()))
@@ -147,7 +150,8 @@ def p_value(statistic: float, freedom: int) -> float:
 
 
 def judge(model: Any, ids: Tensor, texts: list[Text], distributions: dict[Text, Tensor]) -> list[dict[str, Any]]:
-    """Every position of some texts against its distribution given the tokens before; `distributions` keeps those that are known."""
+    """Every position of some texts against its distribution given the tokens before; `distributions` keeps those that
+    are known."""
     positions = []
     for place in range(len(texts[0])):
         begun = Counter(text[:place] for text in texts)

@@ -1,11 +1,12 @@
-"""Times of a model that several GPUs hold together, with random weights: the sums between them, and rounds beside transformers' own
-decoding with `tp_plan` in the same run.
+"""Times of a model that several GPUs hold together, with random weights: the sums between them, and rounds beside
+transformers' own decoding with `tp_plan` in the same run.
 
-Every row of `what` "sum" is one way to add up `rows` rows of `width`, checked first and then timed inside a CUDA graph of 64 of them (off
-CUDA one by one); "gather" joins logits, or keys of the likeliest tokens; "norm" is a sum with what stands behind it in a layer. Every row
-of `what` "round" is one of `full_size.py`, over `processes` of them; its `read_bytes` and `kept_bytes` are those that one process reads.
-Rounds of one process are the first's, while the others wait. `launches` says by which tables kernels ran: with `--tune` rounds are
-measured again by those that `fastspec.tune` finds, which the cache folder keeps: name an empty one by FASTSPEC_CACHE.
+Every row of `what` "sum" is one way to add up `rows` rows of `width`, checked first and then timed inside a CUDA graph
+of 64 of them (off CUDA one by one); "gather" joins logits, or keys of the likeliest tokens; "norm" is a sum with what
+stands behind it in a layer. Every row of `what` "round" is one of `full_size.py`, over `processes` of them; its
+`read_bytes` and `kept_bytes` are those that one process reads. Rounds of one process are the first's, while the others
+wait. `launches` says by which tables kernels ran: with `--tune` rounds are measured again by those that `fastspec.tune`
+finds, which the cache folder keeps: name an empty one by FASTSPEC_CACHE.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py --shapes llama-8b,llama-70b --out rows.jsonl
 """
@@ -111,8 +112,8 @@ def sums(
 
 
 def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, width: int) -> list[dict[str, Any]]:
-    """Rows of a sum with the residual and the norm behind it, in one launch where that is taken, and in two. Raises RuntimeError where they
-    differ."""
+    """Rows of a sum with the residual and the norm behind it, in one launch where that is taken, and in two. Raises
+    RuntimeError where they differ."""
     from fastspec.kernels.layer import norms as layer
     from fastspec.kernels.linear.reference import Addends
     from fastspec.kernels.parallel import reduced_norm, words

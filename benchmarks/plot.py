@@ -24,8 +24,8 @@ METHODS = ("transformers", "prompt-lookup", "assisted", "static-compile", "autor
 METHODS += ("eagle", "eagle2", "eagle3")
 HUES = ["#7f7f7f", "#b8b8b8", "#dedede", "#4a4a4a", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#0072b2"]
 COLOURS = dict(zip(METHODS, HUES, strict=True))
-"""A method looks the same in every picture. What transformers offers is grey, the assistants' colours are told apart by the colour-blind
-too (Okabe and Ito)."""
+"""A method looks the same in every picture. What transformers offers is grey, the assistants' colours are told apart by
+the colour-blind too (Okabe and Ito)."""
 STEPS = ("pass", "draft", "score", "choose", "commit", "other", "round", "judge", "observe", "draft and score")
 HUES = ["#bbbbbb", "#8c510a", "#5e3c99", "#b2abd2", "#dfc27d", "#555555", "#80624d", "#8073ac", "#c7a76c", "#a06a9c"]
 PHASES = dict(zip(STEPS, HUES, strict=True))
@@ -35,7 +35,8 @@ PARTS = dict(zip(("draft", "score", "choose", "commit", "observe", "host"), plt.
 LINE = 8
 """Most categories in a line of bars; the others go on in a further one."""
 APART = 20
-"""How many times the longest round may take the shortest one's time on a linear axis; beyond it the axis is logarithmic."""
+"""How many times the longest round may take the shortest one's time on a linear axis; beyond it the axis is
+logarithmic."""
 MISSING = [float("nan")] * 3
 LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
 
@@ -87,7 +88,8 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def speeds(axes: Any, summary: list[Row], categories: list[str], methods: list[str], room: int) -> None:
-    """Grouped bars with room for `room` categories: the median of tokens per second, whiskers from the 20 to the 80 % quantile."""
+    """Grouped bars with room for `room` categories: the median of tokens per second, whiskers from the 20 to the 80 %
+    quantile."""
     found = {(row["method"], row["category"]): row["tokens_per_second"] for row in summary}
     wide = 0.84 / len(methods)
     for index, method in enumerate(methods):
@@ -103,7 +105,8 @@ def speeds(axes: Any, summary: list[Row], categories: list[str], methods: list[s
 
 
 def phases(axes: Any, whole: list[Row]) -> None:
-    """Stacked bars of what a round of each method takes; `pass` is a peer's round as a whole, `other` what lies between the phases."""
+    """Stacked bars of what a round of each method takes; `pass` is a peer's round as a whole, `other` what lies between
+    the phases."""
     ends = []
     for place, row in enumerate(whole):
         if row["ms_per_round"] is None:

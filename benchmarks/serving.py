@@ -1,4 +1,5 @@
-"""What servers of OpenAI's routes do under load: tokens per second, time to first token, and how long a running stream stands still.
+"""What servers of OpenAI's routes do under load: tokens per second, time to first token, and how long a running stream
+stands still.
 
     python benchmarks/serving.py --model smollm2-135m-instruct --prompts mt_bench.jsonl --ways whole streamed long --in-flight 1 8 32 \\
         --start "fastspec=fastspec serve smollm2-135m-instruct --rows 32 --warmup --port {port}" \\
@@ -6,18 +7,19 @@
             --kv-cache-memory-bytes 6000000000 --port {port}"
     python benchmarks/serving.py --model NAME --prompts prompts.jsonl --server one=http://127.0.0.1:8000/v1 --server other=http://127.0.0.1:8001/v1
 
-Servers run already (`--server`), or are started here, all at once, and ended (`--start`): a free port takes the place of `{port}` in a
-command, a folder with the model, which another library reads, that of `{model}`, and its shipped head that of `{head}`. `ready_s` is the
-time until such a server is ready, the others starting beside it.
+Servers run already (`--server`), or are started here, all at once, and ended (`--start`): a free port takes the place
+of `{port}` in a command, a folder with the model, which another library reads, that of `{model}`, and its shipped head
+that of `{head}`. `ready_s` is the time until such a server is ready, the others starting beside it.
 
-Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or `--requests` where those are
-more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`, in one piece; or `long`, streamed, where every tenth
-request begins with a text of `--long` words. Before anything is timed each server answers four prompts; `equal` is the share of answers
-that are the first server's when it was first asked, which in fp32 must be 1. `pause_ms` are the times between the moments at which text of
-a stream arrives, chunks within 2 ms of each other taken for one, since a round brings several tokens. `acceptance_length` is what the
-server's `/metrics` say, fastspec's or vLLM's; null where they say nothing of drafts. One client reads all streams, and a small model on a
+Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or
+`--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`, in
+one piece; or `long`, streamed, where every tenth request begins with a text of `--long` words. Before anything is timed
+each server answers four prompts; `equal` is the share of answers that are the first server's when it was first asked,
+which in fp32 must be 1. `pause_ms` are the times between the moments at which text of a stream arrives, chunks within 2
+ms of each other taken for one, since a round brings several tokens. `acceptance_length` is what the server's `/metrics`
+say, fastspec's or vLLM's; null where they say nothing of drafts. One client reads all streams, and a small model on a
 GPU makes tokens faster than it reads chunks: whole answers leave the server's own speed, and no time to a first token.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ GRACE = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A server that answers: its address, and the seconds from its start until it said so, others starting beside it; None where it ran."""
+    """A server that answers: its address, and the seconds from its start until it said so, others starting beside it;
+    None where it ran."""
 
     url: str
     ready_s: float | None = None
@@ -79,8 +82,8 @@ class Started:
 
 @contextlib.contextmanager
 def started(commands: Sequence[str], model: str, patience: float) -> Iterator[dict[str, Started]]:
-    """name -> server, of commands "NAME=COMMAND"; the model is written out in bf16 where there is CUDA. Raises `SystemExit` with what
-    a server wrote last where it ends, or is not ready in time."""
+    """name -> server, of commands "NAME=COMMAND"; the model is written out in bf16 where there is CUDA. Raises
+    `SystemExit` with what a server wrote last where it ends, or is not ready in time."""
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         filled = {"{port}": "", "{model}": "", "{head}": ""}
@@ -216,7 +219,8 @@ def acceptance(before: dict[str, float], after: dict[str, float]) -> float | Non
 
 
 def texts(path: str, requests: int, long: int) -> list[str]:
-    """So many prompts of a file, again from its start where it has fewer; with `long` every tenth behind a text of so many words."""
+    """So many prompts of a file, again from its start where it has fewer; with `long` every tenth behind a text of so
+    many words."""
     found = [row["text"] for row in read_rows(path)]
     filler = " ".join(f"item {number}" for number in range(long // 2))
     chosen = [found[index % len(found)] for index in range(requests)]

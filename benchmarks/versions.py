@@ -1,11 +1,13 @@
-"""Two versions of fastspec beside each other: rounds of every assistant and way of calling, and whether the tokens are the same.
+"""Two versions of fastspec beside each other: rounds of every assistant and way of calling, and whether the tokens are
+the same.
 
     git worktree add ../before COMMIT
     python benchmarks/versions.py --code before=../before --code after=. --shape smollm2-135m --out rows.jsonl
 
-Each version decodes all cases in a process of its own with the same random weights, in turns (`--turns`), so that a slow spell of the
-machine hits both. A row has a case, the version, milliseconds a round (the prefill taken off; the median of all calls of all turns),
-rounds, and a digest of the tokens. The last lines are the ratios and the cases whose tokens differ; the status is 1 where any do.
+Each version decodes all cases in a process of its own with the same random weights, in turns (`--turns`), so that a
+slow spell of the machine hits both. A row has a case, the version, milliseconds a round (the prefill taken off; the
+median of all calls of all turns), rounds, and a digest of the tokens. The last lines are the ratios and the cases whose
+tokens differ; the status is 1 where any do.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from typing import Any
 CALLS = 5
 WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 50}}
 WAYS |= {"penalty": {"repetition_penalty": 1.1}, "lockstep": {}}
-"""Ways of calling: the likeliest tokens, draws, a processor that looks at the tokens so far, and one of unknown type."""
+"""Ways of calling: the likeliest tokens, draws, a processor that looks at the tokens so far, and one of unknown
+type."""
 
 
 def cases() -> list[tuple[str, str]]:

@@ -1,6 +1,8 @@
-"""Build the reference of the Python interface from its docstrings: `make docs`, or `python docs/reference.py site` with the extra "docs".
+"""Build the reference of the Python interface from its docstrings: `make docs`, or `python docs/reference.py site` with
+the extra "docs".
 
-Nothing is fetched, and no model is loaded. A public name without a docstring is an error, and so is one that cannot be found.
+Nothing is fetched, and no model is loaded. A public name without a docstring is an error, and so is one that cannot be
+found.
 """
 
 from __future__ import annotations
@@ -12,16 +14,22 @@ from importlib import import_module
 from pathlib import Path
 
 MODULES = (
-    "fastspec", "fastspec.models", "fastspec.patches.assistants.heads", "fastspec.programs.bench.run", "fastspec.programs.training.config",
+    "fastspec",
+    "fastspec.models",
+    "fastspec.patches.assistants.heads",
+    "fastspec.programs.bench.run",
+    "fastspec.programs.training.config",
     "fastspec.programs.training.entry",
-)  # fmt: skip
+)
 """What the pages use; `fastspec` holds most of it."""
 
 
 def undocumented(module: str) -> list[str]:
     """The public classes and functions of a module that have no docstring."""
     held = import_module(module)
-    names = getattr(held, "__all__", None) or [name for name, value in vars(held).items() if getattr(value, "__module__", None) == module]
+    names = getattr(held, "__all__", None) or [
+        name for name, value in vars(held).items() if getattr(value, "__module__", None) == module
+    ]
     public = {name: getattr(held, name) for name in names if not name.startswith("_")}
     return [f"{module}.{name}" for name, value in public.items() if callable(value) and not inspect.getdoc(value)]
 

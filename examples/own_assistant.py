@@ -1,4 +1,5 @@
-"""An assistant of your own: it drafts what followed the last token where that token occurred before. For one row, kept plain."""
+"""An assistant of your own: it drafts what followed the last token where that token occurred before. For one row, kept
+plain."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from fastspec.models import load_smollm2
 
 
 class Repeat:
-    """A `Decoding` (name, taps, drafter) that makes a `Drafter` (nodes, max_path, begin, propose, observe) for every call."""
+    """A `Decoding` (name, taps, drafter) that makes a `Drafter` (nodes, max_path, begin, propose, observe) for every
+    call."""
 
     name = "repeat"
     taps = None  # it reads no hidden states

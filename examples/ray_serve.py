@@ -3,8 +3,9 @@
     pip install ".[serve]" "ray[serve]"
     python examples/ray_serve.py --model MODEL --eagle3 HEAD --rows 8 --replicas 4 --gpus 1
 
-Each replica is the application of `fastspec serve`: the same routes, and a process with a model and an open batch. Ray starts replicas as
-requests come, up to `--replicas`, and gives each request to one that has room; so `/metrics` shows one replica's.
+Each replica is the application of `fastspec serve`: the same routes, and a process with a model and an open batch. Ray
+starts replicas as requests come, up to `--replicas`, and gives each request to one that has room; so `/metrics` shows
+one replica's.
 """
 
 from __future__ import annotations
@@ -17,9 +18,17 @@ from ray import serve
 
 
 def application(
-    model: str, eagle3: str | None = None, *, name: str | None = None, rows: int = 8, least: int = 1, replicas: int = 4, gpus: float = 0
+    model: str,
+    eagle3: str | None = None,
+    *,
+    name: str | None = None,
+    rows: int = 8,
+    least: int = 1,
+    replicas: int = 4,
+    gpus: float = 0,
 ) -> serve.Application:
-    """What `serve.run` takes: `least` to `replicas` replicas, each with `gpus` GPUs to itself and `rows` requests decoded at a time."""
+    """What `serve.run` takes: `least` to `replicas` replicas, each with `gpus` GPUs to itself and `rows` requests
+    decoded at a time."""
 
     def build() -> Any:  # in the replica
         from fastspec.programs.cli.serving import opened
@@ -33,7 +42,7 @@ def application(
     options = {"num_gpus": gpus}
     deployed = serve.deployment(
         name="fastspec", autoscaling_config=scaling, ray_actor_options=options, max_ongoing_requests=4 * rows
-    )  # fmt: skip
+    )
     return deployed(serve.ingress(build)()).bind()
 
 
@@ -46,7 +55,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--gpus", type=float, default=0, help="GPUs of a replica")
     given = parser.parse_args()
-    serve.run(application(given.model, given.eagle3, rows=given.rows, replicas=given.replicas, gpus=given.gpus), blocking=True)
+    serve.run(
+        application(given.model, given.eagle3, rows=given.rows, replicas=given.replicas, gpus=given.gpus), blocking=True
+    )
 
 
 if __name__ == "__main__":

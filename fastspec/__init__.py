@@ -1,8 +1,8 @@
 """fastspec: several tokens per forward pass for Hugging Face models, without changing what they say.
 
-    fastspec.patch(model, eagle3=head)
-    model.generate(**inputs, assistant="eagle3")
-    fastspec.unpatch(model)
+fastspec.patch(model, eagle3=head)
+model.generate(**inputs, assistant="eagle3")
+fastspec.unpatch(model)
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ sys.meta_path.insert(0, RemovedModules())
 
 __version__ = "0.1.0"
 CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))
-"""The folder that `model.generate(custom_generate=fastspec.CUSTOM_GENERATE, trust_remote_code=True, assistant=...)` takes."""
+"""The folder that `model.generate(custom_generate=fastspec.CUSTOM_GENERATE, trust_remote_code=True, assistant=...)`
+takes."""
 
 _LAZY = {
     "Decoding": "fastspec.generation.drafters.base",
@@ -61,11 +62,44 @@ _LAZY = {
 
 __all__ = [
     "CUSTOM_GENERATE",
-    "Autoregressive", "Cascade", "CheckpointError", "Continuous", "ContinuousBatch", "Decoding", "Drafter", "Eagle1", "Eagle2", "Eagle3",
-    "FastSpecError", "Nasd", "NgramStorage", "NoDistribution", "PatchConflict", "Profile", "Report", "Speculative", "Stage",
-    "SuffixStorage", "TokenTree", "TreeShape", "Tuned", "Tuning", "Unsupported", "__version__", "clear_memory", "continuous",
-    "frontier_generate", "load_head", "patch", "patched", "profile", "report", "tune", "unpatch", "warmup",
-]  # fmt: skip
+    "Autoregressive",
+    "Cascade",
+    "CheckpointError",
+    "Continuous",
+    "ContinuousBatch",
+    "Decoding",
+    "Drafter",
+    "Eagle1",
+    "Eagle2",
+    "Eagle3",
+    "FastSpecError",
+    "Nasd",
+    "NgramStorage",
+    "NoDistribution",
+    "PatchConflict",
+    "Profile",
+    "Report",
+    "Speculative",
+    "Stage",
+    "SuffixStorage",
+    "TokenTree",
+    "TreeShape",
+    "Tuned",
+    "Tuning",
+    "Unsupported",
+    "__version__",
+    "clear_memory",
+    "continuous",
+    "frontier_generate",
+    "load_head",
+    "patch",
+    "patched",
+    "profile",
+    "report",
+    "tune",
+    "unpatch",
+    "warmup",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,9 +19,9 @@ def _whole(where: str, least: int, **values: int) -> None:
 class TreeShape:
     """Size of a dynamic draft tree (EAGLE-2, section 4; EAGLE-3 keeps it).
 
-    `total_tokens` counts the root, so a verify pass scores exactly that many nodes. `top_k` children are drawn from each
-    of the `top_k` best nodes of a level, and `depth` levels are grown below the root's children: a path holds at most
-    depth + 1 draft tokens.
+    `total_tokens` counts the root, so a verify pass scores exactly that many nodes. `top_k` children are drawn from
+    each of the `top_k` best nodes of a level, and `depth` levels are grown below the root's children: a path holds at
+    most depth + 1 draft tokens.
     """
 
     total_tokens: int = 60
@@ -33,8 +33,10 @@ class TreeShape:
         _whole("TreeShape", 0, depth=self.depth)
         if not 2 <= self.total_tokens <= min(256, self.candidates + 1):
             raise Unsupported(
-                f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and {min(256, self.candidates + 1)}: depth={self.depth} "
-                f"and top_k={self.top_k} grow {self.candidates} candidates besides the root, and a tree holds at most 256 nodes"
+                f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and "
+                f"{min(256, self.candidates + 1)}: depth={self.depth} "
+                f"and top_k={self.top_k} grow {self.candidates} candidates besides the root, and a tree holds at "
+                "most 256 nodes"
             )
 
     @property
@@ -49,19 +51,24 @@ class TreeShape:
 
 
 # (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance.md.
-DEFAULT_TREES = {"cpu": TreeShape(total_tokens=16, depth=3, top_k=4), "cuda": TreeShape(total_tokens=60, depth=7, top_k=10)}
+DEFAULT_TREES = {
+    "cpu": TreeShape(total_tokens=16, depth=3, top_k=4),
+    "cuda": TreeShape(total_tokens=60, depth=7, top_k=10),
+}
 # The same of EAGLE-3 on the C++ kernels of the CPU, whose products of 8 rows cost less than those of 16.
 CPP_TREE = TreeShape(total_tokens=8, depth=3, top_k=2)
 # (device type) -> the same in batches of so many rows and more, ascending: 256 nodes in all and, at 128 rows,
 # 512, behind which arithmetic binds a pass (measured on an H100).
 BATCH_TREES = {
     "cuda": (
-        (8, TreeShape(total_tokens=32, depth=6, top_k=8)), (16, TreeShape(total_tokens=16, depth=5, top_k=4)),
-        (32, TreeShape(total_tokens=8, depth=5, top_k=2)), (128, TreeShape(total_tokens=4, depth=3, top_k=1)),
+        (8, TreeShape(total_tokens=32, depth=6, top_k=8)),
+        (16, TreeShape(total_tokens=16, depth=5, top_k=4)),
+        (32, TreeShape(total_tokens=8, depth=5, top_k=2)),
+        (128, TreeShape(total_tokens=4, depth=3, top_k=1)),
     ),
-}  # fmt: skip
-# (temperature, depth) -> the depth of the device's trees at the most in calls that sample at this temperature and above, where fewer levels
-# are accepted than a greedy call's.
+}
+# (temperature, depth) -> the depth of the device's trees at the most in calls that sample at this temperature and
+# above, where fewer levels are accepted than a greedy call's.
 SAMPLED_DEPTHS = ((0.8, 3), (0.0, 5))
 # (device type) -> numbers of nodes that total_tokens="auto" chooses from.
 AUTO_SIZES = {"cpu": (2, 4, 6, 8, 12, 16, 24, 32), "cuda": (8, 16, 24, 32, 48, 60, 64, 96, 128)}
@@ -89,11 +96,12 @@ class Autoregressive:
 class Speculative:
     """Speculative decoding with a draft model, or with the target's own first layers.
 
-    `gamma` is the number of tokens drafted a round; None drafts up to `most` tokens, as long as the draft model's confidence makes one
-    more worth its cost, and goes without drafts for some rounds where earlier ones were not worth theirs. `branches` children, the draft
-    model's best, stand at every drafted position; with more than one the drafts are its most likely tokens in sampled calls too.
-    `early_exit=k` drafts with the target's own first k layers, its final norm and LM head, on the target's own cache: it needs no draft
-    model. Raises `Unsupported` for sizes that do not fit.
+    `gamma` is the number of tokens drafted a round; None drafts up to `most` tokens, as long as the draft model's
+    confidence makes one more worth its cost, and goes without drafts for some rounds where earlier ones were not worth
+    theirs. `branches` children, the draft model's best, stand at every drafted position; with more than one the drafts
+    are its most likely tokens in sampled calls too. `early_exit=k` drafts with the target's own first k layers, its
+    final norm and LM head, on the target's own cache: it needs no draft model. Raises `Unsupported` for sizes that do
+    not fit.
     """
 
     name: ClassVar[str] = "speculative"
@@ -107,21 +115,26 @@ class Speculative:
         _whole("Speculative", 1, early_exit=1 if self.early_exit is None else self.early_exit)
         nodes = 1 + (self.most if self.gamma is None else self.gamma) * self.branches
         if nodes > 256:
-            raise Unsupported(f"Speculative: gamma or most times branches makes a tree of {nodes} nodes; it holds at most 256")
+            raise Unsupported(
+                f"Speculative: gamma or most times branches makes a tree of {nodes} nodes; it holds at most 256"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Nasd:
-    """N-gram assisted decoding: drafts of what followed the last tokens before, in the prompt and in the answer so far. Needs no resource.
+    """N-gram assisted decoding: drafts of what followed the last tokens before, in the prompt and in the answer so far.
+    Needs no resource.
 
-    `n` is the longest n-gram: a context has at most n - 1 tokens (None: 4, or 3 for "one_level", 33 for "suffix"). `gamma` is the longest
-    draft in tokens, `total_tokens` the largest tree in nodes, root counted (None: the device's default); a round takes fewer nodes where
-    they promise little. For every accepted token the target's `top_k_filler` likeliest tokens are counted besides; 1 counts the token
-    alone, as ANPD does. Where nothing is known a round is one token or, with stop_if_unknown=False, drafts the last token again.
+    `n` is the longest n-gram: a context has at most n - 1 tokens (None: 4, or 3 for "one_level", 33 for "suffix").
+    `gamma` is the longest draft in tokens, `total_tokens` the largest tree in nodes, root counted (None: the device's
+    default); a round takes fewer nodes where they promise little. For every accepted token the target's `top_k_filler`
+    likeliest tokens are counted besides; 1 counts the token alone, as ANPD does. Where nothing is known a round is one
+    token or, with stop_if_unknown=False, drafts the last token again.
 
-    `storage`: "ngram" (contexts of 1 to n - 1 tokens, the longest known one answers), "one_level" (n - 1 tokens only) or "suffix" (the
-    longest match of any length up to n - 1) gives every row of every call a storage of its own; a `fastspec.NgramStorage` or
-    `fastspec.SuffixStorage` is shared by the rows, and kept between calls. Raises `Unsupported` for values out of range.
+    `storage`: "ngram" (contexts of 1 to n - 1 tokens, the longest known one answers), "one_level" (n - 1 tokens only)
+    or "suffix" (the longest match of any length up to n - 1) gives every row of every call a storage of its own; a
+    `fastspec.NgramStorage` or `fastspec.SuffixStorage` is shared by the rows, and kept between calls. Raises
+    `Unsupported` for values out of range.
     """
 
     name: ClassVar[str] = "nasd"
@@ -134,7 +147,12 @@ class Nasd:
 
     def __post_init__(self) -> None:
         _whole("Nasd", 1, gamma=self.gamma, top_k_filler=self.top_k_filler)
-        _whole("Nasd", 2, n=2 if self.n is None else self.n, total_tokens=2 if self.total_tokens is None else self.total_tokens)
+        _whole(
+            "Nasd",
+            2,
+            n=2 if self.n is None else self.n,
+            total_tokens=2 if self.total_tokens is None else self.total_tokens,
+        )
         most = {"gamma": (self.gamma, 255), "total_tokens": (self.total_tokens or 2, 256), "n": (self.n or 2, 64)}
         for field, (value, bound) in most.items():
             if value > bound:
@@ -143,19 +161,25 @@ class Nasd:
             raise Unsupported(f"Nasd: stop_if_unknown must be True or False, not {self.stop_if_unknown!r}")
         if isinstance(self.storage, str):
             if self.storage not in ("ngram", "one_level", "suffix"):
-                raise Unsupported(f'Nasd: storage={self.storage!r}; accepted are "ngram", "one_level", "suffix" or a storage object')
+                raise Unsupported(
+                    f'Nasd: storage={self.storage!r}; accepted are "ngram", "one_level", "suffix" or a storage object'
+                )
         elif not all(callable(getattr(self.storage, method, None)) for method in ("start", "feed", "step", "look")):
-            raise Unsupported(f"Nasd: storage={self.storage!r} is none: fastspec.NgramStorage() and fastspec.SuffixStorage() make one")
+            raise Unsupported(
+                f"Nasd: storage={self.storage!r} is none: fastspec.NgramStorage() and fastspec.SuffixStorage() make one"
+            )
         elif self.n is not None:
             raise Unsupported(f"Nasd: n={self.n} belongs to the storage object: fastspec.NgramStorage(n={self.n})")
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuousBatch:
-    """Continuous batching: of a call's prompts `rows` are decoded at a time, and one that has ended gives its place to the next.
+    """Continuous batching: of a call's prompts `rows` are decoded at a time, and one that has ended gives its place to
+    the next.
 
-    `assistant` is what `assistant=` takes besides: a name or a config. Each prompt is answered as in a batch of its own, and the answers
-    come in the prompts' order. Raises `Unsupported` for fewer rows than one, and for another `ContinuousBatch` inside.
+    `assistant` is what `assistant=` takes besides: a name or a config. Each prompt is answered as in a batch of its
+    own, and the answers come in the prompts' order. Raises `Unsupported` for fewer rows than one, and for another
+    `ContinuousBatch` inside.
     """
 
     assistant: Any = "eagle3"
@@ -164,7 +188,9 @@ class ContinuousBatch:
     def __post_init__(self) -> None:
         _whole("ContinuousBatch", 1, rows=self.rows)
         if isinstance(self.assistant, ContinuousBatch):
-            raise Unsupported("ContinuousBatch: assistant is a ContinuousBatch itself: name what its rows are decoded with")
+            raise Unsupported(
+                "ContinuousBatch: assistant is a ContinuousBatch itself: name what its rows are decoded with"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +207,8 @@ class _DynamicTree:
             raise Unsupported(f"{type(self).__name__}: fused={self.fused!r}; accepted are True, False and None")
         if isinstance(self.total_tokens, str) and self.total_tokens != "auto":
             raise Unsupported(
-                f'{type(self).__name__}: total_tokens={self.total_tokens!r}; accepted are a whole number of nodes, "auto" and None'
+                f"{type(self).__name__}: total_tokens={self.total_tokens!r}; accepted are a whole number of nodes, "
+                '"auto" and None'
             )
         self.shape("cuda")
 
@@ -195,7 +222,8 @@ class _DynamicTree:
         return BATCH_TREES.get(device_type, ()) if self.is_default else ()
 
     def shape(self, device_type: str, rows: int = 1) -> TreeShape:
-        """The tree to grow for each of so many rows on a device of this type ("cpu", "cuda"); with "auto" the largest of `sizes`."""
+        """The tree to grow for each of so many rows on a device of this type ("cpu", "cuda"); with "auto" the largest
+        of `sizes`."""
         default = DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
         if self.is_default:
             return for_rows(default, self.batched(device_type), rows)
@@ -212,7 +240,8 @@ class _DynamicTree:
         return TreeShape(total_tokens=total, depth=depth, top_k=top_k)
 
     def sizes(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of nodes that "auto" chooses from on a device of this type, ascending; one where the number is given."""
+        """The numbers of nodes that "auto" chooses from on a device of this type, ascending; one where the number is
+        given."""
         most = self.shape(device_type).total_tokens
         choice = AUTO_SIZES.get(device_type, AUTO_SIZES["cuda"]) if self.total_tokens == "auto" else (most,)
         return tuple(sorted({min(size, most) for size in choice}))
@@ -220,16 +249,16 @@ class _DynamicTree:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3(_DynamicTree):
-    """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole (on the C++ kernels of the CPU
-    a smaller one, in calls that sample a shallower one) or, where one is given, the published values (depth 7, top_k 10, total_tokens 60)
-    for the rest.
+    """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole (on the C++
+    kernels of the CPU a smaller one, in calls that sample a shallower one) or, where one is given, the published values
+    (depth 7, top_k 10, total_tokens 60) for the rest.
 
-    total_tokens="auto" measures once and takes the number of nodes with the most expected tokens per millisecond (docs/assistants.md);
-    depth and top_k are then the device's where they are not given.
+    total_tokens="auto" measures once and takes the number of nodes with the most expected tokens per millisecond
+    (docs/assistants.md); depth and top_k are then the device's where they are not given.
 
-    fused=True drafts in one launch of a Triton kernel, and is refused, when the call is made, where the kernel cannot run; False drafts in
-    separate kernels, and so does None, since these were faster with every head that was measured. Raises `Unsupported` when the sizes do
-    not fit each other.
+    fused=True drafts in one launch of a Triton kernel, and is refused, when the call is made, where the kernel cannot
+    run; False drafts in separate kernels, and so does None, since these were faster with every head that was measured.
+    Raises `Unsupported` when the sizes do not fit each other.
     """
 
     name: ClassVar[str] = "eagle3"
@@ -237,30 +266,53 @@ class Eagle3(_DynamicTree):
 
 @dataclass(frozen=True, slots=True)
 class Eagle2(_DynamicTree):
-    """EAGLE-2 drafting (arXiv 2406.16858, section 4): the sizes and dynamic trees of `Eagle3` on a head of the EAGLE-1/2 format."""
+    """EAGLE-2 drafting (arXiv 2406.16858, section 4): the sizes and dynamic trees of `Eagle3` on a head of the
+    EAGLE-1/2 format."""
 
     name: ClassVar[str] = "eagle2"
 
 
 Ranks = tuple[int, ...]
-# EAGLE-1's published tree (arXiv 2401.15077; `mc_sim_7b_63` in its authors' code): 25 nodes below the root, 5 draft tokens deep.
+# EAGLE-1's published tree (arXiv 2401.15077; `mc_sim_7b_63` in its authors' code): 25 nodes below the root, 5 draft
+# tokens deep.
 PUBLISHED_PATHS: tuple[Ranks, ...] = (
-    (0,), (1,), (2,), (3,),
-    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
-    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
-    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
-    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
-)  # fmt: skip
+    (0,),
+    (1,),
+    (2,),
+    (3,),
+    (0, 0),
+    (0, 1),
+    (0, 2),
+    (1, 0),
+    (1, 1),
+    (2, 0),
+    (2, 1),
+    (3, 0),
+    (0, 0, 0),
+    (0, 0, 1),
+    (0, 0, 2),
+    (0, 1, 0),
+    (0, 1, 1),
+    (0, 2, 0),
+    (0, 2, 1),
+    (1, 0, 0),
+    (0, 0, 0, 0),
+    (0, 0, 0, 1),
+    (0, 0, 0, 2),
+    (0, 0, 0, 0, 0),
+    (0, 0, 0, 0, 1),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle1:
     """EAGLE-1 drafting (arXiv 2401.15077): a static tree on a head of the EAGLE-1/2 format.
 
-    `paths` names every node but the root by the child ranks that lead to it, in any order: [[0], [1], [0, 0]] is a root with
-    two children, the first of which has one. None takes the published tree of 25 such nodes. With drafts="greedy" the child
-    of rank r is the head's r-th most likely token; with "sampled" the children of a node are drawn without replacement from
-    the head's distribution, processed like the target's, where the call samples and no processor looks at the history.
+    `paths` names every node but the root by the child ranks that lead to it, in any order: [[0], [1], [0, 0]] is a root
+    with two children, the first of which has one. None takes the published tree of 25 such nodes. With drafts="greedy"
+    the child of rank r is the head's r-th most likely token; with "sampled" the children of a node are drawn without
+    replacement from the head's distribution, processed like the target's, where the call samples and no processor looks
+    at the history.
 
     Raises `Unsupported` for a node without its parent, one named twice, a rank that is none, and more than 256 nodes.
     """
@@ -284,7 +336,9 @@ def _checked_paths(paths: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
     try:
         nodes = [tuple(path) for path in paths]
     except TypeError as error:
-        raise Unsupported(f"Eagle1: paths={paths!r} must list one path of child ranks per node, such as [[0], [1], [0, 0]]") from error
+        raise Unsupported(
+            f"Eagle1: paths={paths!r} must list one path of child ranks per node, such as [[0], [1], [0, 0]]"
+        ) from error
     if not 1 <= len(nodes) <= 255:
         raise Unsupported(f"Eagle1: paths names {len(nodes)} nodes; between 1 and 255 are accepted besides the root")
     for path in nodes:

@@ -11,7 +11,10 @@ from fastspec.errors import Unsupported
 
 
 def choose_device(name: str | None = None) -> str:
-    """"cuda" where there is a CUDA device and "cpu" else, or the device that was named. Raises Unsupported for one that is not there."""
+    """Device of a command: the one that was named, else "cuda" where there is a CUDA device and "cpu" elsewhere.
+
+    Raises Unsupported for one that is not there.
+    """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -22,12 +25,15 @@ def choose_device(name: str | None = None) -> str:
         raise Unsupported(f"device {name!r} is unknown: accepted are cpu, cuda and cuda:N")
     if name != "cpu" and int(number or 0) >= count:
         held = "torch finds no CUDA device here" if not count else f"this machine has cuda:0 to cuda:{count - 1}"
-        raise Unsupported(f"device {name!r} is not there: {held}. A CUDA device needs a CUDA build of torch, see README.md")
+        raise Unsupported(
+            f"device {name!r} is not there: {held}. A CUDA device needs a CUDA build of torch, see README.md"
+        )
     return name
 
 
 def use_device(name: str | None = None) -> str:
-    """`choose_device`; a GPU with a number is CUDA's current one from here on, as in a command's own process it may be."""
+    """`choose_device`; a GPU with a number is CUDA's current one from here on, as in a command's own process it may
+    be."""
     import torch
 
     name = choose_device(name)
@@ -37,8 +43,8 @@ def use_device(name: str | None = None) -> str:
 
 
 def made_current(device: Any) -> AbstractContextManager[object]:
-    """A block in which a torch device is CUDA's current one, which Triton launches on and torch captures on, whatever its tensors' is.
-    Other devices need nothing."""
+    """A block in which a torch device is CUDA's current one, which Triton launches on and torch captures on, whatever
+    its tensors' is. Other devices need nothing."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

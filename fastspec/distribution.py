@@ -1,6 +1,7 @@
 """The name that fastspec is installed under, which is not the name that it is imported under.
 
-The distribution `fastspec` of the package index is another project's, and puts its files into a folder of the same name.
+The distribution `fastspec` of the package index is another project's, and puts its files into a folder of the same
+name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def install_command(extra: str) -> str:
 
 
 def stranger_in(folder: Path) -> str | None:
-    """The version of a distribution `fastspec` that has put an `__init__.py` into this folder, None where there is none."""
+    """The version of a distribution `fastspec` that has put an `__init__.py` into this folder, None where there is
+    none."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -34,12 +36,15 @@ def stranger_in(folder: Path) -> str | None:
 
 @cache
 def warn_of_stranger() -> None:
-    """Warn, once a process, where another project's files lie among ours: whichever was installed last has replaced the other's."""
+    """Warn, once a process, where another project's files lie among ours: whichever was installed last has replaced the
+    other's."""
     version = stranger_in(Path(__file__).parent)
     if version is not None:
         warnings.warn(
-            f"{STRANGER} {version}, a distribution of another project, was installed into the same folder as {DISTRIBUTION} "
-            f"({Path(__file__).parent}), and each overwrites the other's files: pip uninstall {STRANGER} {DISTRIBUTION}, then install "
+            f"{STRANGER} {version}, a distribution of another project, was installed into the same folder as "
+            f"{DISTRIBUTION} "
+            f"({Path(__file__).parent}), and each overwrites the other's files: pip uninstall {STRANGER} "
+            f"{DISTRIBUTION}, then install "
             f"{DISTRIBUTION} again",
             stacklevel=3,
         )

@@ -16,8 +16,8 @@ class Unsupported(FastSpecError, ValueError):
 
 
 class NoDistribution(FastSpecError):
-    """A row that cannot be sampled further: one of its scores is NaN or +inf, or all are -inf. `row` is its number in the batch of the
-    call, None where the prompt was submitted by itself."""
+    """A row that cannot be sampled further: one of its scores is NaN or +inf, or all are -inf. `row` is its number in
+    the batch of the call, None where the prompt was submitted by itself."""
 
     def __init__(self, message: str, row: int | None = None) -> None:
         super().__init__(message)
@@ -27,9 +27,12 @@ class NoDistribution(FastSpecError):
     def after(cls, tokens: int, row: int | None) -> NoDistribution:
         """The error of a row with so many new tokens."""
         return cls(
-            f"{'this prompt' if row is None else f'row {row} of the batch'} cannot be sampled after {tokens} new tokens: its scores hold "
-            "NaN or +inf, or the processors have left no token. Plain generate raises here, too (\"probability tensor contains either "
-            "`inf`, `nan` or element < 0\"). Look for NaN in the weights, such as those of a training run that diverged, for a dtype that "
+            f"{'this prompt' if row is None else f'row {row} of the batch'} cannot be sampled after {tokens} new "
+            "tokens: its scores hold "
+            'NaN or +inf, or the processors have left no token. Plain generate raises here, too ("probability tensor '
+            "contains either "
+            '`inf`, `nan` or element < 0"). Look for NaN in the weights, such as those of a training run that '
+            "diverged, for a dtype that "
             "overflows, and at the logits processors",
             row,
         )

@@ -1,4 +1,5 @@
-"""Files: JSON and YAML that anyone may have written, read within bounds, and what fastspec keeps on disk about this machine."""
+"""Files: JSON and YAML that anyone may have written, read within bounds, and what fastspec keeps on disk about this
+machine."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LARGEST = 1 << 20
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text holds. Raises ValueError for what is no JSON, and for more than DEEPEST lists and objects inside each other."""
+    """What a JSON text holds. Raises ValueError for what is no JSON, and for more than DEEPEST lists and objects inside
+    each other."""
     try:
         found = json.loads(text)
     except RecursionError as error:
@@ -27,15 +29,18 @@ def parse_json(text: str) -> Any:
     level = [found]
     for _ in range(DEEPEST + 1):
         level = [each for each in level if isinstance(each, (list, dict))]
-        deepest, level = level, [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        deepest, level = (
+            level,
+            [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)],
+        )
     if deepest:
         raise _too_deep()
     return found
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text holds, plain data alone. Raises ValueError for what is no YAML, and for what is too long, too deep, or refers to
-    other parts of itself: a few such references stand for any number of values."""
+    """What a YAML text holds, plain data alone. Raises ValueError for what is no YAML, and for what is too long, too
+    deep, or refers to other parts of itself: a few such references stand for any number of values."""
     import yaml
 
     if len(text) > LARGEST:
@@ -62,7 +67,8 @@ _told: set[Path] = set()
 
 
 def cache_folder() -> Path:
-    """Where it lies: the folder that the environment's FASTSPEC_CACHE names, else `fastspec` in XDG_CACHE_HOME, else in ~/.cache."""
+    """Where it lies: the folder that the environment's FASTSPEC_CACHE names, else `fastspec` in XDG_CACHE_HOME, else in
+    ~/.cache."""
     given = os.environ.get(SETTING)
     if given:
         return Path(given).expanduser()
@@ -81,7 +87,8 @@ def file_name(*words: str) -> str:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What is kept in a file, or None where there is none. A file that is damaged is ignored with a warning that names it."""
+    """What is kept in a file, or None where there is none. A file that is damaged is ignored with a warning that names
+    it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -97,12 +104,14 @@ def read(path: Path) -> dict[str, Any] | None:
 
 def ignore(path: Path, why: str) -> None:
     """Warn that a file is not used."""
-    warnings.warn(f"{path} is damaged and is ignored ({why}): delete it, and it is made anew", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"{path} is damaged and is ignored ({why}): delete it, and it is made anew", RuntimeWarning, stacklevel=2
+    )
 
 
 def write(path: Path, value: dict[str, Any]) -> bool:
-    """Keep an object in a file, all of it or nothing -> whether it was kept. A folder that cannot be written to is named in a warning,
-    once."""
+    """Keep an object in a file, all of it or nothing -> whether it was kept. A folder that cannot be written to is
+    named in a warning, once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
@@ -112,9 +121,12 @@ def write(path: Path, value: dict[str, Any]) -> bool:
         if path.parent not in _told:
             _told.add(path.parent)
             warnings.warn(
-                f"fastspec cannot keep what it measured in {path.parent} ({error}), and will do it again next time: name a folder that can "
-                f"be written to in the environment's {SETTING}", RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+                f"fastspec cannot keep what it measured in {path.parent} ({error}), and will do it again next time: "
+                "name a folder that can "
+                f"be written to in the environment's {SETTING}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return False
     return True
 

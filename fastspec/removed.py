@@ -7,7 +7,8 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 BLOCK_HEADS = (
-    "block heads (DFlash, DSpark, DFlash 2) left fastspec, which trained them and never decoded with them; docs/drafters.md has what they "
+    "block heads (DFlash, DSpark, DFlash 2) left fastspec, which trained them and never decoded with them; "
+    "docs/drafters.md has what they "
     "measured, and the repository's tag `laboratory` their code"
 )
 BLOCK_KINDS = ("dspark", "dflash", "dflash2")
@@ -46,7 +47,8 @@ MODULES = {
         "fastspec.generation.drafters.retokenized"
     ),
     "fastspec.generation.drafters.eagle": (
-        "heads are in fastspec.generation.heads, what drafts with them in fastspec.generation.drafters.head_drafter and "
+        "heads are in fastspec.generation.heads, what drafts with them in fastspec.generation.drafters.head_drafter "
+        "and "
         "head_program, and the one-launch drafter in fastspec.patches.assistants.fused"
     ),
     "fastspec.generation.drafters.ngram": (
@@ -59,12 +61,14 @@ MODULES = {
     "fastspec.generation.engine.round_state": "it is in fastspec.generation.engine.call",
     "fastspec.generation.engine.row_counts": "it is in fastspec.generation.engine.open_batch",
     "fastspec.generation.engine.row_rules": "it is in fastspec.generation.engine.open_batch",
-    "fastspec.generation.layers": "its modules are fastspec.generation.decoder_layer and fastspec.generation.whole_layers",
+    "fastspec.generation.layers": "its modules are fastspec.generation.decoder_layer and "
+    "fastspec.generation.whole_layers",
     "fastspec.generation.lockstep": "it is in fastspec.generation.verify",
     "fastspec.generation.profile": "it is in fastspec.generation.stats",
     "fastspec.generation.prompt_parts": "it is in fastspec.generation.target",
     "fastspec.generation.random_numbers": "it is in fastspec.generation.verify",
-    "fastspec.generation.state": "its modules are fastspec.generation.layer_state and fastspec.generation.sequence_state",
+    "fastspec.generation.state": "its modules are fastspec.generation.layer_state and "
+    "fastspec.generation.sequence_state",
     "fastspec.kernels.cache.kv_block_copy": "it is in fastspec.kernels.cache.commit",
     "fastspec.kernels.drafting.head_input": "it is in fastspec.kernels.drafting.inputs",
     "fastspec.kernels.drafting.head_pairs": "it is in fastspec.kernels.drafting.inputs",

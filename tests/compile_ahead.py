@@ -1,10 +1,12 @@
-"""Compile what a call launches on a GPU that need not be there, ahead and in parallel, and print a row for each program of the call.
+"""Compile what a call launches on a GPU that need not be there, ahead and in parallel, and print a row for each program
+of the call.
 
     python tests/compile_ahead.py 90 smollm2-135m eagle3        # 8B: llama-8b needs 16 GB of memory
     FASTSPEC_COMPILE_WORKERS=1 python tests/compile_ahead.py 90 tiny autoregressive
 
-The model lies on the CPU and its kernels are not launched: the programs that a GPU would capture are run without data, as they are before
-their first run there. TRITON_CACHE_DIR names the cache that is filled; without it an empty one is made.
+The model lies on the CPU and its kernels are not launched: the programs that a GPU would capture are run without data,
+as they are before their first run there. TRITON_CACHE_DIR names the cache that is filled; without it an empty one is
+made.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ def main(capability: int, shape: str, assistant: str) -> None:
     fastspec.patch(model, eagle3=full_size.make_head(model, 32000))
     ids = torch.arange(5, 25)[None]
     chosen = fastspec.Eagle3() if assistant == "eagle3" else assistant
-    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, assistant=chosen)
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, assistant=chosen
+    )
     print(json.dumps({"outside": outside, "process": os.getpid()}))
 
 

@@ -1,12 +1,14 @@
-"""Compile every Triton kernel for a GPU that need not be there, and print a row for each launch: its name, shared memory and registers.
+"""Compile every Triton kernel for a GPU that need not be there, and print a row for each launch: its name, shared
+memory and registers.
 
     python tests/compile_targets.py 86
     python tests/compile_targets.py gfx942 135M "8 rows"     # an AMD target: no registers are read
     python tests/compile_targets.py 86 135M,mixers 0/12      # a twelfth of every fifth launch
     python tests/compile_targets.py - < jobs                 # a line of such arguments each, as JSON lists; an empty line ends its rows
 
-The host functions run as they do on such a device, with tensors on the CPU, and each launch is compiled in place of being run.
-"""
+The host functions run as they do on such a device, with tensors on the CPU, and each launch is compiled in place of
+being run.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from triton.runtime.jit import JITFunction
 AMD = {"gfx942": 64 << 10}
 """AMD's targets -> bytes of local data share (CDNA 3 ISA, MI300)."""
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Compute capability -> bytes of shared memory that one program may use (CUDA C++ Programming Guide, technical specifications)."""
+"""Compute capability -> bytes of shared memory that one program may use (CUDA C++ Programming Guide, technical
+specifications)."""
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHAPES = {"8B": (4096, 14336, 32, 8, 128, 128256), "135M": (576, 1536, 9, 3, 64, 49152)}
 """name -> hidden size, inner size, query heads, key heads, head size, vocabulary."""
@@ -62,7 +65,8 @@ class Absent:
 
 
 def pretend(target: int | str) -> None:
-    """Let kernels and their host functions take tensors on the CPU for those of a device of this compute capability, or of AMD's."""
+    """Let kernels and their host functions take tensors on the CPU for those of a device of this compute capability, or
+    of AMD's."""
     from fastspec.kernels import launch
     from fastspec.kernels.attention import hopper as hopper_attention
     from fastspec.kernels.attention import tree as tree_attention
@@ -109,7 +113,9 @@ def usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(
+            [TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", told)}
     return {"registers": found["REG"], "stack": found["STACK"]}
 
@@ -152,14 +158,26 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         yield f"linear to the vocabulary, {rows} rows", lambda x=x: linear.linear(x, few(vocab, hidden), None)
         yield f"linear with a bias, {rows} rows", lambda x=x: linear.linear(x, few(hidden, hidden), few(hidden))
         yield f"gate_up, {rows} rows", lambda x=x: linear.gate_up(x, few(2 * inner, hidden), None)
-        yield f"linear_parts, {rows} rows", lambda rows=rows: linear_parts.linear_parts(few(1, rows, inner), few(hidden, inner), None)
+        yield (
+            f"linear_parts, {rows} rows",
+            lambda rows=rows: linear_parts.linear_parts(few(1, rows, inner), few(hidden, inner), None),
+        )
         yield f"rms_norm, {rows} rows", lambda x=x: rms_norm.rms_norm(x, few(hidden), 1e-5, x)
         space = Space(whole(2), torch.zeros(ROWS, dtype=torch.int32), 0, 2, words_of(hidden, dtype))
-        for name, own in (("", x), (" behind its product", DeferredProduct(x, few(hidden, hidden), None, linear_parts.linear_parts))):
-            yield f"reduced_norm{name}, {rows} rows", lambda x=x, own=own, space=space: reduced_norm.reduced_norm(
-                own, few(hidden), 1e-5, x, None, None, None, space
+        for name, own in (
+            ("", x),
+            (" behind its product", DeferredProduct(x, few(hidden, hidden), None, linear_parts.linear_parts)),
+        ):
+            yield (
+                f"reduced_norm{name}, {rows} rows",
+                lambda x=x, own=own, space=space: reduced_norm.reduced_norm(
+                    own, few(hidden), 1e-5, x, None, None, None, space
+                ),
             )
-        yield f"look_up, {rows} rows", lambda rows=rows, space=space: joins.summed_rows(whole(1, rows), few(64, hidden), 0, space)
+        yield (
+            f"look_up, {rows} rows",
+            lambda rows=rows, space=space: joins.summed_rows(whole(1, rows), few(64, hidden), 0, space),
+        )
         here = few(rows, draft_vocab // 2)
         joined = Space(*space[:4], words_of(joins.CHUNK, dtype))
         yield f"all_gather, {rows} rows", lambda x=here, space=joined: joins.gathered(x, draft_vocab, space)
@@ -168,73 +186,126 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         cache, table = few(1, kv_heads, 4096, size), floats(4096, size // 2, dtype=torch.float32)
         qkv = few(1, rows, (heads + 2 * kv_heads) * size)
         at = whole(1, rows)
-        yield f"rope_cache, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(q, t, t, n, k, k, n)
-        yield f"rope_cache in pairs, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(
-            q, t, t, n, k, k, n, interleaved=True
+        yield (
+            f"rope_cache, {rows} rows",
+            lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(q, t, t, n, k, k, n),
         )
-        yield f"rope_cache with a factor, {rows} rows", lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(
-            q, t, t, n, k, k, n, factor=floats(4096, dtype=torch.float32)
+        yield (
+            f"rope_cache in pairs, {rows} rows",
+            lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(q, t, t, n, k, k, n, interleaved=True),
+        )
+        yield (
+            f"rope_cache with a factor, {rows} rows",
+            lambda q=qkv, n=at, k=cache, t=table: rope_cache.rope_cache(
+                q, t, t, n, k, k, n, factor=floats(4096, dtype=torch.float32)
+            ),
         )
         for extent in (1024, 16384):
             words = None if rows == 1 else whole(1, rows, 1)
             layout = tree_layout.attention_layout(whole(1), words, rows, rows, extent, group)
             keys = few(1, kv_heads, extent + 64, size)
-            yield f"tree_attention, {rows} rows, {extent}", lambda n=rows, k=keys, to=layout: tree_attention.tree_attention(
-                few(1, n, heads, size), k, k, to, size**-0.5
+            yield (
+                f"tree_attention, {rows} rows, {extent}",
+                lambda n=rows, k=keys, to=layout: tree_attention.tree_attention(
+                    few(1, n, heads, size), k, k, to, size**-0.5
+                ),
             )
             part = 32 * rows
             chain = tree_layout.attention_layout(whole(1), None, part, part, extent, group)
-            yield f"tree_attention, a part of {part} tokens, {extent}", lambda n=part, k=keys, to=chain: tree_attention.tree_attention(
-                few(1, n, heads, size), k, k, to, size**-0.5
+            yield (
+                f"tree_attention, a part of {part} tokens, {extent}",
+                lambda n=part, k=keys, to=chain: tree_attention.tree_attention(
+                    few(1, n, heads, size), k, k, to, size**-0.5
+                ),
             )
         keys, sinks = few(1, kv_heads, 16384, size), few(heads)
-        for span, extras in ((Span(4096), {}), (Span(128), {"sinks": sinks}), (Span(4096), {"cap": 50.0}), (Span(8192, chunk=True), {})):
+        for span, extras in (
+            (Span(4096), {}),
+            (Span(128), {"sinks": sinks}),
+            (Span(4096), {"cap": 50.0}),
+            (Span(8192, chunk=True), {}),
+        ):
             depths = None if rows == 1 else whole(1, rows)
             cut = {"span": span, "depths": depths, "ring": None if span.chunk else span.size + 1024}
             layout = tree_layout.attention_layout(whole(1), words, rows, rows, 16000, group, **cut)
-            yield f"tree_attention, {rows} rows, {span} {' '.join(extras)}", lambda n=rows, k=keys, to=layout, more=extras: (
-                tree_attention.tree_attention(few(1, n, heads, size), k, k, to, size**-0.5, **more)
+            yield (
+                f"tree_attention, {rows} rows, {span} {' '.join(extras)}",
+                lambda n=rows, k=keys, to=layout, more=extras: tree_attention.tree_attention(
+                    few(1, n, heads, size), k, k, to, size**-0.5, **more
+                ),
             )
         wide = few(1, kv_heads, 16384, 512)
         layout = tree_layout.attention_layout(whole(1), words, rows, rows, 16000, group)
-        yield f"tree_attention, {rows} rows, wide heads", lambda n=rows, k=wide, to=layout: tree_attention.tree_attention(
-            few(1, n, heads, 512), k, k, to, 1.0
+        yield (
+            f"tree_attention, {rows} rows, wide heads",
+            lambda n=rows, k=wide, to=layout: tree_attention.tree_attention(few(1, n, heads, 512), k, k, to, 1.0),
         )
         logits = few(1, rows, vocab)
         yield f"pick, {rows} rows", lambda x=logits: posterior_eval.pick(x, None)
         drawn = floats(1, rows, dtype=torch.float32)
         yield f"pick, drawn, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u)
-        yield f"pick under settings, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u, SamplingSettings(0.8, 50, 0.9, 0.1))
+        yield (
+            f"pick under settings, {rows} rows",
+            lambda x=logits, u=drawn: posterior_eval.pick(x, u, SamplingSettings(0.8, 50, 0.9, 0.1)),
+        )
         tree, table = whole(1, rows), few(vocab, hidden)
         yield f"tree_input, {rows} rows", lambda t=tree, e=table: inputs.tree_input(t, t, whole(1), 4000, e)
         path = whole(1, min(rows, 8))
         yield f"posterior_walk, {rows} rows", lambda t=tree, n=path.shape[1]: posterior_eval.posterior_walk(t, t, t, n)
         yield f"commit_slots, {rows} rows", lambda p=path, a=active: settle.commit_slots(whole(1), p, whole(1), a, 4000)
         yield f"emit, {rows} rows", lambda t=tree, p=path, a=active: settle.emit(t, p, whole(1), whole(1), a, whole(1))
-    yield "kv_block_copy", lambda: commit.kv_block_copy(*(few(4, 1, kv_heads, 1024, size),) * 2, whole(1, 8), whole(1, 8))
-    yield "path_pairs", lambda: inputs.path_pairs(
-        few(1, nodes, 3 * hidden), whole(1, 8), whole(1), whole(1), torch.ones(1, dtype=torch.bool), whole(1), whole(1)
+    yield (
+        "kv_block_copy",
+        lambda: commit.kv_block_copy(*(few(4, 1, kv_heads, 1024, size),) * 2, whole(1, 8), whole(1, 8)),
+    )
+    yield (
+        "path_pairs",
+        lambda: inputs.path_pairs(
+            few(1, nodes, 3 * hidden),
+            whole(1, 8),
+            whole(1),
+            whole(1),
+            torch.ones(1, dtype=torch.bool),
+            whole(1),
+            whole(1),
+        ),
     )
     last = few(1, hidden)
-    yield "keep_last", lambda: inputs.keep_last(few(1, 8, hidden), few(1, 8, hidden), whole(1), last, last.clone(), whole(1), 4000)
+    yield (
+        "keep_last",
+        lambda: inputs.keep_last(few(1, 8, hidden), few(1, 8, hidden), whole(1), last, last.clone(), whole(1), 4000),
+    )
     scores, ids = floats(1, 10, dtype=torch.float32), whole(draft_vocab)
     yield "topk_expand", lambda: topk_expand.topk_expand(few(1, 10, hidden), few(draft_vocab, hidden), scores, 10, ids)
-    yield "topk_expand of one node", lambda: topk_expand.topk_expand(few(1, 1, hidden), few(draft_vocab, hidden), scores[:, :1], 10, ids)
+    yield (
+        "topk_expand of one node",
+        lambda: topk_expand.topk_expand(few(1, 1, hidden), few(draft_vocab, hidden), scores[:, :1], 10, ids),
+    )
     for wide in (20, topk_expand.MAX_COUNT):
         scores = floats(1, wide, dtype=torch.float32)
-        yield f"topk_expand, {wide} children", lambda k=wide, s=scores: topk_expand.topk_expand(
-            few(1, k, hidden), few(draft_vocab, hidden), s, k, ids
+        yield (
+            f"topk_expand, {wide} children",
+            lambda k=wide, s=scores: topk_expand.topk_expand(few(1, k, hidden), few(draft_vocab, hidden), s, k, ids),
         )
     norms, table = few(hidden), few(vocab, hidden)
-    yield "next_frontier", lambda: inputs.next_frontier(whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10)
+    yield (
+        "next_frontier",
+        lambda: inputs.next_frontier(whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10),
+    )
     yield "head_input", lambda: inputs.head_input(whole(1, 10), few(1, 10, hidden), table, norms, norms, 1e-5)
-    yield "frontier_input", lambda: inputs.frontier_input(
-        whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10, table, norms, norms, 1e-5
+    yield (
+        "frontier_input",
+        lambda: inputs.frontier_input(
+            whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10, table, norms, norms, 1e-5
+        ),
     )
     for many in (710, 5000, tree_build.MAX_CANDIDATES):
         grown = floats(1, many, dtype=torch.float32)
-        yield f"tree_build, {many} candidates", lambda n=many, s=grown: tree_build.tree_build(
-            s, whole(1, n), whole(1, n), whole(n), whole(1), 256 if n > 710 else 60
+        yield (
+            f"tree_build, {many} candidates",
+            lambda n=many, s=grown: tree_build.tree_build(
+                s, whole(1, n), whole(1, n), whole(n), whole(1), 256 if n > 710 else 60
+            ),
         )
 
 
@@ -261,18 +332,25 @@ def recurrent_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], o
         yield f"tree_conv of a text, {rows} rows", lambda x=mixed: conv.tree_conv(x, weight, held, None)
         yield f"hold, {rows} rows", lambda x=mixed: conv.hold(x, held, whole(1))
         yield f"delta_chain, {rows} rows", lambda x=mixed, a=a, b=b: delta.delta_chain(x, a, b, rates, state, whole(1))
-        yield f"delta_tree, {rows} rows", lambda x=mixed, a=a, b=b, w=words, u=updates, g=gates: (
-            delta.delta_tree(x, a, b, rates, state, w, u, g)
+        yield (
+            f"delta_tree, {rows} rows",
+            lambda x=mixed, a=a, b=b, w=words, u=updates, g=gates: delta.delta_tree(x, a, b, rates, state, w, u, g),
         )
         yield f"gated_norm, {rows} rows", lambda x=parts: gated.gated_norm(few(*x.shape), x, few(size), 1e-6)
         yield f"gate_heads, {rows} rows", lambda x=qkv, n=rows: gated.gate_heads(few(1, n, 16, 256), x)
-        yield f"rope_cache with gates, {rows} rows", lambda q=qkv, n=at, t=table: rope_cache.rope_cache(
-            q, t, t, n, cache, cache, n, few(256), few(256), 1e-6, True, True
+        yield (
+            f"rope_cache with gates, {rows} rows",
+            lambda q=qkv, n=at, t=table: rope_cache.rope_cache(
+                q, t, t, n, cache, cache, n, few(256), few(256), 1e-6, True, True
+            ),
         )
     states, kept = state[None], few(1, 1, 61, channels)
     updates, gates = floats(1, 1, 61, heads, size, dtype=torch.float32), floats(1, 1, 61, heads, dtype=torch.float32)
     on = torch.ones(1, dtype=torch.bool)
-    yield "delta_commit", lambda: conv.delta_commit(states, held[None], kept, kept, updates, gates, whole(1, 8), whole(1), on)
+    yield (
+        "delta_commit",
+        lambda: conv.delta_commit(states, held[None], kept, kept, updates, gates, whole(1, 8), whole(1), on),
+    )
 
 
 def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -285,13 +363,19 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
 
     clamped = Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0)
     families = (
-        ("Mixtral", 4096, 2048, 2, SWIGLU, False, False), ("gpt-oss", 2880, 2880, 4, clamped, True, False),
-        ("GLM-4.5", 4096, 1408, 8, SWIGLU, False, True), ("Gemma 4", 2816, 704, 8, Expert(gate=GELU_TANH), False, False),
+        ("Mixtral", 4096, 2048, 2, SWIGLU, False, False),
+        ("gpt-oss", 2880, 2880, 4, clamped, True, False),
+        ("GLM-4.5", 4096, 1408, 8, SWIGLU, False, True),
+        ("Gemma 4", 2816, 704, 8, Expert(gate=GELU_TANH), False, False),
         ("Llama 4", 5120, 8192, 1, Expert(scales_input=True), True, True),
-    )  # fmt: skip
+    )
     for rows in (1, 16, 32, 60, 128):
         for name, hidden, inner, choices, kind, transposed, shared in families:
-            sizes = ((8, hidden, 2 * inner), (8, inner, hidden)) if transposed else ((8, 2 * inner, hidden), (8, hidden, inner))
+            sizes = (
+                ((8, hidden, 2 * inner), (8, inner, hidden))
+                if transposed
+                else ((8, 2 * inner, hidden), (8, hidden, inner))
+            )
             gate_up, down = (few(*each).transpose(1, 2) if transposed else few(*each) for each in sizes)
             biases = {"gate_up_bias": few(8, 2 * inner), "down_bias": few(8, hidden)} if kind is clamped else {}
             beside = {"shared": few(rows, hidden), "shared_gate": few(rows, 1)} if shared else {}
@@ -306,8 +390,9 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
 
 
 def main(target: int | str, shapes: list[str], only: str = "") -> None:
-    """Print a row of JSON per launch; one that cannot be compiled says why. `only` is part of the name of those that are wanted, or says
-    which of so many parts: of each op, whatever it is given beside, every fifth launch is in one of them, the first among these."""
+    """Print a row of JSON per launch; one that cannot be compiled says why. `only` is part of the name of those that
+    are wanted, or says which of so many parts: of each op, whatever it is given beside, every fifth launch is in one of
+    them, the first among these."""
     rows: list[dict[str, Any]] = []
     compiled(target, rows)
     part = re.fullmatch(r"(\d+)/(\d+)", only)
@@ -327,7 +412,10 @@ def main(target: int | str, shapes: list[str], only: str = "") -> None:
             except Exception as error:
                 rows.append({"kernel": "?", "error": f"{type(error).__name__}: {error}"[:400]})
             for row in rows[before:]:
-                print(json.dumps({"capability": target, "shape": shape, "op": name, "limit": limit_of(target), **row}), flush=True)
+                print(
+                    json.dumps({"capability": target, "shape": shape, "op": name, "limit": limit_of(target), **row}),
+                    flush=True,
+                )
 
 
 def read(arguments: list[str]) -> None:
@@ -337,7 +425,8 @@ def read(arguments: list[str]) -> None:
 
 
 def each(jobs: list[list[str]]) -> None:
-    """`read` of each in a fork of its own, for a process compiles for one target; the imports are shared. One that fails ends all."""
+    """`read` of each in a fork of its own, for a process compiles for one target; the imports are shared. One that
+    fails ends all."""
     for job in jobs:
         sys.stdout.flush()
         if not (child := os.fork()):

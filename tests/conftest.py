@@ -1,4 +1,5 @@
-"""What the tests share: the offline setting, threads, the models that the tests of `generate` compare, SmolLM2 once per worker."""
+"""What the tests share: the offline setting, threads, the models that the tests of `generate` compare, SmolLM2 once per
+worker."""
 
 from __future__ import annotations
 
@@ -8,8 +9,12 @@ import shutil
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-CACHE = os.environ["FASTSPEC_CACHE"] = tempfile.mkdtemp(prefix="fastspec-tests-")  # what was tuned on this machine is none of the tests'
-os.environ.setdefault("FASTSPEC_CPU", "torch")  # one choice on every machine, and none waits for a compiler; its own tests unset it
+CACHE = os.environ["FASTSPEC_CACHE"] = tempfile.mkdtemp(
+    prefix="fastspec-tests-"
+)  # what was tuned on this machine is none of the tests'
+os.environ.setdefault(
+    "FASTSPEC_CPU", "torch"
+)  # one choice on every machine, and none waits for a compiler; its own tests unset it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
@@ -36,7 +41,8 @@ def pytest_unconfigure():
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: garbage collections need not look at it, and of what tests leave there is little to find."""
+    """What is imported by now stays: garbage collections need not look at it, and of what tests leave there is little
+    to find."""
     import gc
 
     gc.collect()
@@ -46,8 +52,9 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Left to `make test-slow`: where nothing is drafted, the pair whose drafts are right, which repeats the one whose drafts are wrong;
-    and of tests with three and more axes of parameters what holds no pair of values that the others have not."""
+    """Left to `make test-slow`: where nothing is drafted, the pair whose drafts are right, which repeats the one whose
+    drafts are wrong; and of tests with three and more axes of parameters what holds no pair of values that the others
+    have not."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "bigram" in (params.get("pair"), params.get("kind")) and params.get("assistant") == "autoregressive":
@@ -74,7 +81,8 @@ def shared_device():
 
 @pytest.fixture(scope="module")
 def pairs():
-    """kind -> (the unpatched model, only read, the same patched); drafts are mostly wrong for "random" and all right for "bigram"."""
+    """kind -> (the unpatched model, only read, the same patched); drafts are mostly wrong for "random" and all right
+    for "bigram"."""
     from helpers.generate import MAKERS, unpatched
 
     import fastspec
@@ -110,7 +118,8 @@ def captures(monkeypatch):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """(model, tokenizer) of SmolLM2-135M-Instruct in fp32 on the CPU. Shared: a test that patches it must unpatch it."""
+    """(model, tokenizer) of SmolLM2-135M-Instruct in fp32 on the CPU. Shared: a test that patches it must unpatch
+    it."""
     from fastspec.models import load_smollm2
 
     return load_smollm2("cpu", torch.float32)

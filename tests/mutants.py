@@ -1,9 +1,9 @@
 """Mutation testing: changes one line at a time and counts what the tests notice, each by the tests that run it.
 
-`make mutants` draws `count` mutants of the modules that `mutants.toml` names, with a fixed seed. Which tests run which lines is recorded
-once (`.mutants/lines/`, by test file, anew where the file or a module that it ran has changed). Each mutant is tried in a copy of the
-tree by the quickest of its tests. Results go to `.mutants/results.jsonl` as they come: a run that was stopped goes on where it was.
-`mutants.md` says how all ended; `mutants.toml` why those that live do.
+`make mutants` draws `count` mutants of the modules that `mutants.toml` names, with a fixed seed. Which tests run which
+lines is recorded once (`.mutants/lines/`, by test file, anew where the file or a module that it ran has changed). Each
+mutant is tried in a copy of the tree by the quickest of its tests. Results go to `.mutants/results.jsonl` as they come:
+a run that was stopped goes on where it was. `mutants.md` says how all ended; `mutants.toml` why those that live do.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HELD = Path(".mutants")
 """What a run keeps, in the folder that it runs in."""
 PROCESSES = 2
 MOST, SECONDS, FEW = 40, 40.0, 5
-"""Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of its function are
-asked as well."""
+"""Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of
+its function are asked as well."""
 SLOWER, START = 6.0, 120.0
 """A mutant's tests may take this much longer than they took, and these seconds: other work may share the machine."""
 KILLED, SHARE = ("failed", "timeout"), 0.9
@@ -90,7 +90,8 @@ def digest(*texts: str) -> str:
 
 
 def sources_of(patterns: Iterable[str], root: Path) -> dict[str, str]:
-    """The modules that patterns under `fastspec/` name, with their texts. Raises ValueError for a pattern that names none."""
+    """The modules that patterns under `fastspec/` name, with their texts. Raises ValueError for a pattern that names
+    none."""
     found: dict[str, str] = {}
     for pattern in patterns:
         here = sorted((root / "fastspec").glob(pattern))
@@ -103,8 +104,8 @@ def sources_of(patterns: Iterable[str], root: Path) -> dict[str, str]:
 
 
 def chosen(mutant: Mutant, tests: Mapping[str, Ran]) -> list[str]:
-    """The tests that try a mutant: those that run its lines, then, where these are few, its function, then its module. The quickest case
-    of every test comes before a second one of any."""
+    """The tests that try a mutant: those that run its lines, then, where these are few, its function, then its module.
+    The quickest case of every test comes before a second one of any."""
 
     def of(first: int, last: int) -> list[str]:
         wanted = (1 << (last + 1)) - (1 << first)
@@ -143,8 +144,8 @@ def read(path: Path) -> dict[str, Result]:
 
 
 def is_valid(result: Result | None, source: str, tests: Sequence[str]) -> bool:
-    """Whether a result still holds: a mutant that was killed is tried again where its module changed, one that lived also by other
-    tests, and one whose tests could not be run always."""
+    """Whether a result still holds: a mutant that was killed is tried again where its module changed, one that lived
+    also by other tests, and one whose tests could not be run always."""
     if result is None or result.source != source or result.outcome.startswith("error"):
         return False
     return result.outcome in KILLED or result.tests == digest(*tests)
@@ -156,7 +157,8 @@ def run_all(
     attempt: Callable[[Mutant, list[str]], str],
     processes: int = PROCESSES,
 ) -> dict[str, Result]:
-    """Try those mutants whose results in `path` do not hold, (mutant, tests, digest of its module) each, and append theirs -> all."""
+    """Try those mutants whose results in `path` do not hold, (mutant, tests, digest of its module) each, and append
+    theirs -> all."""
     found = read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     left = [job for job in jobs if not is_valid(found.get(job[0].key), job[2], job[1])]
@@ -185,7 +187,10 @@ def page(listed: Listed, mutants: Sequence[Mutant], results: Mapping[str, Result
         f"`make mutants` draws {len(mutants)} changes of single places and writes this page.",
         "",
     )
-    yield f"{len(tried)} of them were tried so far, {len(killed)} of these killed: {len(killed) / max(1, len(tried)):.1%}."
+    yield (
+        f"{len(tried)} of them were tried so far, {len(killed)} of these killed: "
+        f"{len(killed) / max(1, len(tried)):.1%}."
+    )
     yield from ("", "| modules | drawn | tried | killed |", "|---|---|---|---|")
     for folder in sorted({str(Path(mutant.module).parent) for mutant in mutants}):
         here = [sum(str(Path(mutant.module).parent) == folder for mutant in each) for each in (mutants, tried, killed)]
@@ -199,7 +204,8 @@ def page(listed: Listed, mutants: Sequence[Mutant], results: Mapping[str, Result
 
 
 def faults(listed: Listed, mutants: Sequence[Mutant], results: Mapping[str, Result]) -> list[str]:
-    """What is to be mended: survivors without a reason, reasons of mutants that are killed, and too small a share of killed ones."""
+    """What is to be mended: survivors without a reason, reasons of mutants that are killed, and too small a share of
+    killed ones."""
     tried = [mutant.key for mutant in mutants if mutant.key in results]
     killed = {key for key in tried if results[key].outcome in KILLED}
     found = [f"lived without a reason: {key}" for key in tried if key not in killed and key not in listed.reasons]
@@ -315,8 +321,8 @@ class Runner:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def in_process(self, target: Callable[..., None], tree: Path, limit: float, *given: Any) -> int | None:
-        """Run a function in a process -> its exit status; None of one that took longer than `limit` seconds. None of its own processes
-        is left."""
+        """Run a function in a process -> its exit status; None of one that took longer than `limit` seconds. None of
+        its own processes is left."""
         process = self.context.Process(target=target, args=(str(tree), f"{tree}.log", *given))
         process.start()
         process.join(limit)

@@ -4,9 +4,10 @@
     python tests/sweep.py gpt2 git   # prints the rows of these
     python tests/sweep.py --write gpt2 git    # writes them among the others
 
-The outcome of a row is `equal` (every one of its `assistants` gives plain generate's tokens: one text, three texts left-padded, and three
-turns on returned caches), `refused` (by name, by `patch` or by the first call), `plain fails`, `not built`, and what must not be:
-`differs`, `raises`, `stuck`. The classes run in another process, so that one that dies or hangs costs its own row alone.
+The outcome of a row is `equal` (every one of its `assistants` gives plain generate's tokens: one text, three texts
+left-padded, and three turns on returned caches), `refused` (by name, by `patch` or by the first call), `plain fails`,
+`not built`, and what must not be: `differs`, `raises`, `stuck`. The classes run in another process, so that one that
+dies or hangs costs its own row alone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ MAPPINGS = {
     IMAGE_TEXT: (transformers.AutoModelForImageTextToText, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     SOURCE: (transformers.AutoModelForSeq2SeqLM, dict.fromkeys(SEQ2SEQ, "")),
 }
-NEEDED: dict[str, Any] = {"autoregressive": "autoregressive", "nasd": "nasd", "speculative": fastspec.Speculative(gamma=3, branches=3)}
+NEEDED: dict[str, Any] = {
+    "autoregressive": "autoregressive",
+    "nasd": "nasd",
+    "speculative": fastspec.Speculative(gamma=3, branches=3),
+}
 HEAD = fastspec.Eagle3(depth=2, top_k=6, total_tokens=24)
 NEW, TURN = 20, 7
 SECONDS = 120
@@ -57,7 +62,9 @@ def row(mapping: str, kind: str) -> dict[str, Any]:
     except Exception as error:
         return found | {"outcome": "not built", "reason": _short(error)}
     found["class"] = type(model).__name__
-    resources: dict[str, Any] = {"speculative": near(model) if mapping == SOURCE else _draft(kind, model, MAPPINGS[mapping][0])}
+    resources: dict[str, Any] = {
+        "speculative": near(model) if mapping == SOURCE else _draft(kind, model, MAPPINGS[mapping][0])
+    }
     if mapping != SOURCE:
         try:
             resources["eagle3"] = tiny_head(model)
@@ -79,7 +86,9 @@ def row(mapping: str, kind: str) -> dict[str, Any]:
         return found | {"outcome": "plain fails", "reason": _short(error)}
     for name, assistant in NEEDED.items():
         for text, inputs in texts.items():
-            given = _outcome(lambda inputs=inputs, assistant=assistant: _call(model, inputs, assistant=assistant), expected[text])
+            given = _outcome(
+                lambda inputs=inputs, assistant=assistant: _call(model, inputs, assistant=assistant), expected[text]
+            )
             if given is not None:
                 outcome, reason = given
                 return found | {"outcome": outcome, "at": f"{name}, {text}", "reason": reason}
@@ -89,7 +98,12 @@ def row(mapping: str, kind: str) -> dict[str, Any]:
         return found
     found["outgrown"] = _outgrown(model)
     if "eagle3" in resources:
-        given = next(filter(None, (_outcome(lambda i=i: _call(model, i, assistant=HEAD), expected[t]) for t, i in texts.items())), None)
+        given = next(
+            filter(
+                None, (_outcome(lambda i=i: _call(model, i, assistant=HEAD), expected[t]) for t, i in texts.items())
+            ),
+            None,
+        )
         found["eagle3"] = "equal" if given is None else ": ".join(given)
     try:
         conversation = _conversation(model, {})
@@ -137,7 +151,8 @@ def _outcome(call: Callable[[], Any], expected: Any) -> tuple[str, str] | None:
 
 
 def _draft(kind: str, model: Any, auto: Any) -> Any:
-    """A model whose drafts are accepted at times: nearly the target, or a llama of its vocabulary where the target keeps a state."""
+    """A model whose drafts are accepted at times: nearly the target, or a llama of its vocabulary where the target
+    keeps a state."""
     if getattr(model, "_is_stateful", False):
         return tiny("llama", transformers.AutoModelForCausalLM)
     draft, generator = tiny(kind, auto), torch.Generator().manual_seed(0)
@@ -150,7 +165,10 @@ def _draft(kind: str, model: Any, auto: Any) -> Any:
 def _texts(*lengths: int) -> dict[str, Any]:
     """Prompts of these lengths, left-padded."""
     width, generator = max(lengths), torch.Generator().manual_seed(0)
-    ids, mask = torch.randint(6, TOKENS - 7, (len(lengths), width), generator=generator), torch.ones(len(lengths), width, dtype=torch.long)
+    ids, mask = (
+        torch.randint(6, TOKENS - 7, (len(lengths), width), generator=generator),
+        torch.ones(len(lengths), width, dtype=torch.long),
+    )
     for at, length in enumerate(lengths):
         mask[at, : width - length] = 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -162,14 +180,24 @@ def _call(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
 
 
 def _conversation(model: Any, options: dict[str, Any]) -> list[Any]:
-    """The texts after each of three turns of two rows, each on the cache that the last returned; the second is transformers' own."""
+    """The texts after each of three turns of two rows, each on the cache that the last returned; the second is
+    transformers' own."""
     inputs, past, found = _texts(9, 5), None, []
     for turn in range(3):
         out = model.generate(
-            **inputs, max_new_tokens=TURN, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
-            **{CACHE: past}, **(options if turn != 1 else {}),
-        )  # fmt: skip
-        past, more = kept_cache(out), torch.randint(6, TOKENS - 7, (2, 3), generator=torch.Generator().manual_seed(turn))
+            **inputs,
+            max_new_tokens=TURN,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **{CACHE: past},
+            **(options if turn != 1 else {}),
+        )
+        past, more = (
+            kept_cache(out),
+            torch.randint(6, TOKENS - 7, (2, 3), generator=torch.Generator().manual_seed(turn)),
+        )
         found.append(out.sequences.tolist())
         ids = torch.cat((out.sequences, more), 1)
         mask = torch.ones_like(ids)
@@ -203,7 +231,8 @@ def wanted(kinds: Sequence[str] = ()) -> list[tuple[str, str]]:
 
 
 def rows(kinds: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """The rows of these model types, all of them where none are given, by a process that is begun anew where one dies or hangs."""
+    """The rows of these model types, all of them where none are given, by a process that is begun anew where one dies
+    or hangs."""
     start, process = multiprocessing.get_context("spawn"), None
     for mapping, kind in wanted(kinds):
         if process is None or not process.is_alive():

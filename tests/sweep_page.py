@@ -15,7 +15,13 @@ TITLES = {
     "encoder-decoder": "Encoder-decoder models",
 }
 WRONG = "differs", "raises", "stuck"
-COUNTED = {"adapter": "adapter", "generic": "generic mode", "refused": "refused by name", "wrong": "wrong", "untried": "not tried"}
+COUNTED = {
+    "adapter": "adapter",
+    "generic": "generic mode",
+    "refused": "refused by name",
+    "wrong": "wrong",
+    "untried": "not tried",
+}
 HEAD = """# Which models work
 
 Every class that transformers {transformers} lists for text generation, tiny, with random weights in fp32, on the CPU (torch {torch}): what
@@ -25,7 +31,7 @@ Every class that transformers {transformers} lists for text generation, tiny, wi
 **{equal} classes give the same tokens, {refused} are refused by name, {wrong} give anything else.** A refusal is an `Unsupported` error of
 `patch` or of the first call; the model itself goes on as before. [Patching](patching.md#which-models) says what the modes are.
 
-"""
+"""  # noqa: E501
 LEGEND = """The same tokens means: greedy, from every assistant that is named, for one text, for three texts in a batch with left padding,
 and for a conversation of three turns of two texts, each on the cache that the last turn returned, the second turn by plain `generate`. Of
 the assistants, the draft model of `speculative` nearly agrees with its target, so that drafts are accepted, and the head of `eagle3` is
@@ -33,7 +39,7 @@ random.
 
 *Windows*: some layers see a window or chunk, which these texts outgrow. *Images*: prompts with random images give the same tokens too;
 where there is nothing, images were not tried.
-"""
+"""  # noqa: E501
 ALL = ["autoregressive", "nasd", "speculative", "eagle3"]
 
 
@@ -47,16 +53,27 @@ def page(versions: dict[str, str], rows: Sequence[Row]) -> str:
     """The whole page."""
     found = counts(rows)
     equal = found["adapter"] + found["generic"]
-    out = [HEAD.format(**versions, equal=equal, refused=found["refused"], wrong=found["wrong"] or "none"), _summary(rows), LEGEND]
+    out = [
+        HEAD.format(**versions, equal=equal, refused=found["refused"], wrong=found["wrong"] or "none"),
+        _summary(rows),
+        LEGEND,
+    ]
     for mapping, title in TITLES.items():
         own = [each for each in rows if each["mapping"] == mapping]
         if own:
-            out += [f"\n## {title}\n\n", _equal(own), _failed(own, WRONG, "Wrong"), _failed(own, ("refused",), "Refused"), _untried(own)]
+            out += [
+                f"\n## {title}\n\n",
+                _equal(own),
+                _failed(own, WRONG, "Wrong"),
+                _failed(own, ("refused",), "Refused"),
+                _untried(own),
+            ]
     return "".join(out)
 
 
 def counts(rows: Sequence[Row]) -> dict[str, int]:
-    """How many classes there are of each kind in COUNTED, each counted by its worst row; by model type where no model could be made."""
+    """How many classes there are of each kind in COUNTED, each counted by its worst row; by model type where no model
+    could be made."""
     kinds = defaultdict(set)
     for each in rows:
         kinds[_name(each)].add(_kind(each))
@@ -93,10 +110,16 @@ def _equal(rows: Sequence[Row]) -> str:
             mode = each["mode"].partition(" (")[0].rpartition(" ")[2]
             windows, images = ("yes" if each.get(name) in (True, "equal") else "" for name in ("outgrown", "images"))
             mode = "*generic*" if mode == "generic" else mode
-            groups[each["class"], mode, _assistants(each, notes), _turns(each, notes), windows, images].append(each["model_type"])
+            groups[each["class"], mode, _assistants(each, notes), _turns(each, notes), windows, images].append(
+                each["model_type"]
+            )
     if not groups:
         return ""
-    more = {place: name for place, name in ((3, "turns"), (4, "windows"), (5, "images")) if any(cells[place] for cells in groups)}
+    more = {
+        place: name
+        for place, name in ((3, "turns"), (4, "windows"), (5, "images"))
+        if any(cells[place] for cells in groups)
+    }
     header = ["class", "model types", "adapter", "assistants", *more.values()]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for cells, kinds in sorted(groups.items(), key=lambda item: (item[0][0].lower(), item[0])):

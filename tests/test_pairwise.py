@@ -47,7 +47,9 @@ def test_what_is_given_together_is_one_axis_and_a_fixture_another():
     given = [(0, 5), (1, 5), (1, 6)]
     two = [Item({"a": a, "b": b, "pair": pair}) for (a, b), pair in product(given, "xy")]
     assert left_out(two) == []
-    three = [Item({"a": a, "b": b, "pair": pair, "assistant": other}) for (a, b), pair, other in product(given, "xy", "uv")]
+    three = [
+        Item({"a": a, "b": b, "pair": pair, "assistant": other}) for (a, b), pair, other in product(given, "xy", "uv")
+    ]
     dropped = left_out(three)
     assert dropped and len(three) - len(dropped) >= 6
     assert left_out([Item(item.callspec.params, ["gpu"]) for item in three]) == []

@@ -83,7 +83,10 @@ def test_a_block_head_is_refused_as_what_it_is(tmp_path: Path, name: str) -> Non
     }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **shared, **config}))
     save_file({"fc.weight": torch.zeros(64, 128), "hidden_norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
-    told = rf"a {form} head, which drafts a block of tokens in one pass; fastspec decodes with EAGLE heads \(docs/drafters.md"
+    told = (
+        rf"a {form} head, which drafts a block of tokens in one pass; fastspec decodes with EAGLE heads "
+        r"\(docs/drafters.md"
+    )
     with pytest.raises(CheckpointError, match=told):
         inspect_head(tmp_path)
     model = tiny_model()

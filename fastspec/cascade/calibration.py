@@ -1,4 +1,5 @@
-"""From a predictor's logits to probabilities that hold: temperature, isotonic regression, and a Beta posterior for few data."""
+"""From a predictor's logits to probabilities that hold: temperature, isotonic regression, and a Beta posterior for few
+data."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ SHARPEST = 100.0
 PRIOR = 2.0
 """Items that the Beta prior counts for."""
 STEPS = 1024
-"""The lower quantile is taken at a probability rounded down to a multiple of 1 / STEPS, so that quantiles can be kept."""
+"""The lower quantile is taken at a probability rounded down to a multiple of 1 / STEPS, so that quantiles can be
+kept."""
 
 
 def sigmoid(logit: float) -> float:
@@ -45,19 +47,23 @@ def expected_calibration_error(
 ) -> float:
     """Sum over bins of share of the items x |mean label - mean probability| (Naeini et al., AAAI 2015).
 
-    probabilities [n] and labels [n] lie in [0, 1]. The bins have equal width, ((b - 1) / bins, b / bins]. Raises `Unsupported` for sizes
-    that do not agree and for no items.
+    probabilities [n] and labels [n] lie in [0, 1]. The bins have equal width, ((b - 1) / bins, b / bins]. Raises
+    `Unsupported` for sizes that do not agree and for no items.
     """
     p, y = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (probabilities, labels))
     if p.dim() != 1 or p.shape != y.shape or not len(p) or bins < 1:
-        raise Unsupported(f"calibration error: probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1; bins={bins}")
+        raise Unsupported(
+            f"calibration error: probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1; "
+            f"bins={bins}"
+        )
     bucket = ((p * bins).ceil().long() - 1).clamp(0, bins - 1)
     sums = torch.zeros(bins, dtype=torch.float64, device="cpu").index_add(0, bucket, y - p).tolist()
     return sum(map(abs, sums)) / len(p)
 
 
 def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -> list[tuple[float, float, int]]:
-    """The non-decreasing sequence nearest to `values` in weighted squares, as blocks (value, weight, items), exact for exact numbers."""
+    """The non-decreasing sequence nearest to `values` in weighted squares, as blocks (value, weight, items), exact for
+    exact numbers."""
     blocks: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         size = 1
@@ -72,7 +78,8 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
 class Calibrator:
     """A non-decreasing map from a logit to a probability.
 
-    sigmoid(logit / temperature); or, with `knots`, the sigmoid of the straight lines through (knot, value), constant beyond the ends.
+    sigmoid(logit / temperature); or, with `knots`, the sigmoid of the straight lines through (knot, value), constant
+    beyond the ends.
     """
 
     temperature: float = 1.0
@@ -92,8 +99,12 @@ class Calibrator:
 
     @classmethod
     def scaled(cls, logits: Sequence[float], labels: Sequence[float]) -> Calibrator:
-        """The temperature of least cross entropy (Guo et al., ICML 2017): convex in its inverse, so its derivative is bisected."""
-        z, y = torch.tensor(logits, dtype=torch.float64, device="cpu"), torch.tensor(labels, dtype=torch.float64, device="cpu")
+        """The temperature of least cross entropy (Guo et al., ICML 2017): convex in its inverse, so its derivative is
+        bisected."""
+        z, y = (
+            torch.tensor(logits, dtype=torch.float64, device="cpu"),
+            torch.tensor(labels, dtype=torch.float64, device="cpu"),
+        )
         low, high = -math.log(SHARPEST), math.log(SHARPEST)
         for _ in range(50):
             middle = (low + high) / 2
@@ -122,7 +133,8 @@ class Calibrator:
 
     @classmethod
     def fit(cls, logits: Sequence[float], labels: Sequence[float], folds: Sequence[int]) -> Calibrator:
-        """Temperature or isotonic regression, whichever has the lower log-loss on folds that it was not fitted on, fitted on all items.
+        """Temperature or isotonic regression, whichever has the lower log-loss on folds that it was not fitted on,
+        fitted on all items.
 
         logits: of items that the logits' model was not trained on; labels in [0, 1]; folds: a number for each item.
         """
@@ -141,10 +153,12 @@ class Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """How far the calibrated probability q of one bucket can be trusted: Beta(n q + a, n (1 - q) + b), with the bucket's own count n.
+    """How far the calibrated probability q of one bucket can be trusted: Beta(n q + a, n (1 - q) + b), with the
+    bucket's own count n.
 
-    `edges` [B - 1] ascending part the probabilities into buckets of about equal mass, so that n hardly jumps between neighbours;
-    `counts` [B] are the items in each. The prior Beta(a, b), a + b = 2, has its mean at the stage's rate of good answers.
+    `edges` [B - 1] ascending part the probabilities into buckets of about equal mass, so that n hardly jumps between
+    neighbours; `counts` [B] are the items in each. The prior Beta(a, b), a + b = 2, has its mean at the stage's rate of
+    good answers.
     """
 
     edges: tuple[float, ...]
@@ -154,7 +168,8 @@ class Posterior:
 
     @classmethod
     def fit(cls, probabilities: Sequence[float], labels: Sequence[float], buckets: int = 10) -> Posterior:
-        """From the calibrated probabilities and labels of n >= 1 items; the rate is (sum of labels + 1) / (n + 2), so never 0 or 1."""
+        """From the calibrated probabilities and labels of n >= 1 items; the rate is (sum of labels + 1) / (n + 2), so
+        never 0 or 1."""
         ordered, n = sorted(probabilities), len(probabilities)
         edges = sorted({ordered[n * i // buckets] for i in range(1, buckets)} - {ordered[0]})
         counts = [0] * (len(edges) + 1)
@@ -176,7 +191,8 @@ class Posterior:
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), a, b > 0: by its continued fraction (DLMF 8.17.22), after Lentz."""
+    """The regularised incomplete beta function I_x(a, b), a, b > 0: by its continued fraction (DLMF 8.17.22), after
+    Lentz."""
     if not (a > 0 and b > 0):
         raise Unsupported(f"Beta({a}, {b}): both parameters must be positive")
     if x <= 0 or x >= 1:
@@ -189,7 +205,10 @@ def beta_cdf(x: float, a: float, b: float) -> float:
     value = d
     for m in range(1, 100_000):
         before = value
-        for term in (m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
             d, c = 1 / (1 + term * d or tiny), 1 + term / c or tiny
             value *= c * d
         if abs(value - before) <= 1e-16 * abs(value):
@@ -203,7 +222,8 @@ def _log_density(x: float, a: float, b: float) -> float:
 
 @lru_cache(maxsize=65536)
 def beta_quantile(share: float, a: float, b: float) -> float:
-    """The x with I_x(a, b) = share, 0 < share < 1, to about 1e-12: Newton's steps, halving the bracket where they shrink too slowly."""
+    """The x with I_x(a, b) = share, 0 < share < 1, to about 1e-12: Newton's steps, halving the bracket where they
+    shrink too slowly."""
     if not 0 < share < 1:
         raise Unsupported(f"quantile {share} of a Beta distribution must lie between 0 and 1")
     low, high, x, moved = 0.0, 1.0, a / (a + b), 1.0

@@ -16,7 +16,8 @@ MODES = ("adaptive", "token", "lossless")
 RULES = ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
 EVERY = (float("-inf"), float("inf"))
 RANGES = {"chow": (0, 1), "diff": (-1, 1), "opt": EVERY, "token_v1": (-1, 1), "token_v2": (-1, 1), "token_v3": (0, 1)}
-"""Rule -> the values of alpha from the large model alone to the small one alone (Narasimhan et al., arXiv 2405.19261)."""
+"""Rule -> the values of alpha from the large model alone to the small one alone (Narasimhan et al., arXiv
+2405.19261)."""
 QUANTIZATIONS = (None, "4bit", "8bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RESOURCES = ("eagle", "eagle2", "eagle3", "speculative", "backend")
@@ -27,12 +28,12 @@ RESOURCES = ("eagle", "eagle2", "eagle3", "speculative", "backend")
 class Stage:
     """One of the smaller models of a cascade.
 
-    `model` is a transformers model, or a path or hub id that is loaded when a request first reaches the stage, with `dtype`,
-    `device_map` (accelerate's) and `quantization` ("4bit" or "8bit", by bitsandbytes). `tokenizer`, or a path or hub id of one, is needed
-    where it is not the large model's own; text is then handed from stage to stage, and `prompt` may rewrite the large model's prompt, as
-    text, for this stage.
-    `assistant` is what the stage decodes with, and `resources` what `fastspec.patch` needs for it: {"eagle3": head}.
-    `name` tells the stage in reports and in predictors. Raises `Unsupported` for what does not fit together.
+    `model` is a transformers model, or a path or hub id that is loaded when a request first reaches the stage, with
+    `dtype`, `device_map` (accelerate's) and `quantization` ("4bit" or "8bit", by bitsandbytes). `tokenizer`, or a path
+    or hub id of one, is needed where it is not the large model's own; text is then handed from stage to stage, and
+    `prompt` may rewrite the large model's prompt, as text, for this stage. `assistant` is what the stage decodes with,
+    and `resources` what `fastspec.patch` needs for it: {"eagle3": head}. `name` tells the stage in reports and in
+    predictors. Raises `Unsupported` for what does not fit together.
     """
 
     model: Any = None
@@ -56,15 +57,20 @@ class Stage:
             raise Unsupported(f"Stage: dtype={self.dtype!r}; accepted are {', '.join(map(repr, DTYPES))}")
         if not isinstance(self.resources, Mapping) or not set(self.resources) <= set(RESOURCES):
             raise Unsupported(
-                f"Stage: resources={self.resources!r} must be what fastspec.patch takes, by name, such as {{'eagle3': head}}; accepted "
+                f"Stage: resources={self.resources!r} must be what fastspec.patch takes, by name, such as "
+                "{'eagle3': head}; accepted "
                 f"names are {', '.join(RESOURCES)}"
             )
         if self.quantization not in QUANTIZATIONS:
-            raise Unsupported(f"Stage: quantization={self.quantization!r}; accepted are {', '.join(map(repr, QUANTIZATIONS))}")
+            raise Unsupported(
+                f"Stage: quantization={self.quantization!r}; accepted are {', '.join(map(repr, QUANTIZATIONS))}"
+            )
         if self.prompt is not None and not callable(self.prompt):
             raise Unsupported(f"Stage: prompt={self.prompt!r} must be a function from text to text")
         if not isinstance(self.model, (str, Path)) and (self.quantization or self.device_map is not None):
-            raise Unsupported("Stage: quantization and device_map say how a model is loaded; this stage's model is loaded already")
+            raise Unsupported(
+                "Stage: quantization and device_map say how a model is loaded; this stage's model is loaded already"
+            )
 
     @property
     def label(self) -> str:
@@ -79,25 +85,28 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """Several models, and no more of them than an input needs: `fastspec.patch(large, cascade=Cascade(stages=[small, medium]))`.
+    """Several models, and no more of them than an input needs: `fastspec.patch(large, cascade=Cascade(stages=[small,
+    medium]))`.
 
     `stages` are the models below the patched one, the cheapest first: models, paths, hub ids or `Stage`s.
 
-    - mode="adaptive": stage 0 answers; where the answer's expected loss, `price` times the probability that it is bad, exceeds what going
-      on is expected to cost, the next stage verifies it and goes on from the part that it would have written too. What stage k answers is
-      what stage k alone would have answered. `predictor` (a path or a `fastspec.cascade.predictor.Predictor`) gives the probabilities;
-      `costs` are the stages' milliseconds per token, the large model's last (None: measured on this machine), and `price`, the cost of a
-      bad answer, is in milliseconds. `thresholds`, one per stage below the last, replace the expected costs: a stage answers where its
-      probability reaches its threshold. `risk` takes that lower quantile of the probability's posterior in place of its mean.
-    - mode="token": the small model's tokens are accepted by a deferral `rule` ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
-      with its trade-off `alpha`; every token follows the rule's mixed distribution. alpha="lossless" is the large model's own distribution.
+    - mode="adaptive": stage 0 answers; where the answer's expected loss, `price` times the probability that it is bad,
+      exceeds what going on is expected to cost, the next stage verifies it and goes on from the part that it would have
+      written too. What stage k answers is what stage k alone would have answered. `predictor` (a path or a
+      `fastspec.cascade.predictor.Predictor`) gives the probabilities; `costs` are the stages' milliseconds per token,
+      the large model's last (None: measured on this machine), and `price`, the cost of a bad answer, is in
+      milliseconds. `thresholds`, one per stage below the last, replace the expected costs: a stage answers where its
+      probability reaches its threshold. `risk` takes that lower quantile of the probability's posterior in place of its
+      mean.
+    - mode="token": the small model's tokens are accepted by a deferral `rule` ("chow", "diff", "opt", "token_v1",
+      "token_v2", "token_v3") with its trade-off `alpha`; every token follows the rule's mixed distribution.
+      alpha="lossless" is the large model's own distribution.
     - mode="lossless": each stage drafts for the next, and the output is the large model's.
 
-    `gamma` is the number of tokens drafted a round in the last two. `assistant` is what the large model decodes with in adaptive mode,
-    `label` its name in reports and predictors, `tokenizer` its tokenizer, or a path or hub id of one, needed where a stage has another.
-    `memory` bounds the bytes of
-    keys and values that are kept between calls (None keeps none), `host_memory` those moved to the CPU's memory. With `explain` every
-    request's decisions are printed.
+    `gamma` is the number of tokens drafted a round in the last two. `assistant` is what the large model decodes with in
+    adaptive mode, `label` its name in reports and predictors, `tokenizer` its tokenizer, or a path or hub id of one,
+    needed where a stage has another. `memory` bounds the bytes of keys and values that are kept between calls (None
+    keeps none), `host_memory` those moved to the CPU's memory. With `explain` every request's decisions are printed.
 
     Raises `Unsupported` for what does not fit together.
     """
@@ -122,8 +131,13 @@ class Cascade:
 
     def __post_init__(self) -> None:
         if isinstance(self.stages, (str, bytes)) or not isinstance(self.stages, Sequence) or not self.stages:
-            raise Unsupported(f"Cascade: stages={self.stages!r} must list at least one model below the patched one, the cheapest first")
-        object.__setattr__(self, "stages", tuple(each if isinstance(each, Stage) else Stage(each) for each in self.stages))
+            raise Unsupported(
+                f"Cascade: stages={self.stages!r} must list at least one model below the patched one, the cheapest "
+                "first"
+            )
+        object.__setattr__(
+            self, "stages", tuple(each if isinstance(each, Stage) else Stage(each) for each in self.stages)
+        )
         _check_shared(self, "Cascade", self.label)
         for name in ("costs", "thresholds"):
             values = getattr(self, name)
@@ -148,18 +162,33 @@ class Cascade:
     def _check_decisions(self) -> None:
         object.__setattr__(self, "price", _number("price", self.price))
         if not 0 <= self.price < math.inf:
-            raise Unsupported(f"Cascade: price={self.price} must be finite and not negative: what a bad answer costs, in milliseconds")
+            raise Unsupported(
+                f"Cascade: price={self.price} must be finite and not negative: what a bad answer costs, in milliseconds"
+            )
         costs, thresholds, below = self.costs, self.thresholds, len(self.stages)
         if costs is not None and (len(costs) != below + 1 or not all(0 < each < math.inf for each in costs)):
-            raise Unsupported(f"Cascade: costs={costs} must be {below + 1} positive numbers: milliseconds a token, the large model's last")
+            raise Unsupported(
+                f"Cascade: costs={costs} must be {below + 1} positive numbers: milliseconds a token, the large "
+                "model's last"
+            )
         if thresholds is not None and (len(thresholds) != below or not all(0 <= each <= 1 for each in thresholds)):
-            raise Unsupported(f"Cascade: thresholds={thresholds} must be {below} probabilities, one for every stage below the last")
+            raise Unsupported(
+                f"Cascade: thresholds={thresholds} must be {below} probabilities, one for every stage below the last"
+            )
         if self.risk is not None and not 0 < _number("risk", self.risk) < 1:
-            raise Unsupported(f"Cascade: risk={self.risk} must lie between 0 and 1: the quantile of the posterior to take")
+            raise Unsupported(
+                f"Cascade: risk={self.risk} must lie between 0 and 1: the quantile of the posterior to take"
+            )
         if self.mode == "adaptive" and self.predictor is None:
             raise Unsupported("Cascade: mode='adaptive' needs a predictor: `fastspec cascade train` makes one")
-        if self.predictor is not None and not isinstance(self.predictor, (str, Path)) and not hasattr(self.predictor, "score"):
-            raise Unsupported(f"Cascade: predictor={self.predictor!r} must be a path or a fastspec.cascade.predictor.Predictor")
+        if (
+            self.predictor is not None
+            and not isinstance(self.predictor, (str, Path))
+            and not hasattr(self.predictor, "score")
+        ):
+            raise Unsupported(
+                f"Cascade: predictor={self.predictor!r} must be a path or a fastspec.cascade.predictor.Predictor"
+            )
 
     def _check_rule(self) -> None:
         if self.rule not in RULES:
@@ -168,16 +197,20 @@ class Cascade:
             if self.alpha != "lossless":
                 raise Unsupported(f'Cascade: alpha={self.alpha!r}; accepted are a number and "lossless"')
         elif not RANGES[self.rule][0] <= _number("alpha", self.alpha) <= RANGES[self.rule][1]:
-            raise Unsupported(f"Cascade: alpha={self.alpha} of the rule {self.rule!r} must lie in {list(RANGES[self.rule])}")
+            raise Unsupported(
+                f"Cascade: alpha={self.alpha} of the rule {self.rule!r} must lie in {list(RANGES[self.rule])}"
+            )
         if self.mode == "token" and len(self.stages) != 1:
-            raise Unsupported(f"Cascade: mode='token' mixes two models, and {len(self.stages)} stages below the large one were given")
+            raise Unsupported(
+                f"Cascade: mode='token' mixes two models, and {len(self.stages)} stages below the large one were given"
+            )
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cascade:
         """Read a cascade from a YAML file whose keys are the fields of `Cascade`, and under `stages` those of `Stage`.
 
-        Relative paths in it start at the working directory. Raises `Unsupported` for a file that cannot be read as such, for a key that
-        is none, and for a value that its key does not take.
+        Relative paths in it start at the working directory. Raises `Unsupported` for a file that cannot be read as
+        such, for a key that is none, and for a value that its key does not take.
         """
         try:
             read = parse_yaml(Path(path).read_text(encoding="utf-8"))
@@ -188,28 +221,33 @@ class Cascade:
         try:
             if isinstance(stages, list):
                 keys["stages"] = [
-                    Stage(**_keys(each, Stage, f"stage {index}")) if isinstance(each, dict) else each for index, each in enumerate(stages)
+                    Stage(**_keys(each, Stage, f"stage {index}")) if isinstance(each, dict) else each
+                    for index, each in enumerate(stages)
                 ]
             return cls(**keys)
         except Unsupported as error:
             raise Unsupported(f"{path}: {error}") from error
 
-
     def to_yaml(self, path: str | Path) -> None:
-        """Write the cascade to a YAML file that `from_yaml` reads as the same: the fields that differ from their defaults.
+        """Write the cascade to a YAML file that `from_yaml` reads as the same: the fields that differ from their
+        defaults.
 
-        Raises `Unsupported`, and writes nothing, where a field holds what no file can: a loaded model, tokenizer, head or predictor (name
-        it by its path or hub id instead), a function, or a config object of an assistant.
+        Raises `Unsupported`, and writes nothing, where a field holds what no file can: a loaded model, tokenizer, head
+        or predictor (name it by its path or hub id instead), a function, or a config object of an assistant.
         """
         import yaml
 
-        held = _differing(self, "Cascade") | {"stages": [_differing(stage, f"stage {at}") for at, stage in enumerate(self.stages)]}
+        held = _differing(self, "Cascade") | {
+            "stages": [_differing(stage, f"stage {at}") for at, stage in enumerate(self.stages)]
+        }
         Path(path).write_text(yaml.safe_dump(held, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _differing(given: Any, where: str) -> dict[str, Any]:
     """The fields of a stage or a cascade that differ from their defaults, as plain data; not the stages."""
-    defaults = {each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields(given)}
+    defaults = {
+        each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields(given)
+    }
     held = {name: getattr(given, name) for name in defaults if name != "stages"}
     return {name: _plain(value, f"{where}: {name}") for name, value in held.items() if value != defaults[name]}
 
@@ -223,7 +261,10 @@ def _plain(value: Any, where: str) -> Any:
         return str(value)
     if value is None or isinstance(value, (str, int, float)):
         return value
-    raise Unsupported(f"{where} holds a {type(value).__name__}, which no YAML file can: name it by its path, hub id or name, and load that")
+    raise Unsupported(
+        f"{where} holds a {type(value).__name__}, which no YAML file can: name it by its path, hub id or name, and "
+        "load that"
+    )
 
 
 def _check_shared(given: Any, kind: str, name: Any) -> None:
@@ -234,11 +275,18 @@ def _check_shared(given: Any, kind: str, name: Any) -> None:
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)) and not hasattr(tokenizer, "decode"):
         raise Unsupported(f"{kind}: tokenizer={tokenizer!r} must be a tokenizer, or a path or hub id of one")
     if assistant == Cascade.name or isinstance(assistant, Cascade):
-        raise Unsupported(f"{kind}: assistant={Cascade.name!r} is what this configures; a stage decodes with another, such as 'nasd'")
+        raise Unsupported(
+            f"{kind}: assistant={Cascade.name!r} is what this configures; a stage decodes with another, such as 'nasd'"
+        )
     if isinstance(assistant, ContinuousBatch):
-        raise Unsupported(f"{kind}: assistant={assistant!r} takes turns, and a stage answers all rows together: name its assistant itself")
+        raise Unsupported(
+            f"{kind}: assistant={assistant!r} takes turns, and a stage answers all rows together: name its assistant "
+            "itself"
+        )
     if not isinstance(assistant, str) and not hasattr(assistant, "name"):
-        raise Unsupported(f"{kind}: assistant={assistant!r} must be a name, such as 'nasd' or 'eagle3', or a config object")
+        raise Unsupported(
+            f"{kind}: assistant={assistant!r} must be a name, such as 'nasd' or 'eagle3', or a config object"
+        )
 
 
 def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:

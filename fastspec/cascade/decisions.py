@@ -1,12 +1,13 @@
-"""Decisions of a cascade: stop or go on by backward induction over its stages, rules of deferral, and how they are explained.
+"""Decisions of a cascade: stop or go on by backward induction over its stages, rules of deferral, and how they are
+explained.
 
-Narasimhan et al., "Faster Cascades via Speculative Decoding" (arXiv 2405.19261), equations 2, 5, 10, 13, 14 and 15. Three rules take q or
-p as a whole, three take q on a set A of tokens and give the mass that q has outside it to p:
+Narasimhan et al., "Faster Cascades via Speculative Decoding" (arXiv 2405.19261), equations 2, 5, 10, 13, 14 and 15.
+Three rules take q or p as a whole, three take q on a set A of tokens and give the mass that q has outside it to p:
 
     rule       q where, or A
     chow       max q' >= 1 - alpha
     diff       max q' >= max p' - alpha
-    opt        max q' >= max p' - alpha * D(p, q)         D is the total variation distance: the share of drafts that p would refuse
+    opt        max q' >= max p' - alpha * D(p, q)   D: total variation, the share of drafts that p would refuse
     token_v1   A = {v: q'(v) >= max p' - alpha}
     token_v2   A = {v: p'(v) >= max p' - alpha}
     token_v3   A = {v: p'(v) >= (1 - alpha) max p'}
@@ -38,9 +39,10 @@ CHUNK = 512
 class Scores:
     """What a predictor says when stage k has answered, for a cascade of L stages.
 
-    quality (L - k numbers): the probability that the answer of stage k, k + 1, ... L - 1 is acceptable; tokens (L - k - 1): how many
-    tokens each later stage is expected to generate. `point` (2 (L - k) - 1) is where the request lies among the training items, free of
-    calibration and risk: logits of quality, then logs of tokens; left out, it is taken from the two.
+    quality (L - k numbers): the probability that the answer of stage k, k + 1, ... L - 1 is acceptable; tokens (L - k -
+    1): how many tokens each later stage is expected to generate. `point` (2 (L - k) - 1) is where the request lies
+    among the training items, free of calibration and risk: logits of quality, then logs of tokens; left out, it is
+    taken from the two.
     """
 
     quality: tuple[float, ...]
@@ -49,7 +51,9 @@ class Scores:
 
     def __post_init__(self) -> None:
         if not self.quality or len(self.tokens) != len(self.quality) - 1:
-            raise Unsupported(f"Scores: {len(self.quality)} qualities need one expected token count fewer, not {len(self.tokens)}")
+            raise Unsupported(
+                f"Scores: {len(self.quality)} qualities need one expected token count fewer, not {len(self.tokens)}"
+            )
         if not self.point:
             counts = (math.log(max(each, 1.0)) for each in self.tokens)
             object.__setattr__(self, "point", (*map(logit, self.quality), *counts))
@@ -59,9 +63,9 @@ class Scores:
 class QualityTable:
     """What is known of n training items, for stages 0 .. L - 1; all on the CPU.
 
-    quality[k] [n, L - k]: what `Scores.quality` of stage k says of each item; points[k] [n, 2 (L - k) - 1]: its `Scores.point`;
-    fresh [n, L]: the tokens that each stage generated; kept [n, L]: those of its answer that it took over from the stage before.
-    The scores must come from a predictor that was not trained on the item they score.
+    quality[k] [n, L - k]: what `Scores.quality` of stage k says of each item; points[k] [n, 2 (L - k) - 1]: its
+    `Scores.point`; fresh [n, L]: the tokens that each stage generated; kept [n, L]: those of its answer that it took
+    over from the stage before. The scores must come from a predictor that was not trained on the item they score.
     """
 
     quality: tuple[Tensor, ...]
@@ -72,20 +76,28 @@ class QualityTable:
     def __post_init__(self) -> None:
         items, stages = self.fresh.shape if self.fresh.dim() == 2 else (0, 0)
         if items < 2 or stages < 1 or self.kept.shape != self.fresh.shape:
-            raise Unsupported(f"Table: fresh {tuple(self.fresh.shape)} and kept {tuple(self.kept.shape)} must be [n, L], n >= 2")
+            raise Unsupported(
+                f"Table: fresh {tuple(self.fresh.shape)} and kept {tuple(self.kept.shape)} must be [n, L], n >= 2"
+            )
         left = range(stages, 0, -1)
-        for name, given, widths in (("quality", self.quality, left), ("points", self.points, [2 * each - 1 for each in left])):
+        for name, given, widths in (
+            ("quality", self.quality, left),
+            ("points", self.points, [2 * each - 1 for each in left]),
+        ):
             shapes = [(items, width) for width in widths]
             if [tuple(each.shape) for each in given] != shapes:
-                raise Unsupported(f"Table: {name} has shapes {[tuple(each.shape) for each in given]}; expected {shapes}")
+                raise Unsupported(
+                    f"Table: {name} has shapes {[tuple(each.shape) for each in given]}; expected {shapes}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Milliseconds by stage, as measured on the machine that decides.
 
-    token_ms per generated token; verify_ms per verified token of the answer that the stage before handed over (0 for stage 0);
-    start_ms for a stage's start, whatever the lengths: prefill, or the hand-over. Raises `Unsupported` for numbers below 0.
+    token_ms per generated token; verify_ms per verified token of the answer that the stage before handed over (0 for
+    stage 0); start_ms for a stage's start, whatever the lengths: prefill, or the hand-over. Raises `Unsupported` for
+    numbers below 0.
     """
 
     token_ms: tuple[float, ...]
@@ -96,12 +108,15 @@ class Rates:
         for name in ("token_ms", "verify_ms", "start_ms"):
             values = getattr(self, name)
             if len(values) != len(self.token_ms) or not all(0 <= each < math.inf for each in values):
-                raise Unsupported(f"Rates: {name}={values} must be {len(self.token_ms)} numbers of at least 0, milliseconds by stage")
+                raise Unsupported(
+                    f"Rates: {name}={values} must be {len(self.token_ms)} numbers of at least 0, milliseconds by stage"
+                )
         if not self.verify_ms or self.verify_ms[0] != 0:
             raise Unsupported(f"Rates: verify_ms={self.verify_ms} must begin with 0: stage 0 has no answer to verify")
 
     def costs(self, fresh: Tensor, kept: Tensor) -> Tensor:
-        """Milliseconds of each stage for items whose stages generated fresh [n, L] tokens and took over kept [n, L] -> [n, L] fp64."""
+        """Milliseconds of each stage for items whose stages generated fresh [n, L] tokens and took over kept [n, L] ->
+        [n, L] fp64."""
         answers = (fresh + kept).double()
         handed = torch.cat((torch.zeros_like(answers[:, :1]), answers[:, :-1]), 1)
         times = self.token_ms, self.verify_ms, self.start_ms
@@ -111,7 +126,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Stop at this stage or go on, and the expected loss of either from here on, in milliseconds; `go_on_value` is inf at the last."""
+    """Stop at this stage or go on, and the expected loss of either from here on, in milliseconds; `go_on_value` is inf
+    at the last."""
 
     stop: bool
     stop_value: float
@@ -121,8 +137,8 @@ class Decision:
 def backward(losses: Sequence[Tensor], costs: Sequence[Tensor], expect: Sequence[Operator]) -> list[Tensor]:
     """J_k = min{losses_k, costs_k + E[J_{k+1} | state]} for every state of every stage, from the last to the first.
 
-    losses[k] [S_k]: price (1 - q_k); costs[k] [S_k]: the expected cost of stage k + 1, given the state at stage k (L - 1 entries);
-    expect[k] maps [S_{k+1}] to [S_k]. Returns the J_k [S_k].
+    losses[k] [S_k]: price (1 - q_k); costs[k] [S_k]: the expected cost of stage k + 1, given the state at stage k (L -
+    1 entries); expect[k] maps [S_{k+1}] to [S_k]. Returns the J_k [S_k].
     """
     values = [losses[-1]]
     for loss, cost, operator in zip(losses[-2::-1], costs[::-1], expect[::-1], strict=True):
@@ -133,24 +149,29 @@ def backward(losses: Sequence[Tensor], costs: Sequence[Tensor], expect: Sequence
 class Solver:
     """When to stop, for requests that resemble the training items of `table` on a machine with `rates`.
 
-    J_k = min{price (1 - q_k), c_{k+1} + E[J_{k+1} | what is known at k]}, and stage k answers iff the first is at most the second. The
-    expectation is the mean over the `neighbours` training items nearest in `Scores.point`, each coordinate in standard deviations; an
-    item is not its own neighbour. Only before the last stage, where J is linear in the probability, the predictor's own
-    estimate of the last stage's quality stands for the mean: it has the same expectation and is not coarsened by neighbours.
+    J_k = min{price (1 - q_k), c_{k+1} + E[J_{k+1} | what is known at k]}, and stage k answers iff the first is at most
+    the second. The expectation is the mean over the `neighbours` training items nearest in `Scores.point`, each
+    coordinate in standard deviations; an item is not its own neighbour. Only before the last stage, where J is linear
+    in the probability, the predictor's own estimate of the last stage's quality stands for the mean: it has the same
+    expectation and is not coarsened by neighbours.
 
-    No request stops earlier at a higher price. Proof: let G(price) = c + E[J_{k+1}] be the value of going on. J_{L-1} is linear in
-    the price, and minima and averages with weights that are free of the price keep concavity: G is concave, G(0) = mean cost >= 0.
-    So for s <= t: G(s) >= (s / t) G(t), and where stage k stops at t, G(t) >= t (1 - q), hence G(s) >= s (1 - q): it stops at s.
+    No request stops earlier at a higher price. Proof: let G(price) = c + E[J_{k+1}] be the value of going on. J_{L-1}
+    is linear in the price, and minima and averages with weights that are free of the price keep concavity: G is
+    concave, G(0) = mean cost >= 0. So for s <= t: G(s) >= (s / t) G(t), and where stage k stops at t, G(t) >= t (1 -
+    q), hence G(s) >= s (1 - q): it stops at s.
     """
 
     def __init__(self, table: QualityTable, rates: Rates, *, neighbours: int | None = None) -> None:
-        """Raises `Unsupported` where rates are for another number of stages, or `neighbours` is not in 1 .. n - 1 (None: sqrt(n))."""
+        """Raises `Unsupported` where rates are for another number of stages, or `neighbours` is not in 1 .. n - 1
+        (None: sqrt(n))."""
         items, stages = table.fresh.shape
         if len(rates.token_ms) != stages:
             raise Unsupported(f"Solver: rates of {len(rates.token_ms)} stages for a table of {stages}")
         self.neighbours = neighbours if neighbours is not None else min(items - 1, max(8, round(math.sqrt(items))))
         if not 1 <= self.neighbours < items:
-            raise Unsupported(f"Solver: neighbours={neighbours} must be at least 1 and less than the {items} items of the table")
+            raise Unsupported(
+                f"Solver: neighbours={neighbours} must be at least 1 and less than the {items} items of the table"
+            )
         self.stages = stages
         self._quality = tuple(each.double() for each in table.quality)
         self._costs = rates.costs(table.fresh, table.kept)
@@ -165,12 +186,17 @@ class Solver:
     def decide(self, stage: int, scores: Scores, price: float) -> Decision:
         """Stop or go on, for a request that `stage` has answered, at a price (ms) of a bad answer.
 
-        Raises `Unsupported` for a stage that the table has not, scores of another stage, and a price below 0 or not finite.
+        Raises `Unsupported` for a stage that the table has not, scores of another stage, and a price below 0 or not
+        finite.
         """
         if not 0 <= stage < self.stages or len(scores.quality) != self.stages - stage:
-            raise Unsupported(f"Solver: scores of {len(scores.quality)} stages do not fit stage {stage} of {self.stages}")
+            raise Unsupported(
+                f"Solver: scores of {len(scores.quality)} stages do not fit stage {stage} of {self.stages}"
+            )
         if not 0 <= price < math.inf:
-            raise Unsupported(f"Solver: price={price} must be a finite number of at least 0: what a bad answer costs, in milliseconds")
+            raise Unsupported(
+                f"Solver: price={price} must be a finite number of at least 0: what a bad answer costs, in milliseconds"
+            )
         stop = price * (1 - scores.quality[0])
         if stage == self.stages - 1:
             return Decision(True, stop, math.inf)
@@ -218,10 +244,10 @@ def _same(values: Tensor) -> Tensor:
 def mixed(rule: str, alpha: float | str, p: Tensor, q: Tensor, p_raw: Tensor, q_raw: Tensor) -> Tensor:
     """The distribution pi that a rule decodes from -> [..., V], of the dtype of p.
 
-    p (large) and q (small) [..., V] are probabilities after the call's processors, one-hot in greedy calls; p_raw and q_raw [..., V] those
-    before them, which the rules look at. alpha="lossless" is p itself, as is the lower end of the rule's range (`RANGES`), and the upper
-    end is q: both are exact, though chow and token_v3 at 0 are not by their formula, which keeps q where it is sure, and q on p's best
-    token. Raises Unsupported for an unknown rule.
+    p (large) and q (small) [..., V] are probabilities after the call's processors, one-hot in greedy calls; p_raw and
+    q_raw [..., V] those before them, which the rules look at. alpha="lossless" is p itself, as is the lower end of the
+    rule's range (`RANGES`), and the upper end is q: both are exact, though chow and token_v3 at 0 are not by their
+    formula, which keeps q where it is sure, and q on p's best token. Raises Unsupported for an unknown rule.
     """
     if rule not in RULES:
         raise Unsupported(f"rule={rule!r}; accepted are {', '.join(map(repr, RULES))}")
@@ -251,9 +277,10 @@ def distance(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One stage's part in a request. `new_tokens` were generated, `kept_tokens` taken over from the stage before; `handed_tokens` is how
-    long the answer was that it verified. `quality` is the probability that its answer is acceptable, then those of the later stages;
-    `stop_value` and `go_on_value` the expected losses in milliseconds, or the probability that was reached and the one asked for."""
+    """One stage's part in a request. `new_tokens` were generated, `kept_tokens` taken over from the stage before;
+    `handed_tokens` is how long the answer was that it verified. `quality` is the probability that its answer is
+    acceptable, then those of the later stages; `stop_value` and `go_on_value` the expected losses in milliseconds, or
+    the probability that was reached and the one asked for."""
 
     stage: int
     name: str

@@ -1,4 +1,5 @@
-"""Keys and values that the stages keep between calls: on their devices within a budget, then in the CPU's memory, then dropped."""
+"""Keys and values that the stages keep between calls: on their devices within a budget, then in the CPU's memory, then
+dropped."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ Layers = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Counts since a manager was made: `hits`, finds that gave a prefix; `moves` of an entry to the CPU's memory or back; `recomputes`,
-    finds for which a dropped entry had held a longer prefix than what was given, if anything was; `drops` for want of room."""
+    """Counts since a manager was made: `hits`, finds that gave a prefix; `moves` of an entry to the CPU's memory or
+    back; `recomputes`, finds for which a dropped entry had held a longer prefix than what was given, if anything was;
+    `drops` for want of room."""
 
     hits: int = 0
     moves: int = 0
@@ -46,16 +48,18 @@ class _Entry:
 
 
 class CacheManager:
-    """Keys and values of stages by the tokens they belong to, at most `budget` bytes of them on all devices together and `host_budget`
-    bytes of them in the CPU's memory.
+    """Keys and values of stages by the tokens they belong to, at most `budget` bytes of them on all devices together
+    and `host_budget` bytes of them in the CPU's memory.
 
-    Entries are independent copies, each tensor with a storage of its own; their bytes are what the budgets count. What the caller hands
-    in and what `find` gives back are the caller's. Where a new entry needs room, the least recently used ones are moved to the
-    CPU's memory, and those that were used even earlier are dropped from there; what finds no room there is dropped. Room is made
-    before anything is copied. Prefixes of fewer than `least` tokens are neither kept nor found.
+    Entries are independent copies, each tensor with a storage of its own; their bytes are what the budgets count. What
+    the caller hands in and what `find` gives back are the caller's. Where a new entry needs room, the least recently
+    used ones are moved to the CPU's memory, and those that were used even earlier are dropped from there; what finds no
+    room there is dropped. Room is made before anything is copied. Prefixes of fewer than `least` tokens are neither
+    kept nor found.
 
-    The keys and values of a stage are those of its model as it was: `renew` before a call drops them where the model has changed.
-    Calls from several threads take turns. A deep copy starts empty. Raises `Unsupported` for budgets that are no whole numbers of bytes.
+    The keys and values of a stage are those of its model as it was: `renew` before a call drops them where the model
+    has changed. Calls from several threads take turns. A deep copy starts empty. Raises `Unsupported` for budgets that
+    are no whole numbers of bytes.
     """
 
     def __init__(self, budget: int, *, host_budget: int = 0, least: int = 16) -> None:
@@ -90,7 +94,8 @@ class CacheManager:
         return self._stats
 
     def renew(self, stage: int, model: Hashable) -> None:
-        """Say what the stage's model is now, as a value that is equal for equal models: what another one left is dropped."""
+        """Say what the stage's model is now, as a value that is equal for equal models: what another one left is
+        dropped."""
         with self._lock:
             if self._models.get(stage, model) != model:
                 self._entries = [each for each in self._entries if each.stage != stage]
@@ -100,16 +105,18 @@ class CacheManager:
     def keep(self, stage: int, tokens: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy a stage's keys and values [1, Hkv, T, D] per layer, those of these T tokens from the first on.
 
-        The stage's entries whose tokens are a prefix of these are replaced. Raises `Unsupported` for shapes that do not fit the tokens,
-        and where the entry alone exceeds the budget; what is kept stays as it was then.
+        The stage's entries whose tokens are a prefix of these are replaced. Raises `Unsupported` for shapes that do not
+        fit the tokens, and where the entry alone exceeds the budget; what is kept stays as it was then.
         """
         held = array("q", tokens)
         _check(stage, held, layers)
         size = sum(each.numel() * each.element_size() for pair in layers for each in pair)
         if size > self.budget:
             raise Unsupported(
-                f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget for what is kept is "
-                f"{self.budget} bytes: allow at least {size}, or keep nothing between calls (Cascade: memory={size}, or memory=None)"
+                f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget for "
+                "what is kept is "
+                f"{self.budget} bytes: allow at least {size}, or keep nothing between calls (Cascade: memory={size}, "
+                "or memory=None)"
             )
         if len(held) < self.least:
             return
@@ -122,10 +129,11 @@ class CacheManager:
             self._entries.append(_Entry(stage, held, _copies(layers, homes, len(held)), homes, size))
 
     def find(self, stage: int, tokens: Sequence[int]) -> Layers | None:
-        """The longest prefix of these tokens that the stage has kept, as copies [1, Hkv, P, D] per layer on its own device, or None.
+        """The longest prefix of these tokens that the stage has kept, as copies [1, Hkv, P, D] per layer on its own
+        device, or None.
 
-        P is at least `least` and at most len(tokens) - 1: the last token has to be fed for its logits. What lies in the CPU's memory is
-        moved back where room can be made without dropping anything, and else copied from there.
+        P is at least `least` and at most len(tokens) - 1: the last token has to be fed for its logits. What lies in the
+        CPU's memory is moved back where room can be made without dropping anything, and else copied from there.
         """
         wanted = array("q", tokens)
         with self._lock:
@@ -168,7 +176,8 @@ class CacheManager:
             self._move_out(each)
 
     def _move_out(self, entry: _Entry) -> None:
-        """Move an entry to the CPU's memory, in place of some that were used before it; drop it where that makes too little room."""
+        """Move an entry to the CPU's memory, in place of some that were used before it; drop it where that makes too
+        little room."""
         free = self.host_budget - self._held(moved=True)
         leaving = []
         for older in self._entries[: self._entries.index(entry)]:
@@ -183,7 +192,8 @@ class CacheManager:
         self._move(entry, moved=True)
 
     def _move_back(self, entry: _Entry) -> None:
-        """Move an entry back to its device, if those that have to leave it fit into what is free of the CPU's memory."""
+        """Move an entry back to its device, if those that have to leave it fit into what is free of the CPU's
+        memory."""
         excess = self._held(moved=False) + entry.size - self.budget
         leaving = []
         for each in self._entries:
@@ -198,7 +208,9 @@ class CacheManager:
 
     def _move(self, entry: _Entry, *, moved: bool) -> None:
         places = [HOST if moved else home for home in entry.homes]
-        entry.layers = [(keys.to(place), values.to(place)) for (keys, values), place in zip(entry.layers, places, strict=True)]
+        entry.layers = [
+            (keys.to(place), values.to(place)) for (keys, values), place in zip(entry.layers, places, strict=True)
+        ]
         entry.moved = moved
         self._count("moves")
 
@@ -218,7 +230,8 @@ def _check(stage: int, tokens: array[int], layers: Sequence[tuple[Tensor, Tensor
     wrong = next((shape for shape in shapes if len(shape) != 4 or shape[0] != 1 or shape[2] != len(tokens)), None)
     if not shapes or wrong is not None:
         raise Unsupported(
-            f"stage {stage}: {f'keys or values of shape {wrong}' if shapes else 'no layer'} given for {len(tokens)} tokens; "
+            f"stage {stage}: {f'keys or values of shape {wrong}' if shapes else 'no layer'} given for {len(tokens)} "
+            "tokens; "
             f"keys and values per layer must be [1, heads, {len(tokens)}, size]"
         )
 

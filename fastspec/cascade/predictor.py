@@ -1,4 +1,5 @@
-"""What a stage's answer lets one expect: the probabilities that it and later answers are acceptable, and the later answers' lengths."""
+"""What a stage's answer lets one expect: the probabilities that it and later answers are acceptable, and the later
+answers' lengths."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ LENGTHS = 0.2
 class Head:
     """The MLP of one stage, fp32: standardised features [F], held within 5 standard deviations, to outputs [O].
 
-    mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]. The outputs are logits of quality, then logs of tokens. It is the mean of one
-    network of 32 hidden units for each fold, side by side.
+    mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]. The outputs are logits of quality, then logs of tokens. It is
+    the mean of one network of 32 hidden units for each fold, side by side.
     """
 
     mean: Tensor
@@ -69,10 +70,12 @@ class CalibratedProbability:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """Predictions at every stage of a cascade of L stages, by what its answers say about themselves (`fastspec.cascade.records`).
+    """Predictions at every stage of a cascade of L stages, by what its answers say about themselves
+    (`fastspec.cascade.records`).
 
-    `points[k]` [n, 2 (L - k) - 1] fp32 are the outputs at stage k for the training items, each by a network that was not trained on it;
-    fresh and kept [n, L] fp32 the tokens that their stages generated and took over. `factors[k]` corrects exp(mean log) to a mean.
+    `points[k]` [n, 2 (L - k) - 1] fp32 are the outputs at stage k for the training items, each by a network that was
+    not trained on it; fresh and kept [n, L] fp32 the tokens that their stages generated and took over. `factors[k]`
+    corrects exp(mean log) to a mean.
     """
 
     stages: tuple[str, ...]
@@ -84,21 +87,30 @@ class Predictor:
     kept: Tensor
     names: tuple[str, ...] = NAMES
     rates: Rates | None = None
-    """What the stages cost where the predictor was made, and `place` says where that was: device, dtype and versions."""
+    """What the stages cost where the predictor was made, and `place` says where that was: device, dtype and
+    versions."""
     place: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def fit(
-        cls, stages: Sequence[str], features: Sequence[Tensor], labels: Tensor, tokens: Tensor, kept: Tensor, *, seed: int,
+        cls,
+        stages: Sequence[str],
+        features: Sequence[Tensor],
+        labels: Tensor,
+        tokens: Tensor,
+        kept: Tensor,
+        *,
+        seed: int,
         groups: Sequence[str] | None = None,
-    ) -> Predictor:  # fmt: skip
+    ) -> Predictor:
         """Train on n items that every one of the L stages has answered.
 
-        features: for each stage [n, F]; labels [n, L]: whether the stage's answer is acceptable, in [0, 1]; tokens [n, L]: the length of
-        its answer; kept [n, L]: how much of it was taken over from the stage before (column 0 zeros), so tokens - kept were generated.
-        Five networks are trained on four fifths of the items each, and calibrated on the outputs for the items that each did not see;
-        items of one group, such as the samples of one question, stay together. The same seed gives the same predictor, whatever the
-        state of torch's random numbers. Raises `Unsupported` for shapes and values that do not fit.
+        features: for each stage [n, F]; labels [n, L]: whether the stage's answer is acceptable, in [0, 1]; tokens [n,
+        L]: the length of its answer; kept [n, L]: how much of it was taken over from the stage before (column 0 zeros),
+        so tokens - kept were generated. Five networks are trained on four fifths of the items each, and calibrated on
+        the outputs for the items that each did not see; items of one group, such as the samples of one question, stay
+        together. The same seed gives the same predictor, whatever the state of torch's random numbers. Raises
+        `Unsupported` for shapes and values that do not fit.
         """
         _check_training(stages, features, labels, tokens, kept, groups)
         kept, fresh = kept.float(), (tokens - kept).float()
@@ -111,26 +123,31 @@ class Predictor:
                 head, held_out = train(given.float(), labels[:, stage:].float(), logs, folds, generator)
             heads.append(head)
             points.append(held_out)
-            outlooks.append(tuple(
-                _outlook(held_out[:, at], labels[:, stage + at], folds) for at in range(len(stages) - stage)
-            ))  # fmt: skip
+            outlooks.append(
+                tuple(_outlook(held_out[:, at], labels[:, stage + at], folds) for at in range(len(stages) - stage))
+            )
             means = held_out[:, len(stages) - stage :].double().exp().mean(0)
             factors.append(tuple((fresh[:, stage + 1 :].double().clamp(min=1).mean(0) / means).tolist()))
         return cls(tuple(stages), tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept)
 
     def score(self, stage: int, features: Tensor, risk: float | None = None) -> Scores:
-        """features [F] fp32 of the answer of `stage` -> `Scores`; with `risk`, qualities are that lower quantile of their posterior.
+        """features [F] fp32 of the answer of `stage` -> `Scores`; with `risk`, qualities are that lower quantile of
+        their posterior.
 
         Raises `Unsupported` for a stage that the predictor has not, and features of another size or not finite.
         """
         if not 0 <= stage < len(self.stages) or features.shape != (len(self.names),):
-            raise Unsupported(f"score: stage {stage} of {len(self.stages)}, features {tuple(features.shape)}; expected [{len(self.names)}]")
+            raise Unsupported(
+                f"score: stage {stage} of {len(self.stages)}, features {tuple(features.shape)}; expected "
+                f"[{len(self.names)}]"
+            )
         if not math.isfinite(float(features.sum())):
             raise Unsupported(f"score: the features of stage {stage} are not finite: {features.tolist()}")
         return self._scores(stage, self.heads[stage](features), risk)
 
     def table(self, risk: float | None = None) -> QualityTable:
-        """The training items as `fastspec.cascade.decisions.Solver` needs them; `risk` as for the scores that it will decide on."""
+        """The training items as `fastspec.cascade.decisions.Solver` needs them; `risk` as for the scores that it will
+        decide on."""
         quality = []
         for stage, points in enumerate(self.points):
             scored = [self._scores(stage, point, risk).quality for point in points.tolist()]
@@ -140,15 +157,20 @@ class Predictor:
     def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
         outlooks = self.outlooks[stage]
         quality = tuple(outlook(logit, risk) for outlook, logit in zip(outlooks, point, strict=False))
-        tokens = tuple(f * math.exp(min(log, 30.0)) for f, log in zip(self.factors[stage], point[len(outlooks) :], strict=True))
+        tokens = tuple(
+            f * math.exp(min(log, 30.0)) for f, log in zip(self.factors[stage], point[len(outlooks) :], strict=True)
+        )
         return Scores(quality, tokens, tuple(point))
 
     def check(self, stages: Sequence[str]) -> None:
-        """Raises `CheckpointError` where the predictor was trained for other stages, by name and order, or on other features."""
+        """Raises `CheckpointError` where the predictor was trained for other stages, by name and order, or on other
+        features."""
         if self.stages != tuple(stages):
             raise CheckpointError(
-                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the cascade has {len(stages)} "
-                f"({', '.join(stages)}); train one for these with `fastspec cascade train`, or name the stages as it has them"
+                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the "
+                f"cascade has {len(stages)} "
+                f"({', '.join(stages)}); train one for these with `fastspec cascade train`, or name the stages as it "
+                "has them"
             )
         if self.names != NAMES:
             other = sorted(set(self.names) ^ set(NAMES)) or ["another order"]
@@ -159,17 +181,28 @@ class Predictor:
         tensors = {"fresh": self.fresh, "kept": self.kept}
         for k, head in enumerate(self.heads):
             tensors |= {f"{k}.{each.name}": getattr(head, each.name) for each in fields(Head)}
-            tensors |= {f"{k}.points": self.points[k], f"{k}.factors": torch.tensor(self.factors[k], dtype=torch.float64, device="cpu")}
+            tensors |= {
+                f"{k}.points": self.points[k],
+                f"{k}.factors": torch.tensor(self.factors[k], dtype=torch.float64, device="cpu"),
+            }
             for m, outlook in enumerate(self.outlooks[k], k):
                 calibrator, posterior = outlook.calibrator, outlook.posterior
                 numbers = {
-                    "temperature": (calibrator.temperature,), "knots": calibrator.knots, "values": calibrator.values,
-                    "edges": posterior.edges, "prior": (posterior.a, posterior.b),
-                }  # fmt: skip
-                tensors |= {f"{k}.{m}.{name}": torch.tensor(each, dtype=torch.float64, device="cpu") for name, each in numbers.items()}
+                    "temperature": (calibrator.temperature,),
+                    "knots": calibrator.knots,
+                    "values": calibrator.values,
+                    "edges": posterior.edges,
+                    "prior": (posterior.a, posterior.b),
+                }
+                tensors |= {
+                    f"{k}.{m}.{name}": torch.tensor(each, dtype=torch.float64, device="cpu")
+                    for name, each in numbers.items()
+                }
                 tensors[f"{k}.{m}.counts"] = torch.tensor(posterior.counts, device="cpu")
         if self.rates is not None:
-            tensors["rates"] = torch.tensor([getattr(self.rates, each.name) for each in fields(Rates)], dtype=torch.float64, device="cpu")
+            tensors["rates"] = torch.tensor(
+                [getattr(self.rates, each.name) for each in fields(Rates)], dtype=torch.float64, device="cpu"
+            )
         texts = {"stages": self.stages, "features": self.names, "place": dict(self.place)}
         header = {"format": FORMAT, "version": VERSION, **{name: json.dumps(text) for name, text in texts.items()}}
         try:
@@ -179,7 +212,8 @@ class Predictor:
 
     @classmethod
     def load(cls, path: str | Path) -> Predictor:
-        """Read what `save` wrote. Raises `CheckpointError` for a file that is missing, damaged, foreign or of another version."""
+        """Read what `save` wrote. Raises `CheckpointError` for a file that is missing, damaged, foreign or of another
+        version."""
         try:
             with safe_open(str(path), framework="pt") as file:
                 header = file.metadata() or {}
@@ -196,10 +230,12 @@ class Predictor:
 
 
 def train(x: Tensor, labels: Tensor, logs: Tensor, folds: Tensor, generator: torch.Generator) -> tuple[Head, Tensor]:
-    """One network for each fold, trained on the other folds: cross entropy of labels and squared error of standardised logs.
+    """One network for each fold, trained on the other folds: cross entropy of labels and squared error of standardised
+    logs.
 
-    x [n, F], labels [n, M] in [0, 1], logs [n, M - 1], folds [n] int64. All networks take the same number of steps: the one that is best
-    on the items held out from each, by the sum over all. Returns (their mean as one `Head`, held-out outputs [n, 2 M - 1] fp32).
+    x [n, F], labels [n, M] in [0, 1], logs [n, M - 1], folds [n] int64. All networks take the same number of steps: the
+    one that is best on the items held out from each, by the sum over all. Returns (their mean as one `Head`, held-out
+    outputs [n, 2 M - 1] fp32).
     """
     with torch.inference_mode(False), torch.enable_grad():
         mean, deviation = x.mean(0), x.std(0, correction=0)
@@ -212,7 +248,9 @@ def train(x: Tensor, labels: Tensor, logs: Tensor, folds: Tensor, generator: tor
         held = torch.nn.functional.one_hot(folds, networks).T.float()
         seen = (1 - held) / (1 - held).sum(1, keepdim=True)
         rates = labels.mean(0).clamp(0.01, 0.99)
-        weights = _initial(networks, inputs.shape[1], torch.cat((rates.logit(), torch.zeros(goods - 1, device="cpu"))), generator)
+        weights = _initial(
+            networks, inputs.shape[1], torch.cat((rates.logit(), torch.zeros(goods - 1, device="cpu"))), generator
+        )
         optimiser = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=DECAY)
         best, best_step, kept, outputs = math.inf, 0, weights, torch.empty(0, device="cpu")
         for step in range(STEPS):
@@ -265,12 +303,15 @@ def _outlook(logits: Tensor, labels: Tensor, folds: Tensor) -> CalibratedProbabi
 
 
 def _folds(items: int, groups: Sequence[str] | None, generator: torch.Generator) -> Tensor:
-    """A fold for each item -> [n] int64: whole groups, in random order, the largest first, each to the fold with the fewest items."""
+    """A fold for each item -> [n] int64: whole groups, in random order, the largest first, each to the fold with the
+    fewest items."""
     names = list(range(items)) if groups is None else list(groups)
     members: dict[object, list[int]] = {}
     for item, name in enumerate(names):
         members.setdefault(name, []).append(item)
-    mixed = [list(members.values())[i] for i in torch.randperm(len(members), generator=generator, device="cpu").tolist()]
+    mixed = [
+        list(members.values())[i] for i in torch.randperm(len(members), generator=generator, device="cpu").tolist()
+    ]
     folds, sizes = torch.empty(items, dtype=torch.long, device="cpu"), [0] * min(FOLDS, len(members))
     for group in sorted(mixed, key=len, reverse=True):
         fold = sizes.index(min(sizes))
@@ -280,24 +321,38 @@ def _folds(items: int, groups: Sequence[str] | None, generator: torch.Generator)
 
 
 def _check_training(
-    stages: Sequence[str], features: Sequence[Tensor], labels: Tensor, tokens: Tensor, kept: Tensor, groups: Sequence[str] | None
+    stages: Sequence[str],
+    features: Sequence[Tensor],
+    labels: Tensor,
+    tokens: Tensor,
+    kept: Tensor,
+    groups: Sequence[str] | None,
 ) -> None:
     wide = len(stages)
     if isinstance(stages, str) or wide < 2 or len(features) != wide or labels.dim() != 2:
-        raise Unsupported(f"fit: {len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}; at least two are needed")
+        raise Unsupported(
+            f"fit: {len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}; at least two are "
+            "needed"
+        )
     items = len(labels)
     if items < LEAST_ITEMS:
-        raise Unsupported(f"fit: {items} training items; at least {LEAST_ITEMS} are needed, and some hundreds for a useful predictor")
+        raise Unsupported(
+            f"fit: {items} training items; at least {LEAST_ITEMS} are needed, and some hundreds for a useful predictor"
+        )
     for name, given in (("labels", labels), ("tokens", tokens), ("kept", kept)):
         if given.shape != (items, wide):
             raise Unsupported(f"fit: {name} {tuple(given.shape)} must be [{items}, {wide}], a column for each stage")
     for stage, given in enumerate(features):
         if given.shape != (items, len(NAMES)) or not bool(torch.isfinite(given).all()):
-            raise Unsupported(f"fit: the features of stage {stage}, {tuple(given.shape)}, must be [{items}, {len(NAMES)}] and finite")
+            raise Unsupported(
+                f"fit: the features of stage {stage}, {tuple(given.shape)}, must be [{items}, {len(NAMES)}] and finite"
+            )
     if not bool(((labels >= 0) & (labels <= 1)).all()):
         raise Unsupported("fit: labels must lie in [0, 1]: 1 where the stage's answer is acceptable")
     if not bool(((kept >= 0) & (kept <= tokens)).all()) or bool(kept[:, 0].any()):
-        raise Unsupported("fit: kept must lie between 0 and tokens, and be 0 at stage 0, which has no answer to take over")
+        raise Unsupported(
+            "fit: kept must lie between 0 and tokens, and be 0 at stage 0, which has no answer to take over"
+        )
     if groups is not None and (len(groups) != items or len(set(groups)) < 2):
         raise Unsupported(f"fit: groups must name one of at least two groups for each of {items} items")
 
@@ -328,18 +383,32 @@ def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Te
 
 def _read_outlook(where: str, tensors: dict[str, Tensor]) -> CalibratedProbability:
     counts = tensors[where + "counts"]
-    sizes = {"temperature": 1, "prior": 2, "edges": len(counts) - 1, "knots": None, "values": len(tensors[where + "knots"])}
+    sizes = {
+        "temperature": 1,
+        "prior": 2,
+        "edges": len(counts) - 1,
+        "knots": None,
+        "values": len(tensors[where + "knots"]),
+    }
     temperature, prior, edges, knots, values = (
-        tuple(_expect(tensors, where + name, (len(tensors[where + name]) if size is None else size,), torch.float64).tolist())
+        tuple(
+            _expect(
+                tensors, where + name, (len(tensors[where + name]) if size is None else size,), torch.float64
+            ).tolist()
+        )
         for name, size in sizes.items()
     )
     ascending = all(list(each) == sorted(each) for each in (edges, knots, values))
     if not ascending or counts.dtype != torch.long or int(counts.min()) < 0 or temperature[0] <= 0 or min(prior) <= 0:
         raise Unsupported(f"{where}: a calibration that falls, or a count, temperature or prior out of range")
-    return CalibratedProbability(Calibrator(temperature[0], knots, values), Posterior(edges, tuple(counts.tolist()), *prior))
+    return CalibratedProbability(
+        Calibrator(temperature[0], knots, values), Posterior(edges, tuple(counts.tolist()), *prior)
+    )
 
 
-def _expect(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def _expect(
+    tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:
     given = tensors[name]
     if given.shape != shape or given.dtype != dtype:
         raise Unsupported(f"{name} is {given.dtype} {tuple(given.shape)}; expected {dtype} {shape}")

@@ -47,23 +47,35 @@ NAMES: tuple[str, ...] = (
 
 
 def features(
-    measures: Tensor, tokens: Sequence[int] | Tensor, *, prompt_tokens: int, limit: int, ended: bool, stage: int, stages: int
+    measures: Tensor,
+    tokens: Sequence[int] | Tensor,
+    *,
+    prompt_tokens: int,
+    limit: int,
+    ended: bool,
+    stage: int,
+    stages: int,
 ) -> Tensor:
     """The features `NAMES` of one answer -> [F] fp32 on the CPU.
 
-    measures [T, 3] fp32 on the CPU: for each answer token its log-probability (untempered, nats), the gap between the two largest
-    log-probabilities there, and the entropy of the distribution (nats). tokens: the T ids. `limit` is the number of tokens that the
-    answer might have had, `ended` whether an end token closed it, `stage` of `stages` the model that gave it. Quantiles, linearly
-    interpolated, follow Gupta et al., arXiv 2404.10136, who found that sums and means of log-probabilities favour a length.
-    Plain Python is faster here than torch: a hundred numbers do not pay for the start of an operation.
-    Raises `Unsupported` for an empty answer, sizes that do not agree, and numbers that are not finite.
+    measures [T, 3] fp32 on the CPU: for each answer token its log-probability (untempered, nats), the gap between the
+    two largest log-probabilities there, and the entropy of the distribution (nats). tokens: the T ids. `limit` is the
+    number of tokens that the answer might have had, `ended` whether an end token closed it, `stage` of `stages` the
+    model that gave it. Quantiles, linearly interpolated, follow Gupta et al., arXiv 2404.10136, who found that sums and
+    means of log-probabilities favour a length. Plain Python is faster here than torch: a hundred numbers do not pay for
+    the start of an operation. Raises `Unsupported` for an empty answer, sizes that do not agree, and numbers that are
+    not finite.
     """
     ids: Sequence[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     count = len(ids)
     if measures.shape != (count, 3) or count < 1:
-        raise Unsupported(f"features: measures {tuple(measures.shape)} must be [{max(count, 1)}, 3], a row for each of {count} tokens")
+        raise Unsupported(
+            f"features: measures {tuple(measures.shape)} must be [{max(count, 1)}, 3], a row for each of {count} tokens"
+        )
     if prompt_tokens < 0 or limit < 1 or not 0 <= stage < stages:
-        raise Unsupported(f"features: prompt_tokens={prompt_tokens}, limit={limit}, stage={stage} of {stages}: out of range")
+        raise Unsupported(
+            f"features: prompt_tokens={prompt_tokens}, limit={limit}, stage={stage} of {stages}: out of range"
+        )
     chances, gaps, entropies = measures.t().tolist()
     sums = sum(chances), sum(gaps), sum(entropies)
     if not math.isfinite(sum(sums)):
@@ -361,7 +373,8 @@ def table(records: Sequence[Record], stages: Sequence[str], split: str) -> Table
         ids=tuple(row[0].item for row in rows),
         sets=tuple(row[0].set for row in rows),
         features=tuple(
-            torch.tensor([row[place].features for row in rows], dtype=torch.float32, device="cpu") for place in range(len(stages))
+            torch.tensor([row[place].features for row in rows], dtype=torch.float32, device="cpu")
+            for place in range(len(stages))
         ),
         labels=column("label", torch.float64),
         tokens=column("new_tokens", torch.int64),

@@ -1,4 +1,5 @@
-"""A program of static tensors as a CUDA graph: run as it is the first time, captured the second, replayed from then on."""
+"""A program of static tensors as a CUDA graph: run as it is the first time, captured the second, replayed from then
+on."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Result = TypeVar("Result")
 
 
 class Spent(threading.local):
-    """Host seconds that this thread has spent on first runs, which compile what is not compiled yet, and on captures, and a function
-    to call around whatever it makes of a model and keeps."""
+    """Host seconds that this thread has spent on first runs, which compile what is not compiled yet, and on captures,
+    and a function to call around whatever it makes of a model and keeps."""
 
     first_runs = 0.0
     captures = 0.0
@@ -49,7 +50,8 @@ _prepare: Prepare | None = None
 
 
 def prepare_with(prepare: Prepare) -> None:
-    """Hand every program to a function before its first run: a backend's, which compiles what the program will launch."""
+    """Hand every program to a function before its first run: a backend's, which compiles what the program will
+    launch."""
     global _prepare
     _prepare = prepare
 
@@ -58,8 +60,8 @@ _capturing = threading.Lock()
 
 
 def _stream() -> torch.cuda.Stream:
-    """What is captured on the current device goes on this stream; torch's own is on the device of the first capture, and would make that
-    current."""
+    """What is captured on the current device goes on this stream; torch's own is on the device of the first capture,
+    and would make that current."""
     return _stream_on(torch.cuda.current_device())
 
 
@@ -72,10 +74,10 @@ def _stream_on(device: int) -> torch.cuda.Stream:
 def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Capture what the block launches.
 
-    Other threads may use the device meanwhile, as a server's do that prepare prompts: only calls of this thread that no graph can hold fail
-    ("thread_local"; in torch's own "global" mode a copy or a read on any thread ends the capture, and fails itself). Their memory does not
-    come from the graph's pool, which serves the stream that is captured. One capture runs at a time, since it begins by waiting for the
-    whole device, which no other may be in the midst of.
+    Other threads may use the device meanwhile, as a server's do that prepare prompts: only calls of this thread that no
+    graph can hold fail ("thread_local"; in torch's own "global" mode a copy or a read on any thread ends the capture,
+    and fails itself). Their memory does not come from the graph's pool, which serves the stream that is captured. One
+    capture runs at a time, since it begins by waiting for the whole device, which no other may be in the midst of.
     """
     with _capturing:
         collecting = gc.isenabled()
@@ -91,11 +93,12 @@ def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 class Captured(Generic[Result]):
     """Runs a program and returns its result; with the same `key` as before, from a graph.
 
-    The program reads and writes tensors that stay where they are, and its result lies in the graph's own memory: the next replay
-    writes over it. `key` is whatever else it depends on, such as the size of a buffer; when it changes the graph is dropped.
-    The first run of a key is a real one: it compiles kernels and fills the libraries' workspaces, which cannot be done while capturing.
-    The program comes with every call, always the same one, and is not kept: as a rule it is a method of what keeps its graph, and if the
-    two held each other their memory would stay until a garbage collection.
+    The program reads and writes tensors that stay where they are, and its result lies in the graph's own memory: the
+    next replay writes over it. `key` is whatever else it depends on, such as the size of a buffer; when it changes the
+    graph is dropped. The first run of a key is a real one: it compiles kernels and fills the libraries' workspaces,
+    which cannot be done while capturing. The program comes with every call, always the same one, and is not kept: as a
+    rule it is a method of what keeps its graph, and if the two held each other their memory would stay until a garbage
+    collection.
     """
 
     def __init__(self) -> None:
@@ -134,8 +137,9 @@ class Captured(Generic[Result]):
 class CapturedByShape(Generic[Result]):
     """A function of tensors, captured once for each set of their shapes: it reads copies that stay where they are.
 
-    Inputs of two and more dimensions may be narrower than `width` in the second; what is behind them is left from an earlier call. The
-    result lies in the graph's own memory, and the next call of the same shapes writes over it. As in `Captured` the function is not kept.
+    Inputs of two and more dimensions may be narrower than `width` in the second; what is behind them is left from an
+    earlier call. The result lies in the graph's own memory, and the next call of the same shapes writes over it. As in
+    `Captured` the function is not kept.
     """
 
     def __init__(self) -> None:

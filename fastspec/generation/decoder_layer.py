@@ -1,8 +1,9 @@
 """A decoder layer as data, run by a backend's ops: the target's layers and those of an EAGLE head are one program.
 
-The parameters stay the model's own and become views of the buffer, so nothing is held twice. Experts' weights that lie with their outputs
-side by side are turned: a kernel reads those of one output as a line of memory. Whether weights lie so is read from their storages
-whenever a product is made: those of a model that was moved, cast or copied since lie apart again, and are multiplied one by one.
+The parameters stay the model's own and become views of the buffer, so nothing is held twice. Experts' weights that lie
+with their outputs side by side are turned: a kernel reads those of one output as a line of memory. Whether weights lie
+so is read from their storages whenever a product is made: those of a model that was moved, cast or copied since lie
+apart again, and are multiplied one by one.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def pack(layers: Sequence[Weights]) -> list[Tensor]:
 
 
 def turn(weight: Tensor) -> list[Tensor]:
-    """Lay a weight [..., in, out] so that the inputs of an output are neighbours in memory, which its shape does not show; returns it in a
-    list if it was moved."""
+    """Lay a weight [..., in, out] so that the inputs of an output are neighbours in memory, which its shape does not
+    show; returns it in a list if it was moved."""
     if weight.transpose(-1, -2).is_contiguous():
         return []
     weight.data = weight.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -75,7 +76,10 @@ def turn(weight: Tensor) -> list[Tensor]:
 
 def is_packed(parameter: Tensor) -> bool:
     """Whether a parameter is a part of a larger storage, or lies turned in its own."""
-    return parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size() or not parameter.is_contiguous()
+    return (
+        parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size()
+        or not parameter.is_contiguous()
+    )
 
 
 def unpack(parameter: Tensor) -> None:
@@ -93,8 +97,8 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Sight(NamedTuple):
-    """What decides the layout of a layer's attention: the span of the text that its queries see (None: all of it), whether its slots form
-    a ring, and the number of query heads per key head."""
+    """What decides the layout of a layer's attention: the span of the text that its queries see (None: all of it),
+    whether its slots form a ring, and the number of query heads per key head."""
 
     span: Span | None = None
     ring: int | None = None
@@ -105,7 +109,8 @@ EVERYTHING = Sight()
 
 
 class Rotary(NamedTuple):
-    """Tables by position: cos, sin [P, R / 2], and what queries are multiplied by [P] fp32, where that depends on where they stand."""
+    """Tables by position: cos, sin [P, R / 2], and what queries are multiplied by [P] fp32, where that depends on where
+    they stand."""
 
     cos: Tensor
     sin: Tensor
@@ -114,7 +119,8 @@ class Rotary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Where the nodes of one pass stand: rotary tables, positions and slots [B, N] int64, and the attention's layouts."""
+    """Where the nodes of one pass stand: rotary tables, positions and slots [B, N] int64, and the attention's
+    layouts."""
 
     rotary: Mapping[str | None, Rotary]
     """By the kind of layer; None: of all layers."""
@@ -140,8 +146,8 @@ class SequenceMixer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class FullAttention(SequenceMixer):
-    """Attention over committed tokens and a node's ancestors, all of them or those within a span; layer `index` of `state`, which keeps
-    the keys and values of all, takes those of the nodes."""
+    """Attention over committed tokens and a node's ancestors, all of them or those within a span; layer `index` of
+    `state`, which keeps the keys and values of all, takes those of the nodes."""
 
     ops: Ops
     state: FullAttentionState
@@ -159,7 +165,8 @@ class FullAttention(SequenceMixer):
     ties_values: bool = False
     """Whether values are the keys, before these are normed and rotated."""
     owns: bool = True
-    """Whether the layer has keys and values of its own; else `qkv` gives queries alone, and it reads those of another layer."""
+    """Whether the layer has keys and values of its own; else `qkv` gives queries alone, and it reads those of another
+    layer."""
     sight: Sight = EVERYTHING
     rotary: str | None = None
     """The layer's rotary tables."""
@@ -168,7 +175,8 @@ class FullAttention(SequenceMixer):
     cap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     gated: bool = False
-    """Whether every head's queries are followed by as many gates, which what it reads is multiplied by, through a sigmoid."""
+    """Whether every head's queries are followed by as many gates, which what it reads is multiplied by, through a
+    sigmoid."""
     interleaved: bool = False
     """Whether neighbouring channels are rotated with each other, as in `rope_cache`."""
 
@@ -178,16 +186,30 @@ class FullAttention(SequenceMixer):
         qkv, (cos, sin, factor) = self.qkv(x), nodes.rotary[self.rotary]
         written = (k, v) if self.owns else (k[:, :0], v[:, :0])
         q = self.ops.rope_cache(
-            qkv, cos, sin, nodes.positions, *written, nodes.slots[self.state.ring], self.q_norm, self.k_norm, self.eps, self.offset,
-            self.gated, self.norms_values, self.ties_values, self.interleaved, factor,
-        )  # fmt: skip
+            qkv,
+            cos,
+            sin,
+            nodes.positions,
+            *written,
+            nodes.slots[self.state.ring],
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            self.offset,
+            self.gated,
+            self.norms_values,
+            self.ties_values,
+            self.interleaved,
+            factor,
+        )
         mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.sight], self.scale, sinks=self.sinks, cap=self.cap)
         return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta(SequenceMixer):
-    """Gated DeltaNet: a convolution over the last inputs, a state per head, and a gated norm; layer `index` of `state`."""
+    """Gated DeltaNet: a convolution over the last inputs, a state per head, and a gated norm; layer `index` of
+    `state`."""
 
     ops: Ops
     state: DeltaState
@@ -217,7 +239,9 @@ class GatedDelta(SequenceMixer):
             read = ops.delta_chain(mixed, a, b, self.rates, state, nodes.counts)
         else:
             inputs, outputs, u, g = (each[at][:, :count] for each in (kept.inputs, kept.mixed, kept.u, kept.g))
-            mixed = self._activated(ops.tree_conv(qkv, self.conv, held, nodes.parents, inputs, outputs, silu=self.activation is None))
+            mixed = self._activated(
+                ops.tree_conv(qkv, self.conv, held, nodes.parents, inputs, outputs, silu=self.activation is None)
+            )
             read = ops.delta_tree(mixed, a, b, self.rates, state, nodes.words, u, g)
         return self.out(ops.gated_norm(read, gate.unflatten(-1, (heads, size)), self.norm, self.eps).flatten(-2))
 
@@ -227,13 +251,14 @@ class GatedDelta(SequenceMixer):
 
 
 Norm = Callable[..., tuple[Tensor, Tensor]]
-"""(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`; a model's own norms without `out`."""
+"""(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`; a model's own norms
+without `out`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One decoder layer: its norms, what mixes the tokens, and its feed-forward. Some families norm what the mixer and the feed-forward
-    add as well."""
+    """One decoder layer: its norms, what mixes the tokens, and its feed-forward. Some families norm what the mixer and
+    the feed-forward add as well."""
 
     input_norm: Norm | None
     mixer: SequenceMixer
@@ -243,9 +268,11 @@ class LayerParts:
     mixer_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
     beside: Callable[[Tensor, Tensor], Tensor] | None = None
-    """What the feed-forward gives, and what its norm has read, [B, N, H] each -> the same with a second feed-forward's [B, N, H]."""
+    """What the feed-forward gives, and what its norm has read, [B, N, H] each -> the same with a second feed-forward's
+    [B, N, H]."""
     after: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    """What becomes of the layer's output [B, N, H], with the layer's own input of every token [B, N, P] where it has one."""
+    """What becomes of the layer's output [B, N, H], with the layer's own input of every token [B, N, P] where it has
+    one."""
 
 
 class Normed(Protocol):
@@ -266,7 +293,7 @@ class RmsNorm:
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum)."""
         return self.ops.rms_norm(x, self.module.weight, self.eps, residual, out, total, self.offset)
 
@@ -301,7 +328,8 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """A gated feed-forward: the products of the gates and of what they open, in this order or as one layer's, and what follows."""
+    """A gated feed-forward: the products of the gates and of what they open, in this order or as one layer's, and what
+    follows."""
 
     gate_up: Linears
     out: Product

@@ -14,12 +14,14 @@ from fastspec.generation.tree import Verdict
 from fastspec.kernels.attention.reference import Span
 
 Held: TypeAlias = tuple[Tensor, Tensor]
-"""What transformers keeps of one layer: keys and values [B, Hkv, T, D], or the last inputs of a convolution and a recurrent state."""
+"""What transformers keeps of one layer: keys and values [B, Hkv, T, D], or the last inputs of a convolution and a
+recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The accepted paths of a round as slots: row b's node path[b, i] stands in slot sources[b, i] and goes to targets[b, i], [B, P]."""
+    """The accepted paths of a round as slots: row b's node path[b, i] stands in slot sources[b, i] and goes to
+    targets[b, i], [B, P]."""
 
     verdict: Verdict
     active: Tensor
@@ -32,17 +34,20 @@ class Moves:
         if self.sources.device == device:
             return self
         verdict = replace(
-            self.verdict, path=self.verdict.path.to(device), accepted=self.verdict.accepted.to(device), bonus=self.verdict.bonus.to(device)
+            self.verdict,
+            path=self.verdict.path.to(device),
+            accepted=self.verdict.accepted.to(device),
+            bonus=self.verdict.bonus.to(device),
         )
         return Moves(verdict, self.active.to(device), self.sources.to(device), self.targets.to(device))
 
 
 class LayerState(ABC):
-    """Buffers of all layers of one kind, for every row of a call. Slots below a row's length hold its committed tokens, the tail behind
-    them the nodes of the last tree, which the layers' mixer writes.
+    """Buffers of all layers of one kind, for every row of a call. Slots below a row's length hold its committed tokens,
+    the tail behind them the nodes of the last tree, which the layers' mixer writes.
 
-    A kind that keeps less than every token (a window, a recurrent state) answers the same questions: it may ignore how many slots there
-    are, and must not let a node that was rejected change what it keeps.
+    A kind that keeps less than every token (a window, a recurrent state) answers the same questions: it may ignore how
+    many slots there are, and must not let a node that was rejected change what it keeps.
     """
 
     layers: int
@@ -67,8 +72,8 @@ class LayerState(ABC):
 
     @abstractmethod
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
-        """Begin a row anew with the `count` committed tokens of row `source` of another state of the same kind. The row's former text
-        and its trees have written no slot from `reached` on."""
+        """Begin a row anew with the `count` committed tokens of row `source` of another state of the same kind. The
+        row's former text and its trees have written no slot from `reached` on."""
 
     @abstractmethod
     def clear(self, reached: int) -> None:
@@ -76,28 +81,38 @@ class LayerState(ABC):
 
     @abstractmethod
     def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
-        """Take what transformers keeps of one layer's first tokens; order [B, T] are the columns that a row's tokens stand in, the first
-        counts [B] of them."""
+        """Take what transformers keeps of one layer's first tokens; order [B, T] are the columns that a row's tokens
+        stand in, the first counts [B] of them."""
 
     @abstractmethod
     def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
-        """What transformers keeps of the tokens of one layer in slots [B, T] of texts of lengths [B]; zeros where `real` [B, T] is
-        false."""
+        """What transformers keeps of the tokens of one layer in slots [B, T] of texts of lengths [B]; zeros where
+        `real` [B, T] is false."""
 
 
 class FullAttentionState(LayerState):
-    """Keys `k` [L, B, Hkv, C, D] and values `v` [L, B, Hkv, C, Dv] of L layers and B rows, C slots a row. Latent attention keeps one
-    head's latents and rotated channels in their places."""
+    """Keys `k` [L, B, Hkv, C, D] and values `v` [L, B, Hkv, C, Dv] of L layers and B rows, C slots a row. Latent
+    attention keeps one head's latents and rotated channels in their places."""
 
     ring: int | None = None
     """How many slots positions go round in; None: the token at position p stands in slot p."""
 
     def __init__(
-        self, layers: int, rows: int, kv_heads: int, size: int, value_size: int | None = None, *, dtype: torch.dtype, device: torch.device
-    ) -> None:  # fmt: skip
+        self,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        size: int,
+        value_size: int | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.layers = layers
         self.k = torch.zeros((layers, rows, kv_heads, 0, size), dtype=dtype, device=device)
-        self.v = torch.zeros((layers, rows, kv_heads, 0, size if value_size is None else value_size), dtype=dtype, device=device)
+        self.v = torch.zeros(
+            (layers, rows, kv_heads, 0, size if value_size is None else value_size), dtype=dtype, device=device
+        )
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +129,8 @@ class FullAttentionState(LayerState):
         self.k, self.v = self._resized(self.k, slots), self._resized(self.v, slots)
 
     def clear(self, reached: int) -> None:
-        """Zero what was written: attention multiplies the values of slots that are not seen by weights of 0, and 0 * NaN is NaN."""
+        """Zero what was written: attention multiplies the values of slots that are not seen by weights of 0, and 0 *
+        NaN is NaN."""
         self.k[:, :, :, :reached].zero_()
         self.v[:, :, :, :reached].zero_()
 
@@ -185,24 +201,35 @@ STEP = 128
 
 
 def ring_of(span: Span, tail: int, chunk: int) -> int:
-    """Slots that layers of a span go round in: the span, what a pass of up to `tail` nodes or `chunk` tokens of a prompt writes, and
-    SLACK."""
+    """Slots that layers of a span go round in: the span, what a pass of up to `tail` nodes or `chunk` tokens of a
+    prompt writes, and SLACK."""
     return -(-(span.size + max(tail, chunk) + SLACK) // STEP) * STEP
 
 
 class WindowState(FullAttentionState):
-    """Keys `k` and values `v` of the last `ring` tokens of every row at least: the token at position p stands in slot p % ring.
+    """Keys `k` and values `v` of the last `ring` tokens of every row at least: the token at position p stands in slot p
+    % ring.
 
-    A pass writes nodes no further than `ring` - `span.size` behind the tokens that are still seen, so that no node takes the place of one
-    of these, whether it is rejected or not. Texts that are no longer than the ring take no more slots than they have tokens.
+    A pass writes nodes no further than `ring` - `span.size` behind the tokens that are still seen, so that no node
+    takes the place of one of these, whether it is rejected or not. Texts that are no longer than the ring take no more
+    slots than they have tokens.
     """
 
     ring: int
 
     def __init__(
-        self, layers: int, rows: int, kv_heads: int, size: int, value_size: int | None = None, *, span: Span, ring: int,
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        size: int,
+        value_size: int | None = None,
+        *,
+        span: Span,
+        ring: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__(layers, rows, kv_heads, size, value_size, dtype=dtype, device=device)
         self.span, self.ring = span, ring
 
@@ -229,15 +256,19 @@ class WindowState(FullAttentionState):
         """Take the last of the keys and values [B, Hkv, T, D] of one layer's tokens."""
         width = self.k.shape[3]
         last = counts[:, None] - 1
-        place = last - (last - torch.arange(width, device=order.device)) % self.ring  # the last position that a slot holds
+        place = (
+            last - (last - torch.arange(width, device=order.device)) % self.ring
+        )  # the last position that a slot holds
         columns = order.gather(1, place.clamp(0, order.shape[1] - 1))
         row = torch.arange(len(order), device=order.device)[:, None]
         for buffer, states in zip((self.k, self.v), held, strict=True):
-            buffer[layer] = states.transpose(1, 2)[row, columns].where((place >= 0)[:, :, None, None], 0).transpose(1, 2)
+            buffer[layer] = (
+                states.transpose(1, 2)[row, columns].where((place >= 0)[:, :, None, None], 0).transpose(1, 2)
+            )
 
     def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
-        """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false, and where a token is no longer
-        seen."""
+        """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false, and where a
+        token is no longer seen."""
         seen = real & (slots >= lengths[:, None] - self.span.size)
         return super().export(layer, slots % self.ring, seen, lengths)
 
@@ -259,13 +290,17 @@ class DeltaShape:
 
 
 class DeltaState(LayerState):
-    """States `s` [L, B, Hv, Dk, Dv] fp32 and the convolution's last inputs `held` [L, B, K, C] of the committed text, whatever its length.
+    """States `s` [L, B, Hv, Dk, Dv] fp32 and the convolution's last inputs `held` [L, B, K, C] of the committed text,
+    whatever its length.
 
-    Beside them what a pass leaves of its N nodes, for `commit`: the convolution's `inputs` and outputs `mixed` [L, B, N, C], and the
-    updates `u` [L, B, N, Hv, Dv] and summed gates `g` [L, B, N, Hv], fp32. A text cannot be made shorter again.
+    Beside them what a pass leaves of its N nodes, for `commit`: the convolution's `inputs` and outputs `mixed` [L, B,
+    N, C], and the updates `u` [L, B, N, Hv, Dv] and summed gates `g` [L, B, N, Hv], fp32. A text cannot be made shorter
+    again.
     """
 
-    def __init__(self, layers: int, rows: int, nodes: int, shape: DeltaShape, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, rows: int, nodes: int, shape: DeltaShape, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.layers, heads, size = layers, shape.value_heads, shape.value_size
         self.s = torch.zeros((layers, rows, heads, shape.key_size, size), dtype=torch.float32, device=device)
         self.held = torch.zeros((layers, rows, shape.width, shape.channels), dtype=dtype, device=device)
@@ -281,7 +316,9 @@ class DeltaState(LayerState):
 
     def bytes(self, slots: int) -> int:
         """Memory of the buffers, the same for texts of any length."""
-        return sum(each.numel() * each.element_size() for each in (self.s, self.held, self.inputs, self.mixed, self.u, self.g))
+        return sum(
+            each.numel() * each.element_size() for each in (self.s, self.held, self.inputs, self.mixed, self.u, self.g)
+        )
 
     def resize(self, slots: int) -> None:
         """Nothing grows."""
@@ -294,7 +331,9 @@ class DeltaState(LayerState):
     def commit(self, ops: Ops, moves: Moves) -> None:
         """Take the accepted paths in."""
         verdict = moves.verdict
-        ops.delta_commit(self.s, self.held, self.inputs, self.mixed, self.u, self.g, verdict.path, verdict.accepted, moves.active)
+        ops.delta_commit(
+            self.s, self.held, self.inputs, self.mixed, self.u, self.g, verdict.path, verdict.accepted, moves.active
+        )
 
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
         """Begin a row anew."""
@@ -303,11 +342,13 @@ class DeltaState(LayerState):
         self.held[:, row] = other.held[:, source]
 
     def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
-        """Take the inputs [B, C, K] of a convolution and a state [B, Hv, Dk, Dv], which stand behind all of the text."""
+        """Take the inputs [B, C, K] of a convolution and a state [B, Hv, Dk, Dv], which stand behind all of the
+        text."""
         inputs, state = held
         self.held[layer] = inputs.transpose(1, 2)
         self.s[layer] = state
 
     def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
-        """The inputs and the state of one layer, behind all of a row's committed tokens: none of an earlier place are kept."""
+        """The inputs and the state of one layer, behind all of a row's committed tokens: none of an earlier place are
+        kept."""
         return self.held[layer].transpose(1, 2).contiguous(), self.s[layer].clone()

@@ -1,4 +1,5 @@
-"""What a model keeps of a text: a length per row, the state of its layers, and room for a tree behind the committed tokens."""
+"""What a model keeps of a text: a length per row, the state of its layers, and room for a tree behind the committed
+tokens."""
 
 from __future__ import annotations
 
@@ -36,20 +37,29 @@ WIDE_STEP = 16384
 
 
 class SequenceState:
-    """The states `kinds` of a model's layers, one for all layers of a kind, each where they compute, and `lengths` [B] int64.
+    """The states `kinds` of a model's layers, one for all layers of a kind, each where they compute, and `lengths` [B]
+    int64.
 
-    `order` says of every layer of the model whose keys and values, or state, it reads: which of the kinds, and which layer of it; layers
-    may share one. None: there is one kind, and every layer has its own.
+    `order` says of every layer of the model whose keys and values, or state, it reads: which of the kinds, and which
+    layer of it; layers may share one. None: there is one kind, and every layer has its own.
 
     Slots below a row's length hold its committed tokens, `capacity` of them at most; the `tail` slots after it are
-    provisional, written by every forward pass and moved or forgotten by `commit`. The buffers start with `first` slots (None: FIRST_SLOTS)
-    and double when `reserve` asks for more. Raises FastSpecError, with the size, when memory cannot hold the capacity.
+    provisional, written by every forward pass and moved or forgotten by `commit`. The buffers start with `first` slots
+    (None: FIRST_SLOTS) and double when `reserve` asks for more. Raises FastSpecError, with the size, when memory cannot
+    hold the capacity.
     """
 
     def __init__(
-        self, kinds: Sequence[LayerState], *, rows: int, capacity: int, tail: int, device: torch.device,
-        order: Sequence[tuple[int, int]] | None = None, first: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kinds: Sequence[LayerState],
+        *,
+        rows: int,
+        capacity: int,
+        tail: int,
+        device: torch.device,
+        order: Sequence[tuple[int, int]] | None = None,
+        first: int | None = None,
+    ) -> None:
         self.kinds, self.tail, self.slots, self.first = tuple(kinds), tail, 0, first or FIRST_SLOTS
         order = [(0, layer) for layer in range(kinds[0].layers)] if order is None else order
         self.places: list[tuple[LayerState, int]] = [(self.kinds[kind], layer) for kind, layer in order]
@@ -87,8 +97,8 @@ class SequenceState:
         return min(committed, self.limit) <= self.bound
 
     def reserve(self, committed: int) -> int:
-        """Make room for this many committed tokens per row, the call's capacity at most, and the tail; returns how many of them are
-        in bounds."""
+        """Make room for this many committed tokens per row, the call's capacity at most, and the tail; returns how many
+        of them are in bounds."""
         if not self.fits(committed):
             wanted = self._wanted(committed) + self.tail
             try:
@@ -105,8 +115,8 @@ class SequenceState:
         return sum(kind.bytes(slots) for kind in self.kinds)
 
     def _wanted(self, committed: int) -> int:
-        """Committed tokens to make room for: twice what there is, the call's capacity at most; on CUDA a round number whatever the
-        capacity is, so that calls of any length share the graphs that were captured on these buffers."""
+        """Committed tokens to make room for: twice what there is, the call's capacity at most; on CUDA a round number
+        whatever the capacity is, so that calls of any length share the graphs that were captured on these buffers."""
         if self.lengths.is_cuda:
             return max(self.first, min(1 << (committed - 1).bit_length(), -(-committed // WIDE_STEP) * WIDE_STEP))
         return min(max(committed, 2 * self.bound), self.limit)
@@ -119,7 +129,8 @@ class SequenceState:
             kind.commit(ops, moves.on(kind.device))
 
     def copy_row(self, row: int, other: SequenceState, count: int, source: int = 0) -> None:
-        """Begin a row anew with the `count` committed tokens of row `source` of another state; there must be room for them."""
+        """Begin a row anew with the `count` committed tokens of row `source` of another state; there must be room for
+        them."""
         reached = self.reached if self.lengths.is_cuda else min(self.reached, int(self.lengths[row]) + self.tail)
         for mine, theirs in zip(self.kinds, other.kinds, strict=True):
             mine.copy_row(row, theirs, count, source, reached)
@@ -134,17 +145,24 @@ class SequenceState:
 class SharedState(SequenceState):
     """The first layers of another state, with lengths of their own: what a model's own early layers draft with.
 
-    They write into the other's provisional tail, which the next pass over all layers writes anew, and it grows for both.
+    They write into the other's provisional tail, which the next pass over all layers writes anew, and it grows for
+    both.
     """
 
     def __init__(self, whole: SequenceState, depth: int) -> None:
         self.whole, self.tail, self.lengths = whole, whole.tail, whole.lengths.clone()
         of = [kind for kind, _ in dict.fromkeys(whole.places[:depth])]
-        first = {kind: FirstLayers(kind, of.count(kind)) for kind in dict.fromkeys(of) if isinstance(kind, FullAttentionState)}
+        first = {
+            kind: FirstLayers(kind, of.count(kind))
+            for kind in dict.fromkeys(of)
+            if isinstance(kind, FullAttentionState)
+        }
         if len(first) < len(set(of)):
             raise TypeError("only layers that keep keys and values can be shared: other states cannot be taken back")
         self.kinds = tuple(first.values())
-        self.places = [(first[kind], index) for kind, index in whole.places[:depth] if isinstance(kind, FullAttentionState)]
+        self.places = [
+            (first[kind], index) for kind, index in whole.places[:depth] if isinstance(kind, FullAttentionState)
+        ]
 
     @property
     def slots(self) -> int:  # type: ignore[override]

@@ -15,19 +15,20 @@ from fastspec.kernels.drafting.reference import ancestor_words
 class TokenTree:
     """N draft nodes for each of B rows; node 0 is the root, and parents come before their children.
 
-    The root is the token already emitted but not yet in the target's cache. `tokens`, `parents`, `depths` are [B, N] int64
-    (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included. `max_path`
-    bounds the longest path in nodes, and is the same for all trees of a run with the same N. The dense mask, row b:
+    The root is the token already emitted but not yet in the target's cache. `tokens`, `parents`, `depths` are [B, N]
+    int64 (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included.
+    `max_path` bounds the longest path in nodes, and is the same for all trees of a run with the same N. The dense mask,
+    row b:
 
         mask = torch.zeros(N, N, dtype=torch.bool)
         for i in range(N):
             mask[i] = mask[parents[b, i]] if i else False
             mask[i, i] = True
 
-    Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution that each node's token came from, given its
-    prefix and its earlier siblings (the root's is not read); zeros throughout say that the node was not drawn, and it is not
-    accepted. Without q the tree must be a function of its prefix. `drafted` says of each row how many draft nodes are real
-    and no copies that fill the tree up; None: all of them, or the host does not know.
+    Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution that each node's token came from,
+    given its prefix and its earlier siblings (the root's is not read); zeros throughout say that the node was not
+    drawn, and it is not accepted. Without q the tree must be a function of its prefix. `drafted` says of each row how
+    many draft nodes are real and no copies that fill the tree up; None: all of them, or the host does not know.
     """
 
     tokens: Tensor
@@ -68,8 +69,9 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the walk decided: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft tokens on
-    it, `bonus` [B] the target's own token after it, which is the next root; `emitted` [B, P] what `tokens` gives, where a round has it."""
+    """What the walk decided: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft
+    tokens on it, `bonus` [B] the target's own token after it, which is the next root; `emitted` [B, P] what `tokens`
+    gives, where a round has it."""
 
     path: Tensor
     accepted: Tensor

@@ -1,15 +1,16 @@
 """Choice of one token per node, and walks down the tree: row by row, by draws of a position, or in step for all rows.
 
-A tree's nodes of one depth are alternatives, of which a walk visits one at most. So one number per position of the text is enough, and a
-row's tokens depend neither on its tree nor on the rows beside it.
+A tree's nodes of one depth are alternatives, of which a walk visits one at most. So one number per position of the text
+is enough, and a row's tokens depend neither on its tree nor on the rows beside it.
 
 At a node with target distribution p, accepting child x with probability p(x), else removing x and renormalising, is the
-same distribution as one draw y ~ p with a step to y where y is a child and y as the bonus token where it is not. So greedy and
-sampled decoding differ in the pick alone. Randomness comes in as an argument: one uniform per node.
+same distribution as one draw y ~ p with a step to y where y is a child and y as the bonus token where it is not. So
+greedy and sampled decoding differ in the pick alone. Randomness comes in as an argument: one uniform per node.
 
-A user's own logits processor or stopping criterion may keep a state of its own. It gives plain decoding's output only where it sees plain
-decoding's calls: the whole batch [B, T], every step once, in order, and never a text that does not stand. So a round ends for all rows at
-the first step at which any row leaves its tree. What other rows would have accepted further is drafted again.
+A user's own logits processor or stopping criterion may keep a state of its own. It gives plain decoding's output only
+where it sees plain decoding's calls: the whole batch [B, T], every step once, in order, and never a text that does not
+stand. So a round ends for all rows at the first step at which any row leaves its tree. What other rows would have
+accepted further is drafted again.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ LAST_SHIFT = 31
 def uniform_at(seeds: Tensor, positions: Tensor) -> Tensor:
     """Numbers [...] fp32 in [0, 1), multiples of 2^-24, for seeds and positions [...] int64 (shapes that broadcast).
 
-    Position n of a seed is the n-th output of SplitMix64 (Steele et al., OOPSLA 2014) begun at a hash of the seed, so that the streams of
-    neighbouring seeds do not run into each other. int64 arithmetic wraps around.
+    Position n of a seed is the n-th output of SplitMix64 (Steele et al., OOPSLA 2014) begun at a hash of the seed, so
+    that the streams of neighbouring seeds do not run into each other. int64 arithmetic wraps around.
     """
     mixed = _mixed(_mixed(seeds + _signed(STEP)) + positions * _signed(STEP))
     return _shifted(mixed, 40).float() * 2.0**-24
@@ -66,16 +67,17 @@ RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
 
 
 def choose(scores: Tensor, uniform: Tensor | None, ops: Ops, settings: SamplingSettings | None = None) -> Tensor:
-    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under settings where some are given -> [B,
-    N], `NO_TOKEN` where there is no distribution. Scores of int64 [B, N, 1] are these tokens, see `Target.score`."""
+    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under settings where some
+    are given -> [B, N], `NO_TOKEN` where there is no distribution. Scores of int64 [B, N, 1] are these tokens, see
+    `Target.score`."""
     if scores.dtype == torch.int64:
         return scores[..., 0]
     return ops.pick(scores, uniform) if settings is None else ops.pick(scores, uniform, settings)
 
 
 def pick_draft(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
-    """A draft [...] of a draft model's scores [..., V], as `Ops.pick` does. A row without a distribution takes token 0, like any other
-    guess: `walk_drawn` accepts no draft of a q that is NaN."""
+    """A draft [...] of a draft model's scores [..., V], as `Ops.pick` does. A row without a distribution takes token 0,
+    like any other guess: `walk_drawn` accepts no draft of a q that is NaN."""
     picked: Tensor = ops.pick(scores, uniform)
     return picked if uniform is None else picked.clamp(min=0)
 
@@ -86,12 +88,13 @@ def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:
 
 
 def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops: Ops) -> Verdict:
-    """Walk a tree whose tokens were drawn at random: scores [B, N, V] processed, q [B, N, V] probabilities, uniform [B, N].
+    """Walk a tree whose tokens were drawn at random: scores [B, N, V] processed, q [B, N, V] probabilities, uniform [B,
+    N].
 
-    At a node with target distribution p, its children are tried in order: x ~ q is accepted with probability min(1, p(x) / q(x)),
-    else p becomes norm(max(p - q, 0)); what is left of p when no child was accepted gives the bonus token (Leviathan et al.,
-    arXiv 2211.17192, theorem 1, applied child by child). A child with q(x) = 0 was not drawn and is not accepted; where all of
-    its q is 0, p stays. uniform[:, 0] draws the bonus token, uniform[:, i] judges node i.
+    At a node with target distribution p, its children are tried in order: x ~ q is accepted with probability min(1,
+    p(x) / q(x)), else p becomes norm(max(p - q, 0)); what is left of p when no child was accepted gives the bonus token
+    (Leviathan et al., arXiv 2211.17192, theorem 1, applied child by child). A child with q(x) = 0 was not drawn and is
+    not accepted; where all of its q is 0, p stays. uniform[:, 0] draws the bonus token, uniform[:, i] judges node i.
     """
     probs = torch.softmax(scores.float(), -1)
     rows, nodes = tree.tokens.shape
@@ -114,26 +117,42 @@ def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops:
 
 
 def walk_with_history(
-    tree: TokenTree, logits: Tensor, uniform: Tensor | None, history: list[Tensor], process: RowProcessor, left: list[int],
-    over: Callable[[int, list[int]], bool], ops: Ops,
-) -> tuple[Verdict, Tensor]:  # fmt: skip
+    tree: TokenTree,
+    logits: Tensor,
+    uniform: Tensor | None,
+    history: list[Tensor],
+    process: RowProcessor,
+    left: list[int],
+    over: Callable[[int, list[int]], bool],
+    ops: Ops,
+) -> tuple[Verdict, Tensor]:
     """Walk node by node, for processors that look at the tokens so far.
 
-    logits [B, N, V]; history[b] [T_b] int64 ends with the root; row b may emit left[b] more tokens, 0 where it has ended.
-    `process` sees each visited node with that node's own prefix, and no prefix that plain decoding would not reach: a row's
-    walk stops at its last token, and where `over(b, picks so far)` says that it ends. Rows whose texts are equally long are
-    processed together. Returns the verdict and the processed scores [B, P, V] along the path.
+    logits [B, N, V]; history[b] [T_b] int64 ends with the root; row b may emit left[b] more tokens, 0 where it has
+    ended. `process` sees each visited node with that node's own prefix, and no prefix that plain decoding would not
+    reach: a row's walk stops at its last token, and where `over(b, picks so far)` says that it ends. Rows whose texts
+    are equally long are processed together. Returns the verdict and the processed scores [B, P, V] along the path.
     """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     texts, paths, picks = list(history), [[0] for _ in tokens], [[] for _ in tokens]  # type: tuple[list[Tensor], list[list[int]], list[list[int]]]
     scores = torch.zeros(len(tokens), tree.max_path, logits.shape[2], dtype=torch.float32, device=logits.device)
     going = [b for b, count in enumerate(left) if count > 0]
     while going:
-        chosen = _pick([(b, paths[b][-1], texts[b]) for b in going], logits, uniform, process, ops, scores, len(paths[going[0]]) - 1)
+        chosen = _pick(
+            [(b, paths[b][-1], texts[b]) for b in going],
+            logits,
+            uniform,
+            process,
+            ops,
+            scores,
+            len(paths[going[0]]) - 1,
+        )
         still = []
         for b, pick in zip(going, chosen, strict=True):
             picks[b].append(pick)
-            child = next((j for j in range(1, len(tokens[b])) if parents[b][j] == paths[b][-1] and tokens[b][j] == pick), None)
+            child = next(
+                (j for j in range(1, len(tokens[b])) if parents[b][j] == paths[b][-1] and tokens[b][j] == pick), None
+            )
             if child is None or len(paths[b]) == min(tree.max_path, left[b]) or over(b, picks[b]):
                 continue
             paths[b].append(child)
@@ -147,7 +166,13 @@ def walk_with_history(
 
 
 def _pick(
-    at: list[tuple[int, int, Tensor]], logits: Tensor, uniform: Tensor | None, process: RowProcessor, ops: Ops, scores: Tensor, step: int
+    at: list[tuple[int, int, Tensor]],
+    logits: Tensor,
+    uniform: Tensor | None,
+    process: RowProcessor,
+    ops: Ops,
+    scores: Tensor,
+    step: int,
 ) -> list[int]:
     """One token for each (row, node, text) of `at`; what was processed is written to scores [B, P, V] at `step`."""
     picked: dict[int, int] = {}
@@ -162,8 +187,8 @@ def _pick(
 
 
 def measure(logits: Tensor, tokens: Tensor) -> Tensor:
-    """What a model's raw logits [..., V] say of the tokens [...] that were emitted there -> [..., 3] fp32, in nats: a token's
-    log-probability, the gap between the two largest log-probabilities, and the entropy of the distribution."""
+    """What a model's raw logits [..., V] say of the tokens [...] that were emitted there -> [..., 3] fp32, in nats: a
+    token's log-probability, the gap between the two largest log-probabilities, and the entropy of the distribution."""
     settings = torch.log_softmax(logits.float(), -1)
     best = settings.topk(2, -1).values
     entropy = -(settings.exp() * settings.clamp(min=torch.finfo(settings.dtype).min)).sum(-1)  # 0 * -inf is not 0
@@ -176,15 +201,18 @@ class Steps(Protocol):
     over: bool
     """Whether the call has ended."""
     lengths: list[int | None]
-    """How many tokens each row had when it ended; None for a row that goes on. A row that has ended emits `pad_token` from then on."""
+    """How many tokens each row had when it ended; None for a row that goes on. A row that has ended emits `pad_token`
+    from then on."""
     pad_token: int
 
     def __call__(self, logits: Tensor, scores: Tensor | None = None) -> list[int]:
-        """Take the next step from raw logits [B, V] -> the token of every row. `scores` [B, V] stand in for the processed logits."""
+        """Take the next step from raw logits [B, V] -> the token of every row. `scores` [B, V] stand in for the
+        processed logits."""
 
 
 def fill_ended(tree: TokenTree, root: Tensor, ended: Tensor, pad_token: int) -> TokenTree:
-    """The tree with `pad_token` at every draft node of the rows that have ended [B] bool, below root [B]: what these rows will emit."""
+    """The tree with `pad_token` at every draft node of the rows that have ended [B] bool, below root [B]: what these
+    rows will emit."""
     tokens = torch.where(ended[:, None], pad_token, tree.tokens)
     return replace(tree, tokens=torch.cat((torch.where(ended, root, tokens[:, 0])[:, None], tokens[:, 1:]), 1))
 
@@ -192,7 +220,8 @@ def fill_ended(tree: TokenTree, root: Tensor, ended: Tensor, pad_token: int) -> 
 def walk_in_step(tree: TokenTree, logits: Tensor, steps: Steps, scores: Tensor | None = None) -> Verdict:
     """Walk all rows down their trees together, a step of plain decoding at a time; logits and scores are [B, N, V].
 
-    Every token is what `steps` chooses from the row's own logits, so the output is plain decoding's whatever the trees hold.
+    Every token is what `steps` chooses from the row's own logits, so the output is plain decoding's whatever the trees
+    hold.
     """
     rows = torch.arange(len(tree.tokens), device=logits.device)
     children = _children(tree)

@@ -37,7 +37,7 @@ class WholeLayers:
 
     def __call__(
         self, total: Tensor, nodes: Nodes, taps: Mapping[int, Tensor] | None = None, x: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    ) -> tuple[Tensor, Tensor] | None:
         """`reference.stack` over all layers; None, and nothing has happened, where they are to be run one by one."""
         if self.layers is None or self.run is None:
             return None
@@ -60,7 +60,8 @@ class WholeLayers:
 
 
 def read_by(layer: LayerParts) -> Iterator[tuple[Mapping[str, object], str]]:
-    """Where the modules of a plain layer keep their parameters, and under which names: a look there costs less than an attribute."""
+    """Where the modules of a plain layer keep their parameters, and under which names: a look there costs less than an
+    attribute."""
     mixer, mlp = cast(FullAttention, layer.mixer), cast(Gated, layer.mlp)
     products = (mixer.qkv, mixer.out, mlp.gate_up, mlp.out)
     modules = [module for product in products for module in cast(Linears, product).layers]
@@ -75,18 +76,37 @@ def plain_row(layer: LayerParts, number: int) -> PlainLayer | None:
     norm, mixer, behind, mlp = layer.input_norm, layer.mixer, layer.mlp_norm, layer.mlp
     more = layer.mixer_out_norm, layer.mlp_out_norm, layer.beside, layer.after
     known = isinstance(norm, RmsNorm) or (norm is None and number == 0)
-    if any(each is not None for each in more) or not known or not isinstance(behind, RmsNorm) or not isinstance(mixer, FullAttention):
+    if (
+        any(each is not None for each in more)
+        or not known
+        or not isinstance(behind, RmsNorm)
+        or not isinstance(mixer, FullAttention)
+    ):
         return None
     rare = mixer.gated or mixer.norms_values or mixer.ties_values or mixer.interleaved or not mixer.owns
-    if rare or mixer.sinks is not None or mixer.cap is not None or not isinstance(mixer.qkv, Linears) or not isinstance(mixer.out, Linears):
+    if (
+        rare
+        or mixer.sinks is not None
+        or mixer.cap is not None
+        or not isinstance(mixer.qkv, Linears)
+        or not isinstance(mixer.out, Linears)
+    ):
         return None
     if not isinstance(mlp, Gated) or mlp.kind != SILU or not isinstance(mlp.out, Linears):
         return None
     return PlainLayer(
-        norm=None if norm is None else _norm(cast(RmsNorm, norm)), qkv=_weighted(mixer.qkv), q_norm=mixer.q_norm, k_norm=mixer.k_norm,
-        eps=mixer.eps, offset=mixer.offset, scale=mixer.scale, out=_weighted(mixer.out), mlp_norm=_norm(behind),
-        gate_up=_weighted(mlp.gate_up), down=_weighted(mlp.out),
-    )  # fmt: skip
+        norm=None if norm is None else _norm(cast(RmsNorm, norm)),
+        qkv=_weighted(mixer.qkv),
+        q_norm=mixer.q_norm,
+        k_norm=mixer.k_norm,
+        eps=mixer.eps,
+        offset=mixer.offset,
+        scale=mixer.scale,
+        out=_weighted(mixer.out),
+        mlp_norm=_norm(behind),
+        gate_up=_weighted(mlp.gate_up),
+        down=_weighted(mlp.out),
+    )
 
 
 def _norm(norm: RmsNorm) -> RootMeanSquare:

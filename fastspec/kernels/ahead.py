@@ -1,10 +1,11 @@
 """Compiles the kernels of a program before its first run, several at a time.
 
-Which kernels a program launches, and for which arguments, is found by running it on tensors without data: torch's FakeTensorMode gives
-every operation a result of the right shape and nothing else, and launches are recorded, not run. No tensor of the program
-is changed, and what it sets on objects is put back. What Triton's cache on disk lacks is then compiled in forked processes, since Triton
-holds the interpreter's lock while it compiles; they never touch the device. Up to Triton 3.6 a C compiler makes what launches a kernel, for
-every kind of arguments: they run it too. The real run finds all of it in the cache.
+Which kernels a program launches, and for which arguments, is found by running it on tensors without data: torch's
+FakeTensorMode gives every operation a result of the right shape and nothing else, and launches are recorded, not run.
+No tensor of the program is changed, and what it sets on objects is put back. What Triton's cache on disk lacks is then
+compiled in forked processes, since Triton holds the interpreter's lock while it compiles; they never touch the device.
+Up to Triton 3.6 a C compiler makes what launches a kernel, for every kind of arguments: they run it too. The real run
+finds all of it in the cache.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ from triton.runtime.jit import JITFunction
 from fastspec.errors import Unsupported
 
 WORKERS = "FASTSPEC_COMPILE_WORKERS"
-"""How many processes compile, in the environment; by default one for each core that this process may use, MOST_WORKERS at most. With 0 each
-kernel compiles at its first launch."""
+"""How many processes compile, in the environment; by default one for each core that this process may use, MOST_WORKERS
+at most. With 0 each kernel compiles at its first launch."""
 MOST_WORKERS = 16
 PATIENCE = 300.0
 """Seconds after which processes that compile are ended."""
 OWN = ("fastspec.generation.", "fastspec.patches.hf.", "fastspec.patches.assistants.")
 """Where the classes of objects are that a program may set attributes of."""
-FakeTensorMode()  # the first one imports modules, one of which keeps the frames of those that wait for it until a garbage collection
+# the first one imports modules, one of which keeps the frames of those that wait for it until a garbage collection
+FakeTensorMode()
 _turn = threading.Lock()
 _warned = False
 
@@ -79,7 +81,8 @@ class Collector(Executor):
 
 
 class Pointer:
-    """Stands for a tensor without data as an argument of a kernel: its dtype, and where it lies in its storage, which is aligned."""
+    """Stands for a tensor without data as an argument of a kernel: its dtype, and where it lies in its storage, which
+    is aligned."""
 
     def __init__(self, x: Tensor) -> None:
         self.dtype, self.shape, self.offset = x.dtype, x.shape, int(x.storage_offset()) * x.element_size()
@@ -90,9 +93,11 @@ class Pointer:
 
 
 def compile_ahead(program: Callable[[], object], say: Callable[[str], None]) -> int:
-    """Compile what a program will launch and what Triton's cache lacks -> how many kernels that were. `say` is told of it before.
+    """Compile what a program will launch and what Triton's cache lacks -> how many kernels that were. `say` is told of
+    it before.
 
-    The program must not read tensors on the host. One that cannot be run without data is left to compile as it runs, with a warning.
+    The program must not read tensors on the host. One that cannot be run without data is left to compile as it runs,
+    with a warning.
     """
     workers = worker_setting()
     if workers == 0:
@@ -102,7 +107,9 @@ def compile_ahead(program: Callable[[], object], say: Callable[[str], None]) -> 
         with _background(collector) as mode:
             try:
                 _look(program, collector)
-                missing = [job for job, key in zip(collector.jobs, mode.future_kernels, strict=True) if not _is_kept(key)]
+                missing = [
+                    job for job, key in zip(collector.jobs, mode.future_kernels, strict=True) if not _is_kept(key)
+                ]
                 if missing:
                     say(f"compiling {len(missing)} kernels, once for this machine")
                     _compile(missing, min(workers, len(missing)))
@@ -114,7 +121,8 @@ def compile_ahead(program: Callable[[], object], say: Callable[[str], None]) -> 
 
 @contextmanager
 def _background(collector: Collector) -> Iterator[triton.AsyncCompileMode]:
-    """Triton's mode of compiling in the background, left for certain: where a kernel does not compile Triton 3.6 would stay in it."""
+    """Triton's mode of compiling in the background, left for certain: where a kernel does not compile Triton 3.6 would
+    stay in it."""
     try:
         with triton.AsyncCompileMode(collector) as mode:
             yield mode
@@ -126,14 +134,22 @@ def _look(program: Callable[[], object], collector: Collector) -> None:
     """Run a program without data, and take down what it launches."""
     global _warned
     try:
-        with warnings.catch_warnings(), _restored(program), _noted(collector), FakeTensorMode(allow_non_fake_inputs=True):
+        with (
+            warnings.catch_warnings(),
+            _restored(program),
+            _noted(collector),
+            FakeTensorMode(allow_non_fake_inputs=True),
+        ):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # 0 will do: aligned
             program()
     except Exception as error:
         if not _warned:
             _warned = True
             told = f"{type(error).__name__}: {error}"
-            warnings.warn(f"kernels compile one after another at their first launch, which could not be foreseen: {told}", stacklevel=2)
+            warnings.warn(
+                f"kernels compile one after another at their first launch, which could not be foreseen: {told}",
+                stacklevel=2,
+            )
 
 
 @contextmanager
@@ -157,8 +173,8 @@ def _noted(collector: Collector) -> Iterator[None]:
 
 @contextmanager
 def _restored(program: Callable[[], object]) -> Iterator[None]:
-    """Put back what the block sets on the program's objects, those that hold the state of rounds: the modules of a model, and what other
-    threads may change meanwhile, are left out."""
+    """Put back what the block sets on the program's objects, those that hold the state of rounds: the modules of a
+    model, and what other threads may change meanwhile, are left out."""
     held: dict[int, tuple[Any, Any]] = {}
     seen: set[int] = set()
     rest: list[Any] = [program]
@@ -213,7 +229,8 @@ def worker_setting() -> int:
 
 
 def _compile(jobs: Sequence[Job], workers: int) -> None:
-    """Fill Triton's cache, the longest kernels first. What a process fails at is compiled by the caller, who then sees the error."""
+    """Fill Triton's cache, the longest kernels first. What a process fails at is compiled by the caller, who then sees
+    the error."""
     if workers == 1:
         return
     jobs = sorted(jobs, key=lambda job: -job.size)
@@ -239,7 +256,9 @@ def _fork(work: Callable[[], None]) -> int:
     os.environ[name] = given or "false"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=DeprecationWarning)  # of processes with threads: this child takes no lock of theirs
+            warnings.filterwarnings(
+                "ignore", category=DeprecationWarning
+            )  # of processes with threads: this child takes no lock of theirs
             child = os.fork()
     finally:
         if given is None:

@@ -1,4 +1,5 @@
-"""Programmatic dependent launch: a kernel's programs are scheduled while the kernel before it drains, which hides the gap between launches.
+"""Programmatic dependent launch: a kernel's programs are scheduled while the kernel before it drains, which hides the
+gap between launches.
 
 Every kernel takes PDL as its last parameter and begins, in every program, one that returns early too, with
 
@@ -6,18 +7,19 @@ Every kernel takes PDL as its last parameter and begins, in every program, one t
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-Before it there may only be index arithmetic, and loads or prefetches of weights and of other tables, which no kernel of a stream of
-launches writes. (The norm of a sum also looks at a count there, as a guess that it checks behind the wait.)
+Before it there may only be index arithmetic, and loads or prefetches of weights and of other tables, which no kernel of
+a stream of launches writes. (The norm of a sum also looks at a count there, as a guess that it checks behind the wait.)
 
-Why that is enough. The wait ends when the grid before has completed and what it wrote can be seen. That grid could only complete after a
-wait of its own, so by induction all earlier grids have completed as well; a kernel launched without PDL waits for the whole of the grid
-before it, so both kinds mix. All reads and writes come after the wait: when a buffer is used again, those who read or wrote it before
-are done, and counters that a kernel sets back are zero for the next.
+Why that is enough. The wait ends when the grid before has completed and what it wrote can be seen. That grid could only
+complete after a wait of its own, so by induction all earlier grids have completed as well; a kernel launched without
+PDL waits for the whole of the grid before it, so both kinds mix. All reads and writes come after the wait: when a
+buffer is used again, those who read or wrote it before are done, and counters that a kernel sets back are zero for the
+next.
 
-Dependents may start once every program of the grid has called for them, which is after its wait: at most two grids share the chip, and
-those that wait never take the place of one that they wait for. A kernel that calls for dependents before its own wait, as the products
-and norms of one row do, lets more of them queue up, each behind grids whose programs have all begun; what they see after their waits is
-the same.
+Dependents may start once every program of the grid has called for them, which is after its wait: at most two grids
+share the chip, and those that wait never take the place of one that they wait for. A kernel that calls for dependents
+before its own wait, as the products and norms of one row do, lets more of them queue up, each behind grids whose
+programs have all begun; what they see after their waits is the same.
 """
 
 from __future__ import annotations
@@ -35,15 +37,16 @@ PDL = True
 """Whether kernels start before the kernel in front of them has finished, where the device can."""
 
 PORTABLE = os.environ.get("FASTSPEC_PORTABLE", "") not in ("", "0")
-"""Whether the kernels run as on a device that has nothing of Hopper's and the least shared memory (the environment's FASTSPEC_PORTABLE=1):
-without programmatic dependent launch, without the kernels in Gluon, and in LEAST_SHARED bytes."""
+"""Whether the kernels run as on a device that has nothing of Hopper's and the least shared memory (the environment's
+FASTSPEC_PORTABLE=1): without programmatic dependent launch, without the kernels in Gluon, and in LEAST_SHARED bytes."""
 
 MEASURED = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 """The devices, as torch names them, that the launch tables were measured on, and on which all kernels were tested."""
 
 LEAST_SHARED = 99 << 10
-"""Bytes of shared memory that a program may use on the devices that have the least of it: compute capability 8.6, 8.9 and 12.0 (CUDA C++
-Programming Guide, technical specifications per compute capability). 8.0 has 163 KiB; 9.0 and 10.0 have 227."""
+"""Bytes of shared memory that a program may use on the devices that have the least of it: compute capability 8.6, 8.9
+and 12.0 (CUDA C++ Programming Guide, technical specifications per compute capability). 8.0 has 163 KiB; 9.0 and 10.0
+have 227."""
 _RESERVED = 2 << 10
 """Left free of them for what a kernel keeps beside its pipeline."""
 
@@ -51,7 +54,8 @@ INTERPRETED = triton.knobs.runtime.interpret  # as it is when the kernels are de
 
 
 def dependent(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of a launch on a device: with PDL on CUDA from compute capability 9.0 on while the switch is on, else without.
+    """Keyword arguments of a launch on a device: with PDL on CUDA from compute capability 9.0 on while the switch is
+    on, else without.
 
     A kernel launched with them must keep the rule at the top of this file.
     """
@@ -67,15 +71,20 @@ def _capable(device: torch.device) -> bool:
 
 @lru_cache
 def has_descriptors(device: torch.device) -> bool:
-    """Whether a device reads tiles through tensor descriptors itself, from compute capability 9.0 on; elsewhere Triton makes pointers of
-    them, which take many registers."""
+    """Whether a device reads tiles through tensor descriptors itself, from compute capability 9.0 on; elsewhere Triton
+    makes pointers of them, which take many registers."""
     return INTERPRETED or _capable(device)
 
 
 @lru_cache
 def is_hopper(device: torch.device) -> bool:
     """Whether a device has Hopper's tensor cores, for which some kernels are written out in Gluon."""
-    return not PORTABLE and device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    return (
+        not PORTABLE
+        and device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 @lru_cache
@@ -89,8 +98,8 @@ def shared_memory(device: torch.device) -> int:
 
 
 def stages_within(stages: int, stage: int, device: torch.device, fixed: int = 0) -> int:
-    """The stages of a pipeline, at most `stages` and at least 2, that fit a device's shared memory: `stage` bytes each, and `fixed` beside
-    them. The launch tables were measured on a Hopper GPU, where all of theirs fit."""
+    """The stages of a pipeline, at most `stages` and at least 2, that fit a device's shared memory: `stage` bytes each,
+    and `fixed` beside them. The launch tables were measured on a Hopper GPU, where all of theirs fit."""
     return max(2, min(stages, (shared_memory(device) - _RESERVED - fixed) // max(1, stage)))
 
 
@@ -103,12 +112,18 @@ def padded(rows: int) -> int:
 def prefetch(p, size):
     """Ask for `size` bytes (a multiple of 16) from each of p, aligned to 16 bytes, into L2."""
     tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r", [p.to(tl.int64), size], tl.int32, is_pure=False, pack=1
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [p.to(tl.int64), size],
+        tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
 def prefetched(weight: Tensor, most: int) -> int:
-    """How many bytes of each line of weight [M, K] may be prefetched, at most `most`: none where lines are not aligned to 16 bytes."""
+    """How many bytes of each line of weight [M, K] may be prefetched, at most `most`: none where lines are not aligned
+    to 16 bytes."""
     size = weight.element_size()
     line = weight.shape[1] * size
     return 0 if (weight.data_ptr() | weight.stride(0) * size | line) % 16 else min(line, most)

@@ -1,7 +1,8 @@
 """Launches that were tuned on this machine: a kernel's host function asks for one before it reads its own table.
 
-A place is an op, a device's name, and what the op's launch may depend on. None in place of a launch means that torch, or the op's plainer
-form, was faster. While `recorded` is open the places that are asked for are taken down, with what is needed to measure them.
+A place is an op, a device's name, and what the op's launch may depend on. None in place of a launch means that torch,
+or the op's plainer form, was faster. While `recorded` is open the places that are asked for are taken down, with what
+is needed to measure them.
 """
 
 from __future__ import annotations

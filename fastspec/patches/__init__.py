@@ -6,5 +6,6 @@
 - `assistants/`: from a name or a config to a decoding
 - `cascade/`: the loop over a cascade's stages
 - `continuous`, `pool`: open batches, and what is kept between calls
-- `backends`, `checks/`, `tuning/`, `warmup`: which kernels run, whether they are right on this device, and what is done once for it
+- `backends`, `checks/`, `tuning/`, `warmup`: which kernels run, whether they are right on this device, and what is done
+  once for it
 """

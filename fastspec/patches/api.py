@@ -45,7 +45,9 @@ def resources_of(model: Any) -> dict[str, Any]:
     session = session_of(model)
     if session is None:
         return {}
-    given = {name: held.as_module() if isinstance(held, BoundHead) else held for name, held in session.resources.items()}
+    given = {
+        name: held.as_module() if isinstance(held, BoundHead) else held for name, held in session.resources.items()
+    }
     models = cascade_of(model)
     return given | {"backend": session.backend} | ({} if models is None else {Cascade.name: models.config})
 
@@ -72,21 +74,29 @@ Source = str | Path | EagleHead | None
 
 
 def patch(
-    model: Any, *, eagle: Source = None, eagle2: Source = None, eagle3: Source = None, speculative: Any = None,
-    cascade: Cascade | None = None, assistant: Any = None, backend: str = "auto",
-) -> Any:  # fmt: skip
-    """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT, `torch.compile` or
-    `accelerate.prepare` has wrapped is patched inside its wrapper.
+    model: Any,
+    *,
+    eagle: Source = None,
+    eagle2: Source = None,
+    eagle3: Source = None,
+    speculative: Any = None,
+    cascade: Cascade | None = None,
+    assistant: Any = None,
+    backend: str = "auto",
+) -> Any:
+    """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
+    `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
 
-    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of a head
-    of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
-    `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer a tuple
-    `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models of a cascade whose last
-    stage is this one: they are patched, where they are not yet, when a call first needs them. `assistant` is the default of every
-    `generate` call that names none: a call that it cannot serve runs transformers' own, with a warning. `backend` is "auto", "triton",
-    "cpp" or "torch". Only this instance is changed, and nothing in its forward pass; without an assistant it does what it did. On CUDA and
-    with "cpp" the weights of layers that read one input (query, key and value; gate and up) are laid one after another: the parameters
-    become views, and their values, names and shapes stay.
+    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of
+    a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
+    `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer
+    a tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models
+    of a cascade whose last stage is this one: they are patched, where they are not yet, when a call first needs them.
+    `assistant` is the default of every `generate` call that names none: a call that it cannot serve runs transformers'
+    own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". Only this instance is changed, and nothing in
+    its forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
+    one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
+    values, names and shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
@@ -106,7 +116,9 @@ def patch(
         resources["cascade"] = cascade_models(cascade, model)
     mode = mode_for(model)
     choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
-    session = PatchSession(backend, resources, has_capturing_hooks(model), default=_default(assistant, resources, model))
+    session = PatchSession(
+        backend, resources, has_capturing_hooks(model), default=_default(assistant, resources, model)
+    )
     try:
         session.set(model, STATE, session)
         for name, method in (("generate", generate), ("__getstate__", state_before), ("__deepcopy__", deep_copy)):
@@ -168,9 +180,9 @@ def patched(model: Any, **options: Any) -> Iterator[Any]:
 def profile(model: Any) -> Iterator[Profile]:
     """`with fastspec.profile(model) as p:` times the parts of every round of the assisted calls in the block.
 
-    The parts are draft (EAGLE-2 and EAGLE-3: by depth), score, choose, commit, observe and host, in milliseconds; `print(p)` shows a table
-    and `p.write_trace(path)` writes a trace for Perfetto. On CUDA the times are those of events in the stream, inside captured rounds
-    too. Raises Unsupported for an unpatched model.
+    The parts are draft (EAGLE-2 and EAGLE-3: by depth), score, choose, commit, observe and host, in milliseconds;
+    `print(p)` shows a table and `p.write_trace(path)` writes a trace for Perfetto. On CUDA the times are those of
+    events in the stream, inside captured rounds too. Raises Unsupported for an unpatched model.
     """
     session = session_of(unwrapped(model))
     if session is None:
@@ -183,10 +195,11 @@ def profile(model: Any) -> Iterator[Profile]:
 
 
 def clear_memory(model: Any) -> None:
-    """Free the keys and values that a patched model's cascade keeps between calls (`Cascade(memory=...)`); the counts go on.
+    """Free the keys and values that a patched model's cascade keeps between calls (`Cascade(memory=...)`); the counts
+    go on.
 
-    A change of a stage's weights needs no such call: it is seen. Raises Unsupported for a model that is not patched, or whose cascade keeps
-    nothing.
+    A change of a stage's weights needs no such call: it is seen. Raises Unsupported for a model that is not patched, or
+    whose cascade keeps nothing.
     """
     session = session_of(model)
     if session is None:
@@ -194,14 +207,16 @@ def clear_memory(model: Any) -> None:
     held = session.resources.get("cascade")
     if held is None or held.memory is None:
         raise Unsupported(
-            f"this {type(model).__name__} keeps nothing between calls: fastspec.patch(model, cascade=Cascade(memory=bytes)) lets it"
+            f"this {type(model).__name__} keeps nothing between calls: fastspec.patch(model, "
+            "cascade=Cascade(memory=bytes)) lets it"
         )
     held.memory.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is patched and what it did; `print` shows a table. `calls` holds the statistics of the last 1000 assisted calls."""
+    """What is patched and what it did; `print` shows a table. `calls` holds the statistics of the last 1000 assisted
+    calls."""
 
     model: str
     mode: str
@@ -211,7 +226,8 @@ class Report:
     assistants: tuple[str, ...]
     calls: tuple[Stats, ...] = field(default=())
     kernels: dict[str, int] = field(default_factory=dict)
-    """Calls of each op from Python since the patch; what a captured round repeats is counted by `Stats.replays` of its call."""
+    """Calls of each op from Python since the patch; what a captured round repeats is counted by `Stats.replays` of its
+    call."""
     trees: dict[tuple[Any, int], TreeChoice] = field(default_factory=dict)
     """(config, rows) -> what total_tokens="auto" measured and chose for the model as it is now."""
 
@@ -220,9 +236,11 @@ class Report:
     unassisted: dict[str, int] = field(default_factory=dict)
     """Why calls that the default assistant could not serve ran transformers' own decoding -> how many did."""
     tables: str = "none"
-    """Where the kernels' launches come from: "shipped" for this device, "tuned" on this machine, "portable", or "none" without kernels."""
+    """Where the kernels' launches come from: "shipped" for this device, "tuned" on this machine, "portable", or "none"
+    without kernels."""
     why_torch: str | None = None
-    """Why `backend="auto"` runs on the CPU without the C++ kernels; None where it has them, and for other backends and devices."""
+    """Why `backend="auto"` runs on the CPU without the C++ kernels; None where it has them, and for other backends and
+    devices."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
 
@@ -233,13 +251,19 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.model} on {self.device}, {self.dtype}: {self.mode}, kernels: {self.backend}, assistants: {', '.join(self.assistants)}",
+            f"{self.model} on {self.device}, {self.dtype}: {self.mode}, kernels: {self.backend}, assistants: "
+            f"{', '.join(self.assistants)}",
         ]
         lines += [] if self.tables == "none" else [f"  launch tables: {self.tables}"]
         lines += [] if self.why_torch is None else [f"  plain torch on the CPU: {self.why_torch}"]
         if self.default is not None:
-            lines[0] += f"; default: {self.default if isinstance(self.default, str) else getattr(self.default, 'name', self.default)}"
-        lines += [f"  left to transformers' own generate: {count} calls, {why}" for why, count in self.unassisted.items()]
+            lines[0] += (
+                "; default: "
+                f"{self.default if isinstance(self.default, str) else getattr(self.default, 'name', self.default)}"
+            )
+        lines += [
+            f"  left to transformers' own generate: {count} calls, {why}" for why, count in self.unassisted.items()
+        ]
         for name in dict.fromkeys(call.assistant for call in self.calls):
             mine = [call for call in self.calls if call.assistant == name]
             rounds, seconds = sum(c.row_rounds for c in mine), sum(c.seconds for c in mine)
@@ -255,7 +279,9 @@ class Report:
             shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
             made = [sum(c.first_run_seconds for c in mine), sum(c.capture_seconds for c in mine)]
             way = f"; in it first runs {made[0]:.2f} s, captures {made[1]:.2f} s" if any(made) else ""
-            lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}{way}")
+            lines.append(
+                f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}{way}"
+            )
         lines += _stages_reached([call.explanations for call in self.calls if call.explanations])
         if self.memory is not None:
             lines.append(f"  kept between the cascade's calls: {self.memory}")
@@ -280,7 +306,8 @@ def _stages_reached(calls: list[tuple[Any, ...]]) -> list[str]:
 
 
 def report(model: Any) -> Report:
-    """What `patch` did to a model and what its assisted calls have done since. Raises Unsupported for an unpatched model."""
+    """What `patch` did to a model and what its assisted calls have done since. Raises Unsupported for an unpatched
+    model."""
     model = unwrapped(model)
     session = session_of(model)
     if session is None:

@@ -79,15 +79,19 @@ TORCH = Ops(
 )
 
 TORCH_ONEDNN = replace(
-    TORCH, name="torch+onednn", linear=cpu.linear, linears=partial(linear_reference.linears, product=cpu.linear),
+    TORCH,
+    name="torch+onednn",
+    linear=cpu.linear,
+    linears=partial(linear_reference.linears, product=cpu.linear),
     gate_up=partial(linear_reference.gate_up, product=cpu.linear),
     topk_expand=partial(drafting_reference.topk_expand, product=cpu.linear),
-)  # fmt: skip
+)
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
 def build_cpp() -> str | None:
-    """Compile and load the C++ kernels of the CPU, where that was not done on this machine -> None, or why they cannot be had."""
+    """Compile and load the C++ kernels of the CPU, where that was not done on this machine -> None, or why they cannot
+    be had."""
     why = build.missing()
     if why is not None:
         return why
@@ -110,17 +114,30 @@ def cpp_native() -> Native:
 
 @cache
 def cpp_ops() -> Ops:
-    """The C++ kernels of the CPU, compiled first where that was not done on this machine. Raises Unsupported where they cannot be built,
-    and says why."""
+    """The C++ kernels of the CPU, compiled first where that was not done on this machine. Raises Unsupported where they
+    cannot be built, and says why."""
     why = build_cpp()
     if why is not None:
-        raise Unsupported(f'backend="cpp" cannot be built here: {why}. Patch with backend="auto", which runs without it')
+        raise Unsupported(
+            f'backend="cpp" cannot be built here: {why}. Patch with backend="auto", which runs without it'
+        )
     native = cpp_native()
     return replace(
-        TORCH, name="cpp", linear=native.linear, linears=native.linears, gate_up=native.gate_up, rms_norm=native.rms_norm,
-        rope_cache=native.rope_cache, tree_attention=native.tree_attention, pick=native.pick, topk_logprobs=native.topk_logprobs,
-        topk_expand=native.topk_expand, stack=native.stack, packs=True, drafts_in=torch.bfloat16,
-    )  # fmt: skip
+        TORCH,
+        name="cpp",
+        linear=native.linear,
+        linears=native.linears,
+        gate_up=native.gate_up,
+        rms_norm=native.rms_norm,
+        rope_cache=native.rope_cache,
+        tree_attention=native.tree_attention,
+        pick=native.pick,
+        topk_logprobs=native.topk_logprobs,
+        topk_expand=native.topk_expand,
+        stack=native.stack,
+        packs=True,
+        drafts_in=torch.bfloat16,
+    )
 
 
 @cache
@@ -137,7 +154,9 @@ def triton_ops() -> Ops:
         from fastspec.kernels.recurrent import conv, delta
         from fastspec.kernels.verification import posterior_eval
     except ImportError as error:
-        raise Unsupported(f'backend="triton" needs the package triton ({error}): install it, or patch with backend="torch"') from error
+        raise Unsupported(
+            f'backend="triton" needs the package triton ({error}): install it, or patch with backend="torch"'
+        ) from error
     if torch.cuda.is_available():
         prepare_with(partial(compile_ahead, say=notice))
     return replace(
@@ -190,9 +209,10 @@ NAMES = ("auto", "torch", "cpp", "triton")
 def choose_backend(name: str, device: torch.device, adapted: bool = True) -> Ops:
     """The kernels of a backend name on a device; `adapted` says whether the model has an adapter.
 
-    "auto" is Triton on a CUDA device of compute capability 8.0 or more for a model with an adapter, where triton is installed; plain
-    torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it (`on_cpu.named` makes it "cpp" before, where that runs).
-    Raises Unsupported for an unknown name, and for "triton" where its kernels cannot run.
+    "auto" is Triton on a CUDA device of compute capability 8.0 or more for a model with an adapter, where triton is
+    installed; plain torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it (`on_cpu.named` makes
+    it "cpp" before, where that runs). Raises Unsupported for an unknown name, and for "triton" where its kernels cannot
+    run.
     """
     device_type = device.type
     if name not in NAMES:
@@ -206,15 +226,20 @@ def choose_backend(name: str, device: torch.device, adapted: bool = True) -> Ops
         return cpp_ops()
     if name == "triton":
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise Unsupported(f'backend="triton" needs a CUDA device, and the model is on {device_type}: use backend="auto"')
+            raise Unsupported(
+                f'backend="triton" needs a CUDA device, and the model is on {device_type}: use backend="auto"'
+            )
         if not adapted:
-            raise Unsupported('backend="triton" needs a model with an adapter, and this one runs in generic mode: use backend="auto"')
+            raise Unsupported(
+                'backend="triton" needs a model with an adapter, and this one runs in generic mode: use backend="auto"'
+            )
         return triton_ops()
     return TORCH_ONEDNN if name == "auto" and device_type == "cpu" and cpu.available() else TORCH
 
 
 def counted(ops: Ops, counts: Counter[str]) -> Ops:
-    """The same ops, each of which counts its calls under its name; one that has no kernel in this backend as "<name> (torch)"."""
+    """The same ops, each of which counts its calls under its name; one that has no kernel in this backend as "<name>
+    (torch)"."""
 
     def counting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -225,7 +250,11 @@ def counted(ops: Ops, counts: Counter[str]) -> Ops:
         return call
 
     held: dict[str, Any] = {field.name: getattr(ops, field.name) for field in fields(ops)}
-    plain = {name for name, run in held.items() if ops.name not in (TORCH.name, TORCH_ONEDNN.name) and run is getattr(TORCH, name)}
+    plain = {
+        name
+        for name, run in held.items()
+        if ops.name not in (TORCH.name, TORCH_ONEDNN.name) and run is getattr(TORCH, name)
+    }
     changed: dict[str, Any] = {
         name: counting(f"{name} (torch)" if name in plain else name, run) for name, run in held.items() if callable(run)
     }

@@ -1,4 +1,5 @@
-"""Open-ended continuous batching: prompts of many callers join the running rows as they come, and leave them one by one."""
+"""Open-ended continuous batching: prompts of many callers join the running rows as they come, and leave them one by
+one."""
 
 from __future__ import annotations
 
@@ -29,7 +30,14 @@ from fastspec.patches.call.one_prompt import PreparedPrompt, SettingsCache, prep
 from fastspec.patches.call.prompts import sees_ahead
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.hf.changes import Snapshot
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, is_shared_out, position_limit, unpack_weights, unwrapped
+from fastspec.patches.hf.compat import (
+    device_of,
+    drop_capturing_hooks,
+    is_shared_out,
+    position_limit,
+    unpack_weights,
+    unwrapped,
+)
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
@@ -40,49 +48,62 @@ from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, roo
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
 CHUNKS = {"cuda": 1024, "cpu": 256}
-"""Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one pass."""
+"""Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
+pass."""
 
 
 def continuous(
-    model: Any, assistant: Any = "eagle3", rows: int = 8, *, max_length: int | None = None,
-    prefill_chunk: int | Literal["auto"] | None = "auto", narrows: bool = True,
-) -> Continuous:  # fmt: skip
+    model: Any,
+    assistant: Any = "eagle3",
+    rows: int = 8,
+    *,
+    max_length: int | None = None,
+    prefill_chunk: int | Literal["auto"] | None = "auto",
+    narrows: bool = True,
+) -> Continuous:
     """Decode prompts as they come, up to `rows` at a time:
 
         with fastspec.continuous(model, "eagle3", rows=8) as batch:
             future = batch.submit(ids, max_new_tokens=256)
             future.result()     # what model.generate(ids, max_new_tokens=256) returns
 
-    `assistant` is what `fastspec.ContinuousBatch` takes. A row has room for `max_length` tokens, prompt and answer (None: the model's
-    positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read `prefill_chunk` tokens at a time between two
-    rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number, for work of which nobody waits for one answer; then one row in sixteen
-    may stand idle until several prompts can be read together. Where passes are captured, short prompts that wait at the same time are read
-    together, up to eight in one pass.
+    `assistant` is what `fastspec.ContinuousBatch` takes. A row has room for `max_length` tokens, prompt and answer
+    (None: the model's positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read
+    `prefill_chunk` tokens at a time between two rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number, for
+    work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts can be read
+    together. Where passes are captured, short prompts that wait at the same time are read together, up to eight in one
+    pass.
 
-    Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as in another. In low
-    precision a text's rounding depends on the number of rows, and so on the load. With `narrows=False` there are always `rows`, which take
-    half the memory of keys and values, and each prompt is read alone.
+    Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as
+    in another. In low precision a text's rounding depends on the number of rows, and so on the load. With
+    `narrows=False` there are always `rows`, which take half the memory of keys and values, and each prompt is read
+    alone.
 
-    Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, PEFT's adapter switched, a plain
-    attribute of a module or of the configuration set (a norm's epsilon, the scale of attention), or a buffer of up to 65,536 elements
-    changed (on a GPU otherwise than by `.data`), a prompt that is submitted after that waits until the running rows have ended, and is
-    decoded by rounds that are made anew. Rows that run are not sure to see the change, or not to. Where the rounds cannot be made the
-    prompts that wait end with the reason.
+    Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, PEFT's
+    adapter switched, a plain attribute of a module or of the configuration set (a norm's epsilon, the scale of
+    attention), or a buffer of up to 65,536 elements changed (on a GPU otherwise than by `.data`), a prompt that is
+    submitted after that waits until the running rows have ended, and is decoded by rounds that are made anew. Rows that
+    run are not sure to see the change, or not to. Where the rounds cannot be made the prompts that wait end with the
+    reason.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
     model = unwrapped(model)
     session = session_of(model)
     if session is None:
-        raise Unsupported(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.continuous")
+        raise Unsupported(
+            f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.continuous"
+        )
     if group_of(model) is not None:
         raise Unsupported(
-            f"continuous: {processes_of(model)} processes hold this {type(model).__name__}, and prompts come to each at a time of its own; "
+            f"continuous: {processes_of(model)} processes hold this {type(model).__name__}, and prompts come to each "
+            "at a time of its own; "
             "generate takes ContinuousBatch there, with the same prompts in every process"
         )
     if is_shared_out(model):
         raise Unsupported(
-            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts come to each at a "
+            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and "
+            "prompts come to each at a "
             "time of its own; generate takes an assistant there, in all processes at once"
         )
     if prefill_chunk == "auto":
@@ -92,23 +113,36 @@ def continuous(
         raise Unsupported(f'continuous: prefill_chunk={prefill_chunk!r} must be at least 1, None or "auto"')
     decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
     if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
-        raise Unsupported('total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of nodes')
+        raise Unsupported(
+            'total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of '
+            "nodes"
+        )
     refuse_overrides(model)
     if sees_ahead(model, adapter_for(model)):
-        raise Unsupported(f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them")
+        raise Unsupported(
+            f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
+        )
     return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrows)
 
 
 class Continuous:
-    """Open batch of a patched model, as `continuous` makes it. `submit` may be called from any thread; one thread of its own decodes.
+    """Open batch of a patched model, as `continuous` makes it. `submit` may be called from any thread; one thread of
+    its own decodes.
 
-    An answer is that of `generate` alone: greedy ones token by token (in fp32), and sampled ones follow the same distribution. A sampled
-    answer is a function of the prompt, its settings and its seed, whatever else is decoded. A prompt that fails ends with its error in its
-    future, and no other does.
+    An answer is that of `generate` alone: greedy ones token by token (in fp32), and sampled ones follow the same
+    distribution. A sampled answer is a function of the prompt, its settings and its seed, whatever else is decoded. A
+    prompt that fails ends with its error in its future, and no other does.
     """
 
     def __init__(
-        self, model: Any, session: PatchSession, decoding: Decoding, rows: int, max_length: int | None, chunk: int | None, narrows: bool
+        self,
+        model: Any,
+        session: PatchSession,
+        decoding: Decoding,
+        rows: int,
+        max_length: int | None,
+        chunk: int | None,
+        narrows: bool,
     ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
@@ -128,23 +162,32 @@ class Continuous:
         self._batch = OpenBatch(rows, self.stats, device)
         with torch.autocast(device.type, enabled=False), session.turn.taken(device):  # the batch's own thread has none
             self._settle()
-            self._widths = RowCounts(lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows)
+            self._widths = RowCounts(
+                lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows
+            )
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
 
     def submit(
-        self, ids: Tensor, generation_config: Any = None, streamer: Any = None, *, seed: int | None = None, **options: Any
-    ) -> Future[Tensor]:  # fmt: skip
-        """Ask for the answer to one prompt, ids [T] or [1, T] int64 on any device -> the future of what `generate` returns, [1, T + new
-        tokens] on the model's.
+        self,
+        ids: Tensor,
+        generation_config: Any = None,
+        streamer: Any = None,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Future[Tensor]:
+        """Ask for the answer to one prompt, ids [T] or [1, T] int64 on any device -> the future of what `generate`
+        returns, [1, T + new tokens] on the model's.
 
-        `generation_config`, `streamer` and further options are those of `generate`, one by one for each prompt; `seed` is that of its draws
-        (None: one from torch's own generator). `future.cancel()` lets go of it, whether it waits or runs. The streamer is called from the
-        batch's thread; what it raises ends this prompt alone.
+        `generation_config`, `streamer` and further options are those of `generate`, one by one for each prompt; `seed`
+        is that of its draws (None: one from torch's own generator). `future.cancel()` lets go of it, whether it waits
+        or runs. The streamer is called from the batch's thread; what it raises ends this prompt alone.
 
-        Raises Unsupported for what an open batch does not decode, a prompt that with its answer is longer than `max_length` included;
-        ValueError for settings that transformers refuses, and tokens that the model has not; FastSpecError where the batch is closed.
+        Raises Unsupported for what an open batch does not decode, a prompt that with its answer is longer than
+        `max_length` included; ValueError for settings that transformers refuses, and tokens that the model has not;
+        FastSpecError where the batch is closed.
         """
         refuse_overrides(self.model)
         if ids.dim() == 1:
@@ -155,8 +198,10 @@ class Continuous:
         length = single.ids.shape[1] + single.limit
         if length > self.max_length:
             raise Unsupported(
-                f"the prompt has {single.ids.shape[1]} tokens and may be answered with {single.limit}, {length} together, and a row of "
-                f"this batch has room for {self.max_length} (max_length): ask for fewer (max_new_tokens), or shorten the prompt"
+                f"the prompt has {single.ids.shape[1]} tokens and may be answered with {single.limit}, {length} "
+                "together, and a row of "
+                f"this batch has room for {self.max_length} (max_length): ask for fewer (max_new_tokens), or shorten "
+                "the prompt"
             )
         with self._changed:
             self._refuse_closed()
@@ -165,22 +210,34 @@ class Continuous:
         return single.future
 
     def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
-        """Answer prompts of random tokens, so that later ones find their kernels compiled and their rounds captured -> the seconds that it
-        took.
+        """Answer prompts of random tokens, so that later ones find their kernels compiled and their rounds captured ->
+        the seconds that it took.
 
-        There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of rows, greedy and
-        sampled; where these are captured their buffers have room for texts of `length` tokens from then on. N-gram drafts have graphs for
-        many shapes of trees, of which a warm-up sees some. To be called before prompts come: `stats` begin anew behind it. `told` is
-        called with (calls that are done, of how many).
-        Raises Unsupported for a `length` below 1, and for rows without room for an answer.
+        There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of
+        rows, greedy and sampled; where these are captured their buffers have room for texts of `length` tokens from
+        then on. N-gram drafts have graphs for many shapes of trees, of which a warm-up sees some. To be called before
+        prompts come: `stats` begin anew behind it. `told` is called with (calls that are done, of how many). Raises
+        Unsupported for a `length` below 1, and for rows without room for an answer.
         """
         longest = min(length, self.max_length - WARM_NEW)
         if longest < 1:
-            raise Unsupported(f"warmup: length={length} and max_length={self.max_length}: at least 1 and {WARM_NEW + 1} are accepted")
+            raise Unsupported(
+                f"warmup: length={length} and max_length={self.max_length}: at least 1 and {WARM_NEW + 1} are accepted"
+            )
         rounds, captures = self._widths.current, self._widths.current.engine.target.captures
-        calls = list(open_batch_calls(longest, self._widths.steps, min(rounds.together, self._widths.rows), captures=captures))
-        began, numbers, vocabulary = time.perf_counter(), torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
-        whole: dict[str, Any] = {"max_new_tokens": WARM_NEW, "eos_token_id": vocabulary, "pad_token_id": 0}  # which no token is
+        calls = list(
+            open_batch_calls(longest, self._widths.steps, min(rounds.together, self._widths.rows), captures=captures)
+        )
+        began, numbers, vocabulary = (
+            time.perf_counter(),
+            torch.Generator().manual_seed(0),
+            self.model.config.get_text_config().vocab_size,
+        )
+        whole: dict[str, Any] = {
+            "max_new_tokens": WARM_NEW,
+            "eos_token_id": vocabulary,
+            "pad_token_id": 0,
+        }  # which no token is
         tell = told or (lambda done, of: None)
         device = device_of(self.model)
         with torch.no_grad(), torch.autocast(device.type, enabled=False), self.session.turn.taken(device):
@@ -191,7 +248,9 @@ class Continuous:
                 self._widths.needed.clear()  # each call in rounds of its own number of rows
             texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
             with self._changed:  # so that they come at once
-                futures = [self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts]
+                futures = [
+                    self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts
+                ]
             for future in futures:
                 future.result()
         with self.session.turn.taken(device):  # the last turn counts on behind its answers
@@ -215,14 +274,21 @@ class Continuous:
         return self._dead is None and not self._closing and self._thread.is_alive()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no more prompts, and return when all answers are there; with `cancel` those that are not are cancelled. May be called again
-        where it was interrupted. Raises FastSpecError in the batch's own thread, which calls callbacks and streamers."""
+        """Take no more prompts, and return when all answers are there; with `cancel` those that are not are cancelled.
+        May be called again where it was interrupted. Raises FastSpecError in the batch's own thread, which calls
+        callbacks and streamers."""
         if threading.current_thread() is self._thread:
-            raise FastSpecError("a callback or a streamer cannot close its batch: its answers are not there before it returns")
+            raise FastSpecError(
+                "a callback or a streamer cannot close its batch: its answers are not there before it returns"
+            )
         with self._changed:
             self._closing = True
             if cancel:
-                for single in [*self._arrived, *self._batch.queue, *(held for held in self._batch.prompts if held is not None)]:
+                for single in [
+                    *self._arrived,
+                    *self._batch.queue,
+                    *(held for held in self._batch.prompts if held is not None),
+                ]:
                     assert isinstance(single, PreparedPrompt)
                     single.future.cancel()
             self._changed.notify_all()
@@ -238,26 +304,46 @@ class Continuous:
     def __enter__(self) -> Continuous:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(cancel=kind is not None)
 
     def _refuse_closed(self) -> None:
         if self._dead is not None:
-            raise FastSpecError(f"this batch has stopped, its rounds cannot be made any more: {self._dead}") from self._dead
+            raise FastSpecError(
+                f"this batch has stopped, its rounds cannot be made any more: {self._dead}"
+            ) from self._dead
         if self._closing:
             raise FastSpecError("this batch is closed: fastspec.continuous(model, ...) opens another")
 
     @torch.no_grad()
     def _rounds(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel]:
-        """Rounds of so many rows, which hold a text of one token each that nobody reads; prompts are read where those of `other` are."""
+        """Rounds of so many rows, which hold a text of one token each that nobody reads; prompts are read where those
+        of `other` are."""
         batch, device = self._batch, device_of(self.model)
         ops = self.session.ops(self.model, mode_for(self.model))
         assembly = Assembly(
-            self.model, self.session, self.decoding, None, ops, rows=rows, capacity=self.max_length,
-            ends=end_tokens(self.model.generation_config), sample=False, process=None, processors=LogitsProcessorList(),
-            settings=None, answers=False, measures=False, pad_token=None, past=None,
-            keep=torch.ones(rows, 0, dtype=torch.bool, device=device), shift=None, bounded=True,
-        )  # fmt: skip
+            self.model,
+            self.session,
+            self.decoding,
+            None,
+            ops,
+            rows=rows,
+            capacity=self.max_length,
+            ends=end_tokens(self.model.generation_config),
+            sample=False,
+            process=None,
+            processors=LogitsProcessorList(),
+            settings=None,
+            answers=False,
+            measures=False,
+            pad_token=None,
+            past=None,
+            keep=torch.ones(rows, 0, dtype=torch.bool, device=device),
+            shift=None,
+            bounded=True,
+        )
         engine = assembly.new_engine()
         check_rows(engine.drafter, self.decoding.name)
         root = torch.zeros(rows, dtype=torch.long, device=device)
@@ -270,7 +356,8 @@ class Continuous:
         return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk, self._together)
 
     def _run(self) -> None:
-        """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has gone."""
+        """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has
+        gone."""
         SPENT.watched = self._look
         try:
             self._turns()
@@ -290,7 +377,9 @@ class Continuous:
                     if self._stale:  # who waits is decoded by rounds of the model as it is by then
                         while batch.queue:
                             self._arrived.appendleft(cast(PreparedPrompt, batch.queue.pop()))
-                    ready = len(self._arrived)  # who comes behind this line may come behind a change that the next ones do not see
+                    ready = len(
+                        self._arrived
+                    )  # who comes behind this line may come behind a change that the next ones do not see
                     renew = self._stale and not batch.held and ready > 0
                 if renew:
                     self._renew(ready)
@@ -338,8 +427,9 @@ class Continuous:
                 self._end_waiting(fatal)
 
     def _renew(self, ready: int) -> None:
-        """Make the rounds of a model that has changed, while no row holds a prompt. Where that fails the `ready` prompts that were there
-        before end; those that came meanwhile may have come behind what makes it whole, and try it again."""
+        """Make the rounds of a model that has changed, while no row holds a prompt. Where that fails the `ready`
+        prompts that were there before end; those that came meanwhile may have come behind what makes it whole, and try
+        it again."""
         try:
             self._widths.current.engine.end()
             self._begin_anew()
@@ -365,8 +455,8 @@ class Continuous:
             self._widths.begin()
 
     def _settle(self) -> None:
-        """Bring weights to where the rounds read them, and say how the model runs. What the rounds are made of is noted before they are: a
-        change meanwhile is seen by the next prompt."""
+        """Bring weights to where the rounds read them, and say how the model runs. What the rounds are made of is noted
+        before they are: a change meanwhile is seen by the next prompt."""
         unpack_weights(self.model)
         mode = mode_for(self.model)
         self.session.pack(self.model, mode)
@@ -374,7 +464,8 @@ class Continuous:
         self._snapshot = Snapshot(self.model)
 
     def _unless_changed(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
-        """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were made of."""
+        """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were
+        made of."""
         if other is None:
             return self._rounds(rows, None)
         made = None if self._stale or self._snapshot.differs() else self._rounds(rows, other)

@@ -1,5 +1,6 @@
-"""What `backend="auto"` is on the CPU: the C++ kernels for fp32 models with an adapter, where this machine can build them and they pass the
-self-check, and for bf16 models where they are quicker than torch besides; plain torch else, and why.
+"""What `backend="auto"` is on the CPU: the C++ kernels for fp32 models with an adapter, where this machine can build
+them and they pass the self-check, and for bf16 models where they are quicker than torch besides; plain torch else, and
+why.
 
 The environment's FASTSPEC_CPU says "auto" (that) or "torch" (plain torch).
 """
@@ -28,9 +29,9 @@ SAMPLE, ROWS = (1536, 576), (1, 8)
 
 
 def named(backend: str, device: torch.device, dtype: torch.dtype, adapted: bool) -> str:
-    """The backend of a model of a dtype on a device: "cpp" for "auto" on the CPU where the C++ kernels run, compiled and checked first
-    where that was not done on this machine; else the name as given. `adapted` says whether the model has an adapter. Raises Unsupported
-    for an unknown FASTSPEC_CPU."""
+    """The backend of a model of a dtype on a device: "cpp" for "auto" on the CPU where the C++ kernels run, compiled
+    and checked first where that was not done on this machine; else the name as given. `adapted` says whether the model
+    has an adapter. Raises Unsupported for an unknown FASTSPEC_CPU."""
     if backend != "auto" or device.type != "cpu":
         return backend
     return "cpp" if why_torch(dtype, adapted) is None else backend
@@ -46,7 +47,9 @@ def why_torch(dtype: torch.dtype, adapted: bool) -> str | None:
     if not adapted:
         return "the C++ kernels need a model with an adapter, and this one runs in generic mode"
     if dtype not in ENDINGS:
-        return f"the C++ kernels compute in float32 and bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
+        return (
+            f"the C++ kernels compute in float32 and bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
+        )
     why = build.missing()
     if why is not None:
         return f"the C++ kernels cannot be built here: {why}"
@@ -74,10 +77,14 @@ def _try(dtype: torch.dtype) -> str | None:
 
 @torch.no_grad()
 def _slower() -> str | None:
-    """None where the kernels' products of bf16 weights are quicker than torch's on this machine, or what was measured."""
+    """None where the kernels' products of bf16 weights are quicker than torch's on this machine, or what was
+    measured."""
     weight = torch.zeros(SAMPLE, dtype=torch.bfloat16, device="cpu")
     spent = [times((cpp_native().product, F.linear), weight.new_zeros(rows, SAMPLE[1]), weight) for rows in ROWS]
     ours, torchs = (sum(each[way] for each in spent) for way in (0, 1))
     if ours < torchs:
         return None
-    return f"torch's own products in bfloat16 are quicker on this machine, {1e3 * torchs:.1f} ms against {1e3 * ours:.1f} in a measurement"
+    return (
+        f"torch's own products in bfloat16 are quicker on this machine, {1e3 * torchs:.1f} ms against "
+        f"{1e3 * ours:.1f} in a measurement"
+    )

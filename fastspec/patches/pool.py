@@ -1,7 +1,7 @@
 """Buffers and captured rounds that are kept between calls: a bounded pool per patched model.
 
-Engine, their target, their drafter and what these captured hold each other in one direction only, so that rounds which are dropped give
-their memory back at once, without a garbage collection.
+Engine, their target, their drafter and what these captured hold each other in one direction only, so that rounds which
+are dropped give their memory back at once, without a garbage collection.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ class Engines:
             self.held.popitem(last=False)
 
     def make_room(self) -> None:
-        """Drop what is over the bound once another is made, before it is made: no more than the bound exist at a time."""
+        """Drop what is over the bound once another is made, before it is made: no more than the bound exist at a
+        time."""
         while len(self.held) >= KEPT:
             self.held.popitem(last=False)
 
     def settings_of(self, module: nn.Module) -> Hashable:
-        """What stands for a module's attributes and buffers in a key: the same object for as long as they are the same."""
+        """What stands for a module's attributes and buffers in a key: the same object for as long as they are the
+        same."""
         modules, known = every_module(module), self.settings.pop(module, None)
         if known is None or known.modules != modules or not known.hold():
             now = Settings(module, modules)

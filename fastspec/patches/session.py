@@ -84,11 +84,15 @@ class Turn:
     def refuse_nested(self) -> None:
         """Raise Unsupported when this thread holds the turn already."""
         if self.owner == threading.get_ident():
-            raise Unsupported("generate(assistant=...) was called inside another such call on the same model, from a streamer or criterion")
+            raise Unsupported(
+                "generate(assistant=...) was called inside another such call on the same model, from a streamer or "
+                "criterion"
+            )
 
     @contextmanager
     def taken(self, device: torch.device) -> Iterator[None]:
-        """Hold the turn, and let the model's device be the current one; raises Unsupported when this thread holds it already."""
+        """Hold the turn, and let the model's device be the current one; raises Unsupported when this thread holds it
+        already."""
         self.refuse_nested()
         with self.gate:  # held by the one who is next
             self.lock.acquire()
@@ -105,8 +109,9 @@ class Turn:
 class PatchSession:
     """Everything that fastspec knows of one patched model. It lives in the model's own `__dict__`, outside its modules.
 
-    A deep copy of the model is patched too, by a session of its own (`deep_copy`). A pickle, such as `torch.save(model)`, and a shallow
-    copy hold the model as it was before the patch (`state_before`): an ordinary one, with or without fastspec.
+    A deep copy of the model is patched too, by a session of its own (`deep_copy`). A pickle, such as
+    `torch.save(model)`, and a shallow copy hold the model as it was before the patch (`state_before`): an ordinary one,
+    with or without fastspec.
     """
 
     backend: str
@@ -136,17 +141,19 @@ class PatchSession:
     packed: list[Tensor] = field(default_factory=list)
     """Parameters, or what lies here of them, that became views of a packed buffer, or were turned in their own."""
     laid: Tensor | tuple[Any, ...] | None = None
-    """Where laying the weights together moved none: one that lay so already, of a model that shares its weights with a patched one; else
-    device, dtype, mode and number of modules of a model that has nothing to lay together."""
+    """Where laying the weights together moved none: one that lay so already, of a model that shares its weights with a
+    patched one; else device, dtype, mode and number of modules of a model that has nothing to lay together."""
 
     def ops(self, model: Any, mode: Mode) -> Ops:
-        """The backend's kernels for a model that runs in this mode now: it may have moved, or been hooked, since it was patched. Raises
-        FastSpecError where they fail the self-check of a device that they were not tested on."""
+        """The backend's kernels for a model that runs in this mode now: it may have moved, or been hooked, since it was
+        patched. Raises FastSpecError where they fail the self-check of a device that they were not tested on."""
         device = device_of(model)
         adapted = mode.adapter is not None
         name = named(self.backend, device, model.dtype, adapted)
         ops = choose_backend(name, device, adapted=adapted)
-        if name != self.backend:  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
+        if (
+            name != self.backend
+        ):  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
             ops = replace(ops, packs=False)
         if ops.name == "triton":
             use_tuned(device)
@@ -170,8 +177,9 @@ class PatchSession:
         return why_torch(model.dtype, mode.adapter is not None) if on_cpu else None
 
     def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> None:
-        """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the model was moved. Those
-        that compressed-tensors has yet to unpack wait for that. `ops` are the session's for this mode, where they are known."""
+        """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the
+        model was moved. Those that compressed-tensors has yet to unpack wait for that. `ops` are the session's for this
+        mode, where they are known."""
         if any(map(is_unpacking_hook, model._forward_pre_hooks.values())):
             return
         ops = ops or self.ops(model, mode)
@@ -193,11 +201,15 @@ class PatchSession:
             warnings.warn(f"assisted calls run in generic mode, which is slower: {why}", stacklevel=4)
 
     def leave(self, reason: Exception) -> None:
-        """Leave a call to transformers that the default assistant cannot serve: count it, and warn once of each reason."""
+        """Leave a call to transformers that the default assistant cannot serve: count it, and warn once of each
+        reason."""
         text = str(reason)
         kind = re.sub(r"\d+", "N", text)
         if not any(re.sub(r"\d+", "N", told) == kind for told in self.unassisted):
-            warnings.warn(f"the default assistant cannot serve this call, and transformers' own generate runs: {text}", stacklevel=4)
+            warnings.warn(
+                f"the default assistant cannot serve this call, and transformers' own generate runs: {text}",
+                stacklevel=4,
+            )
         self.unassisted[text] += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
@@ -216,10 +228,12 @@ class PatchSession:
         return next(change.before for change in self.log if change.owner is owner and change.name == name)
 
     def undo(self, force: bool = False) -> list[str]:
-        """Undo every change in reverse. Where someone else has written over one: PatchConflict before anything is undone, or,
-        with `force`, theirs stays and its name is returned."""
+        """Undo every change in reverse. Where someone else has written over one: PatchConflict before anything is
+        undone, or, with `force`, theirs stays and its name is returned."""
         if self.batches:
-            raise PatchConflict("fastspec.continuous still decodes with this model: close that batch first, batch.close()")
+            raise PatchConflict(
+                "fastspec.continuous still decodes with this model: close that batch first, batch.close()"
+            )
         foreign = [change for change in self.log if not change.ours]
         names = [f"{type(change.owner).__name__}.{change.name}" for change in foreign]
         if foreign and not force:
@@ -252,7 +266,8 @@ def session_of(model: Any) -> PatchSession | None:
 
 
 def state_before(self: Any) -> Any:
-    """A patched model's `__getstate__`: the attributes that it had before the patch, which is what a pickle and a shallow copy take."""
+    """A patched model's `__getstate__`: the attributes that it had before the patch, which is what a pickle and a
+    shallow copy take."""
     session = session_of(self)
     kind: Any = type(self)
     state: dict[str, Any] = dict(kind.__getstate__(self))

@@ -1,4 +1,5 @@
-"""Short calls of every kind that a patched model will be asked for, so that its kernels are compiled and its rounds captured."""
+"""Short calls of every kind that a patched model will be asked for, so that its kernels are compiled and its rounds
+captured."""
 
 from __future__ import annotations
 
@@ -22,17 +23,19 @@ NEW = 4
 WARM_NEW = 24
 """Tokens of a warm-up's answers: several rounds, whatever is accepted, of which the second is captured."""
 WARM_LENGTH = 1920
-"""Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of 2,048."""
+"""Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of
+2,048."""
 OVERSHOT = 4
-"""Rounds whose tokens need room beyond a text's limit: the one that ends it, one that was launched before that was read, the next one of
-the rows beside it, and the one that may be launched behind that."""
+"""Rounds whose tokens need room beyond a text's limit: the one that ends it, one that was launched before that was
+read, the next one of the rows beside it, and the one that may be launched behind that."""
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
 
 
 def widths(length: int, rows: int, *, captures: bool) -> list[int]:
-    """Prompts that make every pass of `rows` texts of up to `length` tokens, where passes are captured or not: the whole length, and the
-    powers of two that parts of a prompt are padded to. The longest comes first: in the buffers that it needs all others are captured."""
+    """Prompts that make every pass of `rows` texts of up to `length` tokens, where passes are captured or not: the
+    whole length, and the powers of two that parts of a prompt are padded to. The longest comes first: in the buffers
+    that it needs all others are captured."""
     powers, widest = [padded_width(1)], widest_part(rows, captures=captures)
     while powers[-1] < widest:
         powers.append(2 * powers[-1])
@@ -40,18 +43,19 @@ def widths(length: int, rows: int, *, captures: bool) -> list[int]:
 
 
 def room_for(length: int, longest: int) -> int:
-    """Committed tokens of a row that the rounds of an open batch make room for where texts have up to `length` tokens, and a round commits
-    `longest` at most."""
+    """Committed tokens of a row that the rounds of an open batch make room for where texts have up to `length` tokens,
+    and a round commits `longest` at most."""
     return rounded(length + OVERSHOT * longest)
 
 
 def open_batch_calls(
     length: int, steps: Sequence[int], together: int, *, captures: bool
-) -> Iterator[tuple[list[int], dict[str, Any]]]:  # fmt: skip
-    """What warms up an open batch: the tokens of prompts that come at once, `length` at most, and how their tokens are chosen.
+) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """What warms up an open batch: the tokens of prompts that come at once, `length` at most, and how their tokens are
+    chosen.
 
-    First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each comes twice: the
-    first one compiles. Then come rounds of every number of rows in `steps`.
+    First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
+    comes twice: the first one compiles. Then come rounds of every number of rows in `steps`.
     """
     several = [[min(width, length)] * count for count, width in groups(together) if width < 2 * length]
     passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
@@ -64,26 +68,35 @@ def open_batch_calls(
 
 
 def warmup(
-    model: Any, *, rows: Sequence[int] = (1,), length: int = 2048, assistants: Sequence[str] | None = None,
+    model: Any,
+    *,
+    rows: Sequence[int] = (1,),
+    length: int = 2048,
+    assistants: Sequence[str] | None = None,
     told: Callable[[int, int], object] | None = None,
-) -> float:  # fmt: skip
-    """Make short calls on a patched model, so that a later call finds its kernels compiled and, in this process, its rounds captured ->
-    the seconds that it took.
+) -> float:
+    """Make short calls on a patched model, so that a later call finds its kernels compiled and, in this process, its
+    rounds captured -> the seconds that it took.
 
-    The calls are of every number of `rows` (prompts at once), of prompts of up to `length` tokens, greedy and sampled, by every assistant
-    that the model is patched with, or by the names in `assistants`. Kernels stay in Triton's cache on disk: a server's image is warmed up
-    once, on a GPU of the kind that it runs on. `told` is called with (calls that are done, of how many). Random numbers that the caller
-    draws later are those that it would have drawn. Encoder-decoder models, and cascades, are left to their first call. Raises Unsupported
-    for an unpatched model and for numbers that are none.
+    The calls are of every number of `rows` (prompts at once), of prompts of up to `length` tokens, greedy and sampled,
+    by every assistant that the model is patched with, or by the names in `assistants`. Kernels stay in Triton's cache
+    on disk: a server's image is warmed up once, on a GPU of the kind that it runs on. `told` is called with (calls that
+    are done, of how many). Random numbers that the caller draws later are those that it would have drawn.
+    Encoder-decoder models, and cascades, are left to their first call. Raises Unsupported for an unpatched model and
+    for numbers that are none.
     """
     model = unwrapped(model)
     session = session_of(model)
     if session is None:
-        raise Unsupported(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.warmup(model)")
+        raise Unsupported(
+            f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.warmup(model)"
+        )
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder model: its first call warms it up")
     if not rows or any(count < 1 for count in rows) or length < 1:
-        raise Unsupported(f"rows={list(rows)} and length={length}: numbers of prompts and tokens from 1 on are accepted")
+        raise Unsupported(
+            f"rows={list(rows)} and length={length}: numbers of prompts and tokens from 1 on are accepted"
+        )
     known = assistants_of(session)
     names = known if assistants is None else tuple(assistants)
     if unknown := set(names) - set(known):
@@ -99,9 +112,14 @@ def warmup(
                 told(done, len(calls))
             ids = torch.randint(model.config.get_text_config().vocab_size, (count, width), device=device)
             model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), assistant=name, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0,
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                assistant=name,
+                max_new_tokens=NEW,
+                eos_token_id=None,
+                pad_token_id=0,
                 **options,
-            )  # fmt: skip
+            )
     if told is not None:
         told(len(calls), len(calls))
     return time.perf_counter() - began
@@ -114,8 +132,9 @@ def assistants_of(session: PatchSession) -> tuple[str, ...]:
 
 def _calls(
     names: Sequence[str], rows: Sequence[int], length: int, captures: bool
-) -> Iterator[tuple[str, int, int, dict[str, Any]]]:  # fmt: skip
-    """(assistant, rows, tokens of the prompts, how tokens are chosen). Where passes are captured each comes twice: the first compiles."""
+) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+    """(assistant, rows, tokens of the prompts, how tokens are chosen). Where passes are captured each comes twice: the
+    first compiles."""
     for name in names:
         for count in rows:
             for width in widths(length, count, captures=captures):

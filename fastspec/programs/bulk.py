@@ -1,4 +1,5 @@
-"""`fastspec generate`: a file of prompts answered into another file, in an open batch; an interrupted run is taken up again."""
+"""`fastspec generate`: a file of prompts answered into another file, in an open batch; an interrupted run is taken up
+again."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ BEGINS = b'{"line": '
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line of a prompt file: its number from 1, the conversation or the plain text, and the file's own `id` for it."""
+    """One line of a prompt file: its number from 1, the conversation or the plain text, and the file's own `id` for
+    it."""
 
     line: int
     prompt: str | list[dict[str, Any]]
@@ -50,7 +52,8 @@ def settings_of(
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a run came to: answers that were there before, those that it wrote, and prompts that could not be answered."""
+    """What a run came to: answers that were there before, those that it wrote, and prompts that could not be
+    answered."""
 
     before: int
     written: int
@@ -58,12 +61,16 @@ class Done:
 
 
 def read_tasks(path: str | Path) -> Iterator[Task]:
-    """The lines of a jsonl file with `prompt` (text), `messages` (a conversation) or `turns` (the first is asked). Raises Unsupported for a
-    file or a line that is not of this form."""
+    """The lines of a jsonl file with `prompt` (text), `messages` (a conversation) or `turns` (the first is asked).
+    Raises Unsupported for a file or a line that is not of this form."""
     for number, row in read_jsonl(path):
         messages, name, text = row.get("messages"), row.get("id"), first_turn(row)
         prompt: str | list[dict[str, Any]]
-        if isinstance(messages, list) and messages and all(isinstance(each, dict) and "role" in each for each in messages):
+        if (
+            isinstance(messages, list)
+            and messages
+            and all(isinstance(each, dict) and "role" in each for each in messages)
+        ):
             prompt = messages
         elif isinstance(text, str) and messages is None:
             prompt = text
@@ -73,9 +80,9 @@ def read_tasks(path: str | Path) -> Iterator[Task]:
 
 
 def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
-    """Line numbers that a file of answers has an answer to -> their prompts and settings. A last line that a stopped run left unfinished
-    does not count, and with `mend` is cut off the file, unless another of the run's processes has written since. Raises Unsupported for a
-    file that holds anything else."""
+    """Line numbers that a file of answers has an answer to -> their prompts and settings. A last line that a stopped
+    run left unfinished does not count, and with `mend` is cut off the file, unless another of the run's processes has
+    written since. Raises Unsupported for a file that holds anything else."""
     if not path.exists():
         return {}
     whole = path.read_bytes()
@@ -88,11 +95,15 @@ def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
             row = parse_json(line)
             held, prompt, settings, failed = row["line"], row["prompt"], row["settings"], "error" in row
         except (ValueError, KeyError, TypeError) as error:
-            raise Unsupported(f"{path}, line {number} is no answer of fastspec generate: name another --out, or remove the file") from error
+            raise Unsupported(
+                f"{path}, line {number} is no answer of fastspec generate: name another --out, or remove the file"
+            ) from error
         if not failed:
             found[held] = prompt, settings
     if cut and cut[: len(BEGINS)] != BEGINS[: len(cut)]:
-        raise Unsupported(f"{path} ends in what is no answer of fastspec generate: name another --out, or remove the file")
+        raise Unsupported(
+            f"{path} ends in what is no answer of fastspec generate: name another --out, or remove the file"
+        )
     if cut and mend:
         with path.open("r+b") as file:
             if os.fstat(file.fileno()).st_size == len(whole):
@@ -102,10 +113,10 @@ def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
 
 def read_left(
     prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1), mend: bool = False
-) -> tuple[int, list[Task]]:  # fmt: skip
-    """(the lines of a process's share, those of them that `out` does not answer yet); `mend` as in `read_answered`. Raises Unsupported for
-    files that are not what they should be, where `out` answers other prompts or was asked with other settings, and where it cannot be
-    written."""
+) -> tuple[int, list[Task]]:
+    """(the lines of a process's share, those of them that `out` does not answer yet); `mend` as in `read_answered`.
+    Raises Unsupported for files that are not what they should be, where `out` answers other prompts or was asked with
+    other settings, and where it cannot be written."""
     place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
     if not fits or not os.access(place, os.W_OK):
         raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")
@@ -115,10 +126,13 @@ def read_left(
             continue
         prompt, asked = answered[task.line]
         if prompt != task.prompt:
-            raise Unsupported(f"{out} answers another prompt in line {task.line} of {prompts}: name another --out, or remove the file")
+            raise Unsupported(
+                f"{out} answers another prompt in line {task.line} of {prompts}: name another --out, or remove the file"
+            )
         if asked != settings:
             raise Unsupported(
-                f"{out} answers line {task.line} by other settings, {json.dumps(asked)}, and now they are {json.dumps(settings)}: name "
+                f"{out} answers line {task.line} by other settings, {json.dumps(asked)}, and now they are "
+                f"{json.dumps(settings)}: name "
                 "another --out, or remove the file"
             )
     rank, ranks = share
@@ -128,8 +142,8 @@ def read_left(
 
 @contextmanager
 def only_run(out: Path, rank: int) -> Iterator[None]:
-    """Meanwhile no other run answers into `out`: the first of a run's processes locks the file, and whatever ends it lets go. Raises
-    Unsupported where another run has it; warns where the file system keeps no locks."""
+    """Meanwhile no other run answers into `out`: the first of a run's processes locks the file, and whatever ends it
+    lets go. Raises Unsupported where another run has it; warns where the file system keeps no locks."""
     if fcntl is None or rank > 0:
         yield
         return
@@ -140,7 +154,9 @@ def only_run(out: Path, rank: int) -> Iterator[None]:
         except BlockingIOError as error:
             raise Unsupported(f"another run answers into {out}: wait for it, stop it, or name another --out") from error
         except OSError as error:
-            warnings.warn(f"{out} cannot be locked ({error}): two runs at once would answer every line twice", stacklevel=3)
+            warnings.warn(
+                f"{out} cannot be locked ({error}): two runs at once would answer every line twice", stacklevel=3
+            )
         yield
     finally:
         os.close(file)
@@ -151,7 +167,7 @@ class Answers:
 
     def __init__(
         self, path: Path, tokenizer: Any, settings: dict[str, Any], ends: frozenset[int], tell: Callable[[bool], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tokenizer, self.settings, self.ends, self.tell = tokenizer, settings, ends, tell
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.lock = threading.Lock()
@@ -198,17 +214,30 @@ class Answers:
 
 
 def answer_file(
-    model: Any, tokenizer: Any, prompts: str | Path, out: str | Path, *, assistant: Any, rows: int, max_new_tokens: int,
-    max_length: int | None = None, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, chat: bool = True,
-    share: tuple[int, int] = (0, 1), name: str = "", tell: Callable[[int, bool], None] = lambda total, failed: None,
-) -> Done:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    prompts: str | Path,
+    out: str | Path,
+    *,
+    assistant: Any,
+    rows: int,
+    max_new_tokens: int,
+    max_length: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    chat: bool = True,
+    share: tuple[int, int] = (0, 1),
+    name: str = "",
+    tell: Callable[[int, bool], None] = lambda total, failed: None,
+) -> Done:
     """Answer every line of `prompts` that `out` does not answer yet, in an open batch of `rows` rows.
 
-    A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"), or `error`, and
-    `settings` with the model's `name`; they come as answers are done. At a temperature above 0 answers are sampled, that of line n by
-    seed + n, so that they do not depend on who answers when. share (r, n): this process answers every n-th of the lines, from the r-th on.
-    `tell(total, failed)` hears of every answer.
-    A prompt that the tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does, and where
+    A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"),
+    or `error`, and `settings` with the model's `name`; they come as answers are done. At a temperature above 0 answers
+    are sampled, that of line n by seed + n, so that they do not depend on who answers when. share (r, n): this process
+    answers every n-th of the lines, from the r-th on. `tell(total, failed)` hears of every answer. A prompt that the
+    tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does, and where
     another run answers into `out`.
     """
     out = Path(out)
@@ -217,22 +246,50 @@ def answer_file(
     with only_run(out, share[0]):
         mine, left = read_left(prompts, out, settings, share, mend=True)
         return _answer(
-            model, tokenizer, out, mine, left, settings, assistant=assistant, rows=rows, max_length=max_length, seed=seed, chat=chat,
+            model,
+            tokenizer,
+            out,
+            mine,
+            left,
+            settings,
+            assistant=assistant,
+            rows=rows,
+            max_length=max_length,
+            seed=seed,
+            chat=chat,
             tell=tell,
-        )  # fmt: skip
+        )
 
 
 def _answer(
-    model: Any, tokenizer: Any, out: Path, mine: int, left: list[Task], settings: dict[str, Any], *, assistant: Any, rows: int,
-    max_length: int | None, seed: int, chat: bool, tell: Callable[[int, bool], None],
-) -> Done:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    out: Path,
+    mine: int,
+    left: list[Task],
+    settings: dict[str, Any],
+    *,
+    assistant: Any,
+    rows: int,
+    max_length: int | None,
+    seed: int,
+    chat: bool,
+    tell: Callable[[int, bool], None],
+) -> Done:
     """Those of a process's lines that are left, by `answer_file`'s settings."""
     from fastspec.patches.hf.ends import end_tokens
 
     max_new_tokens, temperature, top_p = settings["max_new_tokens"], settings["temperature"], settings.get("top_p", 1.0)
     room = threading.Semaphore(AHEAD * rows)
-    answers = Answers(out, tokenizer, settings, end_tokens(model.generation_config), lambda failed: tell(len(left), failed))
-    greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # the defaults, which stand for "not given"
+    answers = Answers(
+        out, tokenizer, settings, end_tokens(model.generation_config), lambda failed: tell(len(left), failed)
+    )
+    greedy = {
+        "do_sample": False,
+        "temperature": 1.0,
+        "top_k": 50,
+        "top_p": 1.0,
+    }  # the defaults, which stand for "not given"
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else greedy
     try:
         with fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=None) as batch:
@@ -260,7 +317,9 @@ def _answer(
     finally:
         answers.close()
     if answers.broken is not None:
-        raise Unsupported(f"{out} could not be written: {answers.broken}; the same command asks what is missing") from answers.broken
+        raise Unsupported(
+            f"{out} could not be written: {answers.broken}; the same command asks what is missing"
+        ) from answers.broken
     return Done(mine - len(left), answers.written, answers.failed)
 
 

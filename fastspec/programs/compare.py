@@ -21,7 +21,8 @@ ROUNDING = "a pass over several tokens rounds differently from a pass over each,
 
 
 class Stopwatch:
-    """Context manager that times its block. `seconds` holds what a CUDA device had left to do at the end, and not at the start."""
+    """Context manager that times its block. `seconds` holds what a CUDA device had left to do at the end, and not at
+    the start."""
 
     def __init__(self, device: Any) -> None:
         self.cuda, self.seconds = device.type == "cuda", 0.0
@@ -44,8 +45,8 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class MeasuredAnswer:
-    """Answers of one call: new tokens of each row up to the end token, wall-clock seconds (prefill included), counts and phases (empty
-    where nothing counted them), peak memory in MiB on CUDA."""
+    """Answers of one call: new tokens of each row up to the end token, wall-clock seconds (prefill included), counts
+    and phases (empty where nothing counted them), peak memory in MiB on CUDA."""
 
     tokens: list[list[int]]
     seconds: float
@@ -60,8 +61,8 @@ class MeasuredAnswer:
 def measured_answer(
     model: Any, inputs: dict[str, Any], max_new_tokens: int, *, count: bool = False, **options: Any
 ) -> MeasuredAnswer:
-    """One timed greedy call of `model.generate`. Its statistics are an assistant's own report; with `count` a streamer takes them, for
-    what reports none."""
+    """One timed greedy call of `model.generate`. Its statistics are an assistant's own report; with `count` a streamer
+    takes them, for what reports none."""
     import torch
 
     from fastspec.generation.stats import Stats
@@ -97,7 +98,8 @@ def beside(answer: MeasuredAnswer, base: MeasuredAnswer) -> dict[str, Any]:
 
 
 def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
-    """Index of the first token (or character) that differs, None where there is none; an answer that ends early differs after its end."""
+    """Index of the first token (or character) that differs, None where there is none; an answer that ends early differs
+    after its end."""
     if ours == plain:
         return None
     pairs = enumerate(zip(ours, plain, strict=False))
@@ -105,9 +107,11 @@ def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
 
 
 class TimedStreamer:
-    """Streamer that counts rounds and takes the time of a `generate` without an assistant, in the form of an assistant's statistics.
+    """Streamer that counts rounds and takes the time of a `generate` without an assistant, in the form of an
+    assistant's statistics.
 
-    The first tokens end the prefill; every later hand-over is one round, in which all tokens of a row but one were drafted.
+    The first tokens end the prefill; every later hand-over is one round, in which all tokens of a row but one were
+    drafted.
     """
 
     def __init__(self, rows: int) -> None:

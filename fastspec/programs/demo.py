@@ -1,4 +1,5 @@
-"""`fastspec demo`: one real model answers a few prompts three ways, on the same run, and the answers are compared token by token."""
+"""`fastspec demo`: one real model answers a few prompts three ways, on the same run, and the answers are compared token
+by token."""
 
 from __future__ import annotations
 
@@ -22,18 +23,24 @@ if TYPE_CHECKING:
 PROMPTS = (
     ("chat", "What are three good habits for learning a new language?"),
     ("code", "Write a Python function that returns the n-th Fibonacci number, and explain how it works."),
-    ("arithmetic", "A shop sells pens at 3 dollars each. Tom buys 4 pens and pays with a 20 dollar bill. How much change does he get?"),
+    (
+        "arithmetic",
+        "A shop sells pens at 3 dollars each. Tom buys 4 pens and pays with a 20 dollar bill. How much change does "
+        "he get?",
+    ),
     ("chat", "Explain to a child why the sky is blue."),
 )
 """(category, prompt) of the demo when the caller gives no prompt of their own."""
 
 NEW_TOKENS, NEW_TOKENS_ON_CUDA = 96, 48
-"""Of an answer, at the most. On CUDA transformers' own answers take most of the time: 16 s for these prompts in 96 tokens on an H200."""
+"""Of an answer, at the most. On CUDA transformers' own answers take most of the time: 16 s for these prompts in 96
+tokens on an H200."""
 WARM_UP = 8
 """New tokens of transformers' warm-up."""
 METHODS = (BASELINE, "autoregressive", "eagle3")
 BUSY = 1.0
-"""Load average per processor from which on programs wait for one; an installation just before the demo stays below it."""
+"""Load average per processor from which on programs wait for one; an installation just before the demo stays below
+it."""
 
 
 @dataclass
@@ -55,7 +62,13 @@ class Result:
         return [_row(method, runs, self.runs[BASELINE]) for method, runs in self.runs.items()]
 
     def as_json(self) -> dict[str, Any]:
-        told = {"model": self.model, "device": self.device, "dtype": self.dtype, "load": self.load, "prompts": self.prompts}
+        told = {
+            "model": self.model,
+            "device": self.device,
+            "dtype": self.dtype,
+            "load": self.load,
+            "prompts": self.prompts,
+        }
         return told | {"rows": self.rows()}
 
 
@@ -98,7 +111,8 @@ class MarkedStreamer:
             self._print(token, self.styles.popleft() if self.styles else None)
 
     def _print(self, token: int, style: str | None) -> None:
-        # A character may span tokens, and a token's text may depend on its neighbour: decode from the last settled token on.
+        # A character may span tokens, and a token's text may depend on its neighbour: decode from the last settled
+        # token on.
         self.ids.append(token)
         before = self.tokenizer.decode(self.ids[self.start : self.read], skip_special_tokens=True)
         after = self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
@@ -124,9 +138,10 @@ def run_demo(
     """Answer `prompts` with transformers' own generate, with `autoregressive` and with `eagle3`, greedily.
 
     `model` and `head` are names as in `load_model` and `fastspec.patch`; `device` as in `use_device`, `backend` as in
-    `fastspec.patch`; on CUDA the model is bf16, on the CPU fp32. Answers have up to `max_new_tokens`, by default 96, on CUDA 48. With a
-    `console` the eagle3 answers are streamed to it. Each method has one warm-up that is not timed, transformers' of a few tokens, since
-    it captures nothing. Raises `Unsupported` for bad arguments and whatever loading and patching raise.
+    `fastspec.patch`; on CUDA the model is bf16, on the CPU fp32. Answers have up to `max_new_tokens`, by default 96, on
+    CUDA 48. With a `console` the eagle3 answers are streamed to it. Each method has one warm-up that is not timed,
+    transformers' of a few tokens, since it captures nothing. Raises `Unsupported` for bad arguments and whatever
+    loading and patching raise.
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         raise Unsupported(f"max_new_tokens must be at least 1, not {max_new_tokens}")
@@ -147,7 +162,9 @@ def run_demo(
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts, load=load)
 
     def timed(method: str) -> list[MeasuredAnswer]:
-        say(f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]")  # a spinner's thread would take time from the runs
+        say(
+            f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]"
+        )  # a spinner's thread would take time from the runs
         _generate(target, inputs[0], method, min(count, WARM_UP) if method == BASELINE else count)
         return [_generate(target, batch, method, count) for batch in inputs]
 
@@ -156,7 +173,10 @@ def run_demo(
     fastspec.patch(target, eagle3=head or SMOLLM2, backend=backend)
     try:
         if console:
-            say("\nEAGLE-3 answers. [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own token of each round.")
+            say(
+                "\nEAGLE-3 answers. [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own "
+                "token of each round."
+            )
             for label, text, batch in zip(labels, texts, inputs, strict=True):
                 say(f"\n[bold]{label or 'prompt'}[/] [dim]{_escape(text)}[/]")
                 _generate(target, batch, "eagle3", count, streamer=MarkedStreamer(tokenizer, console))

@@ -11,8 +11,8 @@ from fastspec.files import parse_json
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank, one after another. Raises Unsupported, naming the file, where it
-    cannot be read or is no UTF-8, and naming the line too where that is no JSON object."""
+    """(line number from 1, object) of every line that is not blank, one after another. Raises Unsupported, naming the
+    file, where it cannot be read or is no UTF-8, and naming the line too where that is no JSON object."""
     try:
         lines = (
             Path(path).read_text(encoding="utf-8").split("\n")
@@ -42,8 +42,9 @@ def first_turn(row: dict[str, Any]) -> Any:
 def encode(
     tokenizer: Any, prompt: str | list[dict[str, Any]], device: Any = "cpu", *, chat: bool = True
 ) -> dict[str, Any]:
-    """A prompt (one user turn) or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1, T]. With `chat`
-    False, and for a tokenizer without a template, a prompt is the text itself. Raises Unsupported for a conversation there."""
+    """A prompt (one user turn) or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1,
+    T]. With `chat` False, and for a tokenizer without a template, a prompt is the text itself. Raises Unsupported for a
+    conversation there."""
     template = chat and getattr(tokenizer, "chat_template", None) is not None
     if not template and isinstance(prompt, list):
         raise Unsupported("a conversation needs a tokenizer with a chat template")
@@ -57,8 +58,8 @@ def encode(
 
 
 def padded_inputs(batch: Sequence[Sequence[int]], config: Any, device: Any) -> dict[str, Any]:
-    """Prompts as what `generate` takes: `input_ids` and `attention_mask` [B, T], padded on the left, and the `pad_token_id` of a generation
-    config, an end token where it has none."""
+    """Prompts as what `generate` takes: `input_ids` and `attention_mask` [B, T], padded on the left, and the
+    `pad_token_id` of a generation config, an end token where it has none."""
     from fastspec.patches.cascade.settings import left_padded
     from fastspec.patches.hf.ends import end_tokens
 

@@ -1,4 +1,5 @@
-"""The cascade through the front door: each stage says what it alone would have said, and no more stages are asked than decided."""
+"""The cascade through the front door: each stage says what it alone would have said, and no more stages are asked than
+decided."""
 
 from __future__ import annotations
 
@@ -41,8 +42,14 @@ def explained(model: Any) -> tuple[Any, ...]:
 
 
 @examples(6)
-@given(seed=st.integers(0, 5), reached=st.lists(st.integers(0, 2), min_size=1, max_size=4), penalty=st.sampled_from([1.0, 1.2]))
-def test_every_row_is_answered_as_by_its_stage_alone(models: list[Any], seed: int, reached: list[int], penalty: float) -> None:
+@given(
+    seed=st.integers(0, 5),
+    reached=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    penalty=st.sampled_from([1.0, 1.2]),
+)
+def test_every_row_is_answered_as_by_its_stage_alone(
+    models: list[Any], seed: int, reached: list[int], penalty: float
+) -> None:
     batch = prompts(*range(9, 9 - len(reached), -1), seed=seed)
     options = {**GREEDY, "repetition_penalty": penalty, "eos_token_id": 5}
     told = Told([(1.0 if stop == 0 else 0.0, 0.5, 0.5) for stop in reached])
@@ -85,8 +92,12 @@ def test_a_higher_price_never_stops_earlier(models: list[Any]) -> None:
 
 
 def test_sampled_stages_follow_their_own_distribution() -> None:
-    """4,000 tokens of a second stage that verified a first one's: chi-square at a significance of 1e-4, 6 degrees of freedom."""
-    small, large = (shallow_model(seed=seed, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None) for seed in (1, 2))
+    """4,000 tokens of a second stage that verified a first one's: chi-square at a significance of 1e-4, 6 degrees of
+    freedom."""
+    small, large = (
+        shallow_model(seed=seed, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+        for seed in (1, 2)
+    )
     model = cascaded([small, large], thresholds=[1.0])
     ids, rows = torch.tensor([[1, 3, 2]]), 4000
     torch.manual_seed(7)
@@ -113,9 +124,14 @@ def test_features_are_of_the_answer(models: list[Any]) -> None:
 
 
 def test_stages_with_other_tokens_are_handed_texts() -> None:
-    small, large = shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)), shallow_model(vocab_size=len(TARGET))
+    small, large = (
+        shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)),
+        shallow_model(vocab_size=len(TARGET)),
+    )
     stage = fastspec.Stage(small, tokenizer=DRAFT, name="medium")
-    cascade = fastspec.Cascade(stages=[stage], tokenizer=TARGET, label="large", predictor=trained(NAMED[1:]), costs=[1.0, 2.0])
+    cascade = fastspec.Cascade(
+        stages=[stage], tokenizer=TARGET, label="large", predictor=trained(NAMED[1:]), costs=[1.0, 2.0]
+    )
     fastspec.patch(large, cascade=cascade)
     ids = torch.tensor([TARGET("abcdxyz12bc", add_special_tokens=False)["input_ids"]])
     for price, alone in ((0.0, small), (HIGH, large)):
@@ -133,10 +149,16 @@ def test_stages_with_other_tokens_are_handed_texts() -> None:
 
 
 def test_a_stage_that_is_named_is_loaded_when_a_request_first_reaches_it(tmp_path: Any) -> None:
-    small, large = shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(TARGET)), shallow_model(vocab_size=len(TARGET))
+    small, large = (
+        shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(TARGET)),
+        shallow_model(vocab_size=len(TARGET)),
+    )
     small.save_pretrained(tmp_path)
     TARGET.save_pretrained(tmp_path)
-    text = f"stages:\n- model: {tmp_path}\n  name: medium\n  assistant: autoregressive\nlabel: large\nprice: 0\ncosts: [1, 2]\npredictor: "
+    text = (
+        f"stages:\n- model: {tmp_path}\n  name: medium\n  assistant: autoregressive\nlabel: large\nprice: "
+        "0\ncosts: [1, 2]\npredictor: "
+    )
     trained(NAMED[1:]).save(tmp_path / "p.safetensors")
     (tmp_path / "cascade.yaml").write_text(text + str(tmp_path / "p.safetensors"))
     fastspec.patch(large, cascade=replace(fastspec.Cascade.from_yaml(tmp_path / "cascade.yaml"), tokenizer=TARGET))
@@ -203,7 +225,10 @@ def test_unpatching_restores_the_stages_and_leaves_those_of_the_user() -> None:
     model.generate(**prompts(5), **GREEDY, assistant="cascade")
     assert session_of(small) is not None
     twin = copy.deepcopy(model)
-    assert twin.generate(**prompts(5), **GREEDY, assistant="cascade").tolist() == large.generate(**prompts(5), **GREEDY).tolist()
+    assert (
+        twin.generate(**prompts(5), **GREEDY, assistant="cascade").tolist()
+        == large.generate(**prompts(5), **GREEDY).tolist()
+    )
     fastspec.unpatch(model)
     assert session_of(small) is None and session_of(medium) is not None and "generate" not in small.__dict__
 
@@ -217,7 +242,10 @@ def test_the_other_modes_give_what_the_large_model_gives(models: list[Any], mode
     fastspec.patch(large, cascade=cascade)
     more = {"repetition_penalty": 1.2} if mode == "lossless" else {}
     for options in ({**GREEDY, **more}, {**GREEDY, "suppress_tokens": [7, 8, 9, 10, 11]}):
-        assert large.generate(**batch, **options, assistant="cascade").tolist() == large.generate(**batch, **options).tolist()
+        assert (
+            large.generate(**batch, **options, assistant="cascade").tolist()
+            == large.generate(**batch, **options).tolist()
+        )
     torch.manual_seed(0)
     out = large.generate(**batch, do_sample=True, temperature=0.7, top_k=9, max_new_tokens=12, assistant="cascade")
     assert out.shape == (3, 20)
@@ -225,10 +253,15 @@ def test_the_other_modes_give_what_the_large_model_gives(models: list[Any], mode
 
 def test_token_mode_at_the_small_end_gives_what_the_small_model_gives(models: list[Any]) -> None:
     large = shallow_model(seed=9)
-    fastspec.patch(large, cascade=fastspec.Cascade(stages=models[:1], mode="token", rule="token_v2", alpha=1.0, gamma=3))
+    fastspec.patch(
+        large, cascade=fastspec.Cascade(stages=models[:1], mode="token", rule="token_v2", alpha=1.0, gamma=3)
+    )
     batch = prompts(8, 5)
     for options in (GREEDY, {**GREEDY, "suppress_tokens": [7, 8, 9, 10, 11]}):
-        assert large.generate(**batch, **options, assistant="cascade").tolist() == models[0].generate(**batch, **options).tolist()
+        assert (
+            large.generate(**batch, **options, assistant="cascade").tolist()
+            == models[0].generate(**batch, **options).tolist()
+        )
     for sample in (False, True):
         with pytest.raises(Unsupported, match="repetition_penalty"):
             large.generate(**batch, do_sample=sample, repetition_penalty=1.5, max_new_tokens=4, assistant="cascade")
@@ -253,27 +286,43 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
     small, large = stages(2)
     good = {"stages": [fastspec.Stage(small, name="medium")], "predictor": trained(NAMED[1:]), "label": "large"}
     for over, message in (
-        ({"stages": []}, "stages="), ({"costs": [1.0, 0.0]}, "positive"), ({"costs": [1.0]}, "2 positive"), ({"price": -1}, "negative"),
-        ({"mode": "both"}, "mode"), ({"thresholds": [2.0]}, "probabilities"), ({"predictor": None}, "predictor"), ({"risk": 1.0}, "risk"),
-        ({"alpha": 3.0}, "alpha"), ({"alpha": "none"}, "alpha"), ({"rule": "v9"}, "rule"), ({"gamma": 0}, "gamma"),
+        ({"stages": []}, "stages="),
+        ({"costs": [1.0, 0.0]}, "positive"),
+        ({"costs": [1.0]}, "2 positive"),
+        ({"price": -1}, "negative"),
+        ({"mode": "both"}, "mode"),
+        ({"thresholds": [2.0]}, "probabilities"),
+        ({"predictor": None}, "predictor"),
+        ({"risk": 1.0}, "risk"),
+        ({"alpha": 3.0}, "alpha"),
+        ({"alpha": "none"}, "alpha"),
+        ({"rule": "v9"}, "rule"),
+        ({"gamma": 0}, "gamma"),
         ({"memory": 0}, "memory"),
-        ({"price": float("nan")}, "price"), ({"stages": [small, small], "mode": "token"}, "two models"),
-    ):  # fmt: skip
+        ({"price": float("nan")}, "price"),
+        ({"stages": [small, small], "mode": "token"}, "two models"),
+    ):
         with pytest.raises(Unsupported, match=message):
             fastspec.Cascade(**{**good, **over})
     bits = {"model": "a", "quantization": "2bit"}
     for stage in ({"model": None}, {"model": small, "quantization": "4bit"}, bits, {"model": "a", "prompt": 1}):
         with pytest.raises(Unsupported):
             fastspec.Stage(**stage)
-    wrong = {"stages: [a]\nlambda: 3": "unknown key lambda", "stages: [{model: a, size: 3}]": "unknown key size", "- a": "keys"}
+    wrong = {
+        "stages: [a]\nlambda: 3": "unknown key lambda",
+        "stages: [{model: a, size: 3}]": "unknown key size",
+        "- a": "keys",
+    }
     for text, message in wrong.items():
         (tmp_path / "c.yaml").write_text(text)
         with pytest.raises(Unsupported, match=message):
             fastspec.Cascade.from_yaml(tmp_path / "c.yaml")
     for over, error, message in (
-        ({"predictor": trained(NAMED)}, CheckpointError, "3 stages"), ({"predictor": tmp_path / "none"}, FastSpecError, "none"),
-        ({"stages": [large]}, Unsupported, "itself"), ({"stages": [shallow_model(vocab_size=3000)]}, Unsupported, "both tokenizers"),
-    ):  # fmt: skip
+        ({"predictor": trained(NAMED)}, CheckpointError, "3 stages"),
+        ({"predictor": tmp_path / "none"}, FastSpecError, "none"),
+        ({"stages": [large]}, Unsupported, "itself"),
+        ({"stages": [shallow_model(vocab_size=3000)]}, Unsupported, "both tokenizers"),
+    ):
         with pytest.raises(error, match=message):
             fastspec.patch(large, cascade=fastspec.Cascade(**{**good, **over}))
         assert session_of(large) is None
@@ -285,7 +334,9 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
         large.generate(torch.tensor([[5, 6]]), assistant=fastspec.Cascade(**{**good, "stages": [shallow_model()]}))
 
 
-@pytest.mark.parametrize("options", [{"device_map": {"": "cpu"}}, {"quantization": "4bit"}, {"quantization": "8bit"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"device_map": {"": "cpu"}}, {"quantization": "4bit"}, {"quantization": "8bit"}], ids=str
+)
 def test_stages_are_loaded_as_asked(tmp_path: Any, options: dict[str, Any]) -> None:
     if "quantization" in options:
         pytest.importorskip("bitsandbytes")
@@ -293,7 +344,13 @@ def test_stages_are_loaded_as_asked(tmp_path: Any, options: dict[str, Any]) -> N
     shallow_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(tmp_path)
     TARGET.save_pretrained(tmp_path)
     stage, large = fastspec.Stage(str(tmp_path), name="medium", **options), shallow_model(vocab_size=len(TARGET))
-    settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
+    settings = {
+        "tokenizer": TARGET,
+        "label": "large",
+        "predictor": trained(NAMED[1:]),
+        "costs": [1.0, 2.0],
+        "price": 0.0,
+    }
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
     ids = torch.tensor([[5, 6, 7, 8]])
     out = large.generate(ids, **GREEDY, assistant="cascade", eos_token_id=None)

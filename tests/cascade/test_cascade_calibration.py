@@ -28,8 +28,9 @@ SHAPES = st.floats(0.05, 300)
 SHARES = st.floats(0.001, 0.999)
 
 
-# The distribution function is a product of exp(lgamma ...), whose arguments stay below 6000 here, and of a fraction with rounding
-# errors of a few units: relative errors of about 6000 x 2^-52 < 2e-12. Closed forms are compared within five times that.
+# The distribution function is a product of exp(lgamma ...), whose arguments stay below 6000 here, and of a fraction
+# with rounding errors of a few units: relative errors of about 6000 x 2^-52 < 2e-12. Closed forms are compared within
+# five times that.
 @examples(200)
 @given(SHARES, SHAPES)
 def test_beta_functions_have_their_closed_forms(x, a):
@@ -52,7 +53,8 @@ def test_beta_function_of_whole_numbers_is_a_binomial_tail(a, b, x):
 @examples(60)
 @given(st.floats(1, 300), st.floats(1, 300), SHARES)
 def test_beta_quantile_holds_its_share_by_integration(a, b, share):
-    """The integral from 0 to the quantile over the whole one, by the midpoint rule on t = x**(1/4), whose integrand is smooth at 0."""
+    """The integral from 0 to the quantile over the whole one, by the midpoint rule on t = x**(1/4), whose integrand is
+    smooth at 0."""
     x = beta_quantile(share, a, b)
     cells = 20_000
 
@@ -64,8 +66,8 @@ def test_beta_quantile_holds_its_share_by_integration(a, b, share):
         return float(values.sum()) * (high - low) / cells
 
     below, above = integral(0, x**0.25), integral(x**0.25, 1)
-    # The midpoint rule errs by h^2 / 24 times the total variation of the slope; for these parameters that is below 1e-4 of the whole
-    # (near t = 1 the integrand of b < 2 is a root, which costs h^(b) more).
+    # The midpoint rule errs by h^2 / 24 times the total variation of the slope; for these parameters that is below 1e-4
+    # of the whole (near t = 1 the integrand of b < 2 is a root, which costs h^(b) more).
     assert below / (below + above) == pytest.approx(share, abs=2e-4)
 
 
@@ -89,7 +91,8 @@ def test_beta_functions_refuse_what_is_no_distribution():
 @examples(200)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=9))
 def test_pooled_values_are_the_isotonic_regression(pairs):
-    """Against the min-max formula (Barlow et al., 1972): the largest over starts of the smallest over ends of the mean."""
+    """Against the min-max formula (Barlow et al., 1972): the largest over starts of the smallest over ends of the
+    mean."""
     values, weights = [Fraction(v) for v, _ in pairs], [Fraction(w) for _, w in pairs]
     n = len(pairs)
 
@@ -109,18 +112,27 @@ LOGITS = st.lists(st.tuples(st.floats(-8, 8), st.booleans()), min_size=10, max_s
 @given(LOGITS)
 def test_calibrators_never_fall_and_temperature_is_the_best(pairs):
     logits, labels = [z for z, _ in pairs], [float(y) for _, y in pairs]
-    for calibrator in (Calibrator.scaled(logits, labels), Calibrator.isotonic(logits, labels), Calibrator.fit(logits, labels, [0, 1] * 5)
-                       if len(pairs) == 10 else Calibrator()):  # fmt: skip
+    for calibrator in (
+        Calibrator.scaled(logits, labels),
+        Calibrator.isotonic(logits, labels),
+        Calibrator.fit(logits, labels, [0, 1] * 5) if len(pairs) == 10 else Calibrator(),
+    ):
         grid = [calibrator(z / 10) for z in range(-120, 121)]
         assert all(b - a >= -1e-15 for a, b in pairwise(grid)) and 0 <= grid[0] <= grid[-1] <= 1
     best = Calibrator.scaled(logits, labels).temperature
 
     def loss(temperature):
-        return sum(math.log1p(math.exp(-abs(z / temperature))) + max(z / temperature, 0) - y * z / temperature
-                   for z, y in zip(logits, labels, strict=True))  # fmt: skip
+        return sum(
+            math.log1p(math.exp(-abs(z / temperature))) + max(z / temperature, 0) - y * z / temperature
+            for z, y in zip(logits, labels, strict=True)
+        )
 
     # The loss is convex in the inverse temperature and the bisection ends within 2 ln(100) / 2^50 of its least point.
-    assert all(loss(best) <= loss(t) + 1e-9 for t in (0.01, 0.1, 0.5, 0.9 * best, 1.1 * best, 2.0, 10.0, 100.0) if 0.01 <= t <= 100)
+    assert all(
+        loss(best) <= loss(t) + 1e-9
+        for t in (0.01, 0.1, 0.5, 0.9 * best, 1.1 * best, 2.0, 10.0, 100.0)
+        if 0.01 <= t <= 100
+    )
 
 
 def drawn_logits(seed: int, count: int, true, told):
@@ -148,11 +160,14 @@ def test_calibration_error_is_its_definition(pairs, bins):
     p, y = [Fraction(a, 64) for a, _ in pairs], [int(b) for _, b in pairs]
     total = Fraction(0)
     for b in range(bins):
-        held = [i for i, each in enumerate(p) if Fraction(b, bins) < each <= Fraction(b + 1, bins) or (b == 0 and each == 0)]
+        held = [
+            i for i, each in enumerate(p) if Fraction(b, bins) < each <= Fraction(b + 1, bins) or (b == 0 and each == 0)
+        ]
         total += abs(sum(y[i] - p[i] for i in held))
     numbers = [float(each) for each in p]
     found = expected_calibration_error(numbers, [float(each) for each in y], bins)
-    # The bin of a probability that is a bin's edge may be decided by rounding, and only where `bins` is no power of two.
+    # The bin of a probability that is a bin's edge may be decided by rounding, and only where `bins` is no power of
+    # two.
     edge = any((each * bins).denominator == 1 for each in p) and bins & (bins - 1)
     assert edge or found == pytest.approx(float(total / len(p)), abs=1e-12)
     assert expected_calibration_error(numbers, numbers, bins) == 0
@@ -172,11 +187,19 @@ def test_calibration_error_refuses_what_does_not_fit():
 
 
 @examples(100)
-@given(st.lists(st.tuples(st.integers(0, 1024), st.booleans()), min_size=1, max_size=60), st.integers(0, 1024), st.floats(0.02, 0.5))
+@given(
+    st.lists(st.tuples(st.integers(0, 1024), st.booleans()), min_size=1, max_size=60),
+    st.integers(0, 1024),
+    st.floats(0.02, 0.5),
+)
 def test_posterior_counts_its_own_bucket(pairs, at, risk):
     chances, labels = [a / 1024 for a, _ in pairs], [float(b) for _, b in pairs]
     posterior, q = Posterior.fit(chances, labels), at / 1024
-    assert sum(posterior.counts) == len(pairs) and posterior.a + posterior.b == pytest.approx(2) and min(posterior.a, posterior.b) > 0
+    assert (
+        sum(posterior.counts) == len(pairs)
+        and posterior.a + posterior.b == pytest.approx(2)
+        and min(posterior.a, posterior.b) > 0
+    )
     assert posterior.a / 2 == pytest.approx((sum(labels) + 1) / (len(labels) + 2))
     edges = (-math.inf, *posterior.edges, math.inf)
     bucket = next(i for i in range(len(posterior.counts)) if edges[i] <= q < edges[i + 1])

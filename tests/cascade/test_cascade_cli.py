@@ -1,4 +1,5 @@
-"""`fastspec cascade train` and `evaluate` on tiny models: answers, a judge's word on them, a predictor, the frontier, a run cut short."""
+"""`fastspec cascade train` and `evaluate` on tiny models: answers, a judge's word on them, a predictor, the frontier, a
+run cut short."""
 
 from __future__ import annotations
 
@@ -51,10 +52,27 @@ def run(folder: Path, *arguments: str) -> str:
 
 def training(folder: Path, *more: str) -> list[str]:
     return [
-        "train", "--stage", f"small={folder}/small", "--model", f"large={folder}/large", "--prompts", f"{folder}/first.jsonl",
-        "--prompts", f"{folder}/second.jsonl", "--out", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl",
-        "--max-new-tokens", "16", "--batch", "8", "--right", f"{folder}/right.jsonl", *more,
-    ]  # fmt: skip
+        "train",
+        "--stage",
+        f"small={folder}/small",
+        "--model",
+        f"large={folder}/large",
+        "--prompts",
+        f"{folder}/first.jsonl",
+        "--prompts",
+        f"{folder}/second.jsonl",
+        "--out",
+        f"{folder}/p.safetensors",
+        "--answers",
+        f"{folder}/answers.jsonl",
+        "--max-new-tokens",
+        "16",
+        "--batch",
+        "8",
+        "--right",
+        f"{folder}/right.jsonl",
+        *more,
+    ]
 
 
 def judge(folder: Path) -> None:
@@ -85,16 +103,28 @@ def test_a_predictor_is_trained_judged_and_used(folder: Path) -> None:
     assert len(records.read(folder / "answers.jsonl")) == 140
 
     emitted = run(
-        folder, "evaluate", "--predictor", f"{folder}/p.safetensors", "--answers", f"{folder}/answers.jsonl",
-        "--out", f"{folder}/rows.jsonl",
-    )  # fmt: skip
+        folder,
+        "evaluate",
+        "--predictor",
+        f"{folder}/p.safetensors",
+        "--answers",
+        f"{folder}/answers.jsonl",
+        "--out",
+        f"{folder}/rows.jsonl",
+    )
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     assert {record.label for record in held if record.stage == "small"} == {0.0, 1.0}
     points = [row for row in rows if row["kind"] == "frontier" and row["set"] == "all"]
-    assert points[0]["stage"] == 0 and points[-1]["stage"] >= points[0]["stage"] and "mean gain over mixing at random" in emitted
+    assert (
+        points[0]["stage"] == 0
+        and points[-1]["stage"] >= points[0]["stage"]
+        and "mean gain over mixing at random" in emitted
+    )
     assert all(before["stage"] <= after["stage"] for before, after in pairwise(points))
     assert {row["kind"] for row in rows} == {"stage", "frontier", "gain", "calibration"}
-    assert {row["stage"]: row["quality"] for row in rows if row["kind"] == "stage" and row["set"] == "all"}["large"] == 1
+    assert {row["stage"]: row["quality"] for row in rows if row["kind"] == "stage" and row["set"] == "all"}[
+        "large"
+    ] == 1
 
 
 def test_the_records_are_what_the_models_answer(folder: Path) -> None:
@@ -107,14 +137,21 @@ def test_the_records_are_what_the_models_answer(folder: Path) -> None:
     from fastspec.models import load_model
 
     models = {name: load_model(str(folder / name))[0] for name in ("small", "large")}
-    prompts = {f"first-{at}": json.loads(line)["prompt"] for at, line in enumerate((folder / "first.jsonl").read_text().splitlines(), 1)}
+    prompts = {
+        f"first-{at}": json.loads(line)["prompt"]
+        for at, line in enumerate((folder / "first.jsonl").read_text().splitlines(), 1)
+    }
     checked = 0
     for record in records.read(path):
         if record.set == "first" and checked < 12:
             ids = tokenizer(prompts[record.item], return_tensors="pt")
-            out = models[record.stage].generate(**ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
+            out = models[record.stage].generate(**ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[
+                0, ids["input_ids"].shape[1] :
+            ]
             assert record.answer == tokenizer.decode(out, skip_special_tokens=True)
-            assert record.new_tokens + record.kept_tokens == len(out) and record.prompt_tokens == ids["input_ids"].shape[1]
+            assert (
+                record.new_tokens + record.kept_tokens == len(out) and record.prompt_tokens == ids["input_ids"].shape[1]
+            )
             checked += 1
     assert checked == 12
 
@@ -122,10 +159,12 @@ def test_the_records_are_what_the_models_answer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--stage": "small"}, "NAME=MODEL"), ({"--head": "other=x"}, "no --stage"), ({"--prompts": "/nowhere.jsonl"}, "no such file"),
+        ({"--stage": "small"}, "NAME=MODEL"),
+        ({"--head": "other=x"}, "no --stage"),
+        ({"--prompts": "/nowhere.jsonl"}, "no such file"),
         ({"--model": "large=/nowhere"}, "could not load"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_end_with_a_message(folder: Path, change: dict[str, str], message: str) -> None:
     arguments: list[Any] = training(folder, "--head", "small=x")
     if "--head" not in change:
@@ -147,7 +186,9 @@ def test_what_train_writes_is_a_cascade_s_predictor(folder: Path) -> None:
     assert predictor.rates is not None and predictor.place["dtype"] == "float32"
     small, _ = load_model(str(folder / "small"))
     large, tokenizer = load_model(str(folder / "large"))
-    cascade = fastspec.Cascade(stages=[fastspec.Stage(small, name="small")], label="large", predictor=folder / "p.safetensors", price=1e6)
+    cascade = fastspec.Cascade(
+        stages=[fastspec.Stage(small, name="small")], label="large", predictor=folder / "p.safetensors", price=1e6
+    )
     fastspec.patch(large, cascade=cascade)
     ids = tokenizer("w5 w6 w7", return_tensors="pt")
     assert large.generate(**ids, assistant="cascade", max_new_tokens=8, do_sample=False).shape[1] <= 11

@@ -1,4 +1,5 @@
-"""The deferral rules against the same rules in plain Python, written from the paper's equations, and what holds of every mixture."""
+"""The deferral rules against the same rules in plain Python, written from the paper's equations, and what holds of
+every mixture."""
 
 from __future__ import annotations
 
@@ -52,10 +53,13 @@ def clear(rule: str, alpha: Fraction, place: tuple[list[Fraction], ...]) -> bool
     best, mine = max(p_raw), max(q_raw)
     further = sum(max(b - a, Fraction(0)) for a, b in zip(p, q, strict=True))
     gaps = {
-        "chow": [mine - 1 + alpha], "diff": [mine - best + alpha], "opt": [mine - best + alpha * further],
-        "token_v1": [each - best + alpha for each in q_raw], "token_v2": [each - best + alpha for each in p_raw],
+        "chow": [mine - 1 + alpha],
+        "diff": [mine - best + alpha],
+        "opt": [mine - best + alpha * further],
+        "token_v1": [each - best + alpha for each in q_raw],
+        "token_v2": [each - best + alpha for each in p_raw],
         "token_v3": [each - (1 - alpha) * best for each in p_raw],
-    }[rule]  # fmt: skip
+    }[rule]
     return all(abs(gap) > 1e-9 for gap in gaps)
 
 

@@ -1,4 +1,5 @@
-"""The cascade's edges: values of the wrong kind, a call's settings in every form that transformers takes, and what a patch leaves."""
+"""The cascade's edges: values of the wrong kind, a call's settings in every form that transformers takes, and what a
+patch leaves."""
 
 from __future__ import annotations
 
@@ -31,8 +32,18 @@ from fastspec.programs.training.cascade_answers import check_items, read_items
 
 HIGH = 1e9
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
-scalars = st.one_of(st.none(), st.booleans(), st.integers(-3, 300), st.floats(), st.sampled_from(["", "a", "1e3", *MODES, *RULES, *DTYPES]))
-values = st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(st.sampled_from(["model", "eagle3", "a"]), scalars, max_size=2))
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.floats(),
+    st.sampled_from(["", "a", "1e3", *MODES, *RULES, *DTYPES]),
+)
+values = st.one_of(
+    scalars,
+    st.lists(scalars, max_size=3),
+    st.dictionaries(st.sampled_from(["model", "eagle3", "a"]), scalars, max_size=2),
+)
 
 
 def emitted(model: Any, **options: Any) -> list[list[int]]:
@@ -67,13 +78,22 @@ def test_every_value_of_a_stage_is_taken_or_refused(name: str, value: Any) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("costs: 3", "list of numbers"), ("thresholds: abc", "list of numbers"), ("price: 1e3", r"1\.0e\+3"), ("price: .inf", "finite"),
-        ("costs: [1, .inf]", "2 positive"), ("gamma: null", "gamma"), ("label: 3", "text"), ("explain: often", "true or false"),
-        ("assistant: cascade", "another"), ("tokenizer: 3", "path or hub id"), ("stages: [{name: a}]", "model is missing"),
-        ("stages: [{model: a, dtype: float99}]", "float99"), ("stages: [{model: a, resources: {eagle9: x}}]", "eagle9"),
+        ("costs: 3", "list of numbers"),
+        ("thresholds: abc", "list of numbers"),
+        ("price: 1e3", r"1\.0e\+3"),
+        ("price: .inf", "finite"),
+        ("costs: [1, .inf]", "2 positive"),
+        ("gamma: null", "gamma"),
+        ("label: 3", "text"),
+        ("explain: often", "true or false"),
+        ("assistant: cascade", "another"),
+        ("tokenizer: 3", "path or hub id"),
+        ("stages: [{name: a}]", "model is missing"),
+        ("stages: [{model: a, dtype: float99}]", "float99"),
+        ("stages: [{model: a, resources: {eagle9: x}}]", "eagle9"),
         ("predictor: [a]", "must be a path"),
     ],
-)  # fmt: skip
+)
 def test_values_of_the_wrong_kind_in_yaml_are_refused_with_the_file(tmp_path: Path, text: str, message: str) -> None:
     base = {"stages": "stages: [a]", "predictor": "predictor: p"}
     base[text.split(":")[0]] = text
@@ -90,7 +110,10 @@ def test_tokenizers_by_name_are_loaded_when_first_needed(tmp_path: Path) -> None
     TARGET.save_pretrained(tmp_path / "target")
     out = []
     for given_ in ((DRAFT, TARGET), (str(tmp_path / "draft"), tmp_path / "target")):
-        small, large = shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)), shallow_model(vocab_size=len(TARGET))
+        small, large = (
+            shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(DRAFT)),
+            shallow_model(vocab_size=len(TARGET)),
+        )
         stage = fastspec.Stage(small, tokenizer=given_[0], name="medium")
         more = {"predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
         fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], tokenizer=given_[1], label="large", **more))
@@ -98,17 +121,25 @@ def test_tokenizers_by_name_are_loaded_when_first_needed(tmp_path: Path) -> None
         out.append(emitted(large, inputs=ids, **GREEDY, assistant="cascade"))
     assert out[0] == out[1]
     large, gone = shallow_model(vocab_size=len(TARGET)), str(tmp_path / "gone")
-    fastspec.patch(large, cascade=fastspec.Cascade(stages=[fastspec.Stage(small, tokenizer=gone, name="medium")], tokenizer=gone,
-                                                   label="large", **more))  # fmt: skip
+    fastspec.patch(
+        large,
+        cascade=fastspec.Cascade(
+            stages=[fastspec.Stage(small, tokenizer=gone, name="medium")], tokenizer=gone, label="large", **more
+        ),
+    )
     with pytest.raises(Unsupported, match="could not load the tokenizer"):
         large.generate(ids, assistant="cascade")
 
 
 FORMS = [
-    {"max_new_tokens": 6}, {"max_length": 14}, {}, {"max_new_tokens": 14, "eos_token_id": [40, 77, 11, 9, 5]},
-    {"max_new_tokens": 9, "eos_token_id": [96, 21, 83], "pad_token_id": 3}, {"max_new_tokens": 8, "suppress_tokens": [5, 36, 21]},
+    {"max_new_tokens": 6},
+    {"max_length": 14},
+    {},
+    {"max_new_tokens": 14, "eos_token_id": [40, 77, 11, 9, 5]},
+    {"max_new_tokens": 9, "eos_token_id": [96, 21, 83], "pad_token_id": 3},
+    {"max_new_tokens": 8, "suppress_tokens": [5, 36, 21]},
     {"max_length": 14, "max_new_tokens": 3},
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +147,20 @@ def climbing() -> Any:
     return cascaded(stages(), price=HIGH)
 
 
-@pytest.mark.parametrize(("default", "form"), [
-    pytest.param(default, form, marks=pytest.mark.slow if default and {*form} - {"max_length", "max_new_tokens"} else ())
-    for default in ({}, {"max_new_tokens": 4}, {"max_length": 15}) for form in FORMS
-], ids=str)  # fmt: skip
-def test_settings_mean_what_they_mean_to_transformers(climbing: Any, form: dict[str, Any], default: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("default", "form"),
+    [
+        pytest.param(
+            default, form, marks=pytest.mark.slow if default and {*form} - {"max_length", "max_new_tokens"} else ()
+        )
+        for default in ({}, {"max_new_tokens": 4}, {"max_length": 15})
+        for form in FORMS
+    ],
+    ids=str,
+)
+def test_settings_mean_what_they_mean_to_transformers(
+    climbing: Any, form: dict[str, Any], default: dict[str, Any]
+) -> None:
     """As arguments, in a generation_config, and from the model's own; with a mask and without one."""
     batch = prompts(8, 5, 3)
     held = climbing.generation_config
@@ -131,10 +171,14 @@ def test_settings_mean_what_they_mean_to_transformers(climbing: Any, form: dict[
             assert emitted(climbing, **call, assistant="cascade") == emitted(climbing, **call)
     finally:
         climbing.generation_config = held
-    with pytest.MonkeyPatch.context() as patch:  # what was given in a generation_config is handed on in one: beside it is deprecated
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # what was given in a generation_config is handed on in one: beside it is deprecated
         patch.setattr("transformers.generation.utils.logger.warning_once", pytest.fail)
         patch.setattr("transformers.generation.utils.logger.warning", pytest.fail)
-        climbing.generate(**batch, generation_config=GenerationConfig(max_new_tokens=3, eos_token_id=9), assistant="cascade")
+        climbing.generate(
+            **batch, generation_config=GenerationConfig(max_new_tokens=3, eos_token_id=9), assistant="cascade"
+        )
     with pytest.raises(Unsupported, match="max_length=5"):
         climbing.generate(**batch, max_length=5, assistant="cascade")
 
@@ -143,7 +187,12 @@ def test_end_tokens_of_a_generation_config_are_end_tokens(climbing: Any) -> None
     """What was an end token of the call becomes one of the taker's, the first that it names."""
     stage = StageModel(fastspec.Stage(shallow_model()), None, "cpu", Patching(fastspec.patch, fastspec.unpatch))
     stage.held.generation_config.eos_token_id = [9, 4]
-    assert stage.ends() == (9, 4) and stage.ends(None) == () and stage.ends(7) == (7,) and stage.ends(torch.tensor([8, 2])) == (8, 2)
+    assert (
+        stage.ends() == (9, 4)
+        and stage.ends(None) == ()
+        and stage.ends(7) == (7,)
+        and stage.ends(torch.tensor([8, 2])) == (8, 2)
+    )
     heard: list[bool] = []
     from fastspec.patches.cascade import loop as cascade
 
@@ -155,14 +204,21 @@ def test_end_tokens_of_a_generation_config_are_end_tokens(climbing: Any) -> None
     first = emitted(session_of(climbing).resources["cascade"].stages[0].model, **batch, **GREEDY)[0][6]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cascade, "features", told)
-        climbing.generate(**batch, generation_config=GenerationConfig(max_new_tokens=5, eos_token_id=first), assistant="cascade")
+        climbing.generate(
+            **batch, generation_config=GenerationConfig(max_new_tokens=5, eos_token_id=first), assistant="cascade"
+        )
     assert heard[0]
 
 
 def test_a_call_may_not_change_what_the_patch_fixed(climbing: Any) -> None:
     held = session_of(climbing).resources["cascade"].config
     other = fastspec.Stage(held.stages[0].model, name="small", assistant="autoregressive")
-    for over in ({"memory": 5000}, {"label": "x"}, {"assistant": "autoregressive"}, {"stages": [other, *held.stages[1:]]}):
+    for over in (
+        {"memory": 5000},
+        {"label": "x"},
+        {"assistant": "autoregressive"},
+        {"stages": [other, *held.stages[1:]]},
+    ):
         with pytest.raises(Unsupported, match=f"differs in {next(iter(over))}"):
             climbing.generate(**prompts(5), assistant=replace(held, **over))
     for over in ({"price": 0}, {"price": 1e308}, {"risk": 0.1}, {"mode": "lossless"}):
@@ -187,7 +243,9 @@ def test_assistants_and_resources_are_checked_before_a_request_needs_them() -> N
     with pytest.raises(Unsupported, match="unknown assistant 'nsad'"):
         cascaded([small, large], stages=[fastspec.Stage(small, name="medium", assistant="nsad")])
     fastspec.patch(small)
-    stage = fastspec.Stage(small, name="medium", assistant="speculative", resources={"speculative": shallow_model(num_hidden_layers=1)})
+    stage = fastspec.Stage(
+        small, name="medium", assistant="speculative", resources={"speculative": shallow_model(num_hidden_layers=1)}
+    )
     model = cascaded([small, large], stages=[stage])
     with pytest.raises(Unsupported, match="patched already, without the speculative"):
         model.generate(**prompts(5), assistant="cascade")
@@ -204,19 +262,32 @@ def test_rates_are_measured_where_a_stage_cannot_read_the_prompt() -> None:
 
 
 def test_prompts_of_a_stage_with_other_tokens() -> None:
-    """One BOS where its tokenizer adds one; left out where the text has none of its tokens; a prompt function that gives no text."""
+    """One BOS where its tokenizer adds one; left out where the text has none of its tokens; a prompt function that
+    gives no text."""
     begins = tokenizer(LETTERS[::-1], [("b", "c")])
     begins.add_special_tokens({"bos_token": "<s>"})
-    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begins.bos_token_id)])
-    small, large = shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(begins)), shallow_model(vocab_size=len(TARGET))
+    begins.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begins.bos_token_id)]
+    )
+    small, large = (
+        shallow_model(seed=1, num_hidden_layers=2, vocab_size=len(begins)),
+        shallow_model(vocab_size=len(TARGET)),
+    )
     stage = fastspec.Stage(small, tokenizer=begins, name="medium")
     ids = TARGET("abc", add_special_tokens=False)["input_ids"]
-    assert StageModel(stage, TARGET, "cpu", Patching(fastspec.patch, fastspec.unpatch)).read_prompt(ids) == begins("abc")["input_ids"]
+    assert (
+        StageModel(stage, TARGET, "cpu", Patching(fastspec.patch, fastspec.unpatch)).read_prompt(ids)
+        == begins("abc")["input_ids"]
+    )
     assert begins("abc")["input_ids"].count(begins.bos_token_id) == 1
     more = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
-    blind = fastspec.Stage(shallow_model(seed=1, vocab_size=len(DRAFT)), tokenizer=DRAFT, name="medium", prompt=lambda text: "")
+    blind = fastspec.Stage(
+        shallow_model(seed=1, vocab_size=len(DRAFT)), tokenizer=DRAFT, name="medium", prompt=lambda text: ""
+    )
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[blind], **more))
-    assert emitted(large, inputs=torch.tensor([ids]), **GREEDY, assistant="cascade") == emitted(large, inputs=torch.tensor([ids]), **GREEDY)
+    assert emitted(large, inputs=torch.tensor([ids]), **GREEDY, assistant="cascade") == emitted(
+        large, inputs=torch.tensor([ids]), **GREEDY
+    )
     assert "left out: the prompt has no tokens" in str(fastspec.report(large).last.explanations[0])
     fastspec.unpatch(large)
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[replace(blind, prompt=lambda text: 3)], **more))
@@ -229,7 +300,11 @@ def test_a_stage_that_is_loaded_late_is_not_given_the_large_models_tokens(tmp_pa
     DRAFT.save_pretrained(tmp_path)
     large = shallow_model(vocab_size=len(TARGET))
     cascade = fastspec.Cascade(
-        stages=[fastspec.Stage(str(tmp_path), name="medium")], tokenizer=TARGET, label="large", predictor=trained(NAMED[1:]), costs=[1, 2]
+        stages=[fastspec.Stage(str(tmp_path), name="medium")],
+        tokenizer=TARGET,
+        label="large",
+        predictor=trained(NAMED[1:]),
+        costs=[1, 2],
     )
     fastspec.patch(large, cascade=cascade)
     with pytest.raises(Unsupported, match="suppress_tokens speaks of the large model's tokens"):
@@ -254,28 +329,46 @@ def test_items_are_refused_by_line_and_ids_must_be_unique(tmp_path: Path) -> Non
 
 @examples(40)
 @given(
-    names=st.lists(st.text("ab[/]-.", min_size=1, max_size=60), min_size=2, max_size=4), points=st.integers(0, 60),
+    names=st.lists(st.text("ab[/]-.", min_size=1, max_size=60), min_size=2, max_size=4),
+    points=st.integers(0, 60),
     price=st.floats(1e-3, 1e9),
-)  # fmt: skip
+)
 def test_tables_fit_80_columns(names: list[str], points: int, price: float) -> None:
-    """A line for every row, no number cut off, names as they are where there is room; 15 prices at most, first and last among them."""
+    """A line for every row, no number cut off, names as they are where there is room; 15 prices at most, first and last
+    among them."""
     file = io.StringIO()
     console = Console(highlight=False, markup=False, width=80, file=file)
-    cli_cascade._print_rates(console, tuple(names), Rates((9999.99,) * len(names), (0.0,) * len(names), (8888.88,) * len(names)))
+    cli_cascade._print_rates(
+        console, tuple(names), Rates((9999.99,) * len(names), (0.0,) * len(names), (8888.88,) * len(names))
+    )
     said_ = {"items": 14042, "ece": 0.0125}
     cli_cascade._print_calibration(console, [{"set": each, "seen_at": each, "stage": each, **said_} for each in names])
     lines = file.getvalue().splitlines()
     assert len(lines) == 2 * (len(names) + 1) and max(map(len, lines)) <= 80
-    assert all("9999.99" in line and "8888.88" in line and names[at][:18] in line for at, line in enumerate(lines[1 : len(names) + 1]))
+    assert all(
+        "9999.99" in line and "8888.88" in line and names[at][:18] in line
+        for at, line in enumerate(lines[1 : len(names) + 1])
+    )
     assert all("14042  0.01" in line for line in lines[-len(names) :])
-    said_ = {"kind": "frontier", "set": "s", "inside": True, "cost": 98765.4, "quality": 0.5, "mixing": 0.4, "gain": -0.1, "stage": 0.25}
+    said_ = {
+        "kind": "frontier",
+        "set": "s",
+        "inside": True,
+        "cost": 98765.4,
+        "quality": 0.5,
+        "mixing": 0.4,
+        "gain": -0.1,
+        "stage": 0.25,
+    }
     said_ |= {"stderr": 0.0125, "gain_stderr": 0.125}
     rows = [{**said_, "price": price + at} for at in range(points)]
     outside = {**said_, "inside": False, "price": 3.0}
     file.truncate(file.seek(0))
     cli_cascade._print_frontier(console, [outside, *rows])
     lines = file.getvalue().splitlines()[3:]
-    assert len(lines) == min(points, 15) and all("98765.4" in line and "-0.100  0.125  " in line and len(line) <= 80 for line in lines)
+    assert len(lines) == min(points, 15) and all(
+        "98765.4" in line and "-0.100  0.125  " in line and len(line) <= 80 for line in lines
+    )
     assert cli_cascade._evenly(rows, 15)[:1] == rows[:1] and cli_cascade._evenly(rows, 15)[-1:] == rows[-1:]
 
 
@@ -288,4 +381,6 @@ def test_what_may_keep_a_state_over_the_batch_is_refused(name):
 
     large = cascaded(stages(2))
     with pytest.raises(Unsupported, match="may keep a state over a whole batch"):
-        large.generate(**prompts(6), max_new_tokens=4, assistant="cascade", **{name: own if name.startswith("prefix") else [own]})
+        large.generate(
+            **prompts(6), max_new_tokens=4, assistant="cascade", **{name: own if name.startswith("prefix") else [own]}
+        )

@@ -79,9 +79,17 @@ def test_a_number_that_is_not_finite_is_refused(value, column):
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "changes"),
-    [((0, 3), 0, {}), ((5, 3), 4, {}), ((5, 2), 5, {}), ((5,), 5, {}), ((5, 3), 5, {"stage": 3}), ((5, 3), 5, {"stage": -1}),
-     ((5, 3), 5, {"limit": 0}), ((5, 3), 5, {"prompt_tokens": -1})],
-)  # fmt: skip
+    [
+        ((0, 3), 0, {}),
+        ((5, 3), 4, {}),
+        ((5, 2), 5, {}),
+        ((5,), 5, {}),
+        ((5, 3), 5, {"stage": 3}),
+        ((5, 3), 5, {"stage": -1}),
+        ((5, 3), 5, {"limit": 0}),
+        ((5, 3), 5, {"prompt_tokens": -1}),
+    ],
+)
 def test_what_does_not_fit_is_refused(shape, tokens, changes):
     with pytest.raises(Unsupported, match="features: "):
         emitted(torch.zeros(shape), range(tokens), **changes)

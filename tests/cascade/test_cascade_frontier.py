@@ -1,4 +1,5 @@
-"""Quality against cost: points and gains against their definitions, by hand and by random policies; files that were saved before."""
+"""Quality against cost: points and gains against their definitions, by hand and by random policies; files that were
+saved before."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ import fastspec
 from fastspec.cascade import records
 from fastspec.cascade.decisions import Rates, Solver
 from fastspec.cascade.predictor import Predictor
-from fastspec.programs.training.cascade import calibration_rows, frontier_rows, held_out, mean_gain, point, prices_of, stops
+from fastspec.programs.training.cascade import (
+    calibration_rows,
+    frontier_rows,
+    held_out,
+    mean_gain,
+    point,
+    prices_of,
+    stops,
+)
 
 SAVED = Path(__file__).with_name("saved")
 
@@ -58,7 +67,8 @@ def test_a_point_is_a_mean_beside_the_mixture_of_the_same_cost(case: tuple[Tenso
 
 
 def test_a_random_policy_gains_nothing_over_the_mixture() -> None:
-    """The exact mean over all stops of few items at random, of a cascade whose stages cost alone what they cost in it."""
+    """The exact mean over all stops of few items at random, of a cascade whose stages cost alone what they cost in
+    it."""
     generator = torch.Generator().manual_seed(1)
     labels, run = torch.rand(6, 2, generator=generator).double(), torch.tensor([[1.0, 4.0]]).double().expand(6, 2)
     every = torch.tensor([[number >> bit & 1 for bit in range(6)] for number in range(64)])

@@ -1,4 +1,5 @@
-"""A cascade on CUDA: its modes say there what they say on the CPU, stages may lie on the CPU, and what cannot be is refused by name."""
+"""A cascade on CUDA: its modes say there what they say on the CPU, stages may lie on the CPU, and what cannot be is
+refused by name."""
 
 from __future__ import annotations
 
@@ -28,13 +29,21 @@ def moved(*lengths: int) -> dict[str, torch.Tensor]:
     return {name: each.to(DEVICE) for name, each in prompts(*lengths).items()}
 
 
-@pytest.mark.parametrize("settings", [
-    {"mode": "lossless"}, {"mode": "lossless", "gamma": 2}, {"mode": "token"}, {"mode": "token", "rule": "token_v2", "alpha": 0.3},
-    {"mode": "token", "rule": "chow", "alpha": 0.3, "gamma": 3}, {"mode": "token", "rule": "token_v2", "alpha": 1.0},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "lossless"},
+        {"mode": "lossless", "gamma": 2},
+        {"mode": "token"},
+        {"mode": "token", "rule": "token_v2", "alpha": 0.3},
+        {"mode": "token", "rule": "chow", "alpha": 0.3, "gamma": 3},
+        {"mode": "token", "rule": "token_v2", "alpha": 1.0},
+    ],
+    ids=str,
+)
 def test_the_modes_within_a_call_say_what_they_say_on_the_cpu(settings, monkeypatch):
-    """A lossless one what the large model says alone. The models' passes come from graphs, by the shape of the tree; `replays` of a call,
-    which counts whole rounds, does not count those."""
+    """A lossless one what the large model says alone. The models' passes come from graphs, by the shape of the tree;
+    `replays` of a call, which counts whole rounds, does not count those."""
     below = 1 if settings["mode"] == "token" else 2
     here = stages(1 + below)
     there = [copy.deepcopy(model).to(DEVICE) for model in here]
@@ -55,7 +64,8 @@ def test_the_modes_within_a_call_say_what_they_say_on_the_cpu(settings, monkeypa
 
 @pytest.mark.parametrize("stage_on", ["cpu", DEVICE, pytest.param("cuda:1", marks=TWO_GPUS)])
 def test_stages_of_the_adaptive_mode_lie_where_they_are(stage_on, monkeypatch):
-    """Each row is answered as by its stage alone, wherever that is; on the way to the large model its answer is read again there."""
+    """Each row is answered as by its stage alone, wherever that is; on the way to the large model its answer is read
+    again there."""
     small, large = stages(2)
     small, large = small.to(stage_on), large.to(DEVICE)
     alone = [copy.deepcopy(small), copy.deepcopy(large)]
@@ -70,7 +80,9 @@ def test_stages_of_the_adaptive_mode_lie_where_they_are(stage_on, monkeypatch):
             inputs = {name: each.to(place) for name, each in prompts(*lengths).items()}
             assert emitted.device.type == DEVICE
             assert emitted.tolist() == alone[reached].generate(**inputs, **GREEDY, eos_token_id=1000).tolist()
-            assert [visit.stage for visit in fastspec.report(model).last.explanations[0].visits] == list(range(reached + 1))
+            assert [visit.stage for visit in fastspec.report(model).last.explanations[0].visits] == list(
+                range(reached + 1)
+            )
 
 
 @pytest.mark.parametrize("stage_on", ["cpu", pytest.param("cuda:1", marks=TWO_GPUS)])
@@ -100,7 +112,13 @@ def test_quantised_stages_lie_beside_the_large_model(tmp_path, quantization, dev
     TARGET.save_pretrained(tmp_path)
     stage = fastspec.Stage(str(tmp_path), name="medium", quantization=quantization, dtype="float32")
     large = tiny_model(seed=2, num_hidden_layers=3, vocab_size=len(TARGET)).to(device)
-    settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
+    settings = {
+        "tokenizer": TARGET,
+        "label": "large",
+        "predictor": trained(NAMED[1:]),
+        "costs": [1.0, 2.0],
+        "price": 0.0,
+    }
     fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
     ids = torch.tensor([[5, 6, 7, 8]], device=device)
     out = large.generate(ids, **GREEDY, assistant="cascade", eos_token_id=None)

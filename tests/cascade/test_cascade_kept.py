@@ -1,4 +1,5 @@
-"""Calls that begin from what was kept: the same tokens as calls that compute it all, whatever became of it in between."""
+"""Calls that begin from what was kept: the same tokens as calls that compute it all, whatever became of it in
+between."""
 
 from __future__ import annotations
 
@@ -39,8 +40,11 @@ def text(length: int, seed: int = 0) -> torch.Tensor:
 
 
 def say(model: Any, ids: torch.Tensor, assistant: Any, past: Any = None, **options: Any) -> Any:
-    """A greedy call, from a cache or from nothing. The tiny models say the pad token too: the mask tells that it is none."""
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: past}, assistant=assistant, **{**OPTIONS, **options})
+    """A greedy call, from a cache or from nothing. The tiny models say the pad token too: the mask tells that it is
+    none."""
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), **{CACHE: past}, assistant=assistant, **{**OPTIONS, **options}
+    )
 
 
 def first_turn(manager: CacheManager, model: Any, assistant: Any, ids: torch.Tensor, stage: int = 0) -> torch.Tensor:
@@ -69,7 +73,9 @@ def test_a_second_turn_begins_from_the_first(model: Any, assistant: Any) -> None
     third = first_turn(manager, model, assistant, ids)
     same_as_without(manager, model, assistant, torch.cat((third, text(2, 2)), 1), third.shape[1] - 1)
     layers, heads, size = 3, 2, 16
-    assert manager.used == 2 * layers * heads * size * 4 * (third.shape[1] - 1)  # the second turn's entry replaced the first's
+    assert manager.used == 2 * layers * heads * size * 4 * (
+        third.shape[1] - 1
+    )  # the second turn's entry replaced the first's
 
 
 def test_the_same_prompt_again_feeds_its_last_token(model: Any, assistant: Any) -> None:
@@ -138,7 +144,9 @@ def test_models_whose_keys_cannot_be_kept_are_refused_by_name() -> None:
     windowed = tiny_model("mistral", num_hidden_layers=2, sliding_window=8)
     with pytest.raises(Unsupported, match=r"MistralForCausalLM.*DynamicSlidingWindowLayer.*memory=None"):
         past_of(CacheManager(BIG), 0, windowed, text(20))
-    dynamic = tiny_model(num_hidden_layers=2, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    dynamic = tiny_model(
+        num_hidden_layers=2, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
     with pytest.raises(Unsupported, match=r"LlamaForCausalLM.*length of the text"):
         check_kept(dynamic)
     asking = tiny_model(num_hidden_layers=2)
@@ -166,9 +174,12 @@ def test_caches_that_are_not_plain_are_refused_by_name() -> None:
     offloading.offloading = True  # its constructor wants a stream, which the CPU has not
     quantised = QuantizedCache.__new__(QuantizedCache)  # its constructor wants a package
     for cache, name in (
-        (StaticCache(config=config, max_cache_len=32), "StaticCache"), (quantised, "QuantizedCache"),
-        (DynamicCache(config=windowed), "DynamicSlidingWindowLayer"), (None, "NoneType"), (offloading, "offloading"),
-    ):  # fmt: skip
+        (StaticCache(config=config, max_cache_len=32), "StaticCache"),
+        (quantised, "QuantizedCache"),
+        (DynamicCache(config=windowed), "DynamicSlidingWindowLayer"),
+        (None, "NoneType"),
+        (offloading, "offloading"),
+    ):
         with pytest.raises(Unsupported, match=name):
             keep_past(manager, 0, text(20), cache)
     assert manager.used == 0

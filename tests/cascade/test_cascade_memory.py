@@ -1,4 +1,5 @@
-"""Keys and values kept between calls, held to a plain model of what should be there, and to what is allocated at every copy."""
+"""Keys and values kept between calls, held to a plain model of what should be there, and to what is allocated at every
+copy."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ class Away(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
         return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=AWAY
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=AWAY,
         )
 
     def __init__(self, inner: torch.Tensor) -> None:
@@ -121,9 +127,10 @@ class Model:
             oldest = self.there(False)[0]
             before = [each for each in self.there(True) if each.time < oldest.time]
             enough = [
-                count for count in range(len(before) + 1)
+                count
+                for count in range(len(before) + 1)
                 if self.bytes(True) - sum(each.size for each in before[:count]) + oldest.size <= self.host
-            ]  # fmt: skip
+            ]
             if not enough:
                 self.drop(oldest)
                 continue
@@ -134,7 +141,9 @@ class Model:
         self.entries.append(new)
 
     def use(self, wanted: tuple[int, ...], text: tuple[int, ...]) -> int:
-        counts = [count for count in range(self.least, len(wanted)) if wanted[:count] == text[:count] and count <= len(text)]
+        counts = [
+            count for count in range(self.least, len(wanted)) if wanted[:count] == text[:count] and count <= len(text)
+        ]
         return max(counts, default=0)
 
     def find(self, stage: int, wanted: tuple[int, ...]) -> tuple[Held | None, int]:
@@ -159,15 +168,19 @@ class Model:
 
 
 GEOMETRY = [(1, 2, 1, 3, torch.bfloat16), (2, 1, 1, 1, torch.float32), (1, 2, 1, 2, torch.float32)]
-"""Layers, heads, sizes of a key and a value, and dtype of each stage: 16, 16 and 24 bytes a token: some entries fill a budget exactly."""
+"""Layers, heads, sizes of a key and a value, and dtype of each stage: 16, 16 and 24 bytes a token: some entries fill a
+budget exactly."""
 tokens = st.lists(st.integers(0, 2), max_size=6)
 
 
 class Keeping(RuleBasedStateMachine):
     @initialize(
-        budget=st.integers(4, 40), host=st.one_of(st.just(0), st.integers(4, 80)), least=st.integers(1, 3),
-        away=st.sampled_from([True, True, False]), short=st.integers(0, 1),
-    )  # fmt: skip
+        budget=st.integers(4, 40),
+        host=st.one_of(st.just(0), st.integers(4, 80)),
+        least=st.integers(1, 3),
+        away=st.sampled_from([True, True, False]),
+        short=st.integers(0, 1),
+    )
     def start(self, budget: int, host: int, least: int, away: bool, short: int) -> None:
         self.bound = mock.patch.object(memory, "DROPPED", 3)
         self.bound.start()
@@ -189,14 +202,19 @@ class Keeping(RuleBasedStateMachine):
         """At no copy were there more bytes than the budgets, but for what was given to the caller."""
         budget, host = self.manager.budget, self.manager.host_budget
         for peak in self.watch.peaks:
-            sizes = {place: sum(size for key, where, size in peak if where == place and key not in given) for place in ("away", "host")}
+            sizes = {
+                place: sum(size for key, where, size in peak if where == place and key not in given)
+                for place in ("away", "host")
+            }
             if self.away:
                 assert sizes["away"] <= budget and sizes["host"] <= host
             else:
                 assert sizes["host"] <= budget + host
         self.watch.peaks.clear()
 
-    @rule(stage=st.integers(0, 2), known=st.integers(0, 5), cut=st.integers(0, 12), more=tokens, spare=st.integers(0, 3))
+    @rule(
+        stage=st.integers(0, 2), known=st.integers(0, 5), cut=st.integers(0, 12), more=tokens, spare=st.integers(0, 3)
+    )
     def keep(self, stage: int, known: int, cut: int, more: list[int], spare: int) -> None:
         text = self.text(known, cut, more)
         layers, heads, k, v, dtype = GEOMETRY[stage]
@@ -204,7 +222,10 @@ class Keeping(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(self.seed)
         values, handed, buffers = [], [], []
         for _ in range(layers):
-            pair = [torch.randn(1, len(text) + spare, heads, size, generator=generator).to(dtype).requires_grad_() for size in (k, v)]
+            pair = [
+                torch.randn(1, len(text) + spare, heads, size, generator=generator).to(dtype).requires_grad_()
+                for size in (k, v)
+            ]
             views = [(Away(each) if self.away else each)[:, : len(text)].transpose(1, 2) for each in pair]
             values.append(tuple(each[:, : len(text)].detach().transpose(1, 2).clone() for each in pair))
             handed.append(tuple(views))
@@ -267,7 +288,9 @@ class Keeping(RuleBasedStateMachine):
         used, moved = model.bytes(False), model.bytes(True)
         assert (manager.used, manager.host_used) == (used, moved)
         assert used <= manager.budget and moved <= manager.host_budget
-        alive = {place: sum(size for _, where, size in self.watch.alive() if where == place) for place in ("away", "host")}
+        alive = {
+            place: sum(size for _, where, size in self.watch.alive() if where == place) for place in ("away", "host")
+        }
         assert alive == ({"away": used, "host": moved} if self.away else {"away": 0, "host": used + moved})
         assert manager.stats == MemoryStats(model.hits, model.moves, model.recomputes, model.drops)
 
@@ -284,14 +307,18 @@ def entry(count: int, value: float = 0.0, layers: int = 1) -> list[tuple[torch.T
 def test_an_entry_larger_than_the_budget_is_refused_and_nothing_else_changes() -> None:
     manager = CacheManager(160, host_budget=10_000)
     manager.keep(0, range(20), entry(20))
-    with pytest.raises(Unsupported, match=r"21 tokens of stage 0 take 168 bytes.* 160 bytes: allow at least 168.*memory=None"):
+    with pytest.raises(
+        Unsupported, match=r"21 tokens of stage 0 take 168 bytes.* 160 bytes: allow at least 168.*memory=None"
+    ):
         manager.keep(0, range(21), entry(21))
     assert manager.used == 160 and manager.stats == MemoryStats()
     found = manager.find(0, range(21))
     assert found is not None and found[0][0].shape == (1, 1, 20, 1)
 
 
-@pytest.mark.parametrize(("name", "value"), [("budget", 0), ("budget", 1.5), ("budget", True), ("host_budget", -1), ("least", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("budget", 0), ("budget", 1.5), ("budget", True), ("host_budget", -1), ("least", 0)]
+)
 def test_a_budget_that_is_no_number_of_bytes_is_refused(name: str, value: Any) -> None:
     with pytest.raises(Unsupported, match=rf"{name} must be .* not {value}"):
         CacheManager(**{"budget": 100, name: value})
@@ -299,7 +326,13 @@ def test_a_budget_that_is_no_number_of_bytes_is_refused(name: str, value: Any) -
 
 @pytest.mark.parametrize(
     "layers",
-    [[], entry(19), [(torch.zeros(2, 1, 20, 1),) * 2], [(torch.zeros(1, 20, 1),) * 2], [(entry(20)[0][0], entry(21)[0][1])]],
+    [
+        [],
+        entry(19),
+        [(torch.zeros(2, 1, 20, 1),) * 2],
+        [(torch.zeros(1, 20, 1),) * 2],
+        [(entry(20)[0][0], entry(21)[0][1])],
+    ],
     ids=["none", "short", "rows", "flat", "uneven"],
 )
 def test_shapes_that_do_not_fit_the_tokens_are_refused(layers: Any) -> None:
@@ -333,7 +366,9 @@ def test_a_text_that_was_dropped_and_kept_again_is_remembered_once() -> None:
 def test_what_comes_back_makes_no_more_leave_than_it_needs() -> None:
     manager = CacheManager(480, host_budget=480)
     for first, count in enumerate((20, 20, 20, 40)):
-        manager.keep(0, [first] * count, entry(count))  # the first three fill the budget, and the last takes the place of two
+        manager.keep(
+            0, [first] * count, entry(count)
+        )  # the first three fill the budget, and the last takes the place of two
     assert (manager.used, manager.host_used, manager.stats.moves) == (480, 320, 2)
     manager.find(0, [2] * 20)
     manager.find(0, [0] * 20)  # the last one would have to leave, which is larger than what is free of the CPU's memory

@@ -1,8 +1,8 @@
 """Two ways of decoding with several models: a mixture's distribution at every token, and a chain's last model, exactly.
 
-The loop itself is enumerated. Its only random decisions are draws of a token and acceptances of one; both are replaced by a script, and
-every script that differs from another in one decision is run, with its chance. So the distribution of the first tokens is a finite sum, the
-real drafters, rounds and caches at work, and it must be the closed form.
+The loop itself is enumerated. Its only random decisions are draws of a token and acceptances of one; both are replaced
+by a script, and every script that differs from another in one decision is run, with its chance. So the distribution of
+the first tokens is a finite sum, the real drafters, rounds and caches at work, and it must be the closed form.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def mixture(seed: int, vocab: int, rule: str, alpha: Any, process: Any) -> Calla
         p, q = (distribution_of(model, text, process) for model in (large, small))
         if alpha == "lossless" or alpha == RANGES[rule][0]:
             return p
-        return q if alpha == RANGES[rule][1] else twin(rule, alpha, p, q, distribution_of(large, text), distribution_of(small, text))
+        return (
+            q
+            if alpha == RANGES[rule][1]
+            else twin(rule, alpha, p, q, distribution_of(large, text), distribution_of(small, text))
+        )
 
     return pi
 
@@ -65,7 +69,12 @@ def alphas(draw: st.DrawFn, rule: str) -> Any:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@given(st.data(), st.integers(0, 10**6), st.sampled_from([(3, 2, 3), (3, 1, 3), (2, 3, 4), (4, 2, 2)]), st.sampled_from(PROCESSES))
+@given(
+    st.data(),
+    st.integers(0, 10**6),
+    st.sampled_from([(3, 2, 3), (3, 1, 3), (2, 3, 4), (4, 2, 2)]),
+    st.sampled_from(PROCESSES),
+)
 @examples(10)
 def test_every_token_of_the_loop_follows_the_mixture(rule, data, seed, sizes, process):
     alpha, (vocab, gamma, limit) = data.draw(alphas(rule)), sizes
@@ -104,9 +113,18 @@ WRONG: dict[str, tuple[Any, Any]] = {
     "first token from p": (FirstOfTheTarget, mixed),
     "distributions of the node before": (DistributionsOneNodeLate, mixed),
     "refused drafts in the cache": (NothingForgotten, mixed),
-    "rules that look at processed probabilities": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p, q, p, q)),
-    "mixture of unprocessed ones": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p_raw, q_raw, p_raw, q_raw)),
-    "p and q taken for each other": (MixedDrafter, lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, q, p, q_raw, p_raw)),
+    "rules that look at processed probabilities": (
+        MixedDrafter,
+        lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p, q, p, q),
+    ),
+    "mixture of unprocessed ones": (
+        MixedDrafter,
+        lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, p_raw, q_raw, p_raw, q_raw),
+    ),
+    "p and q taken for each other": (
+        MixedDrafter,
+        lambda rule, alpha, p, q, p_raw, q_raw: mixed(rule, alpha, q, p, q_raw, p_raw),
+    ),
 }
 
 
@@ -157,7 +175,8 @@ def test_what_cannot_be_mixed_is_refused():
 
 
 class Checked(StagedDrafter):
-    """A chain of Tables that holds every stage's recorded distributions, and its drafts where none are drawn, to the stage's own."""
+    """A chain of Tables that holds every stage's recorded distributions, and its drafts where none are drawn, to the
+    stage's own."""
 
     def _write(self, stage, at, count, active, extent):
         q = super()._write(stage, at, count, active, extent)
@@ -171,11 +190,15 @@ class Checked(StagedDrafter):
                 if q is None:
                     assert cells[begin + place] == int(scores.argmax())
                 else:
-                    torch.testing.assert_close(q[row, place], self.process(scores[None])[0].softmax(-1), rtol=1e-6, atol=1e-7)
+                    torch.testing.assert_close(
+                        q[row, place], self.process(scores[None])[0].softmax(-1), rtol=1e-6, atol=1e-7
+                    )
         return q
 
     def begin(self, ids, counts, features, root):
-        self.text = [[*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
+        self.text = [
+            [*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)
+        ]
         super().begin(ids, counts, features, root)
 
     def observe(self, tree, verdict, logits, features, active, extent):
@@ -190,7 +213,9 @@ class Checked(StagedDrafter):
 def chained(seed: int, vocab: int, gamma: int, stages: int, process: Any, kind: Any = Checked) -> Make:
     def make(rows: int, ops: Any) -> tuple[Any, Any]:
         models = [Tables(seed, str(stage), rows, vocab) for stage in range(stages)]
-        return Tables(seed, "target", rows, vocab), kind(models, gamma, vocab=vocab, vocabs=[vocab] * stages, ops=ops, process=process)
+        return Tables(seed, "target", rows, vocab), kind(
+            models, gamma, vocab=vocab, vocabs=[vocab] * stages, ops=ops, process=process
+        )
 
     return make
 
@@ -201,12 +226,19 @@ def own(seed: int, vocab: int, process: Any) -> Callable[[Text], list[float]]:
 
 @pytest.mark.parametrize(
     "stages, gamma, limit, companions, vocab",
-    [(1, 2, 3, 0, 2), (2, 1, 2, 0, 3), (2, 2, 2, 1, 2), (3, 2, 2, 0, 2), pytest.param(2, 2, 3, 0, 2, marks=pytest.mark.slow)],
+    [
+        (1, 2, 3, 0, 2),
+        (2, 1, 2, 0, 3),
+        (2, 2, 2, 1, 2),
+        (3, 2, 2, 0, 2),
+        pytest.param(2, 2, 3, 0, 2, marks=pytest.mark.slow),
+    ],
 )
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
 @examples(3)
 def test_the_loop_emits_what_the_last_model_emits_alone(stages, gamma, limit, companions, vocab, seed, process):
-    """Scripts one by one: how far a stage writes depends on the rows beside, so that a row's decisions are the same in one batch alone."""
+    """Scripts one by one: how far a stage writes depends on the rows beside, so that a row's decisions are the same in
+    one batch alone."""
     found = enumerated(chained(seed, vocab, gamma, stages, process), process, limit, 1, companions)
     assert agree(found, closed(vocab, limit, own(seed, vocab, process)))
 
@@ -227,7 +259,8 @@ class UnlikelyDraftsLeftOut(Checked):
 
 
 class NothingCut(Checked):
-    """Caches keep what was replaced on the tape: the output stays the target's, but the stages' distributions are not their own."""
+    """Caches keep what was replaced on the tape: the output stays the target's, but the stages' distributions are not
+    their own."""
 
     def _cut(self, stage, at):
         pass
@@ -246,12 +279,16 @@ class OtherTokensHandedOn(Checked):
 def found_in_the_chain(bug: Any, seed: int, limit: int) -> bool:
     process = PROCESSES[1]
     try:
-        return not agree(enumerated(chained(seed, 2, 2, 2, process, bug), process, limit, 1), closed(2, limit, own(seed, 2, process)))
+        return not agree(
+            enumerated(chained(seed, 2, 2, 2, process, bug), process, limit, 1), closed(2, limit, own(seed, 2, process))
+        )
     except AssertionError:
         return True
 
 
-@pytest.mark.parametrize("bug", [DistributionsOfAnotherTemperature, UnlikelyDraftsLeftOut, NothingCut, OtherTokensHandedOn])
+@pytest.mark.parametrize(
+    "bug", [DistributionsOfAnotherTemperature, UnlikelyDraftsLeftOut, NothingCut, OtherTokensHandedOn]
+)
 def test_planted_bugs_in_the_chain_are_found(bug):
     assert any(found_in_the_chain(bug, seed, limit) for seed in range(4) for limit in (2, 3))  # most show in two tokens
 
@@ -259,8 +296,8 @@ def test_planted_bugs_in_the_chain_are_found(bug):
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
 @examples(40)
 def test_batches_keep_every_stages_distributions(seed, stages, gamma, sample, data):
-    """Rows of other lengths that accept and end differently: the distributions recorded are the stages' own, and greedy tokens the
-    target's."""
+    """Rows of other lengths that accept and end differently: the distributions recorded are the stages' own, and greedy
+    tokens the target's."""
     vocab, limit = 4, 8
     texts = data.draw(st.lists(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=6), min_size=1, max_size=4))
     ends = data.draw(st.sampled_from([frozenset(), frozenset({3})]))
@@ -278,13 +315,24 @@ def test_batches_keep_every_stages_distributions(seed, stages, gamma, sample, da
             assert sample or token == int(torch.tensor(target.after(tuple(text))).argmax())
             text.append(token)
         assert len(emitted) == limit or emitted[-1] in ends, row
-    assert sum(outcome.stats.lengths[: drafter.nodes - 1]) <= len(texts)  # a row's last round alone, which its end may cut
+    assert sum(outcome.stats.lengths[: drafter.nodes - 1]) <= len(
+        texts
+    )  # a row's last round alone, which its end may cut
 
 
 # Both with tiny transformers models
 
 
-def run(large: Any, parts: dict[str, Any], make: Any, limit: int, *, process: Any = None, sample: bool = False, ends: Any = ()) -> Outcome:
+def run(
+    large: Any,
+    parts: dict[str, Any],
+    make: Any,
+    limit: int,
+    *,
+    process: Any = None,
+    sample: bool = False,
+    ends: Any = (),
+) -> Outcome:
     """Decode prompts with make(rows, capacity) -> drafter."""
     keep = parts["attention_mask"].bool()
     counts = keep.sum(1)
@@ -292,7 +340,9 @@ def run(large: Any, parts: dict[str, Any], make: Any, limit: int, *, process: An
     rows, capacity = len(ids), ids.shape[1] + limit
     with torch.no_grad():
         drafter = make(rows, capacity)
-        target = HFModel(large, adapter_for(large), rows=rows, capacity=capacity, tail=drafter.nodes, taps=None, ops=TORCH)
+        target = HFModel(
+            large, adapter_for(large), rows=rows, capacity=capacity, tail=drafter.nodes, taps=None, ops=TORCH
+        )
         engine = Engine(target, drafter, TORCH, rows=rows, sample=sample, process=process)
         return decode(engine, Request(ids, counts, list(ids), limit, frozenset(ends), None), "cascade")
 
@@ -301,15 +351,22 @@ def staged(models: list[Any], gamma: int, vocab: int, process: Any = None) -> Ca
     more, tail = room(len(models), gamma)
 
     def make(rows: int, capacity: int) -> StagedDrafter:
-        caches = [HFModel(m, adapter_for(m), rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=TORCH) for m in models]
-        return StagedDrafter(caches, gamma, vocab=vocab, vocabs=[m.config.vocab_size for m in models], ops=TORCH, process=process)
+        caches = [
+            HFModel(m, adapter_for(m), rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=TORCH)
+            for m in models
+        ]
+        return StagedDrafter(
+            caches, gamma, vocab=vocab, vocabs=[m.config.vocab_size for m in models], ops=TORCH, process=process
+        )
 
     return make
 
 
 def mixing_with(small: Any, gamma: int, blend: Any, vocab: int) -> Callable[[int, int], MixedDrafter]:
     def make(rows: int, capacity: int) -> MixedDrafter:
-        cache = HFModel(small, adapter_for(small), rows=rows, capacity=capacity + gamma + 2, tail=2, taps=None, ops=TORCH)
+        cache = HFModel(
+            small, adapter_for(small), rows=rows, capacity=capacity + gamma + 2, tail=2, taps=None, ops=TORCH
+        )
         return MixedDrafter(cache, gamma, blend, vocab=vocab, draft_vocab=small.config.vocab_size, ops=TORCH)
 
     return make
@@ -320,12 +377,17 @@ def zoo() -> dict[str, Any]:
     """Models of other seeds, vocabularies and families; "near" is often the target's opinion."""
     near = shallow_model()
     with torch.no_grad():
-        near.lm_head.weight.add_(0.12 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)))
+        near.lm_head.weight.add_(
+            0.12 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(0))
+        )
     return {
-        "target": shallow_model(), "near": near, "other": tiny_model(seed=3, num_hidden_layers=1),
-        "fewer tokens": shallow_model(vocab_size=90), "more tokens": shallow_model(vocab_size=128),
+        "target": shallow_model(),
+        "near": near,
+        "other": tiny_model(seed=3, num_hidden_layers=1),
+        "fewer tokens": shallow_model(vocab_size=90),
+        "more tokens": shallow_model(vocab_size=128),
         "generic": tiny_model("gpt2", num_hidden_layers=1),
-    }  # fmt: skip
+    }
 
 
 @given(st.data(), st.integers(1, 6), st.integers(0, 10**6))
@@ -349,7 +411,10 @@ def test_a_chain_of_copies_is_accepted_whole(zoo):
 
 def test_drafters_begin_another_call_on_their_caches(zoo):
     target, (first, second) = zoo["target"], (prompts(3, 12), prompts(9, 2, seed=1))
-    for make in (staged([zoo["other"], zoo["near"]], 4, 97), mixing_with(zoo["near"], 4, partial(mixed, "token_v2", 0.3), 97)):
+    for make in (
+        staged([zoo["other"], zoo["near"]], 4, 97),
+        mixing_with(zoo["near"], 4, partial(mixed, "token_v2", 0.3), 97),
+    ):
         alone, drafter = run(target, second, make, 11).tokens, make(2, 40)
         run(target, first, lambda rows, capacity, drafter=drafter: drafter, 15)
         drafter.open(20)
@@ -396,15 +461,19 @@ def sampled(target: Any, make: Any, ids: Tensor, length: int) -> list[Text]:
 
 
 @torch.no_grad()
-def distributions_of(models: list[Any], ids: Tensor, length: int, distribution: Callable[[list[Tensor]], Tensor]) -> dict[Text, float]:
-    """The chance of every text whose tokens have the distribution made of the models' distributions over 97 tokens: all processed, then all
-    not."""
+def distributions_of(
+    models: list[Any], ids: Tensor, length: int, distribution: Callable[[list[Tensor]], Tensor]
+) -> dict[Text, float]:
+    """The chance of every text whose tokens have the distribution made of the models' distributions over 97 tokens: all
+    processed, then all not."""
     found: dict[Text, float] = {(): 1.0}
     for _ in range(length):
         texts = list(found)
         whole = torch.cat((ids.expand(len(texts), -1), torch.tensor(texts, dtype=torch.long).view(len(texts), -1)), 1)
         raw = [model(whole).logits[:, -1, :97].float() for model in models]
-        chances = distribution([warm(scores).softmax(-1) for scores in raw] + [scores.softmax(-1) for scores in raw]).double()
+        chances = distribution(
+            [warm(scores).softmax(-1) for scores in raw] + [scores.softmax(-1) for scores in raw]
+        ).double()
         found = {
             (*text, token): found[text] * chance
             for text, row in zip(texts, chances.tolist(), strict=True)

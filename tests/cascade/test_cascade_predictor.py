@@ -21,7 +21,8 @@ STAGES = ("small", "medium", "large")
 
 
 def drawn_items(count: int, seed: int, stages: int = len(STAGES)):
-    """Items that are right the more often, the larger the stage, the easier the item, and the surer the stage's tokens look."""
+    """Items that are right the more often, the larger the stage, the easier the item, and the surer the stage's tokens
+    look."""
     g = torch.Generator().manual_seed(seed)
     hard, lengths = torch.randn(count, generator=g), torch.randint(6, 60, (count,), generator=g)
     given, labels, kept = [], [], []
@@ -33,7 +34,9 @@ def drawn_items(count: int, seed: int, stages: int = len(STAGES)):
             noise = torch.randn(2, int(lengths[i]), generator=g)
             chances = -torch.nn.functional.softplus(-sure[i] - 1 + noise[0])
             measures = torch.stack((chances, torch.nn.functional.softplus(sure[i] + noise[1]), -1.3 * chances), 1)
-            rows.append(features(measures, range(len(chances)), prompt_tokens=30, limit=80, ended=True, stage=k, stages=stages))
+            rows.append(
+                features(measures, range(len(chances)), prompt_tokens=30, limit=80, ended=True, stage=k, stages=stages)
+            )
         given.append(torch.stack(rows))
         labels.append(right)
         kept.append((lengths * torch.rand(count, generator=g) * 0.6).floor() * (k > 0))
@@ -116,7 +119,9 @@ def test_a_file_gives_back_the_predictor(fitted, tmp_path):
         assert all(read.score(k, vector[k][0], risk) == fitted.score(k, vector[k][0], risk) for k in range(3))
     read.check(STAGES)
     for stages in (STAGES[:2], STAGES[::-1], (*STAGES, "huge")):
-        with pytest.raises(CheckpointError, match=rf"trained for 3 stages \(small, medium, large\), and the cascade has {len(stages)} "):
+        with pytest.raises(
+            CheckpointError, match=rf"trained for 3 stages \(small, medium, large\), and the cascade has {len(stages)} "
+        ):
             read.check(stages)
 
 
@@ -129,7 +134,14 @@ def test_other_features_are_refused(fitted, tmp_path):
 
 
 def spoil(tensors, header, how):
-    names = {"shape": "0.w1", "missing": "1.points", "nan": "2.b2", "dtype": "fresh", "falling": "0.0.edges", "count": "1.2.counts"}
+    names = {
+        "shape": "0.w1",
+        "missing": "1.points",
+        "nan": "2.b2",
+        "dtype": "fresh",
+        "falling": "0.0.edges",
+        "count": "1.2.counts",
+    }
     first = names.get(how)
     if how == "shape":
         tensors[first] = tensors[first][:, :-1].contiguous()
@@ -151,7 +163,9 @@ def spoil(tensors, header, how):
         header["stages"] = '["a", "b"]'
 
 
-@pytest.mark.parametrize("how", ["shape", "missing", "nan", "dtype", "falling", "count", "version", "stages", "fewer stages"])
+@pytest.mark.parametrize(
+    "how", ["shape", "missing", "nan", "dtype", "falling", "count", "version", "stages", "fewer stages"]
+)
 def test_a_spoilt_file_is_refused(fitted, tmp_path, how):
     from safetensors import safe_open
 
@@ -178,7 +192,9 @@ def test_foreign_cut_and_missing_files_are_refused(fitted, tmp_path):
         fitted.save(tmp_path / "no folder" / "file")
 
 
-@pytest.mark.parametrize("change", ["stages", "features", "labels", "tokens", "kept", "first", "items", "groups", "nan", "half"])
+@pytest.mark.parametrize(
+    "change", ["stages", "features", "labels", "tokens", "kept", "first", "items", "groups", "nan", "half"]
+)
 def test_training_data_that_do_not_fit_are_refused(change):
     given, labels, tokens, kept = drawn_items(24, 0)
     stages, groups = STAGES, None

@@ -1,4 +1,5 @@
-"""What a cascade keeps between its calls never shows in what it says: pad tokens in a text, and weights that changed."""
+"""What a cascade keeps between its calls never shows in what it says: pad tokens in a text, and weights that
+changed."""
 
 from __future__ import annotations
 
@@ -88,8 +89,12 @@ def test_what_was_kept_before_a_change_of_weights_is_not_used(change: Any, which
     for stage, held in enumerate(models):
         past = past_of(session.resources["cascade"].memory, stage, held, turn)
         expected = kept_cache(held(turn[:, :-1], attention_mask=torch.ones(1, turn.shape[1] - 1)))
-        assert torch.allclose(past.layers[1].keys, expected.layers[1].keys, atol=1e-3), stage  # some hundred times fp32's rounding
-    assert emitted(model, turn, assistant="cascade") == answer and fastspec.report(model).memory.hits == hits + 5  # two by `past_of`
+        assert torch.allclose(past.layers[1].keys, expected.layers[1].keys, atol=1e-3), (
+            stage
+        )  # some hundred times fp32's rounding
+    assert (
+        emitted(model, turn, assistant="cascade") == answer and fastspec.report(model).memory.hits == hits + 5
+    )  # two by `past_of`
 
 
 def test_kept_keys_and_values_are_freed_when_asked() -> None:
@@ -107,10 +112,16 @@ def test_kept_keys_and_values_are_freed_when_asked() -> None:
 
 def test_a_fingerprint_is_of_the_values_and_tells_any_one_of_them() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model = tiny_model(num_hidden_layers=2, vocab_size=2311).to(dtype)  # its embedding is summed by blocks, with a rest
+        model = tiny_model(num_hidden_layers=2, vocab_size=2311).to(
+            dtype
+        )  # its embedding is summed by blocks, with a rest
         was = fingerprint(model)
         assert fingerprint(copy.deepcopy(model)) == was
-        for weight in (model.model.embed_tokens.weight.data, model.model.layers[0].mlp.up_proj.weight.data, model.model.norm.weight.data):
+        for weight in (
+            model.model.embed_tokens.weight.data,
+            model.model.layers[0].mlp.up_proj.weight.data,
+            model.model.norm.weight.data,
+        ):
             kept, flat = weight.clone(), weight.view(-1)
             for place in (0, len(flat) // 2, len(flat) - 1):
                 flat[place : place + 1].view(torch.int16)[0] ^= 1  # the last bit of a value

@@ -1,7 +1,9 @@
-"""Optimal stopping: against every policy by brute force, and stages that never fall as the price rises, in exact arithmetic.
+"""Optimal stopping: against every policy by brute force, and stages that never fall as the price rises, in exact
+arithmetic.
 
-Probabilities are multiples of 1/16, chances of 1/8, costs and prices whole numbers below 2^12, averages over 2, 4 or 8 items: every
-value below is a multiple of 2^-24 smaller than 2^20, which float64 holds exactly, so nothing is compared with a tolerance.
+Probabilities are multiples of 1/16, chances of 1/8, costs and prices whole numbers below 2^12, averages over 2, 4 or 8
+items: every value below is a multiple of 2^-24 smaller than 2^20, which float64 holds exactly, so nothing is compared
+with a tolerance.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ STRATEGIES = ((1.0, 1.6, 4.2, 8.8), (0.6, 0.7, 0.82, 0.92))
 
 @st.composite
 def chains(draw: st.DrawFn):
-    """(quality, costs, transitions, price) of 2 to 4 stages with 1 to 3 states each; stage 0 starts in its first state."""
+    """(quality, costs, transitions, price) of 2 to 4 stages with 1 to 3 states each; stage 0 starts in its first
+    state."""
     sizes = [1, *draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))]
     quality = [torch.tensor([draw(st.integers(0, 16)) / 16 for _ in range(size)]).double() for size in sizes]
     costs = [torch.tensor([float(draw(st.integers(0, 40))) for _ in range(size)]).double() for size in sizes[:-1]]
@@ -75,13 +78,18 @@ def test_where_nothing_is_random_the_cheapest_sum_wins(stages, price):
     totals = [sum(costs[: k + 1]) + price * (1 - quality[k]) for k in range(len(stages))]
     one = torch.ones(1, 1).double()
     values, stops = solve_chain(
-        [torch.tensor([q]).double() for q in quality], [torch.tensor([c]).double() for c in costs[1:]], [one] * (len(stages) - 1), price
+        [torch.tensor([q]).double() for q in quality],
+        [torch.tensor([c]).double() for c in costs[1:]],
+        [one] * (len(stages) - 1),
+        price,
     )
     assert costs[0] + float(values[0]) == min(totals)
     assert next(k for k, stop in enumerate(stops) if bool(stop)) == totals.index(min(totals))
 
 
-@pytest.mark.parametrize(("price", "stage"), [(1, 0), (2, 0), (5, 0), (10, 0), (20, 1), (40, 2), (60, 2), (80, 2), (200, 3)])
+@pytest.mark.parametrize(
+    ("price", "stage"), [(1, 0), (2, 0), (5, 0), (10, 0), (20, 1), (40, 2), (60, 2), (80, 2), (200, 3)]
+)
 def test_an_example_by_both_solvers(price, stage):
     costs, quality = STRATEGIES
     tensors = [[torch.tensor([each]).double() for each in row] for row in (quality, costs[1:])]
@@ -98,7 +106,9 @@ def alike(quality) -> QualityTable:
     known = torch.tensor(quality).double()
     count, stages = known.shape
     points = tuple(torch.zeros(count, 2 * (stages - k) - 1) for k in range(stages))
-    return QualityTable(tuple(known[:, k:] for k in range(stages)), points, torch.ones(count, stages), torch.zeros(count, stages))
+    return QualityTable(
+        tuple(known[:, k:] for k in range(stages)), points, torch.ones(count, stages), torch.zeros(count, stages)
+    )
 
 
 def stage_of(solver: Solver, scores, price: float) -> int:
@@ -116,13 +126,22 @@ def settings_of(draw: st.DrawFn):
 
     left = range(stages, 0, -1)
     table = QualityTable(
-        tuple(number(count, each) / 16 for each in left), tuple(number(count, 2 * each - 1, most=999) for each in left),
-        number(count, stages, most=40), number(count, stages, most=9),
-    )  # fmt: skip
+        tuple(number(count, each) / 16 for each in left),
+        tuple(number(count, 2 * each - 1, most=999) for each in left),
+        number(count, stages, most=40),
+        number(count, stages, most=9),
+    )
     rates = [tuple(number(stages, most=3).tolist()) for _ in range(3)]
-    solver = Solver(table, Rates(rates[0], (0.0, *rates[1][1:]), rates[2]), neighbours=draw(st.sampled_from([1, 2, 4, 8])))
+    solver = Solver(
+        table, Rates(rates[0], (0.0, *rates[1][1:]), rates[2]), neighbours=draw(st.sampled_from([1, 2, 4, 8]))
+    )
     requests = [
-        [Scores(tuple((number(each) / 16).tolist()), (1.0,) * (each - 1), tuple(number(2 * each - 1, most=999).tolist())) for each in left]
+        [
+            Scores(
+                tuple((number(each) / 16).tolist()), (1.0,) * (each - 1), tuple(number(2 * each - 1, most=999).tolist())
+            )
+            for each in left
+        ]
         for _ in range(8)
     ]
     return solver, requests, table
@@ -155,13 +174,16 @@ def test_decisions_are_the_recursion_written_out(drawn, price):
         return None if ties else order[: solver.neighbours]
 
     def go_on(k, at, ahead, itself=None):
-        """The value of going on from stage k, None where equally distant items make the neighbours a matter of order."""
+        """The value of going on from stage k, None where equally distant items make the neighbours a matter of
+        order."""
         items = near(k, at, itself)
         if items is None:
             return None
         total = 0.0
         for i in items:
-            later = None if k == stages - 2 else go_on(k + 1, table.points[k + 1][i], float(table.quality[k + 1][i, 1]), i)
+            later = (
+                None if k == stages - 2 else go_on(k + 1, table.points[k + 1][i], float(table.quality[k + 1][i, 1]), i)
+            )
             if k < stages - 2 and later is None:
                 return None
             stop = price * (1 - float(table.quality[k + 1][i, 0])) if later is not None else 0.0
@@ -173,7 +195,9 @@ def test_decisions_are_the_recursion_written_out(drawn, price):
         for k, each in enumerate(scores[:-1]):
             expected = go_on(k, torch.tensor(each.point).double(), each.quality[1])
             found = solver.decide(k, each, price)
-            assert found.stop_value == price * (1 - each.quality[0]) and found.stop == (found.stop_value <= found.go_on_value)
+            assert found.stop_value == price * (1 - each.quality[0]) and found.stop == (
+                found.stop_value <= found.go_on_value
+            )
             assert expected is None or found.go_on_value == expected
         last = solver.decide(stages - 1, scores[-1], price)
         assert last.stop and last.go_on_value == math.inf
@@ -213,9 +237,11 @@ def test_a_backward_pass_of_four_thousand_items_is_short_and_kept():
     g = torch.Generator().manual_seed(0)
     count, left = 4000, (3, 2, 1)
     table = QualityTable(
-        tuple(torch.rand(count, each, generator=g) for each in left), tuple(torch.randn(count, 2 * each - 1, generator=g) for each in left),
-        torch.rand(count, 3, generator=g) * 90, torch.zeros(count, 3),
-    )  # fmt: skip
+        tuple(torch.rand(count, each, generator=g) for each in left),
+        tuple(torch.randn(count, 2 * each - 1, generator=g) for each in left),
+        torch.rand(count, 3, generator=g) * 90,
+        torch.zeros(count, 3),
+    )
     solver = Solver(table, Rates((1.0, 2.0, 3.0), (0.0, 0.1, 0.1), (1.0, 1.0, 1.0)))
     scores = Scores((0.5, 0.6, 0.7), (30.0, 30.0))
     times = []
@@ -244,7 +270,13 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(Unsupported, match="3 stages for a table of 2"):
         Solver(table, Rates((1.0,) * 3, (0.0,) * 3, (1.0,) * 3))
     one, zero = (1.0,), (0.0,)
-    for bad in [((1.0, -1.0), (0.0, 0.0), (1.0, 1.0)), (one, zero * 2, one), (one, one, one), ((math.nan,), zero, one), ((), (), ())]:
+    for bad in [
+        ((1.0, -1.0), (0.0, 0.0), (1.0, 1.0)),
+        (one, zero * 2, one),
+        (one, one, one),
+        ((math.nan,), zero, one),
+        ((), (), ()),
+    ]:
         with pytest.raises(Unsupported, match="Rates: "):
             Rates(*bad)
     with pytest.raises(Unsupported, match="Scores: "):

@@ -12,10 +12,27 @@ from helpers.models import tiny_model
 import fastspec
 from fastspec.errors import Unsupported
 
-STAGE = fastspec.Stage("org/small", "org/small", "small", assistant="eagle3", resources={"eagle3": "org/head"}, dtype="float32")
+STAGE = fastspec.Stage(
+    "org/small", "org/small", "small", assistant="eagle3", resources={"eagle3": "org/head"}, dtype="float32"
+)
 WRITTEN = (
-    fastspec.Cascade([STAGE, "org/medium"], predictor="p.safetensors", price=500, costs=[1, 2.5, 4], tokenizer="org/large", label="large"),
-    fastspec.Cascade([STAGE], predictor=Path("p.safetensors"), thresholds=[0.5], risk=0.1, memory=1 << 20, host_memory=5, explain=True),
+    fastspec.Cascade(
+        [STAGE, "org/medium"],
+        predictor="p.safetensors",
+        price=500,
+        costs=[1, 2.5, 4],
+        tokenizer="org/large",
+        label="large",
+    ),
+    fastspec.Cascade(
+        [STAGE],
+        predictor=Path("p.safetensors"),
+        thresholds=[0.5],
+        risk=0.1,
+        memory=1 << 20,
+        host_memory=5,
+        explain=True,
+    ),
     fastspec.Cascade(["org/small"], mode="token", rule="opt", alpha=float("-inf"), gamma=3),
     fastspec.Cascade(["org/small"], mode="lossless"),
 )
@@ -38,7 +55,10 @@ def values(cascade: fastspec.Cascade) -> dict[str, Any]:
     [
         (lambda: fastspec.Cascade([tiny_model()], mode="lossless"), "stage 0: model holds a LlamaForCausalLM"),
         (lambda: fastspec.Cascade(["a"], predictor=trained(("a", "b"))), "Cascade: predictor holds a Predictor"),
-        (lambda: fastspec.Cascade(["a"], mode="lossless", assistant=fastspec.Nasd(gamma=4)), "Cascade: assistant holds a Nasd"),
+        (
+            lambda: fastspec.Cascade(["a"], mode="lossless", assistant=fastspec.Nasd(gamma=4)),
+            "Cascade: assistant holds a Nasd",
+        ),
         (lambda: fastspec.Cascade([fastspec.Stage("a", prompt=str.upper)], mode="lossless"), "stage 0: prompt holds a"),
     ],
 )

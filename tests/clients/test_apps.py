@@ -1,4 +1,5 @@
-"""Programs that call `generate` for their user: pipelines, streamers in threads and event loops, LangChain, smolagents."""
+"""Programs that call `generate` for their user: pipelines, streamers in threads and event loops, LangChain,
+smolagents."""
 
 from __future__ import annotations
 
@@ -72,7 +73,11 @@ def test_langchain(pair, tokenizer):
         made = pipeline("text-generation", model=model, tokenizer=tokenizer, return_full_text=False, **OPTIONS)
         llm = HuggingFacePipeline(pipeline=made)
         chat = ChatHuggingFace(llm=llm, tokenizer=tokenizer, model_id="local")
-        told = llm.invoke("The sky is"), llm.batch(["One, two,", "The capital of France is"]), list(llm.stream("Once upon a time"))
+        told = (
+            llm.invoke("The sky is"),
+            llm.batch(["One, two,", "The capital of France is"]),
+            list(llm.stream("Once upon a time")),
+        )
         return [*told, chat.invoke(QUESTIONS[1]).content]
 
     expected = emitted(original)
@@ -85,7 +90,9 @@ def test_smolagents(folder):
     """Its model loads its own weights, and stops at words through a criterion with a state; an agent calls it."""
     from smolagents import CodeAgent, TransformersModel
 
-    models = [TransformersModel(model_id=str(folder), device_map="cpu", max_new_tokens=24, do_sample=False) for _ in range(2)]
+    models = [
+        TransformersModel(model_id=str(folder), device_map="cpu", max_new_tokens=24, do_sample=False) for _ in range(2)
+    ]
     fastspec.patch(models[1].model, eagle3=HEAD, assistant="eagle3")
     message = [{"role": "user", "content": [{"type": "text", "text": "Count from one to twenty in words."}]}]
 

@@ -1,4 +1,5 @@
-"""A cascade's answers judged by tasks of lm-eval: the same prompts, answers and scores as lm-eval's own run of every stage."""
+"""A cascade's answers judged by tasks of lm-eval: the same prompts, answers and scores as lm-eval's own run of every
+stage."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def longer(doc, results):
 
 def ran(doc, results):
     return {"passed": float(eval(repr(len(results[0]))) > 8)}
-"""
+"""  # noqa: E501
 TASK = """
 task: {name}
 custom_dataset: !function utils.data
@@ -74,19 +75,22 @@ FILES = {
     "by_length": BY_LENGTH,
     "coded": BY_LENGTH.replace("utils.longer", "utils.ran").replace("metric: longer", "metric: passed")
     + "unsafe_code: true\n",
-    "sampled": "include: words.yaml\ntask: {name}\ngeneration_kwargs: {{until: [], do_sample: true, temperature: 0.8}}\n",
+    "sampled": "include: words.yaml\ntask: {name}\ngeneration_kwargs: {{until: [], do_sample: true, temperature: "
+    "0.8}}\n",
     "warm": "include: words.yaml\ntask: {name}\ngeneration_kwargs: {{until: [], temperature: 0.8}}\n",
     "beamed": "include: words.yaml\ntask: {name}\ngeneration_kwargs: {{until: [], num_beams: 4}}\n",
     "repeated": "include: words.yaml\ntask: {name}\nrepeats: 3\n",
     "scored": (
-        'include: words.yaml\ntask: {name}\noutput_type: multiple_choice\ndoc_to_choice: ["w4", "w5"]\ndoc_to_target: 0\n'
+        'include: words.yaml\ntask: {name}\noutput_type: multiple_choice\ndoc_to_choice: ["w4", '
+        '"w5"]\ndoc_to_target: 0\n'
         "metric_list: [{{metric: acc}}]\nfilter_list: [{{name: none, filter: [{{function: take_first}}]}}]\n"
     ),
 }
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """A tokenizer of characters, with a chat template: stop strings of several tokens, and every text of a model can be read."""
+    """A tokenizer of characters, with a chat template: stop strings of several tokens, and every text of a model can be
+    read."""
     signs = string.printable[:96] + "\n"
     words = ["<pad>", "<end>", "<unk>", *signs, *map(chr, range(0x391, 0x391 + VOCAB - 3 - len(signs)))]
     plain = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
@@ -124,7 +128,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("fastspec.programs.cli.cascade.RATED", 2)
     monkeypatch.setattr("fastspec.cascade.predictor.STEPS", 40)
-    monkeypatch.setattr("fastspec.programs.training.cascade_tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr(
+        "fastspec.programs.training.cascade_tasks.TaskManager", partial(TaskManager, include_defaults=False)
+    )
 
 
 def invoke(folder: Path, *more: str, out: str = "p") -> Any:

@@ -1,4 +1,5 @@
-"""The snippets of docs/clients.md for several processes, in two over gloo: replicas generate by themselves, sharded weights in step."""
+"""The snippets of docs/clients.md for several processes, in two over gloo: replicas generate by themselves, sharded
+weights in step."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_ddp(folder, smollm2, tokenizer, tmp_path):
     questions = QUESTIONS[:3]
     command = [sys.executable, "-m", "torch.distributed.run", *command[1:-2], str(folder), *questions]
     root = str(Path(__file__).parents[2])
-    launched = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE, text=True)
+    launched = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE, text=True
+    )
     try:
         told, _ = launched.communicate(timeout=300)
     finally:

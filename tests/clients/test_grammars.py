@@ -15,10 +15,17 @@ from transformers import LogitsProcessor
 pytestmark = MARKS
 
 SCHEMA = {
-    "type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"], "additionalProperties": False,
-}  # fmt: skip
-PROMPTS = ("Give me a person as JSON.", "Describe Alice, 30, as JSON.", "Bob is 41 years old. JSON please.", "Who are you?")
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PROMPTS = (
+    "Give me a person as JSON.",
+    "Describe Alice, 30, as JSON.",
+    "Bob is 41 years old. JSON please.",
+    "Who are you?",
+)
 
 
 class Guided(LogitsProcessor):
@@ -47,14 +54,18 @@ class Guided(LogitsProcessor):
 def xgrammar(tokenizer: Any, size: int) -> Callable[[], dict[str, Any]]:
     import xgrammar as xgr
 
-    grammar = xgr.GrammarCompiler(xgr.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)).compile_json_schema(json.dumps(SCHEMA))
+    grammar = xgr.GrammarCompiler(xgr.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)).compile_json_schema(
+        json.dumps(SCHEMA)
+    )
     return lambda: {"logits_processor": [xgr.contrib.hf.LogitsProcessor(grammar)]}
 
 
 def llguidance(tokenizer: Any, size: int) -> Callable[[], dict[str, Any]]:
     import llguidance.hf
 
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides={"whitespace_flexible": False})
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps(SCHEMA), overrides={"whitespace_flexible": False}
+    )
     known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size)
     return lambda: {"logits_processor": [Guided(known, grammar)]}
 
@@ -65,10 +76,15 @@ def lm_format_enforcer(tokenizer: Any, size: int) -> Callable[[], dict[str, Any]
     # Its integration imports the class from where transformers 4 had it.
     transformers.tokenization_utils.PreTrainedTokenizerBase = transformers.PreTrainedTokenizerBase
     from lmformatenforcer import JsonSchemaParser
-    from lmformatenforcer.integrations.transformers import build_token_enforcer_tokenizer_data, build_transformers_prefix_allowed_tokens_fn
+    from lmformatenforcer.integrations.transformers import (
+        build_token_enforcer_tokenizer_data,
+        build_transformers_prefix_allowed_tokens_fn,
+    )
 
     data = build_token_enforcer_tokenizer_data(tokenizer)
-    return lambda: {"prefix_allowed_tokens_fn": build_transformers_prefix_allowed_tokens_fn(data, JsonSchemaParser(SCHEMA))}
+    return lambda: {
+        "prefix_allowed_tokens_fn": build_transformers_prefix_allowed_tokens_fn(data, JsonSchemaParser(SCHEMA))
+    }
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -102,7 +118,8 @@ def test_outlines(pair, tokenizer, backend):
 
 
 def test_a_seed_draws_plain_decodings_tokens_under_a_grammar(pair, tokenizer):
-    """A processor with a state is shown plain decoding's calls, and what is drawn behind it is drawn as plain decoding draws it."""
+    """A processor with a state is shown plain decoding's calls, and what is drawn behind it is drawn as plain decoding
+    draws it."""
     original = pair[0]
     inputs, fresh = asked(tokenizer, *PROMPTS[:2]), xgrammar(tokenizer, original.config.vocab_size)
     emitted = []

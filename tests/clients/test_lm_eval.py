@@ -13,18 +13,25 @@ pytestmark = MARKS
 
 def chosen() -> Any:
     return task(
-        "chosen", output_type="multiple_choice", doc_to_target="label", doc_to_choice=["four", "Paris", "blue", "five"],
+        "chosen",
+        output_type="multiple_choice",
+        doc_to_target="label",
+        doc_to_choice=["four", "Paris", "blue", "five"],
         metric_list=[{"metric": "acc"}],
-    )  # fmt: skip
+    )
 
 
 def evaluated(model: Any, tokenizer: Any, tasks: list[Any], batch: int) -> Any:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    found = simple_evaluate(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch), tasks=tasks, bootstrap_iters=0)
+    found = simple_evaluate(
+        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch), tasks=tasks, bootstrap_iters=0
+    )
     emitted = {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
-    return emitted, {name: {key: value for key, value in row.items() if "," in key} for name, row in found["results"].items()}
+    return emitted, {
+        name: {key: value for key, value in row.items() if "," in key} for name, row in found["results"].items()
+    }
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -44,7 +51,8 @@ def test_log_likelihoods_are_the_models_own(pair, tokenizer):
 
 
 def test_a_server_answers_its_local_completions_model(pair, tokenizer):
-    """Four requests at a time through `fastspec serve`: each is what `generate` gives alone, cut where a stop begins."""
+    """Four requests at a time through `fastspec serve`: each is what `generate` gives alone, cut where a stop
+    begins."""
     from helpers.serve import NAME, served
     from lm_eval import simple_evaluate
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -57,12 +65,18 @@ def test_a_server_answers_its_local_completions_model(pair, tokenizer):
 
     with served(model, rows=4, max_length=100, assistant="eagle3", tokenizer=tokenizer) as server:
         lm = LocalCompletionsAPI(
-            base_url=f"{server.url}/v1/completions", model=NAME, tokenizer_backend=None, tokenized_requests=False, num_concurrent=4,
+            base_url=f"{server.url}/v1/completions",
+            model=NAME,
+            tokenizer_backend=None,
+            tokenized_requests=False,
+            num_concurrent=4,
             max_retries=1,
-        )  # fmt: skip
+        )
         found = simple_evaluate(lm, tasks=[asked], bootstrap_iters=0)
         assert server.metric("fastspec_acceptance_length") > 1
     for sample in found["samples"]["answered"]:
         ids = tokenizer(f"Question: {sample['doc']['q']}\nAnswer:", return_tensors="pt").input_ids
-        emitted = original.generate(ids, max_new_tokens=24, do_sample=False, stop_strings=until, tokenizer=tokenizer)[0, ids.shape[1] :]
+        emitted = original.generate(ids, max_new_tokens=24, do_sample=False, stop_strings=until, tokenizer=tokenizer)[
+            0, ids.shape[1] :
+        ]
         assert cut(sample["resps"][0][0]) == cut(tokenizer.decode(emitted, skip_special_tokens=True))

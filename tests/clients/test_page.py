@@ -1,4 +1,5 @@
-"""Every snippet of docs/clients.md runs as it stands, on an unpatched and on a patched model, and both leave the same answer."""
+"""Every snippet of docs/clients.md runs as it stands, on an unpatched and on a patched model, and both leave the same
+answer."""
 
 from __future__ import annotations
 
@@ -20,15 +21,23 @@ import fastspec
 pytestmark = MARKS
 
 ELSEWHERE = ("GRPOTrainer", "DistributedDataParallel", "fully_shard")
-"""Words of snippets that other files run: test_trainers.py the one that samples, test_distributed.py those for several processes."""
+"""Words of snippets that other files run: test_trainers.py the one that samples, test_distributed.py those for several
+processes."""
 HERE = [text for text in SNIPPETS if not any(word in text for word in ELSEWHERE)]
 NAMES = [" ".join(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)) for text in HERE]
 
 
 def prepared(smollm2: Any, checkpoint: Path, packed: Path, folder: Path) -> dict[str, Any]:
-    """What a snippet finds: copies of the model and its tokenizer, directories of both, prompts, an lm-eval task, a folder to write to."""
+    """What a snippet finds: copies of the model and its tokenizer, directories of both, prompts, an lm-eval task, a
+    folder to write to."""
     model, tokenizer = copy.deepcopy(smollm2)
-    names = {"model": model, "tokenizer": tokenizer, "questions": QUESTIONS, "inputs": asked(tokenizer, *QUESTIONS[:1]), "task": answered()}
+    names = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "questions": QUESTIONS,
+        "inputs": asked(tokenizer, *QUESTIONS[:1]),
+        "task": answered(),
+    }
     return {**names, "checkpoint": str(checkpoint), "packed": str(packed), "folder": str(folder)}
 
 
@@ -56,16 +65,29 @@ def test_a_snippet_gives_plain_decodings_answer(smollm2, folder, weights, tmp_pa
 
 
 CLIENTS = {
-    "lm-eval": ("lm-eval", "lm_eval"), "TRL": ("trl", "trl"), "accelerate": ("accelerate", "accelerate"), "PEFT": ("peft", "peft"),
-    "outlines": ("outlines", "outlines"), "xgrammar": ("xgrammar", "xgrammar"), "llguidance": ("llguidance", "llguidance"),
-    "lm-format-enforcer": ("lm-format-enforcer", "lmformatenforcer"), "transformers' pipelines": ("transformers", "pipeline"),
-    "transformers' streamers": ("transformers", "AsyncTextIteratorStreamer"), "smolagents": ("smolagents", "smolagents"),
-    "langchain-huggingface": ("langchain-huggingface", "langchain_huggingface"), "torchao": ("torchao", "torchao"),
-    "optimum-quanto": ("optimum-quanto", "quanto"), "bitsandbytes": ("bitsandbytes", "BitsAndBytesConfig"),
-    "compressed-tensors": ("compressed-tensors", "compressed-tensors"), "DDP": ("torch", "DistributedDataParallel"),
-    "FSDP2": ("torch", "fully_shard"), "openai": ("openai", "from openai import OpenAI"), "Ray Serve": ("ray", "ray[serve]"),
-}  # fmt: skip
-"""Rows of the page's table -> the distribution whose version is told, and a word of the row's snippet, here or on the page of servers."""
+    "lm-eval": ("lm-eval", "lm_eval"),
+    "TRL": ("trl", "trl"),
+    "accelerate": ("accelerate", "accelerate"),
+    "PEFT": ("peft", "peft"),
+    "outlines": ("outlines", "outlines"),
+    "xgrammar": ("xgrammar", "xgrammar"),
+    "llguidance": ("llguidance", "llguidance"),
+    "lm-format-enforcer": ("lm-format-enforcer", "lmformatenforcer"),
+    "transformers' pipelines": ("transformers", "pipeline"),
+    "transformers' streamers": ("transformers", "AsyncTextIteratorStreamer"),
+    "smolagents": ("smolagents", "smolagents"),
+    "langchain-huggingface": ("langchain-huggingface", "langchain_huggingface"),
+    "torchao": ("torchao", "torchao"),
+    "optimum-quanto": ("optimum-quanto", "quanto"),
+    "bitsandbytes": ("bitsandbytes", "BitsAndBytesConfig"),
+    "compressed-tensors": ("compressed-tensors", "compressed-tensors"),
+    "DDP": ("torch", "DistributedDataParallel"),
+    "FSDP2": ("torch", "fully_shard"),
+    "openai": ("openai", "from openai import OpenAI"),
+    "Ray Serve": ("ray", "ray[serve]"),
+}
+"""Rows of the page's table -> the distribution whose version is told, and a word of the row's snippet, here or on the
+page of servers."""
 SERVING = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text(encoding="utf-8")
 
 

@@ -90,18 +90,22 @@ def test_lora_switched_off_and_merged(models, tokenizer):
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_prompt_learning(models, tokenizer, kind):
-    """Its virtual tokens are in no input_ids. Behind virtual embeddings, plain decoding counts a batch's padding as positions: such a
-    batch is left to transformers."""
+    """Its virtual tokens are in no input_ids. Behind virtual embeddings, plain decoding counts a batch's padding as
+    positions: such a batch is left to transformers."""
     import peft
 
     inputs, batch = asked(tokenizer, QUESTIONS[0]), asked(tokenizer, *QUESTIONS[:2])
     bare = answers(models[0], inputs, COUNT)
     fastspec.patch(models[1], eagle3=HEAD, assistant="eagle3")
     torch.manual_seed(0)
-    original, served = (peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)) for model in models)
+    original, served = (
+        peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)) for model in models
+    )
     served.load_state_dict(original.state_dict())
     expected = answers(original, inputs, COUNT)
-    if CACHE != OLD and Version(metadata.version("peft")) < Version("0.22"):  # its virtual tokens do not reach plain decoding
+    if CACHE != OLD and Version(metadata.version("peft")) < Version(
+        "0.22"
+    ):  # its virtual tokens do not reach plain decoding
         with plain(served, "update PEFT"):
             assert answers(served, inputs, COUNT) == expected
         return

@@ -21,7 +21,9 @@ COUNT = 20
 
 
 def load(folder: Path, config: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config, device_map="cpu").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=config, device_map="cpu"
+    ).eval()
 
 
 def torchao(kind: str) -> Callable[[Path], Any]:
@@ -31,7 +33,9 @@ def torchao(kind: str) -> Callable[[Path], Any]:
 
         kinds = {
             "int8 weights": lambda: ao.Int8WeightOnlyConfig(),
-            "int4 weights": lambda: ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.granularity.PerGroup(32)),
+            "int4 weights": lambda: ao.IntxWeightOnlyConfig(
+                weight_dtype=torch.int4, granularity=ao.granularity.PerGroup(32)
+            ),
             "int8 activations": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
         }
         return load(folder, TorchAoConfig(kinds[kind]()))
@@ -63,16 +67,20 @@ def compressed_tensors(bits: int) -> Callable[[Path], Any]:
 
 
 WEIGHTS = {
-    "torchao int8": torchao("int8 weights"), "torchao int4": torchao("int4 weights"), "quanto int8": quanto,
+    "torchao int8": torchao("int8 weights"),
+    "torchao int4": torchao("int4 weights"),
+    "quanto int8": quanto,
     "bitsandbytes 4-bit": bitsandbytes(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
-    "compressed-tensors 8 bits": compressed_tensors(8), "compressed-tensors 4 bits": compressed_tensors(4),
-}  # fmt: skip
+    "compressed-tensors 8 bits": compressed_tensors(8),
+    "compressed-tensors 4 bits": compressed_tensors(4),
+}
 ACTIVATIONS = {"torchao int8": torchao("int8 activations"), "bitsandbytes 8-bit": bitsandbytes(load_in_8bit=True)}
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_quantised_weights(folder, tokenizer, kind):
-    """Loaded twice: a first pass may leave the layers otherwise than it found them, as compressed-tensors' unpacks them."""
+    """Loaded twice: a first pass may leave the layers otherwise than it found them, as compressed-tensors' unpacks
+    them."""
     inputs = asked(tokenizer, *QUESTIONS[:2])
     before = answers(WEIGHTS[kind](folder), inputs, COUNT)
     model = WEIGHTS[kind](folder)
@@ -83,7 +91,9 @@ def test_quantised_weights(folder, tokenizer, kind):
 
 def told_spread() -> tuple[float, float]:
     """What docs/clients.md says that logits differ by: with quantised activations, and in fp32."""
-    numbers = re.search(r"differ by up to ([\d.]+) here, where in fp32 they differ by up to ([\d.]+)\. ", " ".join(PAGE.split()))
+    numbers = re.search(
+        r"differ by up to ([\d.]+) here, where in fp32 they differ by up to ([\d.]+)\. ", " ".join(PAGE.split())
+    )
     assert numbers
     return float(numbers[1]), float(numbers[2])
 

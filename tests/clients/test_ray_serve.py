@@ -1,4 +1,5 @@
-"""`examples/ray_serve.py` with two replicas on the CPU: requests go to both, and each answer is that of `generate` alone."""
+"""`examples/ray_serve.py` with two replicas on the CPU: requests go to both, and each answer is that of `generate`
+alone."""
 
 from __future__ import annotations
 
@@ -66,6 +67,8 @@ def test_two_replicas_answer_as_generate_does(replicas):
     while len(counted) < 2 and time.monotonic() < end:
         with urllib.request.urlopen(f"{replicas}/metrics", timeout=60) as page:
             text = page.read().decode()
-        born, rounds = (re.search(rf"^fastspec_{name} (\S+)$", text, re.M) for name in ("generated_tokens_created", "rounds_total"))
+        born, rounds = (
+            re.search(rf"^fastspec_{name} (\S+)$", text, re.M) for name in ("generated_tokens_created", "rounds_total")
+        )
         counted[born.group(1)] = float(rounds.group(1))
     assert len(counted) == 2 and all(rounds > 0 for rounds in counted.values())

@@ -39,11 +39,14 @@ def kept() -> tuple[int, int]:
     """Objects that the garbage collector sees, and bytes of tensors among them."""
     gc.collect()
     found = gc.get_objects()
-    return len(found), sum(each.nbytes for each in found if type(each) in (torch.Tensor, torch.nn.Parameter))  # none without data
+    return len(found), sum(
+        each.nbytes for each in found if type(each) in (torch.Tensor, torch.nn.Parameter)
+    )  # none without data
 
 
 def test_two_hundred_requests_sixteen_in_flight_and_memory_stays(pair):
-    """None is lost, none has another's answer, and what two hundred more leave behind is nothing that grows with them."""
+    """None is lost, none has another's answer, and what two hundred more leave behind is nothing that grows with
+    them."""
     plain, model = pair
     asked = requests(200, 1)
     with served(model) as server:
@@ -51,12 +54,16 @@ def test_two_hundred_requests_sixteen_in_flight_and_memory_stays(pair):
             ask_all(server, [("w5 w6", 60, False, False, None)] * 4, few)
         got = ask_all(server, asked)
         hold_as_alone(plain, asked, got)
-        assert server.metric("fastspec_time_to_first_token_seconds_count") == 208 and server.batch.running == server.batch.waiting == 0
+        assert (
+            server.metric("fastspec_time_to_first_token_seconds_count") == 208
+            and server.batch.running == server.batch.waiting == 0
+        )
         objects, tensors = kept()
         before = resident()
         assert ask_all(server, asked) == got
         more, same = kept()
-        # a request that was kept would have a hundred objects, and its ids; allocators and their threads move by some megabytes
+        # a request that was kept would have a hundred objects, and its ids; allocators and their threads move by some
+        # megabytes
         assert same - tensors < 2**12 and more - objects < 10 * len(asked) and resident() - before < 16 * 2**20
 
 
@@ -73,7 +80,19 @@ def test_a_server_that_is_killed_comes_back_and_ends_when_told(pair, small_folde
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    command = [sys.executable, "-m", "fastspec", "serve", str(small_folder), "--name", NAME, "--rows", "2", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "fastspec",
+        "serve",
+        str(small_folder),
+        "--name",
+        NAME,
+        "--rows",
+        "2",
+        "--port",
+        str(port),
+    ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "FASTSPEC_API_KEY": "secret"}
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0, timeout=SECONDS)
     emitted, _, new = alone(pair[0], talk("w5 w6"), 8)
@@ -83,7 +102,9 @@ def test_a_server_that_is_killed_comes_back_and_ends_when_told(pair, small_folde
             deadline = time.monotonic() + SECONDS
             while True:
                 try:
-                    answer = client.chat.completions.create(model=NAME, messages=talk("w5 w6"), max_tokens=8, temperature=0)
+                    answer = client.chat.completions.create(
+                        model=NAME, messages=talk("w5 w6"), max_tokens=8, temperature=0
+                    )
                     break
                 except openai.APIConnectionError:
                     assert process.poll() is None and time.monotonic() < deadline

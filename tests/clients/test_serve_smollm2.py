@@ -27,13 +27,20 @@ def test_smollm2_answers_as_generate_does_with_stop_strings_and_in_streams(pair,
 
         def ask(question: str, stop: list[str] | None, stream: bool) -> str:
             answer = client.chat.completions.create(
-                model=NAME, messages=[{"role": "user", "content": question}], max_tokens=32, temperature=0, stop=stop, stream=stream
+                model=NAME,
+                messages=[{"role": "user", "content": question}],
+                max_tokens=32,
+                temperature=0,
+                stop=stop,
+                stream=stream,
             )
             if not stream:
                 return answer.choices[0].message.content
             return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
 
-        asked = [(question, stops, stream) for question in QUESTIONS for stops in (None, stop) for stream in (False, True)]
+        asked = [
+            (question, stops, stream) for question in QUESTIONS for stops in (None, stop) for stream in (False, True)
+        ]
         with ThreadPoolExecutor(8) as pool:
             got = list(pool.map(lambda each: ask(*each), asked))
         for emitted, (question, stops, _) in zip(got, asked, strict=True):

@@ -45,10 +45,15 @@ def test_sft(served, smollm2, tokenizer, tmp_path):
     from trl import SFTConfig, SFTTrainer
 
     inputs = asked(tokenizer, *QUESTIONS[:2])
-    rows = [{"messages": [{"role": "user", "content": "What are you?"}, {"role": "assistant", "content": "A parrot."}]}] * 4
+    rows = [
+        {"messages": [{"role": "user", "content": "What are you?"}, {"role": "assistant", "content": "A parrot."}]}
+    ] * 4
     trainer = SFTTrainer(
-        model=served, args=SFTConfig(**settings(tmp_path)), train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-    )  # fmt: skip
+        model=served,
+        args=SFTConfig(**settings(tmp_path)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
     assert trainer.args.bf16
     assert fastspec.report(served).mode == "adapter llama"  # TRL's forward calls the original
     trainer.train()
@@ -62,7 +67,8 @@ def test_sft(served, smollm2, tokenizer, tmp_path):
 
 
 def test_grpo(served, smollm2, tokenizer, tmp_path):
-    """The page's snippet: each step's rollouts are drafted, under bf16 autocast, while the weights change, and so is the call behind it."""
+    """The page's snippet: each step's rollouts are drafted, under bf16 autocast, while the weights change, and so is
+    the call behind it."""
     inputs = asked(tokenizer, *QUESTIONS[:1])
     names = {"model": served, "tokenizer": tokenizer, "questions": QUESTIONS, "inputs": inputs, "folder": str(tmp_path)}
     with drafting(served, calls=3):
@@ -83,7 +89,8 @@ def test_accelerate_prepare(served, smollm2, tokenizer):
 
 
 def test_accelerate_prepare_in_bf16(served, tokenizer):
-    """Every pass runs under autocast there, in plain transformers too; the mode that it puts assisted calls into is named."""
+    """Every pass runs under autocast there, in plain transformers too; the mode that it puts assisted calls into is
+    named."""
     from accelerate import Accelerator
 
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(served)

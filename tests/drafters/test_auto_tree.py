@@ -1,4 +1,5 @@
-"""`total_tokens="auto"`: the choice by a table of costs, and what measuring leaves of a call: its tokens, its seed, one size for all."""
+"""`total_tokens="auto"`: the choice by a table of costs, and what measuring leaves of a call: its tokens, its seed, one
+size for all."""
 
 from __future__ import annotations
 
@@ -20,14 +21,24 @@ from fastspec.errors import Unsupported
 from fastspec.generation import layer_state
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.assistants import tree_size
-from fastspec.patches.assistants.tree_size import MOST_POWER, PRIOR, TreeChoice, choose_size, expected_tokens, monotone, power_of
+from fastspec.patches.assistants.tree_size import (
+    MOST_POWER,
+    PRIOR,
+    TreeChoice,
+    choose_size,
+    expected_tokens,
+    monotone,
+    power_of,
+)
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import assembly
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 AUTO = Eagle3(depth=2, top_k=3, total_tokens="auto")  # 21 candidates: sizes 2, 4, 6, 8, 12, 16, 22 on the CPU
 
 
@@ -87,7 +98,15 @@ def test_times_never_fall_with_size(times):
     forced = monotone(times)
     assert list(forced) == sorted(forced) and all(after <= before for before, after in zip(times, forced, strict=True))
     assert forced[-1] == times[-1] and set(forced) <= set(times) and monotone(sorted(times)) == tuple(sorted(times))
-    assert monotone([31, 130, 40, 36, 37, 50, 48]) == (31, 36, 36, 36, 37, 48, 48)  # a slow spell is cut off by what came after it
+    assert monotone([31, 130, 40, 36, 37, 50, 48]) == (
+        31,
+        36,
+        36,
+        36,
+        37,
+        48,
+        48,
+    )  # a slow spell is cut off by what came after it
 
 
 def test_expected_tokens_sum_the_probabilities_of_the_best_paths():
@@ -96,7 +115,9 @@ def test_expected_tokens_sum_the_probabilities_of_the_best_paths():
     assert torch.allclose(found, torch.tensor([[1.5, 1.9, 2.275], [2.0, 2.5, 2.5]]))
 
 
-CHANCES = torch.tensor([[0.5, 0.3, 0.1, 0.05, 0.04, 0.0], [0.9, 0.6, 0.2, 0.2, 0.1, 0.01], [0.02, 0.4, 0.2, 0.1, 0.05, 0.3]])
+CHANCES = torch.tensor(
+    [[0.5, 0.3, 0.1, 0.05, 0.04, 0.0], [0.9, 0.6, 0.2, 0.2, 0.1, 0.01], [0.02, 0.4, 0.2, 0.1, 0.05, 0.3]]
+)
 
 
 @pytest.mark.parametrize("nodes", [2, 4, 7])
@@ -125,7 +146,9 @@ def test_sizes_stay_within_what_a_tree_can_hold():
     assert AUTO.shape("cpu") == fastspec.TreeShape(total_tokens=22, depth=2, top_k=3)
     for device, default in DEFAULT_TREES.items():
         config = Eagle2(total_tokens="auto")
-        assert config.sizes(device) == AUTO_SIZES[device] and config.shape(device).total_tokens == AUTO_SIZES[device][-1]
+        assert (
+            config.sizes(device) == AUTO_SIZES[device] and config.shape(device).total_tokens == AUTO_SIZES[device][-1]
+        )
         assert (config.shape(device).depth, config.shape(device).top_k) == (default.depth, default.top_k)
         assert Eagle3().sizes(device) == (default.total_tokens,) and Eagle3().shape(device) == default
     assert Eagle3(depth=0, top_k=1, total_tokens="auto").sizes("cuda") == (2,)
@@ -139,7 +162,9 @@ def test_the_trees_of_the_cpp_kernels_are_those_of_an_eagle3_without_sizes():
     found = []
     for config in ("eagle3", Eagle3(total_tokens=6, depth=2, top_k=2), Eagle3(top_k=2)):
         decoding = assistants.resolve(config, session_of(patched).resources, patched)
-        drafters = [decoding.drafter(rows=1, capacity=16, device=model.device, ops=ops, process=None) for ops in (TORCH, cpp)]
+        drafters = [
+            decoding.drafter(rows=1, capacity=16, device=model.device, ops=ops, process=None) for ops in (TORCH, cpp)
+        ]
         found.append([drafter.nodes for drafter in drafters])
     given = Eagle3(top_k=2).shape("cpu").total_tokens
     assert found == [[16, 8], [6, 6], [given, given]]
@@ -174,27 +199,40 @@ def test_prompts_move_between_rows_that_grow_other_trees(monkeypatch):
     ids = [torch.arange(6 + length, 6 + 2 * length)[None] for length in range(3, 10)]
     counts = [4 + 9 * (index % 3) for index in range(6)] + [90]
     with fastspec.continuous(patched, Eagle3(), rows=4) as batch:
-        futures = [batch.submit(row, max_new_tokens=count, do_sample=False) for row, count in zip(ids, counts, strict=True)]
+        futures = [
+            batch.submit(row, max_new_tokens=count, do_sample=False) for row, count in zip(ids, counts, strict=True)
+        ]
         for row, count, future in zip(ids, counts, futures, strict=True):
             assert future.result(60).tolist() == plain.generate(row, max_new_tokens=count, do_sample=False).tolist()
-        assert {width: rounds.engine.drafter.nodes for width, rounds in batch._widths.made.items() if width != 2} == {1: 8, 4: 3}
+        assert {width: rounds.engine.drafter.nodes for width, rounds in batch._widths.made.items() if width != 2} == {
+            1: 8,
+            4: 3,
+        }
 
 
 def test_a_call_that_samples_grows_shallower_trees_where_none_was_named(monkeypatch):
-    """By its temperature, whatever processors stand beside; a greedy call and a tree with a size of the caller's are as they are."""
+    """By its temperature, whatever processors stand beside; a greedy call and a tree with a size of the caller's are as
+    they are."""
     monkeypatch.setitem(DEFAULT_TREES, "cpu", fastspec.TreeShape(12, 7, 2))
     target, head = MAKERS["bigram"]
     model = fastspec.patch(target(), eagle3=head(target()))
     depths, real = [], assistants.EagleDrafter
-    monkeypatch.setattr(assistants, "EagleDrafter", lambda head, shape, **given: depths.append(shape.depth) or real(head, shape, **given))
+    monkeypatch.setattr(
+        assistants,
+        "EagleDrafter",
+        lambda head, shape, **given: depths.append(shape.depth) or real(head, shape, **given),
+    )
     ids, named = torch.arange(5, 12)[None], Eagle3(depth=6)
     for options in (
-        {"do_sample": False}, {"do_sample": True, "top_k": 0}, {"do_sample": True, "temperature": 0.9},
-        {"do_sample": True, "temperature": 0.6}, {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.2},
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "temperature": 0.9},
+        {"do_sample": True, "temperature": 0.6},
+        {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.2},
         {"do_sample": True, "repetition_penalty": 1.2},
         {"do_sample": True, "temperature": 0.8, "output_scores": True, "return_dict_in_generate": True},
         {"do_sample": True, "assistant": named},
-    ):  # fmt: skip
+    ):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **{"assistant": "eagle3", **options})
     assert depths == [7, 3, 3, 5, 5, 3, 3, 6]
     assert sampled(fastspec.TreeShape(12, 2, 3), 1.0) == fastspec.TreeShape(12, 2, 3)
@@ -219,7 +257,9 @@ def test_the_size_is_chosen_once_for_each_batch_size(fresh, measured):
     same(fresh, AUTO, prompts(9, 3, 1))
     same(fresh, AUTO, prompts(30, 2, 8), repetition_penalty=1.2)
     assert measured == [1, 3] and fastspec.report(model).trees[AUTO, 1] is chosen
-    same(fresh, Eagle3(depth=1, top_k=3, total_tokens="auto"), prompts(7), max_new_tokens=1)  # a call that no round is left in
+    same(
+        fresh, Eagle3(depth=1, top_k=3, total_tokens="auto"), prompts(7), max_new_tokens=1
+    )  # a call that no round is left in
     assert measured == [1, 3, 1] and len(fastspec.report(model).trees) == 3
     assert len(fastspec.report(model).calls) == 5  # what is measured is no call
 
@@ -237,7 +277,9 @@ def test_the_choice_is_that_of_its_table(device, table, monkeypatch):
     (choice,) = fastspec.report(model).trees.values()
     assert choice.sizes == AUTO.sizes(device) and choice.draft_ms > 0
     assert list(choice.verify_ms) == sorted(choice.verify_ms) and list(choice.expected) == sorted(choice.expected)
-    most = [min(size, AUTO.depth + 2) + 1e-4 for size in choice.sizes]  # a path and the bonus token; fp32 sums of probabilities
+    most = [
+        min(size, AUTO.depth + 2) + 1e-4 for size in choice.sizes
+    ]  # a path and the bonus token; fp32 sums of probabilities
     assert choice.expected[0] > 1 and all(found <= bound for found, bound in zip(choice.expected, most, strict=True))
     assert choice.chosen == choice.sizes[choose_size(choice.expected, choice.draft_ms, choice.verify_ms)]
 
@@ -265,8 +307,13 @@ def test_a_draw_is_that_of_the_same_size_by_number(fresh):
 
 def test_a_past_is_read_and_left_alone(fresh):
     plain, model = fresh
-    inputs, options = prompts(9), {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True, "eos_token_id": 1000}
-    first = [m.generate(**inputs, **options, **extra) for m, extra in ((plain, {}), (model, {"assistant": "autoregressive"}))]
+    inputs, options = (
+        prompts(9),
+        {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True, "eos_token_id": 1000},
+    )
+    first = [
+        m.generate(**inputs, **options, **extra) for m, extra in ((plain, {}), (model, {"assistant": "autoregressive"}))
+    ]
     ids = torch.cat((first[0].sequences, torch.tensor([[5, 40, 11]])), 1)
     turns = zip((plain, model), first, ({}, {"assistant": AUTO}), strict=True)
     emitted = [m.generate(ids, **{CACHE: kept_cache(out)}, **options, **extra).sequences for m, out, extra in turns]
@@ -278,8 +325,16 @@ def test_rows_that_have_ended_do_not_count(monkeypatch):
     model = target()
     fastspec.patch(model, eagle3=head(model))
     counted, taken = [], []
-    monkeypatch.setattr(tree_size, "expected_tokens", lambda scores, sizes: counted.append(len(scores)) or expected_tokens(scores, sizes))
-    monkeypatch.setattr(tree_size, "power_of", lambda scores, nodes, accepted: taken.append(accepted) or power_of(scores, nodes, accepted))
+    monkeypatch.setattr(
+        tree_size,
+        "expected_tokens",
+        lambda scores, sizes: counted.append(len(scores)) or expected_tokens(scores, sizes),
+    )
+    monkeypatch.setattr(
+        tree_size,
+        "power_of",
+        lambda scores, nodes, accepted: taken.append(accepted) or power_of(scores, nodes, accepted),
+    )
     options = {"do_sample": False, "assistant": AUTO}
     model.generate(**prompts(5, 8), **options, max_new_tokens=70, eos_token_id=1000)
     model.generate(**prompts(5, 8, 3), **options, max_new_tokens=2)
@@ -299,7 +354,11 @@ def test_the_largest_tree_is_expected_to_give_what_it_gave(kind, monkeypatch):
     ((scores, nodes, accepted),) = taken
     (choice,) = fastspec.report(model).trees.values()
     rounds, promised = len(scores), float(scores.exp().sum())  # the largest tree keeps every candidate
-    assert rounds == 3 * tree_size.COUNTED and nodes == choice.sizes[-1] and choice.power == power_of(scores, nodes, accepted) != 1.0
+    assert (
+        rounds == 3 * tree_size.COUNTED
+        and nodes == choice.sizes[-1]
+        and choice.power == power_of(scores, nodes, accepted) != 1.0
+    )
     assert choice.expected[-1] - 1 == pytest.approx((accepted + PRIOR * promised / rounds) / (rounds + PRIOR), rel=1e-4)
     assert (accepted > rounds) == (kind == "bigram")  # one head knows its target, the other does not
 
@@ -310,7 +369,10 @@ def test_the_report_shows_the_table(random):
     assert f"{AUTO}, rows: 1" in shown and f"{choice.chosen} nodes chosen" in shown
     table = TreeChoice((2, 4), 1.0, (3.0, 3.5), (1.5, 2.25), 4)
     lines = str(table).split("\n")
-    assert [line.split() for line in lines[2:]] == [["2", "3.000", "1.500", "0.3750"], ["4", "3.500", "2.250", "0.5000", "<"]]
+    assert [line.split() for line in lines[2:]] == [
+        ["2", "3.000", "1.500", "0.3750"],
+        ["4", "3.500", "2.250", "0.5000", "<"],
+    ]
 
 
 def test_a_copy_measures_for_itself_and_unpatch_forgets(random, measured):
@@ -352,7 +414,9 @@ def test_a_text_that_cannot_be_made_shorter_is_read_anew_for_every_size(kind, me
         found = original(trial, size, count)
         again = tree_size._Trial(trial.fresh, trial.ops, trial.request)
         wanted = original(again, size, count)
-        assert torch.equal(found[1], wanted[1]) and found[2] == wanted[2]  # the scores of all rounds, and what was accepted
+        assert (
+            torch.equal(found[1], wanted[1]) and found[2] == wanted[2]
+        )  # the scores of all rounds, and what was accepted
         read.append(trial.lengths.tolist())
         return found
 

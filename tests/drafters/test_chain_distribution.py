@@ -1,5 +1,5 @@
-"""Drafts of an adaptive length, enumerated: what the loop says has the target's distribution, however long the chains of a round are, and
-where rounds go without drafts; and what such rounds save."""
+"""Drafts of an adaptive length, enumerated: what the loop says has the target's distribution, however long the chains
+of a round are, and where rounds go without drafts; and what such rounds save."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Counted(ChainDrafter):
         for row, emitted in enumerate(self.emitted):
             for node in range(1, tree.tokens.shape[1] if self.alive[row] else 1):
                 own = distribution_of(self.draft, (*emitted, *tree.tokens[row, 1:node].tolist()), self.process)
-                torch.testing.assert_close(tree.q[row, node].double(), torch.tensor(own, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    tree.q[row, node].double(), torch.tensor(own, dtype=torch.float64), rtol=1e-5, atol=1e-6
+                )
         return tree
 
     def catch_up(self, tokens, counts):
@@ -67,9 +69,12 @@ def drafting(seed: int, length: Length, process: Any, kind: Any = Counted) -> Ma
 
 
 def lossless(seed: int, length: Length, process: Any, limit: int, kind: Any = Counted, companions: int = 0) -> bool:
-    """Whether the loop's distribution is the target's. One batch a script: how long a chain is depends on the rows beside."""
+    """Whether the loop's distribution is the target's. One batch a script: how long a chain is depends on the rows
+    beside."""
     found = enumerated(drafting(seed, length, process, kind), process, limit, 1, companions)
-    return agree(found, closed(VOCAB, limit, partial(distribution_of, Tables(seed, "target", 1, VOCAB), process=process)))
+    return agree(
+        found, closed(VOCAB, limit, partial(distribution_of, Tables(seed, "target", 1, VOCAB), process=process))
+    )
 
 
 @pytest.mark.parametrize("cost, limit, companions", [(0.1, 3, 0), (0.3, 4, 0), (0.3, 2, 1)])
@@ -185,7 +190,8 @@ def test_a_draft_model_that_missed_a_round_is_found():
 
 
 def played(length: Length, gains: list[tuple[int, float]]) -> tuple[list[bool], float]:
-    """Which rounds drafted, and what their drafts lost: each has a number of drafts and the share of it that is accepted."""
+    """Which rounds drafted, and what their drafts lost: each has a number of drafts and the share of it that is
+    accepted."""
     credit, drafted, lost, sitting = Credit(length.pause, torch.device("cpu")), [], 0.0, 0
     for count, share in gains:
         sitting = sitting or credit.rest()
@@ -215,7 +221,8 @@ def test_whatever_the_drafts_are_they_lose_no_more_than_was_granted(length, gain
 
 @given(st.floats(0.01, 2.0), st.floats(0.0, 0.3))
 def test_drafts_that_are_never_accepted_cost_little(cost, check):
-    """A share of the rounds that a test of theirs costs on average, once the credit is used up; LONGEST_PAUSE bounds how rare they are."""
+    """A share of the rounds that a test of theirs costs on average, once the credit is used up; LONGEST_PAUSE bounds
+    how rare they are."""
     length, rounds = Length(8, cost, check), 2000
     _, lost = played(length, [(1, 0.0)] * rounds)
     assert lost <= CREDIT + length.price(1) + rounds * max(PROBES, length.price(1) / draft_length.LONGEST_PAUSE) + 1e-2

@@ -1,4 +1,5 @@
-"""Drafting heads on disk: every dialect reads back as the head that was written, and whatever is wrong is refused by name."""
+"""Drafting heads on disk: every dialect reads back as the head that was written, and whatever is wrong is refused by
+name."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_sizes_and_flags_survive_the_round_trip(data):
     vocab, hidden = draw(st.sampled_from([7, 63, 65])), draw(st.sampled_from([6, 12]))
     norm = draw(st.sampled_from(["fc_norm", "input_norm", None]))
     flags = {
-        name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias", "fc_bias", "qk_norm", "norm_before_residual", "norm_output")
+        name: draw(st.booleans())
+        for name in ("attention_bias", "mlp_bias", "fc_bias", "qk_norm", "norm_before_residual", "norm_output")
     }
     changes = flags | ({norm: True} if norm else {})
     head = make_head(
@@ -131,7 +133,9 @@ DAMAGE = {
     r"missing layers\.0\.mlp\.gate_proj\.weight; unknown layers\.0\.mlp\.gate\.weight": misnamed,
     r"missing d2t": lambda state: state.pop("d2t"),
     r"missing layers\.0\.hidden_norm\.weight": lambda state: state.pop("midlayer.hidden_norm.weight"),
-    r"norm\.weight has shape \[15\] where config.json wants \[16\]": lambda state: state.update({"norm.weight": torch.ones(15)}),
+    r"norm\.weight has shape \[15\] where config.json wants \[16\]": lambda state: state.update(
+        {"norm.weight": torch.ones(15)}
+    ),
     r"int8; quantised": lambda state: state.update({"fc.weight": state["fc.weight"].to(torch.int8)}),
     r"lm_head\.weight has shape \[\]": lambda state: state.update({"lm_head.weight": torch.ones(())}),
     "fc.weight is missing": lambda state: state.pop("fc.weight"),
@@ -174,14 +178,39 @@ def test_configs_that_cannot_be_run_are_refused_by_name(message, written):
 
 
 FIELDS = [
-    "architectures", "auto_map", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "head_dim",
-    "hidden_act", "hidden_size", "layer_types", "max_position_embeddings", "model", "model_type", "norm_before_residual", "norm_output",
-    "num_hidden_layers", "partial_rotary_factor", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
-    "speculators_model_type", "target_hidden_size", "transformer_layer_config", "vocab_size",
-]  # fmt: skip
-SCALARS = st.none() | st.booleans() | st.integers(-2, 40) | st.floats() | st.sampled_from(["", "eagle", "yarn", "mistral"])
+    "architectures",
+    "auto_map",
+    "draft_vocab_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "eagle_config",
+    "fc_norm",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "layer_types",
+    "max_position_embeddings",
+    "model",
+    "model_type",
+    "norm_before_residual",
+    "norm_output",
+    "num_hidden_layers",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "speculators_model_type",
+    "target_hidden_size",
+    "transformer_layer_config",
+    "vocab_size",
+]
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-2, 40) | st.floats() | st.sampled_from(["", "eagle", "yarn", "mistral"])
+)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*FIELDS, "factor", "type"]), inner)
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*FIELDS, "factor", "type"]), inner),
 )
 
 
@@ -234,7 +263,9 @@ def test_missing_files_are_refused(written):
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"00002-of-00002.* is missing"):
         read_checkpoint(folder)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}})
+    )
     with pytest.raises(CheckpointError, match="beside their index"):
         read_checkpoint(folder)
     (folder / "config.json").write_text("{")
@@ -261,7 +292,9 @@ def test_taps_left_to_the_target_s_depth(written):
 def test_a_head_of_other_sizes_does_not_fit(written):
     checkpoint = read_checkpoint(written[0])
     fitted(checkpoint, Sizes(37, 16, LAYERS, 16), Reading())
-    with pytest.raises(CheckpointError, match=r"size 16, the target's have size 32.*vocabulary of 37, the target's has 3700"):
+    with pytest.raises(
+        CheckpointError, match=r"size 16, the target's have size 32.*vocabulary of 37, the target's has 3700"
+    ):
         fitted(checkpoint, Sizes(3700, 32, LAYERS, 32), Reading())
     with pytest.raises(CheckpointError, match=r"taps hidden_states\[2, 6, 9\], the target has 8 layers"):
         fitted(checkpoint, Sizes(37, 16, 8, 16), Reading(taps=(2, 6, 9)))

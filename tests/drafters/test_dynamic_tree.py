@@ -1,4 +1,5 @@
-"""The EAGLE drafter against the published algorithm (EAGLE-2, arXiv 2406.16858, section 4), computed without any cache."""
+"""The EAGLE drafter against the published algorithm (EAGLE-2, arXiv 2406.16858, section 4), computed without any
+cache."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ from fastspec.patches.backends import TORCH, counted
 
 
 @torch.no_grad()
-def published(head: Any, ids: list[int], features: Tensor, shape: fastspec.TreeShape) -> tuple[list[int], list[int], list[int]]:
-    """tokens, parents, depths of the tree after ids [T + 1] with features [T, F]; every level runs the whole text anew."""
+def published(
+    head: Any, ids: list[int], features: Tensor, shape: fastspec.TreeShape
+) -> tuple[list[int], list[int], list[int]]:
+    """tokens, parents, depths of the tree after ids [T + 1] with features [T, F]; every level runs the whole text
+    anew."""
     k, length = shape.top_k, len(ids) - 1
     fused = head.fuse(features[None])[0]
     prefix = torch.ones(length, length).tril().bool()
@@ -82,11 +86,17 @@ IN_ONE_LAUNCH = "plain", "small vocabulary", "norm_output"
 """The variants that the Triton backend runs."""
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device")
 FRONTIERS = given(
-    shape=shapes(), rows=st.integers(1, 3), length=st.sampled_from([1, 2, 7, 33]), apart=st.booleans(), seed=st.integers(0, 99)
+    shape=shapes(),
+    rows=st.integers(1, 3),
+    length=st.sampled_from([1, 2, 7, 33]),
+    apart=st.booleans(),
+    seed=st.integers(0, 99),
 )
 
 
-def check_frontier(backend: str, variant: str, shape: fastspec.TreeShape, rows: int, length: int, apart: bool, seed: int) -> None:
+def check_frontier(
+    backend: str, variant: str, shape: fastspec.TreeShape, rows: int, length: int, apart: bool, seed: int
+) -> None:
     """From features as one tensor, or `apart`, as one for each of the low, mid and high taps."""
     head = head_of(variant)
     ids, features = drawn(head, rows, length + 1, seed)
@@ -110,7 +120,9 @@ def test_frontier_generate_is_the_published_algorithm(variant, shape, rows, leng
 @INTERPRETED
 @pytest.mark.parametrize("variant", IN_ONE_LAUNCH)
 @FRONTIERS
-@examples(2, derandomize=True, phases=[Phase.generate])  # the interpreter is slow, and slower where an example is shrunk
+@examples(
+    2, derandomize=True, phases=[Phase.generate]
+)  # the interpreter is slow, and slower where an example is shrunk
 def test_frontier_generate_in_one_launch_is_too(variant, shape, rows, length, apart, seed):
     check_frontier("triton", variant, shape, rows, length, apart, seed)
 
@@ -123,7 +135,9 @@ def test_the_default_tree_has_the_published_size():
     assert row_of(tree, 0) == published(head, ids[0].tolist(), features[0, :64], fastspec.TreeShape(60, 7, 10))
 
 
-def begun(head: Any, shape: fastspec.TreeShape, ids: Tensor, features: Tensor, counts: list[int], capacity: int = 64) -> EagleDrafter:
+def begun(
+    head: Any, shape: fastspec.TreeShape, ids: Tensor, features: Tensor, counts: list[int], capacity: int = 64
+) -> EagleDrafter:
     """A drafter over rows of `counts` prompt tokens, each followed by its root; what lies behind is noise."""
     drafter = EagleDrafter(BoundHead.of(head), shape, rows=len(counts), capacity=capacity, ops=TORCH)
     lengths = torch.tensor(counts)
@@ -144,10 +158,15 @@ def test_rows_of_different_lengths(variant, chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["plain", "two layers", "norm_output", "eagle"])
-@given(shape=shapes(), accepted=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=6, max_size=6), seed=st.integers(0, 99))
+@given(
+    shape=shapes(),
+    accepted=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=6, max_size=6),
+    seed=st.integers(0, 99),
+)
 @EXACT
 def test_observing_is_like_beginning_with_the_longer_text(variant, shape, accepted, seed):
-    """After rounds of drawn verdicts every row drafts from the true text so far; rows that were not active stay where they were."""
+    """After rounds of drawn verdicts every row drafts from the true text so far; rows that were not active stay where
+    they were."""
     head, counts = head_of(variant), [3, 8]
     ids, features = drawn(head, 2, 60, seed)
     with torch.no_grad():
@@ -162,7 +181,9 @@ def test_observing_is_like_beginning_with_the_longer_text(variant, shape, accept
             for row in range(2):
                 steps, runs = accepted[2 * turn + row]
                 path = [0]
-                while len(path) <= steps and (below := [c for c in range(1, shape.total_tokens) if tree.parents[row, c] == path[-1]]):
+                while len(path) <= steps and (
+                    below := [c for c in range(1, shape.total_tokens) if tree.parents[row, c] == path[-1]]
+                ):
                     path.append(below[-1])
                 paths.append(path)
                 active.append(runs)
@@ -205,7 +226,11 @@ EMBEDDINGS = {
 @torch.no_grad()
 def test_an_embedding_that_is_more_than_a_table_keeps_its_forward(kind, variant):
     torch.manual_seed(3)
-    head, counts, shape = copy.deepcopy(head_of(variant)), Counter[str](), fastspec.TreeShape(total_tokens=12, depth=3, top_k=3)
+    head, counts, shape = (
+        copy.deepcopy(head_of(variant)),
+        Counter[str](),
+        fastspec.TreeShape(total_tokens=12, depth=3, top_k=3),
+    )
     head.bind(EMBEDDINGS[kind](97, 64), head.bound.lm_head)
     ids, features = drawn(head, 2, 9, 5)
     lengths = torch.tensor([8, 3])
@@ -215,7 +240,9 @@ def test_an_embedding_that_is_more_than_a_table_keeps_its_forward(kind, variant)
     for row, count in enumerate(lengths.tolist()):
         assert row_of(tree, row) == published(head, ids[row, : count + 1].tolist(), features[row, :count], shape)
     looked_up = kind == "plain" and variant != "eagle"
-    assert (counts["head_input"], counts["frontier_input"], counts["next_frontier"]) == ((1, 3, 0) if looked_up else (0, 0, 3))
+    assert (counts["head_input"], counts["frontier_input"], counts["next_frontier"]) == (
+        (1, 3, 0) if looked_up else (0, 0, 3)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The assistants "eagle" and "eagle2" through `generate`: what the unpatched model says, on heads of the EAGLE-1/2 format."""
+"""The assistants "eagle" and "eagle2" through `generate`: what the unpatched model says, on heads of the EAGLE-1/2
+format."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ SCALES = {
     **dict.fromkeys(("cohere", "cohere2"), lambda config: config.logit_scale),
     **dict.fromkeys(("granite", "granitemoe"), lambda config: 1 / config.logits_scaling),
     "hyperclovax": lambda config: config.logits_scaling,
-}  # fmt: skip
+}
 """What some families multiply logits by."""
 GENERIC = ("gpt2", "gpt_neox", "opt", "gpt_bigcode")
 
@@ -72,7 +73,12 @@ def test_what_a_head_knows_is_accepted(made, assistant):
 
 @EACH
 @pytest.mark.parametrize(
-    "options", [{"top_k": 1}, {"top_k": 1, "repetition_penalty": 1.3}, {"top_k": 1, "no_repeat_ngram_size": 2, "temperature": 0.7}]
+    "options",
+    [
+        {"top_k": 1},
+        {"top_k": 1, "repetition_penalty": 1.3},
+        {"top_k": 1, "no_repeat_ngram_size": 2, "temperature": 0.7},
+    ],
 )
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 def test_a_sample_of_one_token_is_the_greedy_text(made, kind, assistant, options):
@@ -108,7 +114,9 @@ def test_the_feature_is_what_the_lm_head_reads(kind):
         out = model(text, output_hidden_states=True)
         found = torch.cat((features[row, :count], below[row]))
         # As in test_adapters.py: a few layers amplify fp32's rounding to up to 4e-5 of the largest value.
-        torch.testing.assert_close(found, out.hidden_states[-1][0], rtol=0.0, atol=1e-4 * float(out.hidden_states[-1].abs().max()))
+        torch.testing.assert_close(
+            found, out.hidden_states[-1][0], rtol=0.0, atol=1e-4 * float(out.hidden_states[-1].abs().max())
+        )
         emitted = model.get_output_embeddings()(found)
         cap = getattr(model.config, "final_logit_softcapping", None)
         emitted = emitted if cap is None else cap * torch.tanh(emitted / cap)
@@ -215,14 +223,20 @@ def test_a_published_head_from_disk(tmp_path):
     with fastspec.patched(model, eagle=tmp_path, eagle2=tmp_path):
         assert session_of(model).resources["eagle"] is session_of(model).resources["eagle2"]
         for name in ("eagle", "eagle2"):
-            assert torch.equal(model.generate(**prompts(5, 8), max_new_tokens=12, do_sample=False, assistant=name), expected)
+            assert torch.equal(
+                model.generate(**prompts(5, 8), max_new_tokens=12, do_sample=False, assistant=name), expected
+            )
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle2", "eagle3"])
 def test_heads_of_the_other_kind_are_refused(name):
     model = tiny_model()
-    wrong, takes = (eagle_head(model), "eagle=head or eagle2=head") if name == "eagle3" else (tiny_head(model), "eagle3=head")
-    with pytest.raises(CheckpointError, match=rf"{name}=this EagleHead is an EAGLE-.* head: fastspec\.patch\(model, {takes}\)"):
+    wrong, takes = (
+        (eagle_head(model), "eagle=head or eagle2=head") if name == "eagle3" else (tiny_head(model), "eagle3=head")
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"{name}=this EagleHead is an EAGLE-.* head: fastspec\.patch\(model, {takes}\)"
+    ):
         fastspec.patch(model, **{name: wrong})
     assert session_of(model) is None
 

@@ -13,9 +13,16 @@ from fastspec.programs.training.unrolled import UnrolledAttention
 
 def small_head(**changes: object) -> EagleHead:
     base = {
-        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61,
-        "draft_vocab_size": 40, "target_hidden_size": 32, "taps": (1, 2, 3),
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 61,
+        "draft_vocab_size": 40,
+        "target_hidden_size": 32,
+        "taps": (1, 2, 3),
+    }
     torch.manual_seed(0)
     head = EagleHead(HeadConfig(**{**base, **changes}))  # type: ignore[arg-type]
     head.bind(torch.nn.Embedding(61, 32), torch.nn.Linear(32, 61, bias=False))
@@ -24,9 +31,15 @@ def small_head(**changes: object) -> EagleHead:
 
 EAGLE1 = {"kind": "eagle", "taps": (), "draft_vocab_size": 61, "own_lm_head": False}
 VARIANTS = [
-    {}, {"num_hidden_layers": 2}, {"qk_norm": True, "attention_bias": True}, {"fc_norm": True, "norm_output": True}, {"input_norm": True},
-    {"norm_before_residual": True}, EAGLE1, {**EAGLE1, "num_hidden_layers": 2, "fc_bias": True},
-]  # fmt: skip
+    {},
+    {"num_hidden_layers": 2},
+    {"qk_norm": True, "attention_bias": True},
+    {"fc_norm": True, "norm_output": True},
+    {"input_norm": True},
+    {"norm_before_residual": True},
+    EAGLE1,
+    {**EAGLE1, "num_hidden_layers": 2, "fc_bias": True},
+]
 
 
 def causal(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,7 +89,9 @@ def test_rope_stays_fp32_and_has_no_limit() -> None:
     head.step(tokens, hidden, far, spy)
     head.step(tokens, hidden, far - 100_003, spy)
     dots = [torch.einsum("bhd,bhd->bh", k[:, 0].float(), k[:, 1].float()) for k in seen]
-    torch.testing.assert_close(dots[0], dots[1], rtol=0.05, atol=0.05)  # bf16 keys; half-precision angles would be off by whole turns
+    torch.testing.assert_close(
+        dots[0], dots[1], rtol=0.05, atol=0.05
+    )  # bf16 keys; half-precision angles would be off by whole turns
 
 
 def test_bound_modules_are_neither_saved_nor_moved() -> None:
@@ -94,7 +109,9 @@ def test_offsets_map_to_the_target() -> None:
     assert head.to_target(torch.tensor([0, 39])).tolist() == [21, 60]
 
 
-@pytest.mark.parametrize("bad", [{"kind": "medusa"}, {"taps": ()}, {"draft_vocab_size": 62}, {"num_attention_heads": 3}, {"head_dim": 7}])
+@pytest.mark.parametrize(
+    "bad", [{"kind": "medusa"}, {"taps": ()}, {"draft_vocab_size": 62}, {"num_attention_heads": 3}, {"head_dim": 7}]
+)
 def test_bad_configs_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         small_head(**bad)
@@ -104,7 +121,10 @@ def test_bad_configs_are_refused(bad: dict[str, object]) -> None:
 def test_unrolled_attention_equals_the_masked_reference(size: int) -> None:
     torch.manual_seed(size)
     steps, heads, groups, width = 4, 2, 3, 16
-    parts = [[torch.randn(2, size, n, width, requires_grad=True) for n in (heads * groups, heads, heads)] for _ in range(steps)]
+    parts = [
+        [torch.randn(2, size, n, width, requires_grad=True) for n in (heads * groups, heads, heads)]
+        for _ in range(steps)
+    ]
     weights = [torch.randn(2, size, heads * groups, width) for _ in range(steps)]
 
     def reference(step: int) -> Tensor:
@@ -112,7 +132,9 @@ def test_unrolled_attention_equals_the_masked_reference(size: int) -> None:
         k, v = (torch.cat([part[i] for part in parts[: step + 1]], 1).repeat_interleave(groups, 2) for i in (1, 2))
         diagonal = torch.eye(size, dtype=torch.bool)
         mask = torch.cat([diagonal.new_ones(size, size).tril()] + [diagonal] * step, 1)
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+        ).transpose(1, 2)
 
     leaves = [x for part in parts for x in part]
     attend = UnrolledAttention()

@@ -1,4 +1,5 @@
-"""Heads that draft in bfloat16 for a target in fp32: the same tokens, weights that follow the head's, and nothing held twice for long."""
+"""Heads that draft in bfloat16 for a target in fp32: the same tokens, weights that follow the head's, and nothing held
+twice for long."""
 
 from __future__ import annotations
 
@@ -35,9 +36,16 @@ def test_who_drafts_itself():
     model = tiny_model()
     head = bound_head(model)
     config = HeadConfig(
-        kind="eagle", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=97,
-        draft_vocab_size=97, target_hidden_size=64,
-    )  # fmt: skip
+        kind="eagle",
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=97,
+        draft_vocab_size=97,
+        target_hidden_size=64,
+    )
     borrowing = BoundHead.of(load_head(EagleHead(config), model))
     assert lowered(head, None) is head and lowered(borrowing, BF16) is borrowing
     half = BoundHead.of(copy.deepcopy(head.module).to(BF16))
@@ -48,9 +56,14 @@ def test_a_twin_has_the_heads_weights_rounded_and_shares_what_is_not_its_own():
     head = bound_head()
     twin = lowered(head, BF16)
     assert twin is not head and lowered(head, BF16) is twin
-    assert all(torch.equal(mine, theirs.to(BF16)) for mine, theirs in zip(twin.module.parameters(), head.module.parameters(), strict=True))
+    assert all(
+        torch.equal(mine, theirs.to(BF16))
+        for mine, theirs in zip(twin.module.parameters(), head.module.parameters(), strict=True)
+    )
     assert twin.binding is head.binding and torch.equal(twin.module.d2t, head.module.d2t)
-    assert {parameter.dtype for parameter in head.module.parameters()} == {torch.float32} == {twin.module.inv_freq.dtype}
+    assert (
+        {parameter.dtype for parameter in head.module.parameters()} == {torch.float32} == {twin.module.inv_freq.dtype}
+    )
 
 
 @torch.no_grad()
@@ -161,7 +174,9 @@ def test_a_machine_whose_bfloat16_kernels_fail_drafts_in_fp32(monkeypatch):
     monkeypatch.setattr("fastspec.patches.session.self_check", check)
     seen: list[BoundHead] = []
     real = registry.EagleDrafter
-    monkeypatch.setattr(registry, "EagleDrafter", lambda head, *args, **options: seen.append(head) or real(head, *args, **options))
+    monkeypatch.setattr(
+        registry, "EagleDrafter", lambda head, *args, **options: seen.append(head) or real(head, *args, **options)
+    )
     model = tiny_model()
     fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
     with pytest.warns(RuntimeWarning, match="they differ"):
@@ -185,10 +200,13 @@ def test_a_twin_drafts_with_the_targets_rows_as_they_are_now():
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_tokens_are_the_same(monkeypatch, sampled):
-    """Greedy ones are those of plain generate; of two calls the second drafts with the head as it was trained in between."""
+    """Greedy ones are those of plain generate; of two calls the second drafts with the head as it was trained in
+    between."""
     seen: list[BoundHead] = []
     real = registry.EagleDrafter
-    monkeypatch.setattr(registry, "EagleDrafter", lambda head, *args, **options: seen.append(head) or real(head, *args, **options))
+    monkeypatch.setattr(
+        registry, "EagleDrafter", lambda head, *args, **options: seen.append(head) or real(head, *args, **options)
+    )
     plain, model = tiny_model(), tiny_model()
     head = tiny_head(model)
     fastspec.patch(model, eagle3=head, backend="cpp")

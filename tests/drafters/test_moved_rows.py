@@ -1,4 +1,5 @@
-"""Rows of an EAGLE drafter that go on in another of the same kind: separate kernels, and one launch for a draft phase."""
+"""Rows of an EAGLE drafter that go on in another of the same kind: separate kernels, and one launch for a draft
+phase."""
 
 from __future__ import annotations
 

@@ -92,13 +92,14 @@ def test_the_size_that_promises_most_per_cost():
 
 
 def test_on_a_gpu_several_nodes_cost_a_small_model_much_and_a_large_one_little():
-    """Within a tenth of the stacks measured, with the host's share: SmolLM2 0.397 ms for a node, 0.733 for 8 and 0.810 for 61; the 1.5B
-    shape 1.106, 1.567 for 16 and 1.733 for 61; the 8B shape 3.978, 4.446 and 4.776."""
+    """Within a tenth of the stacks measured, with the host's share: SmolLM2 0.397 ms for a node, 0.733 for 8 and 0.810
+    for 61; the 1.5B shape 1.106, 1.567 for 16 and 1.733 for 61; the 8B shape 3.978, 4.446 and 4.776."""
     cost = COSTS["cuda"]
     measured = {
-        SMOLLM2_BYTES: {1: 0.397, 8: 0.733, 61: 0.810}, 3_087_428_608: {1: 1.106, 16: 1.567, 61: 1.733},
+        SMOLLM2_BYTES: {1: 0.397, 8: 0.733, 61: 0.810},
+        3_087_428_608: {1: 1.106, 16: 1.567, 61: 1.733},
         15_010_000_000: {1: 3.978, 16: 4.446, 61: 4.776},
-    }  # fmt: skip
+    }
     for weight_bytes, times in measured.items():
         for nodes, milliseconds in times.items():
             assert cost.of(nodes, weight_bytes) == pytest.approx(milliseconds + cost.host, rel=0.1)
@@ -120,10 +121,13 @@ def test_a_laid_out_tree_is_the_one_that_its_parents_make(nodes):
     generator = torch.Generator().manual_seed(nodes)
     known = [max(1, nodes - 5), nodes]  # the first row is filled up
     growths = [
-        Growth([int(torch.randint(50, (), generator=generator)) for _ in range(k)],
-               [0] + [int(torch.randint(max(1, i), (), generator=generator)) for i in range(k - 1)], [1.0] * k)
+        Growth(
+            [int(torch.randint(50, (), generator=generator)) for _ in range(k)],
+            [0] + [int(torch.randint(max(1, i), (), generator=generator)) for i in range(k - 1)],
+            [1.0] * k,
+        )
         for k in known
-    ]  # fmt: skip
+    ]
     tree = lay_out(growths, nodes, 9, torch.device("cpu"))
     expected = TokenTree.from_parents(tree.tokens, tree.parents, 9)
     for name in ("parents", "depths", "ancestors"):
@@ -137,7 +141,8 @@ def test_a_laid_out_tree_is_the_one_that_its_parents_make(nodes):
 
 
 def observed(config: fastspec.Nasd, ends: frozenset[int], tokens: list[int], active: bool) -> NasdDrafter:
-    """A drafter after the prompt [1, 2], the root 3, and one round that says tokens; each one's two runners-up are its successors."""
+    """A drafter after the prompt [1, 2], the root 3, and one round that says tokens; each one's two runners-up are its
+    successors."""
     storage = fastspec.NgramStorage(3)
     drafter = NasdDrafter(config, [storage], torch.device("cpu"))
     drafter.ends = ends
@@ -183,7 +188,10 @@ def test_nothing_is_learned_after_an_end_token_or_from_a_row_that_has_ended():
 
 def test_a_vocabulary_may_be_smaller_than_what_is_counted_of_it():
     drafter = NasdDrafter(fastspec.Nasd(top_k_filler=3), [fastspec.NgramStorage(3)], torch.device("cpu"))
-    tree, verdict = TokenTree.root_only(torch.tensor([1])), Verdict(torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0]))
+    tree, verdict = (
+        TokenTree.root_only(torch.tensor([1])),
+        Verdict(torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0])),
+    )
     digest = drafter.digest(tree, verdict, torch.tensor([[[2.0, 1.0]]]), torch.tensor([True]), 1)
     assert digest.tolist() == [[1, 0, 1, 0, 0]]
 
@@ -192,7 +200,9 @@ def test_storages_by_name_are_what_the_configuration_says():
     made = {name: NasdDecoding(fastspec.Nasd(storage=name))._storage() for name in STORAGES}
     assert [(made[name].n, made[name].back_off) for name in ("ngram", "one_level")] == [(4, True), (3, False)]
     assert NasdDecoding(fastspec.Nasd(storage="one_level", n=5))._storage().n == 5
-    assert made["suffix"].max_match == 32 and NasdDecoding(fastspec.Nasd(storage="suffix", n=5))._storage().max_match == 4
+    assert (
+        made["suffix"].max_match == 32 and NasdDecoding(fastspec.Nasd(storage="suffix", n=5))._storage().max_match == 4
+    )
     told_one, _ = told([1, 2, 3], n=3)
     assert repr(told_one) == "NgramStorage(n=3, back_off=True): 3 contexts"  # 1, 2, and 1 2
 
@@ -210,7 +220,8 @@ def test_rounds_without_look_ups_count_what_was_emitted_and_see_rows_end():
 
 @pytest.mark.parametrize("make", [fastspec.NgramStorage, lambda: fastspec.SuffixStorage(1, 3)], ids=["ngram", "suffix"])
 def test_nothing_after_an_end_token_is_kept(pair, make):
-    """A call goes over the end at leisure, so that what follows is known; on a second storage, calls that stop there learn none of it."""
+    """A call goes over the end at leisure, so that what follows is known; on a second storage, calls that stop there
+    learn none of it."""
     inputs = prompts(5)
     text = free(pair[0], inputs)[0]
     place = max(i for i, token in enumerate(text) if text.index(token) == i and token not in inputs["input_ids"])
@@ -247,8 +258,18 @@ def test_a_second_turn_on_a_cache_counts_the_first(pair):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("options", [{}, {"gamma": 1}, {"stop_if_unknown": False, "gamma": 3, "total_tokens": 6}, {"top_k_filler": 1},
-                                     {"total_tokens": 70, "gamma": 20}, {"top_k_filler": 200}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gamma": 1},
+        {"stop_if_unknown": False, "gamma": 3, "total_tokens": 6},
+        {"top_k_filler": 1},
+        {"total_tokens": 70, "gamma": 20},
+        {"top_k_filler": 200},
+    ],
+    ids=str,
+)
 def test_greedy(pair, storage, options):
     config = fastspec.Nasd(storage=storage, **options)
     same(pair, config, prompts(3, 12, 1, 7), max_new_tokens=40, eos_token_id=NEVER)
@@ -271,7 +292,8 @@ def test_a_shared_storage_learns_from_call_to_call(pair, make):
 
 
 def test_rows_of_a_batch_do_not_learn_from_each_other(pair):
-    """By default every row has its own storage: a row takes the rounds that it takes alone. A shared one serves equal rows at once."""
+    """By default every row has its own storage: a row takes the rounds that it takes alone. A shared one serves equal
+    rows at once."""
     inputs = prompts(6)
     twice = {name: value.repeat(2, 1) for name, value in inputs.items()}
     same(pair, "nasd", inputs, max_new_tokens=40, eos_token_id=NEVER)
@@ -296,18 +318,22 @@ def test_nasd_needs_nothing_and_drafts_what_repeats(pairs):
     model = fastspec.patch(tiny_model(seed=3))
     inputs = prompts(9)
     expected = plain.generate(**inputs, max_new_tokens=80, do_sample=False, eos_token_id=NEVER)
-    assert model.generate(**inputs, max_new_tokens=80, do_sample=False, eos_token_id=NEVER, assistant="nasd").equal(expected)
+    assert model.generate(**inputs, max_new_tokens=80, do_sample=False, eos_token_id=NEVER, assistant="nasd").equal(
+        expected
+    )
     call = fastspec.report(model).last
     assert call.assistant == "nasd"
     same(pairs["bigram"], "nasd", inputs, max_new_tokens=120, eos_token_id=NEVER)
-    assert stats(pairs["bigram"][1]).acceptance_length > 2  # a text that depends on its last token alone runs into a loop
+    assert (
+        stats(pairs["bigram"][1]).acceptance_length > 2
+    )  # a text that depends on its last token alone runs into a loop
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.8}], ids=["rows", "history"])
 @pytest.mark.parametrize("storage", [fastspec.NgramStorage(), fastspec.SuffixStorage()], ids=["ngram", "suffix"])
 def test_sampled_texts_follow_the_distribution(options, storage):
-    """As tests/patches/call/test_sampling.py, on a shared storage that learns meanwhile and was told a third of what the model may say:
-    trees with branches, of which some drafts are taken and some refused."""
+    """As tests/patches/call/test_sampling.py, on a shared storage that learns meanwhile and was told a third of what
+    the model may say: trees with branches, of which some drafts are taken and some refused."""
     model, ids = fastspec.patch(tiny_model(seed=1, num_hidden_layers=2)), torch.tensor([[17, 44, 61, 9]])
     options = {"temperature": 1.7, "top_k": 4, **options}
     expected: dict[tuple[int, ...], float] = {}
@@ -318,7 +344,9 @@ def test_sampled_texts_follow_the_distribution(options, storage):
         cursor = storage.start()
         for token in (*ids[0].tolist(), *text):
             cursor = storage.feed(cursor, token)
-    config = fastspec.Nasd(storage=storage, total_tokens=8, gamma=2, stop_if_unknown=False)  # full trees, which 512 rows do not pay for
+    config = fastspec.Nasd(
+        storage=storage, total_tokens=8, gamma=2, stop_if_unknown=False
+    )  # full trees, which 512 rows do not pay for
     assert p_value(expected, sample(model, ids, options, config, 3)) > 1e-4
     call = fastspec.report(model).last
     assert 0 < call.accepted < call.row_rounds * 2
@@ -330,14 +358,24 @@ def test_sampled_texts_follow_the_distribution(options, storage):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"gamma": 0}, "gamma"), ({"gamma": -1}, "gamma"), ({"gamma": 1.5}, "gamma"), ({"gamma": 256}, "gamma"), ({"n": 1}, "n must"),
-        ({"n": 0}, "n must"), ({"n": 65}, "n must"), ({"top_k_filler": 0}, "top_k_filler"), ({"total_tokens": 1}, "total_tokens"),
-        ({"total_tokens": 257}, "total_tokens"), ({"storage": "basic"}, "one_level"), ({"storage": 3}, "NgramStorage"),
-        ({"storage": None}, "NgramStorage"), ({"stop_if_unknown": 1}, "stop_if_unknown"),
+        ({"gamma": 0}, "gamma"),
+        ({"gamma": -1}, "gamma"),
+        ({"gamma": 1.5}, "gamma"),
+        ({"gamma": 256}, "gamma"),
+        ({"n": 1}, "n must"),
+        ({"n": 0}, "n must"),
+        ({"n": 65}, "n must"),
+        ({"top_k_filler": 0}, "top_k_filler"),
+        ({"total_tokens": 1}, "total_tokens"),
+        ({"total_tokens": 257}, "total_tokens"),
+        ({"storage": "basic"}, "one_level"),
+        ({"storage": 3}, "NgramStorage"),
+        ({"storage": None}, "NgramStorage"),
+        ({"stop_if_unknown": 1}, "stop_if_unknown"),
         ({"n": 3, "storage": fastspec.NgramStorage()}, "belongs to the storage"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_values_out_of_range_are_refused(options, named):
     with pytest.raises(fastspec.Unsupported, match=named):
         fastspec.Nasd(**options)

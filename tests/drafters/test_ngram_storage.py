@@ -18,7 +18,8 @@ from fastspec.generation.drafters.ngram_arrays import WIDTH, Edges
 
 
 class Naive:
-    """The specification: every context of `least` to `most` tokens by name, with all that was counted after it, in order."""
+    """The specification: every context of `least` to `most` tokens by name, with all that was counted after it, in
+    order."""
 
     def __init__(self, least: int, most: int) -> None:
         self.least, self.most = least, most
@@ -57,10 +58,12 @@ MAKERS = {
     "suffix 2 to 3": (lambda: fastspec.SuffixStorage(2, 3), 2, 3),
 }
 every_kind = pytest.mark.parametrize("kind", MAKERS)
-# (text, token, fillers): several texts that grow in turn, over few tokens so that contexts come again, or over more than a tally holds
+# (text, token, fillers): several texts that grow in turn, over few tokens so that contexts come again, or over more
+# than a tally holds
 events = st.integers(2, 12).flatmap(
     lambda size: st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, size), st.lists(st.integers(0, size), max_size=3, unique=True)), max_size=60
+        st.tuples(st.integers(0, 2), st.integers(0, size), st.lists(st.integers(0, size), max_size=3, unique=True)),
+        max_size=60,
     )
 )
 
@@ -88,10 +91,14 @@ def test_a_storage_answers_like_dictionaries_of_all_contexts(kind, events, draft
 
 
 def test_edges_are_numbered_like_the_keys_of_a_dictionary():
-    """Over many enlargements, with tokens of all 24 bits and neighbouring ones, none of which may be taken for another."""
+    """Over many enlargements, with tokens of all 24 bits and neighbouring ones, none of which may be taken for
+    another."""
     edges, naive, draw = Edges(), {}, random.Random(0)
     for _ in range(20_000):
-        pair = draw.randrange(1 << draw.randrange(1, 31)), draw.choice([draw.randrange(100), draw.randrange(1 << 24), (1 << 24) - 1])
+        pair = (
+            draw.randrange(1 << draw.randrange(1, 31)),
+            draw.choice([draw.randrange(100), draw.randrange(1 << 24), (1 << 24) - 1]),
+        )
         assert edges.find(*pair) == naive.get(pair, 0)
         assert edges.add(*pair) == naive.setdefault(pair, len(naive) + 1)
     assert len(edges) == len(naive)
@@ -113,7 +120,8 @@ def test_a_longer_text_answers_like_dictionaries_of_all_contexts(kind):
 
 
 def drawn_text(tokens: int, kinds: int) -> list[int]:
-    """After each two tokens one of three, the first of them most often, and now and then any token, small ones more often than large."""
+    """After each two tokens one of three, the first of them most often, and now and then any token, small ones more
+    often than large."""
     draw = random.Random(0)
     text = [0, 0]
     while len(text) < tokens:
@@ -160,7 +168,9 @@ def changed(path, header=None, **tensors):
     with safe_open(str(path), framework="pt") as file:
         old = file.metadata()
     held = {**load_file(path), **tensors}
-    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, path, metadata={**old, **(header or {})})
+    save_file(
+        {name: tensor for name, tensor in held.items() if tensor is not None}, path, metadata={**old, **(header or {})}
+    )
 
 
 def first(tensor, value):
@@ -172,22 +182,34 @@ def first(tensor, value):
 @pytest.mark.parametrize(
     "change",
     [
-        {"header": {"version": "2"}}, {"header": {"kind": "else"}}, {"header": {"format": "pt"}}, {"header": {"n": "x", "min_match": "x"}},
-        {"header": {"n": "1", "min_match": "0"}}, {"sizes": None}, {"sizes": torch.tensor([1, 2])}, {"sizes": torch.zeros(3, 2).long()},
-        {"tokens": torch.tensor([-1] * 40)}, {"counts": torch.tensor([0] * 40)},
-        {"tokens": 2**24}, {"counts": 2**30 + 1}, {"counts": torch.tensor([0.5])},
-        {"contexts": None, "states": None}, {"contexts": torch.tensor([[-1, 4, -1]]), "states": torch.tensor([[1, -1]])},
+        {"header": {"version": "2"}},
+        {"header": {"kind": "else"}},
+        {"header": {"format": "pt"}},
+        {"header": {"n": "x", "min_match": "x"}},
+        {"header": {"n": "1", "min_match": "0"}},
+        {"sizes": None},
+        {"sizes": torch.tensor([1, 2])},
+        {"sizes": torch.zeros(3, 2).long()},
+        {"tokens": torch.tensor([-1] * 40)},
+        {"counts": torch.tensor([0] * 40)},
+        {"tokens": 2**24},
+        {"counts": 2**30 + 1},
+        {"counts": torch.tensor([0.5])},
+        {"contexts": None, "states": None},
+        {"contexts": torch.tensor([[-1, 4, -1]]), "states": torch.tensor([[1, -1]])},
         {"contexts": torch.zeros(0, 1).long(), "edges": torch.tensor([[0, 1, 999]])},
         {"contexts": torch.tensor([[3, 3]]), "edges": torch.tensor([[0, 3]])},
         {"contexts": torch.tensor([[2**25] * 3]), "states": torch.tensor([[0, -1], [1, 1]])},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_changed_file_is_refused(kind, change, tmp_path):
     storage, path = MAKERS[kind][0](), tmp_path / "s.safetensors"
     read(storage, [1, 2, 3, 1, 2, 4])
     storage.save(path)
-    change = {name: first(load_file(path)[name], value) if isinstance(value, int) else value for name, value in change.items()}
+    change = {
+        name: first(load_file(path)[name], value) if isinstance(value, int) else value for name, value in change.items()
+    }
     changed(path, **change)
     with pytest.raises(fastspec.CheckpointError, match=r"s\.safetensors"):
         type(storage).load(path)
@@ -241,10 +263,11 @@ def test_repetitive_texts_cost_no_more_than_others(make, text):
 
 @pytest.mark.parametrize("kind", ["ngram 4", "one level 3", "suffix"])
 def test_a_hundred_thousand_tokens_cost_no_more_each_than_the_first(kind):
-    """Of blocks of 500 tokens the fastest is taken, in seconds of the CPU, so that other work on the machine does not count. A structure
-    whose insert grows with what it holds takes some 20 times as long for the last tenth as for the first (95,000 against 5,000 on
-    average); these take 1 to 2 times, for the processor's caches. The absolute bounds are a step of the smallest model measured,
-    0.45 ms on an H200, where a tenth of it is wanted and a fiftieth reached."""
+    """Of blocks of 500 tokens the fastest is taken, in seconds of the CPU, so that other work on the machine does not
+    count. A structure whose insert grows with what it holds takes some 20 times as long for the last tenth as for the
+    first (95,000 against 5,000 on average); these take 1 to 2 times, for the processor's caches. The absolute bounds
+    are a step of the smallest model measured, 0.45 ms on an H200, where a tenth of it is wanted and a fiftieth
+    reached."""
     storage, text, block = MAKERS[kind][0](), drawn_text(100_000, 30_000), 500
     cursor, cursors, spent = storage.start(), [], []
     for start in range(0, len(text), block):

@@ -251,7 +251,7 @@ OTHERS = {
     r"Gemma 4's assistant, which reads the keys and values": lambda config, state: config.update(
         {"model_type": "gemma4_assistant"}
     ),
-    r"head without auxiliary hidden states \(use_aux_hidden_state is false\).*reads intermediate layers": without_states,
+    r"head without auxiliary hidden states \(use_aux_hidden_state is false\).*reads intermediate layers": without_states,  # noqa: E501
     r"heads without auxiliary hidden states, which fastspec does not run, have none": lambda config, state: state.pop(
         "fc.weight"
     ),
@@ -313,7 +313,8 @@ def test_a_target_with_added_tokens_takes_a_head_whose_drafts_are_among_them(tmp
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_head_that_was_loaded_fits_the_target_that_it_was_loaded_for(own, tmp_path):
-    """With added tokens too, where `patch` takes the module of `load_head`; an embedding without their rows is refused."""
+    """With added tokens too, where `patch` takes the module of `load_head`; an embedding without their rows is
+    refused."""
     model = tiny_model()
     model.resize_token_embeddings(101, mean_resizing=False)
     made = tiny_head(model, vocab_size=97, draft_vocab_size=40)

@@ -43,7 +43,9 @@ def test_a_pair_of_one_tokenizer_drafts_what_the_draft_model_would():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
         model = fastspec.patch(bigram(), speculative=(bigram(), TARGET, TARGET))
     same((bigram(), model), Speculative(gamma=3), prompts(4, 6), eos_token_id=1000)
-    assert stats(model).acceptance_length > 2  # less than 4 only where a text does not encode to the tokens it came from
+    assert (
+        stats(model).acceptance_length > 2
+    )  # less than 4 only where a text does not encode to the tokens it came from
 
 
 TEXTS: dict[str, Any] = {"tokenizer": TARGET, "draft_tokenizer": DRAFT, "known": {}, "device": torch.device("cpu")}
@@ -83,11 +85,23 @@ def test_the_continuation_is_encoded_with_the_text_before_it():
     script = Script("xyabcdQ")
     drafter = TextDrafter(script, Length(4), room=100, **TEXTS)
     emitted = TARGET("Qxy")["input_ids"]
-    drafter.begin(torch.tensor([emitted[:-1]]), torch.tensor([len(emitted) - 1]), torch.zeros(1, 1, 0), torch.tensor([emitted[-1]]))
+    drafter.begin(
+        torch.tensor([emitted[:-1]]),
+        torch.tensor([len(emitted) - 1]),
+        torch.zeros(1, 1, 0),
+        torch.tensor([emitted[-1]]),
+    )
     tree = drafter.propose(0)
-    assert [TARGET.decode([token]) for token in tree.tokens[0].tolist()] == ["xy", "abcd", "Q", "x"]  # drafted as abc, d, Q, x
+    assert [TARGET.decode([token]) for token in tree.tokens[0].tolist()] == [
+        "xy",
+        "abcd",
+        "Q",
+        "x",
+    ]  # drafted as abc, d, Q, x
     before = list(script.fed)
-    verdict = Verdict(torch.tensor([[0, 1, *[1] * (tree.max_path - 2)]]), torch.tensor([1]), torch.tensor([LETTERS.index("x")]))
+    verdict = Verdict(
+        torch.tensor([[0, 1, *[1] * (tree.max_path - 2)]]), torch.tensor([1]), torch.tensor([LETTERS.index("x")])
+    )
     drafter.observe(tree, verdict, torch.zeros(1, 1, 97), torch.zeros(1, 1, 0), torch.tensor([True]), 0)
     assert TARGET.decode(drafter.history[0]) == "Qxyabcdx"
     drafter.propose(0)
@@ -99,9 +113,15 @@ def test_reading_texts_anew_is_part_of_the_price():
     target, draft = shallow_model(), shallow_model(seed=2, num_hidden_layers=1, vocab_size=93)
     decoding = TextDecoding(Speculative(most=5), target, Pair(draft, DRAFT, TARGET))
     length = decoding.drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None).length
-    price = check(target, "cpu", 1) + COSTS["cpu"].reread / pass_ms(COSTS["cpu"], target) + 2 * cost(draft, target, "cpu")
+    price = (
+        check(target, "cpu", 1) + COSTS["cpu"].reread / pass_ms(COSTS["cpu"], target) + 2 * cost(draft, target, "cpu")
+    )
     assert length.price(2) == pytest.approx(price)
-    fixed = replace(decoding, config=Speculative(gamma=3)).drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None).length
+    fixed = (
+        replace(decoding, config=Speculative(gamma=3))
+        .drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None)
+        .length
+    )
     assert (fixed.most, fixed.cost, fixed.pause) == (3, 0.0, 0)
 
 
@@ -128,17 +148,24 @@ def test_a_long_text_is_encoded_as_a_whole_a_part_at_a_time(kind, monkeypatch):
     firsts = torch.tensor([emitted[0][300], emitted[1][200]])
     drafter.begin(torch.tensor([row[:300] for row in emitted]), torch.tensor([300, 200]), torch.zeros(2, 1, 0), firsts)
     spent = []
-    monkeypatch.setattr(rereading, "encoded", lambda tokenizer, text: (spent.append(len(text)), encoded(tokenizer, text))[1])
+    monkeypatch.setattr(
+        rereading, "encoded", lambda tokenizer, text: (spent.append(len(text)), encoded(tokenizer, text))[1]
+    )
     for count in range(1, 300):
         drafter.history = [emitted[0][: 300 + count], emitted[1][: 200 + count]]
         for row, text in enumerate(drafter.history):
             assert drafter._encoded(row) == encoded(DRAFT, decoded(target, text))
     settled = [start for start, _ in drafter.settled]
     if kind == "plain":
-        assert all(len(text) - 3 * ANEW < start < len(text) - ANEW + 1 for text, start in zip(drafter.history, settled, strict=True))
+        assert all(
+            len(text) - 3 * ANEW < start < len(text) - ANEW + 1
+            for text, start in zip(drafter.history, settled, strict=True)
+        )
         assert sum(spent) / len(spent) < 3 * ANEW  # letters: a token has one or two
     else:
-        assert settled == [0, 0] and len(spent) < 2 * 299 + 2 * 2 * TRIES * 6  # tried a few times, each time twice as late
+        assert (
+            settled == [0, 0] and len(spent) < 2 * 299 + 2 * 2 * TRIES * 6
+        )  # tried a few times, each time twice as late
 
 
 def test_a_text_beyond_the_room_is_not_drafted_for():

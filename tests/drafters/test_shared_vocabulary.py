@@ -1,4 +1,5 @@
-"""Drafts drawn by the tokens that two vocabularies share: the target's own distribution, and the acceptance that the shared part allows."""
+"""Drafts drawn by the tokens that two vocabularies share: the target's own distribution, and the acceptance that the
+shared part allows."""
 
 from __future__ import annotations
 
@@ -37,10 +38,11 @@ from fastspec.patches.backends import TORCH
 
 OURS = tokenizer(["a", "b"], [("a", "b")])  # a, b, ab
 PAIRS = {
-    "some shared": tokenizer(["b", "c", "a"], []), "one shared": tokenizer(["x", "y", "b"], []),
+    "some shared": tokenizer(["b", "c", "a"], []),
+    "one shared": tokenizer(["x", "y", "b"], []),
     "nothing shared": tokenizer(["x", "y"], []),
     "with a merge": tokenizer(["b", "a", "c"], [("b", "a"), ("a", "b")]),
-}  # fmt: skip
+}
 
 
 class Draft(Tables):
@@ -56,7 +58,9 @@ class Draft(Tables):
         return torch.tensor([self.after(text) for text in texts]), ids[..., None][..., :0]
 
 
-def restricted(scores: list[float], pairs: list[tuple[int, int]], vocab: int, process: Any) -> tuple[list[float], float]:
+def restricted(
+    scores: list[float], pairs: list[tuple[int, int]], vocab: int, process: Any
+) -> tuple[list[float], float]:
     """What a draft is drawn from, by hand, and how much the shared tokens hold."""
     over = torch.full((1, vocab), -torch.inf)
     for ours, theirs in pairs:
@@ -66,7 +70,8 @@ def restricted(scores: list[float], pairs: list[tuple[int, int]], vocab: int, pr
 
 
 class Checked(SharedDrafter):
-    """Holds every node's q to the draft model's distribution after its text, encoded anew, and the drafts before the node."""
+    """Holds every node's q to the draft model's distribution after its text, encoded anew, and the drafts before the
+    node."""
 
     def propose(self, extent: int) -> Any:
         tree = super().propose(extent)
@@ -74,22 +79,37 @@ class Checked(SharedDrafter):
             read = list(self.draft_tokenizer(self.tokenizer.decode(emitted), add_special_tokens=False)["input_ids"])
             drawn = self.alive[row] and 0 < len(read) <= self.room - self.length.most
             for node in range(1, tree.tokens.shape[1]):
-                want, held = restricted(self.draft.after(tuple(read)), list(self.known.items()), len(self.foreign), self.process)  # type: ignore[attr-defined]
+                want, held = restricted(
+                    self.draft.after(tuple(read)), list(self.known.items()), len(self.foreign), self.process
+                )  # type: ignore[attr-defined]
                 drawn = drawn and held >= SHARE and max(want) > 0
-                torch.testing.assert_close(tree.q[row, node], torch.tensor(want if drawn else [0.0] * len(want)), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    tree.q[row, node], torch.tensor(want if drawn else [0.0] * len(want)), rtol=1e-5, atol=1e-6
+                )
                 token = int(tree.tokens[row, node])
                 assert not drawn or want[token] > 0
                 read.append(self.known.get(token, 0))
         return tree
 
 
-def sharing(seed: int, theirs: Any, gamma: int, process: Any, kind: Any = Checked, ours: Any = OURS, length: Any = None) -> Make:
+def sharing(
+    seed: int, theirs: Any, gamma: int, process: Any, kind: Any = Checked, ours: Any = OURS, length: Any = None
+) -> Make:
     def make(rows: int, ops: Any) -> tuple[Any, Any]:
         target, draft = Tables(seed, "target", rows, len(ours)), Draft(seed, "draft", rows, len(theirs), 60)
         drafter = kind(
-            draft, length or Length(gamma), shared_tokens(ours, theirs), room=50, tokenizer=ours, draft_tokenizer=theirs, vocab=len(ours),
-            draft_vocab=len(theirs), ops=ops, process=process, device=torch.device("cpu"),
-        )  # fmt: skip
+            draft,
+            length or Length(gamma),
+            shared_tokens(ours, theirs),
+            room=50,
+            tokenizer=ours,
+            draft_tokenizer=theirs,
+            vocab=len(ours),
+            draft_vocab=len(theirs),
+            ops=ops,
+            process=process,
+            device=torch.device("cpu"),
+        )
         return target, drafter
 
     return make
@@ -100,10 +120,19 @@ def own(seed: int, process: Any) -> Callable[[Any], list[float]]:
 
 
 # One batch a script: how wide a round is depends on the rows beside, and so does what a row is asked.
-@pytest.mark.parametrize(("theirs", "gamma", "limit", "companions"), [
-    pytest.param(theirs, *sizes, id=f"{name}-{sizes}", marks=pytest.mark.slow if sizes[1] == 3 and name != "some shared" else ())
-    for name, theirs in PAIRS.items() for sizes in ((1, 2, 0), (2, 3, 0), (2, 2, 1))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("theirs", "gamma", "limit", "companions"),
+    [
+        pytest.param(
+            theirs,
+            *sizes,
+            id=f"{name}-{sizes}",
+            marks=pytest.mark.slow if sizes[1] == 3 and name != "some shared" else (),
+        )
+        for name, theirs in PAIRS.items()
+        for sizes in ((1, 2, 0), (2, 3, 0), (2, 2, 1))
+    ],
+)
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
 @examples(3)
 def test_the_loop_emits_what_the_target_emits_alone(theirs, gamma, limit, companions, seed, process):
@@ -122,7 +151,11 @@ class UnprocessedQ(SharedDrafter):
 
     def propose(self, extent):
         tree = super().propose(extent)
-        return tree if tree.q is None else replace(tree, q=torch.nan_to_num(tree.q**0.6 / (tree.q**0.6).sum(-1, keepdim=True)))
+        return (
+            tree
+            if tree.q is None
+            else replace(tree, q=torch.nan_to_num(tree.q**0.6 / (tree.q**0.6).sum(-1, keepdim=True)))
+        )
 
 
 class QNotRenormalised(SharedDrafter):
@@ -131,7 +164,11 @@ class QNotRenormalised(SharedDrafter):
     def propose(self, extent):
         self.held = []
         tree = super().propose(extent)
-        return tree if tree.q is None else replace(tree, q=tree.q * torch.stack((self.held[0], *self.held), 1)[:, : tree.q.shape[1], None])
+        return (
+            tree
+            if tree.q is None
+            else replace(tree, q=tree.q * torch.stack((self.held[0], *self.held), 1)[:, : tree.q.shape[1], None])
+        )
 
     def _scores(self, logits):
         scores, share = super()._scores(logits)
@@ -150,7 +187,10 @@ class UnlikelyDraftsLeftOut(SharedDrafter):
 @pytest.mark.parametrize("bug", [QOfAnotherPrefix, UnprocessedQ, QNotRenormalised, UnlikelyDraftsLeftOut])
 def test_planted_bugs_are_found(bug):
     process, theirs = PROCESSES[1], PAIRS["some shared"]
-    assert not all(agree(enumerated(sharing(s, theirs, 2, process, bug), process, 3, 1), closed(3, 3, own(s, process))) for s in range(4))
+    assert not all(
+        agree(enumerated(sharing(s, theirs, 2, process, bug), process, 3, 1), closed(3, 3, own(s, process)))
+        for s in range(4)
+    )
 
 
 class OtherTokensFed(SharedDrafter):
@@ -185,7 +225,8 @@ MANY = tokenizer(LETTERS, [("a", "b"), ("c", "d"), ("ab", "cd")])
 @given(st.data(), st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(PROCESSES[1:]), st.booleans())
 @examples(40)
 def test_batches_keep_every_rows_distribution(data, seed, gamma, process, fixed):
-    """Rows of other lengths that accept and end differently: each q is the draft model's, and what was drafted is possible."""
+    """Rows of other lengths that accept and end differently: each q is the draft model's, and what was drafted is
+    possible."""
     texts = data.draw(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=6), min_size=1, max_size=4))
     ends = data.draw(st.sampled_from([frozenset(), frozenset({3})]))
     theirs = tokenizer(list("dxcbya"), [("c", "d"), ("b", "c")])
@@ -207,7 +248,13 @@ class Renamed(Draft):
         return [scores[token] for token in self.order]
 
 
-@given(st.integers(0, 10**6), st.integers(1, 4), st.sampled_from(PROCESSES[1:]), st.sampled_from([0.0, 0.15]), st.booleans())
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 4),
+    st.sampled_from(PROCESSES[1:]),
+    st.sampled_from([0.0, 0.15]),
+    st.booleans(),
+)
 @examples(25)
 def test_with_all_tokens_shared_it_is_the_same_as_with_one_tokenizer(seed, gamma, process, cost, ending):
     """The same draws give the same tokens and the same numbers."""
@@ -219,12 +266,23 @@ def test_with_all_tokens_shared_it_is_the_same_as_with_one_tokenizer(seed, gamma
         pairs = shared_tokens(ours, theirs)
         assert len(pairs) == 5
         return Tables(seed, "target", rows, 5), SharedDrafter(
-            Renamed(seed, rows, order), length, pairs, room=50, tokenizer=ours, draft_tokenizer=theirs, vocab=5, draft_vocab=5, ops=ops,
-            process=process, device=torch.device("cpu"),
-        )  # fmt: skip
+            Renamed(seed, rows, order),
+            length,
+            pairs,
+            room=50,
+            tokenizer=ours,
+            draft_tokenizer=theirs,
+            vocab=5,
+            draft_vocab=5,
+            ops=ops,
+            process=process,
+            device=torch.device("cpu"),
+        )
 
     def one(rows: int, ops: Any) -> tuple[Any, Any]:
-        drafter = ChainDrafter(Tables(seed, "draft", rows, 5), length, branches=1, vocab=5, draft_vocab=5, ops=ops, process=process)
+        drafter = ChainDrafter(
+            Tables(seed, "draft", rows, 5), length, branches=1, vocab=5, draft_vocab=5, ops=ops, process=process
+        )
         return Tables(seed, "target", rows, 5), drafter
 
     found, want = (run(make, texts, 14, process, ends, seed) for make in (shared, one))
@@ -246,17 +304,23 @@ def test_rows_are_drafted_for_while_the_shared_tokens_hold_enough():
         def after(self, text: Any) -> list[float]:
             if text == (0, 0):
                 return [-torch.inf, 0.0, -torch.inf]
-            return [0.0, 5.0, 0.0] if text[-1] == 0 else [0.0, 0.0, 0.0]  # behind b it would say c, which the target has not
+            return (
+                [0.0, 5.0, 0.0] if text[-1] == 0 else [0.0, 0.0, 0.0]
+            )  # behind b it would say c, which the target has not
 
     process, theirs = PROCESSES[1], PAIRS["some shared"]
     _, drafter = sharing(0, theirs, 3, process, SharedDrafter)(3, TORCH)
     drafter.draft = drafter.passes.draft = Sure(0, "draft", 3, 3)
-    drafter.begin(torch.tensor([[0], [0], [1]]), torch.ones(3, dtype=torch.long), torch.zeros(3, 1, 0), torch.tensor([0, 1, 1]))
+    drafter.begin(
+        torch.tensor([[0], [0], [1]]), torch.ones(3, dtype=torch.long), torch.zeros(3, 1, 0), torch.tensor([0, 1, 1])
+    )
     for seed in range(8):
         torch.manual_seed(seed)
         tree = drafter.propose(0)
         drawn = tree.q[:, 1:].sum(-1) > 0
-        assert bool(tree.q.isfinite().all()) and not drawn[1:].any() and drawn[0, 0]  # the texts are "aa", "ab" and "bb"
+        assert (
+            bool(tree.q.isfinite().all()) and not drawn[1:].any() and drawn[0, 0]
+        )  # the texts are "aa", "ab" and "bb"
         for node in range(1, drawn.shape[1]):
             assert drawn[0, node] == (drawn[0, node - 1] and tree.tokens[0, node] != 1)
 
@@ -298,7 +362,9 @@ def paired(target: Any, draft: Any, draft_tokenizer: Any = DRAFT) -> Any:
         return fastspec.patch(target, speculative=(draft, draft_tokenizer, TARGET))
 
 
-@pytest.mark.parametrize("case, config", [("all four", Speculative(gamma=2)), ("temperature", Speculative(most=3))], ids=str)
+@pytest.mark.parametrize(
+    "case, config", [("all four", Speculative(gamma=2)), ("temperature", Speculative(most=3))], ids=str
+)
 def test_sampled_texts_follow_the_targets_distribution(case, config):
     target = tiny_model(seed=1, num_hidden_layers=4)
     model = paired(target, near(target))
@@ -311,7 +377,13 @@ def test_batches_reproduce_and_are_accepted_more_often_than_texts(monkeypatch):
     target = tiny_model(seed=1)
     draft, inputs = near(target), prompts(3, 9, 17)
     model = paired(target, draft)
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 30, "max_new_tokens": 40, "eos_token_id": [5, 40]}
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.9,
+        "top_k": 30,
+        "max_new_tokens": 40,
+        "eos_token_id": [5, 40],
+    }
     accepted, texts = [], []
     for _ in range(3):
         torch.manual_seed(7)
@@ -352,14 +424,25 @@ def test_the_shared_tokens():
     assert matched(TARGET, DRAFT) == {(t, t) for t in set(TARGET.get_vocab()) & set(DRAFT.get_vocab())}
     assert shared_tokens(letters, tokenizer(["x"], [])) == [] and shared_tokens(object(), letters) == []
     byte = named(
-        ["the", "Ġthe", "a", "Ċ", "Ã", "▁b", "<s>"], decoders.ByteLevel(), ("<end>", "<eos>"), eos_token="<eos>", unk_token="<end>"
+        ["the", "Ġthe", "a", "Ċ", "Ã", "▁b", "<s>"],
+        decoders.ByteLevel(),
+        ("<end>", "<eos>"),
+        eos_token="<eos>",
+        unk_token="<end>",
     )
     piece = named(
-        ["a", "▁the", "the", "Ġthe", "\n", "Ã", "b"], decoders.Metaspace(), ("<s>", "<end>", "</s>"), eos_token="</s>", bos_token="<s>"
+        ["a", "▁the", "the", "Ġthe", "\n", "Ã", "b"],
+        decoders.Metaspace(),
+        ("<s>", "<end>", "</s>"),
+        eos_token="</s>",
+        bos_token="<s>",
     )
     # Ã is a byte in one and a letter in the other, <s> a text in one and a special token in the other
     assert matched(byte, piece) == {("the", "the"), ("Ġthe", "▁the"), ("a", "a"), ("<eos>", "</s>")}
-    starting, inside = named(["a", "the", "##the"], decoders.WordPiece(), unk_token="a"), named(["x", "the", "y"], decoders.Fuse())
+    starting, inside = (
+        named(["a", "the", "##the"], decoders.WordPiece(), unk_token="a"),
+        named(["x", "the", "y"], decoders.Fuse()),
+    )
     assert matched(starting, starting) == {("the", "the"), ("##the", "##the")}
     assert ("##the", "the") not in matched(starting, inside)
     taken = named(["a", "b"], decoders.Fuse(), ("<end>", "</s>"), eos_token="<end>", pad_token="</s>")

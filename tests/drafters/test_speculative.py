@@ -1,4 +1,5 @@
-"""The assistant `speculative`: the target's own tokens and distribution, whatever the draft model is, and drafts as long as they pay."""
+"""The assistant `speculative`: the target's own tokens and distribution, whatever the draft model is, and drafts as
+long as they pay."""
 
 from __future__ import annotations
 
@@ -34,8 +35,12 @@ from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 CONFIGS = [
-    Speculative(), Speculative(gamma=1), Speculative(gamma=5), Speculative(gamma=4, branches=3), Speculative(most=5, branches=2),
-]  # fmt: skip
+    Speculative(),
+    Speculative(gamma=1),
+    Speculative(gamma=5),
+    Speculative(gamma=4, branches=3),
+    Speculative(most=5, branches=2),
+]
 EARLY = [Speculative(early_exit=4, gamma=3), Speculative(early_exit=2), Speculative(early_exit=5, gamma=4, branches=2)]
 NEVER = 1000
 
@@ -49,17 +54,23 @@ def patched(target: Any, draft: Any) -> Any:
 
 @pytest.fixture(scope="module", params=["itself", "another", "smaller vocabulary", "larger vocabulary", "generic"])
 def drafted(request):
-    """(the unpatched target, the same patched) with drafts of a copy of the target, of another model, of other sizes."""
+    """(the unpatched target, the same patched) with drafts of a copy of the target, of another model, of other
+    sizes."""
     drafts: dict[str, dict[str, Any]] = {
-        "itself": {}, "another": {"seed": 3}, "smaller vocabulary": {"vocab_size": 90}, "larger vocabulary": {"vocab_size": 128},
+        "itself": {},
+        "another": {"seed": 3},
+        "smaller vocabulary": {"vocab_size": 90},
+        "larger vocabulary": {"vocab_size": 128},
         "generic": {"model_type": "gpt2"},
-    }  # fmt: skip
+    }
     draft = tiny_model(**drafts[request.param], **SHALLOW)
     return kept(tiny_model(**SHALLOW)), patched(tiny_model(**SHALLOW), draft)
 
 
 def test_a_draft_model_as_large_as_the_target_brings_a_warning_with_numbers():
-    with pytest.warns(UserWarning, match=r"reads [\d.]+ M weights a token and the target [\d.]+ M: drafting will not pay"):
+    with pytest.warns(
+        UserWarning, match=r"reads [\d.]+ M weights a token and the target [\d.]+ M: drafting will not pay"
+    ):
         fastspec.patch(tiny_model(), speculative=tiny_model(seed=1))
 
 
@@ -73,7 +84,9 @@ def test_models_of_other_special_tokens_bring_a_warning_with_both_values():
         fastspec.patch(tiny_model(), speculative=tiny_model(**OTHER, **small))
     assert "speculative=(draft_model, draft_tokenizer, tokenizer)" in str(told[0].message)
     silent = [tiny_model(**small), tiny_model(**dict.fromkeys(OTHER), **small), tiny_model(**OTHER, **small)]
-    silent[2].generation_config.update(bos_token_id=1, eos_token_id=[6, 5], pad_token_id=0)  # the config knows others, as of a base model
+    silent[2].generation_config.update(
+        bos_token_id=1, eos_token_id=[6, 5], pad_token_id=0
+    )  # the config knows others, as of a base model
     pair = (tiny_model(**OTHER, **small), DRAFT, TARGET)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -84,7 +97,9 @@ def test_models_of_other_special_tokens_bring_a_warning_with_both_values():
 def test_drafts_that_are_never_accepted_bring_one_warning_with_numbers():
     call: dict[str, Any] = {**prompts(6), "do_sample": False, "max_new_tokens": 60, "eos_token_id": NEVER}
     model = patched(tiny_model(), tiny_model(seed=3))
-    with pytest.warns(UserWarning, match=r"accepted in \d+ of (3[2-9]|[45]\d) rounds: .*\(draft_model, draft_tokenizer, tokenizer\)"):
+    with pytest.warns(
+        UserWarning, match=r"accepted in \d+ of (3[2-9]|[45]\d) rounds: .*\(draft_model, draft_tokenizer, tokenizer\)"
+    ):
         model.generate(**call, assistant=Speculative(gamma=2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -114,12 +129,23 @@ def test_a_perfect_draft_is_accepted_whole():
     model = patched(tiny_model(), tiny_model())
     for gamma, branches in ((1, 1), (3, 1), (4, 3)):
         model.generate(
-            **prompts(5, 8), do_sample=False, max_new_tokens=41, eos_token_id=NEVER, assistant=Speculative(gamma=gamma, branches=branches)
+            **prompts(5, 8),
+            do_sample=False,
+            max_new_tokens=41,
+            eos_token_id=NEVER,
+            assistant=Speculative(gamma=gamma, branches=branches),
         )
         assert stats(model).acceptance_length == gamma + 1
     for seed in range(3):
         torch.manual_seed(seed)
-        model.generate(**prompts(5, 8), do_sample=True, top_k=9, max_new_tokens=33, eos_token_id=NEVER, assistant=Speculative(gamma=3))
+        model.generate(
+            **prompts(5, 8),
+            do_sample=True,
+            top_k=9,
+            max_new_tokens=33,
+            eos_token_id=NEVER,
+            assistant=Speculative(gamma=3),
+        )
         assert stats(model).acceptance_length == 4  # p = q: nothing is refused
 
 
@@ -136,11 +162,14 @@ def near(target: Any) -> Any:
 @pytest.mark.parametrize(
     "case, config",
     [
-        ("temperature", Speculative(gamma=2)), ("all four", Speculative(gamma=2)), ("history", Speculative(gamma=2)),
-        ("all four", Speculative(gamma=2, branches=2)), ("all four", Speculative(gamma=2, early_exit=2)),
+        ("temperature", Speculative(gamma=2)),
+        ("all four", Speculative(gamma=2)),
+        ("history", Speculative(gamma=2)),
+        ("all four", Speculative(gamma=2, branches=2)),
+        ("all four", Speculative(gamma=2, early_exit=2)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_sampled_texts_follow_the_targets_distribution(case, config):
     target = tiny_model(seed=1, num_hidden_layers=4)
     model = patched(target, near(target))
@@ -180,7 +209,9 @@ def test_whether_to_draft_on_does_not_depend_on_what_would_be_drawn():
     went_on: dict[tuple[int, ...], set[bool]] = {}
     for seed in range(400):
         torch.manual_seed(seed)
-        drafter = ChainDrafter(Dice(), Length(4, 0.1), branches=1, vocab=4, draft_vocab=4, ops=TORCH, process=lambda scores: scores)
+        drafter = ChainDrafter(
+            Dice(), Length(4, 0.1), branches=1, vocab=4, draft_vocab=4, ops=TORCH, process=lambda scores: scores
+        )
         drafter.begin(torch.tensor([[1, 2]]), torch.tensor([2]), torch.zeros(1, 2, 0), torch.tensor([1]))
         tree = drafter.propose(0)
         drafts = tuple(tree.tokens[0, 1:].tolist())
@@ -202,7 +233,9 @@ def test_a_row_that_has_ended_takes_no_more_room_in_the_drafts_cache():
 
 
 def test_branches_are_the_likeliest_tokens_whatever_a_call_draws_from():
-    drafter = ChainDrafter(Dice(), Length(2), branches=2, vocab=4, draft_vocab=4, ops=TORCH, process=lambda scores: -scores)
+    drafter = ChainDrafter(
+        Dice(), Length(2), branches=2, vocab=4, draft_vocab=4, ops=TORCH, process=lambda scores: -scores
+    )
     drafter.begin(torch.tensor([[1, 2]]), torch.tensor([2]), torch.zeros(1, 2, 0), torch.tensor([1]))
     tree = drafter.propose(0)
     assert tree.tokens.tolist() == [[1, 0, 1, 0, 1]] and tree.parents.tolist() == [[0, 0, 0, 1, 1]]
@@ -235,9 +268,13 @@ def test_the_next_turn_of_a_chat_is_drafted_with_the_whole_text():
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": NEVER, "return_dict_in_generate": True}
     first = model.generate(**prompts(6), max_new_tokens=9, assistant=Speculative(gamma=3), **options)
     ids = torch.cat((first.sequences, torch.tensor([[7, 8, 9]])), 1)
-    second = model.generate(ids, **{CACHE: kept_cache(first)}, max_new_tokens=13, assistant=Speculative(gamma=3), **options)
+    second = model.generate(
+        ids, **{CACHE: kept_cache(first)}, max_new_tokens=13, assistant=Speculative(gamma=3), **options
+    )
     assert stats(model).acceptance_length == 4
-    expected = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=13, eos_token_id=NEVER)
+    expected = plain.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=13, eos_token_id=NEVER
+    )
     assert second.sequences.tolist() == expected.tolist()
 
 
@@ -254,7 +291,8 @@ def test_one_more_token_is_drafted_where_it_raises_the_yield(chance, before, cos
 
 
 def test_drafts_are_shorter_where_the_draft_model_is_unsure():
-    """And where it is sure and wrong: its word counts for less then; where it is sure and right drafts are as long as they may be."""
+    """And where it is sure and wrong: its word counts for less then; where it is sure and right drafts are as long as
+    they may be."""
     target = bigram()
     right, wrong, unsure = (tiny_model(num_hidden_layers=1) for _ in range(3))
     with torch.no_grad():
@@ -270,7 +308,9 @@ def test_drafts_are_shorter_where_the_draft_model_is_unsure():
     for draft in (right, wrong, unsure):
         model = patched(bigram(), draft)
         with proposed() as rounds:
-            model.generate(**prompts(6), do_sample=False, max_new_tokens=60, eos_token_id=NEVER, assistant=Speculative(most=3))
+            model.generate(
+                **prompts(6), do_sample=False, max_new_tokens=60, eos_token_id=NEVER, assistant=Speculative(most=3)
+            )
         drafted.append([count for count in rounds if count])
         assert draft is right or len(drafted[-1]) < len(rounds) / 3  # most go without
     assert set(drafted[0]) == {3} and drafted[1][0] == 3 and set(drafted[1][2:]) == {1} == set(drafted[2])
@@ -317,11 +357,15 @@ def test_a_draft_model_that_is_no_good_is_asked_seldom(config):
 def test_what_a_draft_costs_is_counted_by_weights_layers_and_the_host():
     target, draft = tiny_model(num_hidden_layers=4), tiny_model(num_hidden_layers=1)
     head = target.lm_head.weight.numel()
-    read, little = (sum(p.numel() for p in m.parameters()) - m.model.embed_tokens.weight.numel() for m in (target, draft))
+    read, little = (
+        sum(p.numel() for p in m.parameters()) - m.model.embed_tokens.weight.numel() for m in (target, draft)
+    )
     assert cost(draft, target, "cpu") == pytest.approx(little / read)
     assert cost(target, target, "cpu", 1) == pytest.approx((head + (read - head) / 4) / read)
     times = COSTS["cuda"]
-    passes = [times.one * layers / LAYERS + 4 * count / times.bytes_per_ms for layers, count in ((1, little), (4, read))]
+    passes = [
+        times.one * layers / LAYERS + 4 * count / times.bytes_per_ms for layers, count in ((1, little), (4, read))
+    ]
     assert cost(draft, target, "cuda") == pytest.approx((times.drafted + passes[0]) / passes[1])
     assert cost(target, target, "cuda", 4) > 1 > cost(target, target, "cpu", 3)
 
@@ -356,9 +400,15 @@ def test_no_pass_of_the_draft_model_is_run_for_a_token_that_is_not_drafted():
         (lambda target: tiny_model(vocab_size=5000), "vocabulary of 5000 tokens and the target one of 97"),
         (lambda target: tiny_model().to("meta"), "on meta and the target on cpu"),
         (lambda target: torch.nn.Linear(2, 2), r"^speculative= takes a transformers model, .*, not a Linear: load one"),
-        (lambda target: "a/draft", r"^speculative= takes .*\(draft_model, draft_tokenizer, tokenizer\).*, not 'a/draft': load one"),
+        (
+            lambda target: "a/draft",
+            r"^speculative= takes .*\(draft_model, draft_tokenizer, tokenizer\).*, not 'a/draft': load one",
+        ),
         (lambda target: ("a/draft", DRAFT, TARGET), r"^speculative= takes a transformers model, .*, not 'a/draft'"),
-        (lambda target: (tiny_model(), DRAFT), r"\(draft_model, draft_tokenizer, tokenizer\) takes .*, not \(LlamaForCausalLM, \w+\)"),
+        (
+            lambda target: (tiny_model(), DRAFT),
+            r"\(draft_model, draft_tokenizer, tokenizer\) takes .*, not \(LlamaForCausalLM, \w+\)",
+        ),
     ],
 )
 def test_a_draft_model_that_cannot_draft_is_refused(draft, message):
@@ -370,7 +420,8 @@ def test_a_draft_model_that_cannot_draft_is_refused(draft, message):
 
 
 @pytest.mark.parametrize(
-    "options", [{"gamma": 0}, {"gamma": -1}, {"most": 0}, {"branches": 0}, {"early_exit": 0}, {"gamma": 64, "branches": 4}]
+    "options",
+    [{"gamma": 0}, {"gamma": -1}, {"most": 0}, {"branches": 0}, {"early_exit": 0}, {"gamma": 64, "branches": 4}],
 )
 def test_sizes_that_make_no_draft_are_refused(options):
     with pytest.raises(Unsupported):

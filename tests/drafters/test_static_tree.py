@@ -1,4 +1,5 @@
-"""EAGLE-1's static trees (arXiv 2401.15077): which nodes, which tokens, what they were drawn from, computed without any cache."""
+"""EAGLE-1's static trees (arXiv 2401.15077): which nodes, which tokens, what they were drawn from, computed without any
+cache."""
 
 from __future__ import annotations
 
@@ -34,14 +35,19 @@ def path_trees(draw: st.DrawFn) -> Paths:
 
 
 @torch.no_grad()
-def states(head: Any, ids: list[int], features: Tensor, paths: Paths, tokens: list[int]) -> dict[tuple[int, ...], Tensor]:
-    """What the head says after ids [T + 1] with features [T, F] and the drafts of every inner node: logits [V_d], a run per node."""
+def states(
+    head: Any, ids: list[int], features: Tensor, paths: Paths, tokens: list[int]
+) -> dict[tuple[int, ...], Tensor]:
+    """What the head says after ids [T + 1] with features [T, F] and the drafts of every inner node: logits [V_d], a run
+    per node."""
     nodes, fused = [(), *paths], head.fuse(features[None])[0]
     out: dict[tuple[int, ...], Tensor] = {}
     for node in sorted({path[:-1] for path in paths}, key=len):
         text = ids[1:] + [tokens[nodes.index(node[:end])] for end in range(1, len(node) + 1)]
         hidden = torch.cat([fused, *(out[node[:end]][None] for end in range(len(node)))])
-        out[node] = forward(head, text, hidden, list(range(len(text))), torch.ones(len(text), len(text)).tril().bool())[-1]
+        out[node] = forward(head, text, hidden, list(range(len(text))), torch.ones(len(text), len(text)).tril().bool())[
+            -1
+        ]
     return {node: head.logits(state) for node, state in out.items()}
 
 
@@ -56,7 +62,9 @@ def check(head: Any, ids: list[int], features: Tensor, paths: Paths, tree: Token
         assert tokens[node] == int(head.to_target(logits[path[:-1]].topk(path[-1] + 1).indices)[-1])
 
 
-def begun(head: Any, paths: Paths, ids: Tensor, features: Tensor, counts: list[int], process: Any = None) -> StaticDrafter:
+def begun(
+    head: Any, paths: Paths, ids: Tensor, features: Tensor, counts: list[int], process: Any = None
+) -> StaticDrafter:
     drafter = StaticDrafter(BoundHead.of(head), paths, rows=len(counts), capacity=64, ops=TORCH, process=process)
     lengths = torch.tensor(counts)
     drafter.begin(ids[:, : max(counts)], lengths, features[:, : max(counts)], ids.gather(1, lengths[:, None])[:, 0])
@@ -94,14 +102,20 @@ def test_children_are_the_likeliest_tokens_of_their_rank(variant, paths, counts,
         check(head, ids[row, : count + 1].tolist(), features[row, :count], paths, tree, row)
 
 
-@given(paths=path_trees(), ends=st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=6, max_size=6), seed=st.integers(0, 99))
+@given(
+    paths=path_trees(),
+    ends=st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=6, max_size=6),
+    seed=st.integers(0, 99),
+)
 @EXACT
 @torch.no_grad()
 def test_rounds_draft_from_the_true_text_so_far(paths, ends, seed):
     head, counts = head_of("eagle"), [3, 8]
     ids, features = drawn(head, 2, 60, seed)
     drafter = begun(head, paths, ids, features, counts)
-    held = {name: getattr(drafter, name).data_ptr() for name in ("last", "root")} | {"lengths": drafter.state.lengths.data_ptr()}
+    held = {name: getattr(drafter, name).data_ptr() for name in ("last", "root")} | {
+        "lengths": drafter.state.lengths.data_ptr()
+    }
     texts = [ids[row, : count + 1].tolist() for row, count in enumerate(counts)]
     truths = [features[row, :count] for row, count in enumerate(counts)]
     generator = torch.Generator().manual_seed(seed)
@@ -125,7 +139,9 @@ def test_rounds_draft_from_the_true_text_so_far(paths, ends, seed):
         tree = drafter.propose(max(map(len, texts)))
         for row in range(2):
             check(head, texts[row], truths[row], paths, tree, row)
-    assert held == {name: getattr(drafter, name).data_ptr() for name in ("last", "root")} | {"lengths": drafter.state.lengths.data_ptr()}
+    assert held == {name: getattr(drafter, name).data_ptr() for name in ("last", "root")} | {
+        "lengths": drafter.state.lengths.data_ptr()
+    }
 
 
 def narrow(scores: Tensor) -> Tensor:
@@ -138,7 +154,8 @@ def narrow(scores: Tensor) -> Tensor:
 @EXACT
 @torch.no_grad()
 def test_drawn_children_record_their_distribution(paths, counts, seed):
-    """Distinct siblings, and q the head's processed distribution without the earlier ones; zeros once nothing is left."""
+    """Distinct siblings, and q the head's processed distribution without the earlier ones; zeros once nothing is
+    left."""
     head = head_of("eagle")
     ids, features = drawn(head, len(counts), 14, seed)
     torch.manual_seed(seed)
@@ -151,7 +168,8 @@ def test_drawn_children_record_their_distribution(paths, counts, seed):
         for node, path in enumerate(paths, 1):
             rest = left[path[:-1]]
             want = rest / rest.sum() if bool(rest.any()) else rest
-            # The head's states are sums of 64 to 128 terms in another order: some 1e-5 of a logit of size 10, and so of a chance.
+            # The head's states are sums of 64 to 128 terms in another order: some 1e-5 of a logit of size 10, and so of
+            # a chance.
             torch.testing.assert_close(tree.q[row, node], want, rtol=1e-3, atol=1e-5)
             assert not bool(rest.any()) or rest[tokens[node]] > 0
             left[path[:-1]] = rest.index_fill(0, torch.tensor(tokens[node]), 0.0)
@@ -195,7 +213,7 @@ def test_a_draft_never_waits_for_the_host(process):
         ({"paths": []}, "names 0 nodes"),
         ({"paths": [[]]}, "empty path"),
         ({"paths": [[rank] for rank in range(256)]}, "names 256 nodes; between 1 and 255"),
-        ({"drafts": "random"}, "'random'; accepted are \"greedy\" and \"sampled\""),
+        ({"drafts": "random"}, '\'random\'; accepted are "greedy" and "sampled"'),
     ],
 )
 def test_trees_that_are_none_are_refused(options, message):

@@ -1,4 +1,5 @@
-"""The acceptance length counts the tokens that rounds emit: none behind an end token, a limit or a stop, whichever way the call runs."""
+"""The acceptance length counts the tokens that rounds emit: none behind an end token, a limit or a stop, whichever way
+the call runs."""
 
 from __future__ import annotations
 
@@ -50,9 +51,13 @@ def oracle() -> Oracle:
 
 
 ASSISTANTS: dict[str, Any] = {
-    "right": oracle, "eagle3": lambda: "eagle3", "nasd": lambda: "nasd", "speculative": lambda: fastspec.Speculative(early_exit=1, gamma=4),
-    "autoregressive": lambda: "autoregressive", "waiting": lambda: fastspec.ContinuousBatch("eagle3", rows=2),
-}  # fmt: skip
+    "right": oracle,
+    "eagle3": lambda: "eagle3",
+    "nasd": lambda: "nasd",
+    "speculative": lambda: fastspec.Speculative(early_exit=1, gamma=4),
+    "autoregressive": lambda: "autoregressive",
+    "waiting": lambda: fastspec.ContinuousBatch("eagle3", rows=2),
+}
 
 
 @pytest.mark.parametrize("make", ASSISTANTS.values(), ids=ASSISTANTS)
@@ -73,7 +78,8 @@ def test_a_round_that_ends_in_its_drafts_counts_what_it_emits():
 
 
 class Stops(StoppingCriteria):
-    """Ends each row at a length of its own, by its first token; transformers' own types are asked row by row, this one in lockstep."""
+    """Ends each row at a length of its own, by its first token; transformers' own types are asked row by row, this one
+    in lockstep."""
 
     def __call__(self, ids: Any, scores: Any, **more: Any) -> Any:
         return (ids[:, -1:] == ids.new_tensor([texts()[row][3 + 4 * row] for row in range(len(ids))])[:, None])[:, 0]
@@ -82,7 +88,8 @@ class Stops(StoppingCriteria):
 @pytest.mark.parametrize("make", [ASSISTANTS["right"], ASSISTANTS["eagle3"]], ids=["right", "eagle3"])
 @pytest.mark.parametrize("ends", [NEVER, None])
 def test_stops_are_ends(make, ends):
-    """Also where rows that are stopped go on until all were, since there are no end tokens, and what they said meanwhile is cut."""
+    """Also where rows that are stopped go on until all were, since there are no end tokens, and what they said
+    meanwhile is cut."""
     strings = {"stop_strings": [f"w{row[3 + 2 * number]}" for number, row in enumerate(texts())], "tokenizer": worded()}
     for stops in ({"stopping_criteria": StoppingCriteriaList([Stops()])}, strings):
         assert counted(make(), eos_token_id=ends, **stops).emitted < 3 * LIMIT
@@ -103,7 +110,10 @@ def test_draws_and_lockstep():
 def test_an_open_batch_counts_alike():
     with fastspec.continuous(patched(), "eagle3", rows=2) as batch:
         rows = [row[mask.bool()] for row, mask in zip(INPUTS["input_ids"], INPUTS["attention_mask"], strict=True)]
-        futures = [batch.submit(row, max_new_tokens=6 + 3 * at, do_sample=False, eos_token_id=NEVER) for at, row in enumerate(rows)]
+        futures = [
+            batch.submit(row, max_new_tokens=6 + 3 * at, do_sample=False, eos_token_id=NEVER)
+            for at, row in enumerate(rows)
+        ]
         told(futures)
     assert (batch.stats.emitted, batch.stats.round_tokens) == (27, 24)
 
@@ -113,9 +123,14 @@ def test_a_streamed_answer_counts_alike():
     for limit in (4, 9):
         streamer = AnswerStreamer(tokenizer(), screen())
         ids = INPUTS["input_ids"][1:2]
-        patched().generate(ids, max_new_tokens=limit, do_sample=False, eos_token_id=NEVER, assistant="eagle3", streamer=streamer)
+        patched().generate(
+            ids, max_new_tokens=limit, do_sample=False, eos_token_id=NEVER, assistant="eagle3", streamer=streamer
+        )
         stats = fastspec.report(patched()).last
-        assert streamer.acceptance_length == stats.acceptance_length == (limit - 1) / stats.rounds and streamer.accepted == stats.accepted
+        assert (
+            streamer.acceptance_length == stats.acceptance_length == (limit - 1) / stats.rounds
+            and streamer.accepted == stats.accepted
+        )
 
 
 def test_a_peers_drafts_behind_the_end_are_left_out():

@@ -1,4 +1,5 @@
-"""The host's side of a call by itself: what ends an answer, what is kept of it, and when a round may be asynchronous."""
+"""The host's side of a call by itself: what ends an answer, what is kept of it, and when a round may be
+asynchronous."""
 
 from __future__ import annotations
 
@@ -34,7 +35,15 @@ TEXTS = st.lists(st.lists(st.integers(0, 9), min_size=12, max_size=12), min_size
 
 def request(count: int, limit: int = 99, ends: tuple[int, ...] = (), **changes: Any) -> Request:
     counts = torch.arange(1, count + 1)
-    return Request(torch.arange(count * 5).view(count, 5), counts, [torch.tensor([7])] * count, limit, frozenset(ends), None, **changes)
+    return Request(
+        torch.arange(count * 5).view(count, 5),
+        counts,
+        [torch.tensor([7])] * count,
+        limit,
+        frozenset(ends),
+        None,
+        **changes,
+    )
 
 
 def fed(run: Batch, texts: list[list[int]], sizes: list[int]) -> None:
@@ -49,7 +58,12 @@ def fed(run: Batch, texts: list[list[int]], sizes: list[int]) -> None:
                 places[row] += len(piece)
 
 
-@given(TEXTS, st.integers(1, 12), st.sets(st.integers(0, 9), max_size=2), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+@given(
+    TEXTS,
+    st.integers(1, 12),
+    st.sets(st.integers(0, 9), max_size=2),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+)
 @DRAWN
 def test_answers_end_at_their_end_tokens_and_at_the_limit(texts, limit, ends, sizes):
     told: list[Any] = []
@@ -62,18 +76,25 @@ def test_answers_end_at_their_end_tokens_and_at_the_limit(texts, limit, ends, si
         want.append(text[: min(end, limit)])
     assert run.out.tokens == want and run.active == [False] * len(texts) and run.stats.emitted == sum(map(len, want))
     for row, text in enumerate(want):
-        assert [scores.tolist() for scores in run.out.scores[row]] == [[float(place), row] for place in range(len(text))]
-        assert [logits.tolist() for logits in run.out.logits[row]] == [[place + 0.5, row + 0.5] for place in range(len(text))]
+        assert [scores.tolist() for scores in run.out.scores[row]] == [
+            [float(place), row] for place in range(len(text))
+        ]
+        assert [logits.tolist() for logits in run.out.logits[row]] == [
+            [place + 0.5, row + 0.5] for place in range(len(text))
+        ]
         mine = [call for call in told if call[0] == row]
         assert [token for _, tokens, _, _ in mine for token in tokens] == text
         assert [done for *_, done in mine] == [False] * (len(mine) - 1) + [True]
         assert all(accepted == len(tokens) for _, tokens, accepted, _ in mine)
 
 
-@given(TEXTS, st.integers(1, 12), st.lists(st.integers(1, 12), min_size=3, max_size=3), st.booleans(), st.integers(1, 4))
+@given(
+    TEXTS, st.integers(1, 12), st.lists(st.integers(1, 12), min_size=3, max_size=3), st.booleans(), st.integers(1, 4)
+)
 @DRAWN
 def test_a_criterion_ends_rows_alone_or_all_together(texts, limit, stops, alone, size):
-    """Without end tokens rows that were stopped go on until every one was, as in transformers; with end tokens they are over."""
+    """Without end tokens rows that were stopped go on until every one was, as in transformers; with end tokens they are
+    over."""
     asked: list[Any] = []
 
     def stop(row: int, generated: list[int]) -> bool:
@@ -85,14 +106,18 @@ def test_a_criterion_ends_rows_alone_or_all_together(texts, limit, stops, alone,
     fed(run, texts, [size])
     run.finish()
     common = min(limit, max(stops[: len(texts)]))
-    assert [len(generated) for generated in run.out.tokens] == [min(limit, stop) if alone else common for stop in stops[: len(texts)]]
+    assert [len(generated) for generated in run.out.tokens] == [
+        min(limit, stop) if alone else common for stop in stops[: len(texts)]
+    ]
     assert run.active == [False] * len(texts) and len(asked) == len(set(asked))
     assert all(len(row) == len(run.out.tokens[0]) or alone for row in (*run.out.scores, *run.out.logits))
 
 
 def test_what_the_walk_asked_is_not_asked_again():
     asked: list[int] = []
-    run = Batch(request(1, 9, (5,), stop=lambda row, generated: asked.append(len(generated)) or len(generated) == 3), Stats())
+    run = Batch(
+        request(1, 9, (5,), stop=lambda row, generated: asked.append(len(generated)) or len(generated) == 3), Stats()
+    )
     run.take(0, [1], 0, None, None)
     assert [run.over(0, more) for more in ([2], [5], [2, 3], [2, 5])] == [False, True, True, True]
     run.take(0, [2, 3, 4], 3, None, None)
@@ -186,7 +211,9 @@ def test_a_call_begins_with_as_many_prompts_as_it_has_rows():
     assert first.prompts.tolist() == [[0, 1], [5, 6]] and first.counts.tolist() == [1, 2] and first.rows is None
 
 
-@pytest.mark.parametrize("asks", [{}, {"watch": print}, {"keep_scores": True}, {"keep_logits": True}, {"measure": True}], ids=str)
+@pytest.mark.parametrize(
+    "asks", [{}, {"watch": print}, {"keep_scores": True}, {"keep_logits": True}, {"measure": True}], ids=str
+)
 def test_rounds_are_launched_ahead_where_only_tokens_are_asked_for_and_some_row_goes_on(asks):
     run = Batch(request(2, 30, **asks), Stats(rounds=ASYNCHRONOUS_AFTER))
     told = not asks
@@ -209,12 +236,16 @@ def test_first_tokens_are_read_with_what_the_call_keeps():
             run.out.tokens[1] = run.out.tokens[0]
         run.limits = [1, 1]
         run.finish()
-        assert [len(row) for row in run.out.scores] == [keep_scores] * 2 and [len(row) for row in run.out.logits] == [keep_logits] * 2
+        assert [len(row) for row in run.out.scores] == [keep_scores] * 2 and [len(row) for row in run.out.logits] == [
+            keep_logits
+        ] * 2
         if keep_scores:
             assert torch.equal(run.out.scores[0][0], scores[0])
         if keep_logits:
             assert torch.equal(run.out.logits[1][0], logits[0])
-        assert [torch.equal(part, measure(logits, torch.tensor([3]))) for part in run.out.measures] == [True] * 2 * measured
+        assert [torch.equal(part, measure(logits, torch.tensor([3]))) for part in run.out.measures] == [
+            True
+        ] * 2 * measured
 
 
 PACKAGE = str(Path(fastspec.__file__).parent)
@@ -235,13 +266,19 @@ class Placed(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [
-    {"repetition_penalty": 1.3, "output_scores": True},
-    {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
-    {"do_sample": True, "num_return_sequences": 2, "output_logits": True, "eos_token_id": list(range(60))},
-    {CACHE: True, "output_scores": True, "eos_token_id": list(range(60))}, {"assistant": "speculative", "do_sample": True},
-    {"assistant": fastspec.ContinuousBatch(TREE, 1)}, {"assistant": Continued(TREE, [[1, 2], [3]], lambda outcome: None, measure=True)},
-], ids=lambda options: next(iter(options)))  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3, "output_scores": True},
+        {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
+        {"do_sample": True, "num_return_sequences": 2, "output_logits": True, "eos_token_id": list(range(60))},
+        {CACHE: True, "output_scores": True, "eos_token_id": list(range(60))},
+        {"assistant": "speculative", "do_sample": True},
+        {"assistant": fastspec.ContinuousBatch(TREE, 1)},
+        {"assistant": Continued(TREE, [[1, 2], [3]], lambda outcome: None, measure=True)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
 def test_every_tensor_of_a_call_is_made_on_a_device_that_is_named(options):
     """But for what is copied to one, or shown to a streamer."""
     target, head = MAKERS["random"]
@@ -249,7 +286,13 @@ def test_every_tensor_of_a_call_is_made_on_a_device_that_is_named(options):
     fastspec.patch(model, eagle3=head(model), speculative=target(seed=3))
     if CACHE in options:
         options = options | {CACHE: DynamicCache(config=model.config)}
-    options = {**prompts(5, 3), "max_new_tokens": 6, "return_dict_in_generate": True, "pad_token_id": 0, "assistant": TREE} | options
+    options = {
+        **prompts(5, 3),
+        "max_new_tokens": 6,
+        "return_dict_in_generate": True,
+        "pad_token_id": 0,
+        "assistant": TREE,
+    } | options
     with Placed() as placed:
         model.generate(**options)
     assert placed.without <= {"round_state.activate"}

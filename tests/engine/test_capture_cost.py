@@ -20,7 +20,9 @@ from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
 
 NAP = 0.02
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 class Graph:
@@ -109,7 +111,8 @@ def test_one_capture_runs_at_a_time_without_a_garbage_collection(monkeypatch) ->
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=["autoregressive", "eagle3", "nasd"])
 @pytest.mark.parametrize("device", [CUDA])
 def test_capturing_takes_less_than_two_seconds(assistant, device) -> None:
-    """With compiled kernels: the first run and the capture of the prompt's passes and of the rounds, on a small model."""
+    """With compiled kernels: the first run and the capture of the prompt's passes and of the rounds, on a small
+    model."""
     target, head = MAKERS["bigram"]
     model = target().to(device)
     fastspec.patch(model, eagle3=head(model).to(device))
@@ -125,4 +128,6 @@ def test_capturing_takes_less_than_two_seconds(assistant, device) -> None:
     model.generate(**inputs, **options)
     found = fastspec.report(model).last
     assert found.first_run_seconds == found.capture_seconds == 0.0
-    assert found.replays > 0 or assistant == "nasd"  # whose host drafts: its graphs are not whole rounds, and are not counted
+    assert (
+        found.replays > 0 or assistant == "nasd"
+    )  # whose host drafts: its graphs are not whole rounds, and are not counted

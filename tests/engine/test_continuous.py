@@ -46,7 +46,9 @@ def made(kind: str, device: str) -> tuple[Any, Any]:
     """(the unpatched model, the same patched, with a head for every assistant)."""
     target, head = MAKERS[kind]
     plain, model = unpatched(kind).to(device), target()
-    third, first = (each.to(device) for each in (head(model), tiny_head(model, kind="eagle", taps=(), own_lm_head=False)))
+    third, first = (
+        each.to(device) for each in (head(model), tiny_head(model, kind="eagle", taps=(), own_lm_head=False))
+    )
     return plain, fastspec.patch(model.to(device), eagle3=third, eagle2=first, eagle=first)
 
 
@@ -85,11 +87,17 @@ def test_every_prompt_gives_what_it_gives_in_one_batch(device, kind, assistant):
 
 
 def test_rows_are_seldom_idle(device):
-    """A batch of all prompts goes on until the longest answer ends, with ever fewer rows; here others begin in their places."""
+    """A batch of all prompts goes on until the longest answer ends, with ever fewer rows; here others begin in their
+    places."""
     plain, model = made("random", device)
     inputs = prompts(device, *range(3, 27))
     emitted = free(plain, inputs, 24)
-    options = {**inputs, "max_new_tokens": 24, "do_sample": False, "eos_token_id": [row[index] for index, row in enumerate(emitted)]}
+    options = {
+        **inputs,
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "eos_token_id": [row[index] for index, row in enumerate(emitted)],
+    }
     model.generate(**options, assistant="autoregressive")
     whole = stats(model)
     model.generate(**options, assistant=ContinuousBatch("autoregressive", rows=4))
@@ -100,13 +108,21 @@ def test_rows_are_seldom_idle(device):
 
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=str)
 @pytest.mark.parametrize(
-    "options", [{"repetition_penalty": 1.3}, {"output_scores": True, "output_logits": True}, {"do_sample": True, "top_k": 1}], ids=str
+    "options",
+    [{"repetition_penalty": 1.3}, {"output_scores": True, "output_logits": True}, {"do_sample": True, "top_k": 1}],
+    ids=str,
 )
 def test_what_else_a_call_asks_for_is_that_of_its_prompt(device, assistant, options):
     """Processors look at the prompt's own text, and scores and logits are its own."""
     plain, model = made("random", device)
     inputs = prompts(device, *COUNTS)
-    given = {**inputs, "max_new_tokens": 16, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0, "return_dict_in_generate": True}
+    given = {
+        **inputs,
+        "max_new_tokens": 16,
+        "eos_token_id": ends_of(plain, inputs),
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+    }
     given |= {"do_sample": False, **options}
     want, got = plain.generate(**given), model.generate(**given, assistant=ContinuousBatch(assistant, rows=2))
     assert got.sequences.tolist() == want.sequences.tolist()
@@ -121,7 +137,8 @@ def test_what_else_a_call_asks_for_is_that_of_its_prompt(device, assistant, opti
 
 @pytest.mark.parametrize("storage", ["ngram", "suffix"])
 def test_a_row_that_begins_anew_drafts_from_its_own_prompt(storage):
-    """The tree that the prompt's own drafter would grow, and nothing of the prompt before; the other row goes on with its own."""
+    """The tree that the prompt's own drafter would grow, and nothing of the prompt before; the other row goes on with
+    its own."""
     config, device = fastspec.Nasd(storage=storage, stop_if_unknown=False, gamma=3, total_tokens=4), torch.device("cpu")
     texts = torch.tensor([[7, 8, 9, 7, 8, 9], [5, 6, 5, 6, 5, 6], [7, 8, 3, 4, 7, 8]])
     after = torch.tensor([7, 5, 3])
@@ -142,7 +159,8 @@ def test_a_row_that_begins_anew_drafts_from_its_own_prompt(storage):
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=str)
 def test_a_criterion_ends_an_answer_where_there_are_no_end_tokens(monkeypatch, assistant, options):
-    """Each by itself: it is filled up, and its row given away. The criterion counts as one of the known, that keep nothing."""
+    """Each by itself: it is filled up, and its row given away. The criterion counts as one of the known, that keep
+    nothing."""
     plain, model = made("random", "cpu")
     inputs = prompts("cpu", *COUNTS)
     width = inputs["input_ids"].shape[1]
@@ -182,7 +200,9 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
         untold, left, heard = bool(self.fallback.missed), self.fallback.left, list(self.drafter.cursors)
         admit(self, row, *rest)
         assert self.fallback.left == left
-        begun.append((untold, self.drafter.cursors[:row] + self.drafter.cursors[row + 1 :] != heard[:row] + heard[row + 1 :]))
+        begun.append(
+            (untold, self.drafter.cursors[:row] + self.drafter.cursors[row + 1 :] != heard[:row] + heard[row + 1 :])
+        )
 
     monkeypatch.setattr(Engine, "admit", admitting)
     for seed in range(6):
@@ -191,7 +211,9 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
         want = plain.generate(**inputs, **options)
         assert model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=3)).tolist() == want.tolist()
     assert len(begun) == 6 * (len(COUNTS) - 3)
-    assert set(begun) >= {(True, True), (False, False)} and (True, False) not in begun  # in a pause, behind what was said in it
+    assert (
+        set(begun) >= {(True, True), (False, False)} and (True, False) not in begun
+    )  # in a pause, behind what was said in it
 
 
 def test_buffers_grow_for_a_longer_prompt(monkeypatch):
@@ -202,7 +224,12 @@ def test_buffers_grow_for_a_longer_prompt(monkeypatch):
     step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda self, length, *rest: longest.append(length) or step(self, length, *rest))
     inputs = prompts("cpu", 3, 4, 60, 5, 40, 2, 3)
-    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, prompts("cpu", *COUNTS)), "pad_token_id": 0}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 24,
+        "eos_token_id": ends_of(plain, prompts("cpu", *COUNTS)),
+        "pad_token_id": 0,
+    }
     want = plain.generate(**inputs, **options)
     assert model.generate(**inputs, **options, assistant=ContinuousBatch(TREE, rows=2)).tolist() == want.tolist()
     assert max(longest) > 60 > longest[-1]  # and less where it has ended
@@ -211,8 +238,11 @@ def test_buffers_grow_for_a_longer_prompt(monkeypatch):
 def test_as_many_rows_as_prompts_are_an_ordinary_batch():
     _, model = made("random", "cpu")
     out = model.generate(
-        **prompts("cpu", 4, 5), max_new_tokens=4, assistant=ContinuousBatch("autoregressive", rows=2), return_dict_in_generate=True,
-    )  # fmt: skip
+        **prompts("cpu", 4, 5),
+        max_new_tokens=4,
+        assistant=ContinuousBatch("autoregressive", rows=2),
+        return_dict_in_generate=True,
+    )
     assert kept_cache(out) is not None and out.fastspec.joined == 0
 
 
@@ -228,10 +258,15 @@ def test_what_cannot_begin_in_a_running_batch_is_refused(count):
             model.generate(**{**inputs, **options}, max_new_tokens=4, assistant=assistant)
 
     refused("'speculative' cannot take a new prompt", ContinuousBatch(fastspec.Speculative(early_exit=1), rows=2))
-    refused(CACHE, ContinuousBatch("nasd", rows=2), **{CACHE: kept_cache(model(**inputs))}, **{
-        "input_ids": torch.cat((inputs["input_ids"], torch.full((count, 1), 9)), 1),
-        "attention_mask": torch.cat((inputs["attention_mask"], torch.ones(count, 1, dtype=torch.long)), 1),
-    })  # fmt: skip
+    refused(
+        CACHE,
+        ContinuousBatch("nasd", rows=2),
+        **{CACHE: kept_cache(model(**inputs))},
+        **{
+            "input_ids": torch.cat((inputs["input_ids"], torch.full((count, 1), 9)), 1),
+            "attention_mask": torch.cat((inputs["attention_mask"], torch.ones(count, 1, dtype=torch.long)), 1),
+        },
+    )
     refused("unknown", ContinuousBatch("eagle4", rows=2))
     for arguments, words in (({"rows": 0}, "at least 1"), ({"assistant": ContinuousBatch()}, "ContinuousBatch itself")):
         with pytest.raises(Unsupported, match=words):

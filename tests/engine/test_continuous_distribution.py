@@ -1,5 +1,5 @@
-"""Continuous batching, enumerated: the distribution of every answer is the target's, in whichever row and after whichever prompt it
-begins."""
+"""Continuous batching, enumerated: the distribution of every answer is the target's, in whichever row and after
+whichever prompt it begins."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Guess(Drafter):
         self.target = target
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        self.texts = [[*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
+        self.texts = [
+            [*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)
+        ]
 
     def copy_row(self, row: int, other: Guess, count: int) -> None:
         self.move_row(row, other, 0, count)
@@ -55,9 +57,13 @@ class Guess(Drafter):
 
     def propose(self, extent: int) -> TokenTree:
         drafts = [Random(str(text)).randrange(VOCAB) for text in self.texts]
-        return TokenTree.chain(torch.tensor([[text[-1], draft] for text, draft in zip(self.texts, drafts, strict=True)]))
+        return TokenTree.chain(
+            torch.tensor([[text[-1], draft] for text, draft in zip(self.texts, drafts, strict=True)])
+        )
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
         for row, goes_on in enumerate(active.tolist()):
             if goes_on:
                 self.texts[row] += verdict.tokens(tree)[row, : int(verdict.accepted[row]) + 1].tolist()
@@ -84,10 +90,14 @@ class Turns(Scripts):
         """In place of `Ops.pick`: scores [B, N, V]."""
         chances = torch.softmax(scores.double(), -1).tolist()
         whole = len(chances) == ROWS
-        return torch.tensor([
-            [self.decide(prompt, each) for each in nodes] if not whole or self.state.running[row] else [0] * len(nodes)
-            for row, (prompt, nodes) in enumerate(zip(self.held, chances, strict=True))
-        ])  # fmt: skip
+        return torch.tensor(
+            [
+                [self.decide(prompt, each) for each in nodes]
+                if not whole or self.state.running[row]
+                else [0] * len(nodes)
+                for row, (prompt, nodes) in enumerate(zip(self.held, chances, strict=True))
+            ]
+        )
 
 
 class InPairs(Rounds[Any]):
@@ -104,9 +114,11 @@ class InPairs(Rounds[Any]):
         return super()._read_together(taken)
 
 
-def distributions(seed: int, process: Any, drafted: bool, monkeypatch: Any, pairs: bool = False) -> list[dict[Text, float]]:
-    """The distribution of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS of them at a
-    time, which begin one by one or in pairs."""
+def distributions(
+    seed: int, process: Any, drafted: bool, monkeypatch: Any, pairs: bool = False
+) -> list[dict[Text, float]]:
+    """The distribution of the first LIMIT tokens after each of PROMPTS, by enumeration: calls of up to 40 prompts, ROWS
+    of them at a time, which begin one by one or in pairs."""
     if pairs:
         monkeypatch.setattr(rounds, "Rounds", InPairs)
     found: list[dict[Text, float]] = [{} for _ in PROMPTS]
@@ -114,7 +126,9 @@ def distributions(seed: int, process: Any, drafted: bool, monkeypatch: Any, pair
     first, make = Choice.first, Batch.__init__
     while waiting:
         batch, waiting = waiting[:40], waiting[40:]
-        turns = Turns(batch + batch[:1] * (ROWS + 1 - len(batch)))  # more than rows, so that one joins; what is there twice counts once
+        turns = Turns(
+            batch + batch[:1] * (ROWS + 1 - len(batch))
+        )  # more than rows, so that one joins; what is there twice counts once
         ops = replace(TORCH, pick=turns.pick)
 
         def one(rows: int, ops: Any = ops) -> tuple[Cells, Guess | None]:
@@ -138,9 +152,7 @@ def distributions(seed: int, process: Any, drafted: bool, monkeypatch: Any, pair
         engine = Engine(target, drafter, ops, rows=ROWS, sample=True, process=process)
         turns.state = engine.state
         ids = torch.tensor([PROMPTS[kind] for kind in turns.kinds])
-        request = Request(
-            ids, torch.full((len(ids),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=one
-        )  # fmt: skip
+        request = Request(ids, torch.full((len(ids),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=one)
         outcome = decode(engine, request, "in turns")
         assert outcome.stats.joined == len(ids) - ROWS
         for (kind, _), text, weight in zip(batch, outcome.tokens, turns.weights, strict=False):
@@ -187,7 +199,11 @@ def old_root(monkeypatch: Any) -> None:
 
 
 def old_text(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Cells, "copy_row", lambda self, row, other, count, source=0: self.lengths.index_fill_(0, torch.tensor(row), count))
+    monkeypatch.setattr(
+        Cells,
+        "copy_row",
+        lambda self, row, other, count, source=0: self.lengths.index_fill_(0, torch.tensor(row), count),
+    )
 
 
 def old_length(monkeypatch: Any) -> None:
@@ -208,15 +224,30 @@ def another_row(monkeypatch: Any) -> None:
 
 def mirrored_first(monkeypatch: Any) -> None:
     first = Rounds._first
-    monkeypatch.setattr(Rounds, "_first", lambda self, waiting, logits, count: first(self, waiting, logits.flip(-1), count))
+    monkeypatch.setattr(
+        Rounds, "_first", lambda self, waiting, logits, count: first(self, waiting, logits.flip(-1), count)
+    )
 
 
-BUGS = [(old_root, False), (old_text, False), (old_text, True), (old_length, False), (old_length, True), (old_drafts, True)]
+BUGS = [
+    (old_root, False),
+    (old_text, False),
+    (old_text, True),
+    (old_length, False),
+    (old_length, True),
+    (old_drafts, True),
+]
 
 
-@pytest.mark.parametrize(("bug", "drafted", "pairs"), [
-    *((*each, False) for each in BUGS), *((*each, True) for each in BUGS), (another_row, False, True), (mirrored_first, False, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bug", "drafted", "pairs"),
+    [
+        *((*each, False) for each in BUGS),
+        *((*each, True) for each in BUGS),
+        (another_row, False, True),
+        (mirrored_first, False, True),
+    ],
+)
 def test_a_row_that_keeps_something_of_the_prompt_before_is_found(bug, drafted, pairs, monkeypatch):
     bug(monkeypatch)
     if bug is old_drafts:  # a tree that begins elsewhere is refused before it could emit anything

@@ -39,7 +39,9 @@ class Least:
     def propose(self, extent: int) -> TokenTree:
         return TokenTree.chain(torch.stack((self.root, self.root + 1, self.root + 2), 1) % 97)
 
-    def observe(self, tree: TokenTree, verdict: Any, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(
+        self, tree: TokenTree, verdict: Any, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
         self.root = torch.where(active, verdict.bonus, self.root)
 
 
@@ -67,7 +69,9 @@ def test_what_a_drafter_lacks_is_named_when_it_is_given(name):
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_what_only_a_derived_class_may_have_is_named_too(name):
     kind = type("More", (Least,), {name: True})
-    with pytest.raises(Unsupported, match=rf"derive it from fastspec.Drafter; see there {name} \({OPTIONAL[name].split('.')[0]}"):
+    with pytest.raises(
+        Unsupported, match=rf"derive it from fastspec.Drafter; see there {name} \({OPTIONAL[name].split('.')[0]}"
+    ):
         adopt(kind(), may_draw=False)
 
 
@@ -111,11 +115,19 @@ def test_a_host_drafter_observes_by_its_digest_of_what_was_accepted():
     assert drafter.seen == ([[1]], 1)
 
 
-@pytest.mark.parametrize(("captures", "drafts", "decides", "kind"), [
-    (False, Place.DEVICE, Place.DEVICE, Eager), (False, Place.HOST, Place.HOST, Eager), (True, Place.DEVICE, Place.DEVICE, WholeGraph),
-    (True, Place.DEVICE, Place.HOST, SplitGraph), (True, Place.HOST, Place.DEVICE, GraphFromScore),
-    (True, Place.HOST, Place.HOST, GraphOfScore), (True, None, Place.DEVICE, WholeGraph), (True, None, Place.HOST, SplitGraph),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("captures", "drafts", "decides", "kind"),
+    [
+        (False, Place.DEVICE, Place.DEVICE, Eager),
+        (False, Place.HOST, Place.HOST, Eager),
+        (True, Place.DEVICE, Place.DEVICE, WholeGraph),
+        (True, Place.DEVICE, Place.HOST, SplitGraph),
+        (True, Place.HOST, Place.DEVICE, GraphFromScore),
+        (True, Place.HOST, Place.HOST, GraphOfScore),
+        (True, None, Place.DEVICE, WholeGraph),
+        (True, None, Place.HOST, SplitGraph),
+    ],
+)
 @pytest.mark.parametrize("draws", [False, True])
 def test_the_places_of_the_phases_choose_the_schedule(captures, drafts, decides, kind, draws):
     """Where the host drafts, drafts that bring their distributions are judged outside the graph."""
@@ -137,7 +149,9 @@ class Letters:
         return " ".join(map(str, ids.tolist()))
 
 
-def test_the_example_of_an_assistant_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_an_assistant_of_ones_own_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("fastspec.models.load_smollm2", lambda: (tiny_model(), Letters()))
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_assistant.py"))
     printed = capsys.readouterr().out

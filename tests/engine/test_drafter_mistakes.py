@@ -36,7 +36,9 @@ class Good:
         self.root = root
 
     def chain(self, *more: int) -> TokenTree:
-        return TokenTree.chain(torch.cat((self.root[:, None], torch.tensor([more] * len(self.root), dtype=torch.long)), 1))
+        return TokenTree.chain(
+            torch.cat((self.root[:, None], torch.tensor([more] * len(self.root), dtype=torch.long)), 1)
+        )
 
     def propose(self, extent: int) -> Any:
         return self.chain(7, 8)
@@ -72,15 +74,23 @@ TREES: dict[str, tuple[Any, str]] = {
     "no tree": (lambda self, extent: None, r"Bad.propose gave a NoneType: fastspec.TokenTree.chain"),
     "tokens": (lambda self, extent: self.root[:, None], r"Bad.propose gave a Tensor"),
     "one row of two": (
-        lambda self, extent: TokenTree.chain(self.root[:1, None]), r"tokens of shape \[1, 1\] for 2 rows: they are \[2, N\]"
+        lambda self, extent: TokenTree.chain(self.root[:1, None]),
+        r"tokens of shape \[1, 1\] for 2 rows: they are \[2, N\]",
     ),
-    "another dtype": (lambda self, extent: TokenTree.chain(self.root[:, None].int()), "tokens in torch.int32 on cpu: they are torch.int64"),
-    "too many nodes": (lambda self, extent: self.chain(1, 2, 3), "of 4 nodes and up to 4 a path, and it says nodes=3 and max_path=3"),
+    "another dtype": (
+        lambda self, extent: TokenTree.chain(self.root[:, None].int()),
+        "tokens in torch.int32 on cpu: they are torch.int64",
+    ),
+    "too many nodes": (
+        lambda self, extent: self.chain(1, 2, 3),
+        "of 4 nodes and up to 4 a path, and it says nodes=3 and max_path=3",
+    ),
     "too long a path": (lambda self, extent: TokenTree.chain(self.root[:, None], 4), "1 nodes and up to 4 a path"),
     "another root": (
-        lambda self, extent: TokenTree.chain(self.root[:, None] + 1), r"begins with token \d+ in row 0, where \d+ was emitted last"
+        lambda self, extent: TokenTree.chain(self.root[:, None] + 1),
+        r"begins with token \d+ in row 0, where \d+ was emitted last",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -99,13 +109,18 @@ def test_rows_that_have_ended_may_begin_anywhere(model):
     """Nobody reads what they say."""
 
     class Forgetful(Good):
-        def observe(self, tree: Any, verdict: Any, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+        def observe(
+            self, tree: Any, verdict: Any, logits: Tensor, features: Tensor, active: Tensor, extent: int
+        ) -> None:
             self.root = torch.where(active, verdict.bonus, 3)
 
     plain, inputs = shallow_model(), prompts(5, 3, 9)
     generated = plain.generate(**inputs, **OPTIONS)[:, 9:]
     options = {**OPTIONS, "eos_token_id": [int(generated[0, 1]), int(generated[1, 4])], "max_new_tokens": 20}
-    assert model.generate(**inputs, **options, assistant=Forgetful()).tolist() == plain.generate(**inputs, **options).tolist()
+    assert (
+        model.generate(**inputs, **options, assistant=Forgetful()).tolist()
+        == plain.generate(**inputs, **options).tolist()
+    )
 
 
 NUMBERS = [("nodes", 0), ("nodes", True), ("nodes", "3"), ("max_path", 2.0), ("max_path", -1), ("max_path", None)]
@@ -123,7 +138,9 @@ def test_a_number_that_is_none_is_named(model, base, name, value):
 def test_a_method_of_other_arguments_is_named(model, name, args):
     space: dict[str, Any] = {}
     exec(f"def {name}(self{', ' if args else ''}{args}): ...", space)
-    refused(model, type("Bad", (Good,), {name: space[name]})(), rf"Bad is no drafter: {name}\({args}\) is called with \(")
+    refused(
+        model, type("Bad", (Good,), {name: space[name]})(), rf"Bad is no drafter: {name}\({args}\) is called with \("
+    )
 
 
 def test_a_decoding_of_other_arguments_is_named(model):
@@ -159,9 +176,13 @@ def test_a_derived_decoding_makes_drafters_of_three_methods(model):
     refused(model, type("Makes", (Decoding,), {"made": lambda self: 5})(), "int is no drafter: it lacks begin")
 
 
-@pytest.mark.parametrize(("over", "why"), [
-    ({"traits": None}, "Bad.traits=None must be"), ({"traits": Traits(reusable=True)}, r"Bad says .*, and lacks open\(capacity\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("over", "why"),
+    [
+        ({"traits": None}, "Bad.traits=None must be"),
+        ({"traits": Traits(reusable=True)}, r"Bad says .*, and lacks open\(capacity\)"),
+    ],
+)
 def test_traits_that_are_none_or_lack_their_method_are_named(model, over, why):
     refused(model, type("Makes", (Decoding,), {"made": type("Bad", (Derived,), over)})(), why)
 
@@ -172,16 +193,26 @@ def with_q(drafter: Any) -> TokenTree:
     return replace(tree, q=torch.nn.functional.one_hot(tree.tokens, shallow_model().config.vocab_size).float())
 
 
-@pytest.mark.parametrize(("base", "traits", "sampled", "refuses"), [
-    (Good, None, False, True), (Good, None, True, False), (Derived, Traits(), True, True), (Derived, Traits(draws=True), True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "traits", "sampled", "refuses"),
+    [
+        (Good, None, False, True),
+        (Good, None, True, False),
+        (Derived, Traits(), True, True),
+        (Derived, Traits(draws=True), True, False),
+    ],
+)
 def test_distributions_that_no_trait_announces_are_named(model, base, traits, sampled, refuses):
     """Such drafts would be judged as if they were a function of the text: other tokens would be likely."""
-    drafts = type("Draws", (base,), {"propose": lambda self, extent: with_q(self), **({"traits": traits} if traits else {})})
+    drafts = type(
+        "Draws", (base,), {"propose": lambda self, extent: with_q(self), **({"traits": traits} if traits else {})}
+    )
     assistant = type("Makes", (Decoding,), {"made": drafts})()
     options = OPTIONS | ({"do_sample": True, "top_k": 1} if sampled else {})
     if refuses:
-        with pytest.raises(Unsupported, match=r"Draws.propose gave drafts with the distributions .* Traits\(draws=True\)"):
+        with pytest.raises(
+            Unsupported, match=r"Draws.propose gave drafts with the distributions .* Traits\(draws=True\)"
+        ):
             model.generate(**prompts(5, 3), **options, assistant=assistant)
         return
     want = shallow_model().generate(**prompts(5, 3), **OPTIONS)
@@ -190,4 +221,10 @@ def test_distributions_that_no_trait_announces_are_named(model, base, traits, sa
 
 def test_a_continuous_decoding_whose_rows_cannot_begin_anew_is_named(model):
     assistant = type("Makes", (Decoding,), {"continuous": True})()
-    refused(model, fastspec.ContinuousBatch(assistant, rows=1), r"'derived' says continuous = True, and its Derived lacks copy_row", 5, 3)
+    refused(
+        model,
+        fastspec.ContinuousBatch(assistant, rows=1),
+        r"'derived' says continuous = True, and its Derived lacks copy_row",
+        5,
+        3,
+    )

@@ -21,7 +21,10 @@ def test_the_output_function_is_splitmix64s():
 
 def test_a_number_is_a_function_of_seed_and_position():
     seeds, positions = [0, 1, -1, 7, 2**63 - 1, -(2**63)], [0, 1, 2, 63, 4095, 2**31]
-    want = [[(mixed((mixed((seed + STEP) & MASK) + place * STEP) & MASK) >> 40) * 2.0**-24 for place in positions] for seed in seeds]
+    want = [
+        [(mixed((mixed((seed + STEP) & MASK) + place * STEP) & MASK) >> 40) * 2.0**-24 for place in positions]
+        for seed in seeds
+    ]
     got = uniform_at(torch.tensor(seeds)[:, None], torch.tensor(positions))
     assert got.dtype == torch.float32 and got.tolist() == want
     assert torch.equal(uniform_at(torch.tensor(7), torch.tensor(positions)[None])[0], got[3])

@@ -1,4 +1,5 @@
-"""What a call leaves: answers cut at their common end with all that belongs to their tokens, and the cache's slots as columns."""
+"""What a call leaves: answers cut at their common end with all that belongs to their tokens, and the cache's slots as
+columns."""
 
 from __future__ import annotations
 
@@ -15,12 +16,21 @@ from fastspec.patches.hf.cache import export_span
 
 
 def test_what_belongs_to_tokens_beyond_the_common_end_is_cut_with_them() -> None:
-    """Without end tokens a row that is stopped goes on until all were: it may then have said more than the last of them."""
+    """Without end tokens a row that is stopped goes on until all were: it may then have said more than the last of
+    them."""
     stops = (2, 4)
     request = Request(
-        torch.zeros(2, 1, dtype=torch.long), torch.ones(2, dtype=torch.long), [torch.zeros(1)] * 2, 20, frozenset(), None,
-        stop=lambda row, generated: len(generated) == stops[row], keep_scores=True, keep_logits=True, measure=True,
-    )  # fmt: skip
+        torch.zeros(2, 1, dtype=torch.long),
+        torch.ones(2, dtype=torch.long),
+        [torch.zeros(1)] * 2,
+        20,
+        frozenset(),
+        None,
+        stop=lambda row, generated: len(generated) == stops[row],
+        keep_scores=True,
+        keep_logits=True,
+        measure=True,
+    )
     run = Batch(request, Stats(assistant="autoregressive", rows=2))
     generated = [[10, 11, 12, 13, 14, 15], [20, 21, 22, 23]]
     for row, tokens in enumerate(generated):

@@ -26,14 +26,17 @@ NEVER = 1000
 
 
 KINDS = {
-    "draft model": lambda: tiny_model(seed=3, num_hidden_layers=1), "early exit": lambda: None,
-    "another tokenizer": lambda: (tiny_model(seed=2, vocab_size=93), DRAFT, TARGET), "nasd": lambda: None,
-}  # fmt: skip
+    "draft model": lambda: tiny_model(seed=3, num_hidden_layers=1),
+    "early exit": lambda: None,
+    "another tokenizer": lambda: (tiny_model(seed=2, vocab_size=93), DRAFT, TARGET),
+    "nasd": lambda: None,
+}
 
 
 @pytest.fixture(params=["torch", "stand-in", pytest.param("cuda", marks=ON_CUDA)])
 def ahead(request, monkeypatch):
-    """Rounds are asynchronous from the first on, where they are captured; how many were, and the rounds without drafts."""
+    """Rounds are asynchronous from the first on, where they are captured; how many were, and the rounds without
+    drafts."""
     device = "cuda" if request.param == "cuda" else "cpu"
     if request.param == "stand-in":
         stand_in(monkeypatch)
@@ -64,7 +67,9 @@ def drafting(kind: str, device: str) -> tuple[Any, Any]:
     model, draft = shallow_model().to(device), KINDS[kind]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
-        return unpatched("random").to(device), fastspec.patch(model, **({} if draft is None else {"speculative": moved(draft, device)}))
+        return unpatched("random").to(device), fastspec.patch(
+            model, **({} if draft is None else {"speculative": moved(draft, device)})
+        )
 
 
 def config(kind: str) -> Any:
@@ -91,7 +96,9 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"output_scores": True, "output_logits": True}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.3}, {"output_scores": True, "output_logits": True}, {}], ids=str
+)
 def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
     """Processors that look at the history decide in these rounds too, and scores and logits are theirs."""
     plain, model = drafting(kind, ahead["device"])
@@ -133,16 +140,26 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastspec.generation.drafters.retokenized.RetokenizingDrafter, "pause", now_and_then)
-        same((plain, model), Speculative(gamma=3), prompts(ahead["device"], 4, 6), max_new_tokens=60, eos_token_id=NEVER)
+        same(
+            (plain, model), Speculative(gamma=3), prompts(ahead["device"], 4, 6), max_new_tokens=60, eos_token_id=NEVER
+        )
     last = stats(model)
     assert ahead["fallback"] > 12 and last.draft_rounds < last.row_rounds
-    assert last.accepted > 1.5 * last.draft_rounds  # less than 3 only where a text does not encode to the tokens it came from
+    assert (
+        last.accepted > 1.5 * last.draft_rounds
+    )  # less than 3 only where a text does not encode to the tokens it came from
 
 
 def test_a_profile_has_every_round(ahead):
     model = drafting("draft model", ahead["device"])[1]
     with fastspec.profile(model) as profile:
-        model.generate(**prompts(ahead["device"], 5), do_sample=False, max_new_tokens=30, eos_token_id=None, assistant=Speculative(most=3))
+        model.generate(
+            **prompts(ahead["device"], 5),
+            do_sample=False,
+            max_new_tokens=30,
+            eos_token_id=None,
+            assistant=Speculative(most=3),
+        )
     assert len(profile.rounds) == stats(model).rounds and ahead["fallback"] > 5
 
 
@@ -182,6 +199,12 @@ def test_a_storage_that_knows_the_answer_is_asked_on(ahead):
     plain, model = drafting("nasd", ahead["device"])
     storage = fastspec.NgramStorage()
     for _ in range(3):
-        same((plain, model), fastspec.Nasd(storage=storage), prompts(ahead["device"], 9), max_new_tokens=60, eos_token_id=NEVER)
+        same(
+            (plain, model),
+            fastspec.Nasd(storage=storage),
+            prompts(ahead["device"], 9),
+            max_new_tokens=60,
+            eos_token_id=NEVER,
+        )
         sat, ahead["fallback"] = ahead["fallback"], 0
     assert sat < 12 and stats(model).acceptance_length > 2

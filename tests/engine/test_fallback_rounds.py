@@ -1,4 +1,5 @@
-"""The count of rounds without drafts by itself: when one is next, and what the drafter hears of them behind the last."""
+"""The count of rounds without drafts by itself: when one is next, and what the drafter hears of them behind the
+last."""
 
 from __future__ import annotations
 

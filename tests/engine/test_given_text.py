@@ -1,4 +1,5 @@
-"""Answers of another model that are verified as drafts: the target says what it would have said, and counts what it kept."""
+"""Answers of another model that are verified as drafts: the target says what it would have said, and counts what it
+kept."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from fastspec.generation.verify import measure
 from fastspec.patches.assistants.registry import Continued
 
 ASSISTANTS: dict[str, Any] = {
-    "autoregressive": "autoregressive", "nasd": "nasd", "eagle3": TREE, "speculative": fastspec.Speculative(gamma=3),
+    "autoregressive": "autoregressive",
+    "nasd": "nasd",
+    "eagle3": TREE,
+    "speculative": fastspec.Speculative(gamma=3),
     "early exit": fastspec.Speculative(early_exit=2),
-}  # fmt: skip
+}
 LENGTH = 90  # more than a pass verifies at once
 
 
@@ -52,13 +56,17 @@ def answered(model: Any, texts: list[list[int]], assistant: Any, **options: Any)
 
 
 def common(first: list[int], second: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 @pytest.mark.parametrize("name", ASSISTANTS)
 @examples(2)
 @given(seed=st.integers(0, 2**31))
-def test_greedy_output_is_the_plain_one_and_the_common_part_was_kept(plain: Any, model: Any, name: str, seed: int) -> None:
+def test_greedy_output_is_the_plain_one_and_the_common_part_was_kept(
+    plain: Any, model: Any, name: str, seed: int
+) -> None:
     drawn = Random(seed)
     batch = prompts(7, 3, 5, seed=drawn.randrange(4))
     options = {"do_sample": False, "max_new_tokens": LENGTH, "repetition_penalty": drawn.choice([1.0, 1.3])}
@@ -105,16 +113,22 @@ def test_measures_are_those_of_the_raw_distribution(plain: Any, model: Any, name
 
 def test_sampled_text_follows_the_plain_distribution_whatever_the_answer_is() -> None:
     """4,000 texts of two tokens over a vocabulary of 7: chi-square on the pairs at a significance of 1e-4."""
-    model = tiny_model(**SHALLOW, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=0.2)
+    model = tiny_model(
+        **SHALLOW, vocab_size=7, pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=0.2
+    )
     rows, ids = 4000, torch.tensor([[1, 3, 2]])
     model.requires_grad_(False)
     first = torch.softmax(model(ids).logits[0, -1], -1)
-    distributions = [torch.softmax(model(torch.cat((ids, torch.tensor([[token]])), 1)).logits[0, -1], -1) for token in range(7)]
+    distributions = [
+        torch.softmax(model(torch.cat((ids, torch.tensor([[token]])), 1)).logits[0, -1], -1) for token in range(7)
+    ]
     expected = torch.stack([first[token] * distributions[token] for token in range(7)]).flatten() * rows
     texts = [[int(first.argmax()), 4, 4]] * (rows // 2) + [[0, 0]] * (rows // 2)
     torch.manual_seed(5)
     with fastspec.patched(model):
-        out, _ = answered(model, texts, "autoregressive", input_ids=ids.expand(rows, -1), do_sample=True, top_k=0, max_new_tokens=2)
+        out, _ = answered(
+            model, texts, "autoregressive", input_ids=ids.expand(rows, -1), do_sample=True, top_k=0, max_new_tokens=2
+        )
     seen = Counter((out[:, 3] * 7 + out[:, 4]).tolist())
     counts = torch.tensor([seen[pair] for pair in range(49)])
     chi = float(((counts - expected) ** 2 / expected).sum())
@@ -123,7 +137,13 @@ def test_sampled_text_follows_the_plain_distribution_whatever_the_answer_is() ->
 
 def test_streams_and_scores_are_those_of_the_plain_call(model: Any) -> None:
     batch = prompts(6)
-    options = {**batch, "do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True}
+    options = {
+        **batch,
+        "do_sample": False,
+        "max_new_tokens": 20,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
     plain = model.generate(**options)
     text = plain.sequences[0, 6:16].tolist()
     out, outcome = answered(model, [text], "nasd", **options)
@@ -159,11 +179,16 @@ def test_head_is_shown_the_features_of_what_was_kept() -> None:
     shown: list[Any] = []
     begin = EagleDrafter.begin
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagleDrafter, "begin", lambda *args: (shown.append([x.clone() for x in args[1:]]), begin(*args))[1])
+        patch.setattr(
+            EagleDrafter, "begin", lambda *args: (shown.append([x.clone() for x in args[1:]]), begin(*args))[1]
+        )
         answered(model, [emitted[0][:40], [*emitted[1][:13], 96]], TREE, **batch, **options)
         ids, counts, features, root = shown.pop()
         for row, real in enumerate((6, 4)):
             whole = torch.tensor([batch["input_ids"][row, 6 - real :].tolist() + emitted[row]])[:, : int(counts[row])]
-            assert ids[row, : counts[row]].tolist() == whole[0].tolist() and int(root[row]) == emitted[row][int(counts[row]) - real]
+            assert (
+                ids[row, : counts[row]].tolist() == whole[0].tolist()
+                and int(root[row]) == emitted[row][int(counts[row]) - real]
+            )
             model.generate(whole, do_sample=False, max_new_tokens=2, assistant=TREE)
             torch.testing.assert_close(features[row, : counts[row]], shown.pop()[2][0], atol=1e-4, rtol=1e-4)

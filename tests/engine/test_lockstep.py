@@ -1,4 +1,5 @@
-"""Processors, criteria and streamers of unknown types see plain decoding's calls: the whole batch, every step once, in order."""
+"""Processors, criteria and streamers of unknown types see plain decoding's calls: the whole batch, every step once, in
+order."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ FEW: dict[tuple[int, ...], list[Any]] = {
     (5, 3, 8): ["nasd", "eagle2", EARLY, BRANCHES],
     (7, 3, 5, 5): [TREE, "eagle", SAMPLED],
 }
-"""The lengths of a batch's prompts -> the assistants that the fast suite decodes it with: every one somewhere, and each size but one."""
+"""The lengths of a batch's prompts -> the assistants that the fast suite decodes it with: every one somewhere, and each
+size but one."""
 MATRIX = [
     pytest.param(lengths, each, id=f"{len(lengths)}-{each}", marks=() if each in few else pytest.mark.slow)
     for lengths, few in FEW.items()
@@ -98,18 +100,27 @@ def both(request, place):
     return plain, fastspec.patch(model.to(place), **resources, speculative=target(seed=0, **SHALLOW).to(place))
 
 
-def recorded(model: Any, inputs: dict[str, Tensor], stops: list[int], streams: bool = False, **options: Any) -> tuple[Any, Log]:
+def recorded(
+    model: Any, inputs: dict[str, Tensor], stops: list[int], streams: bool = False, **options: Any
+) -> tuple[Any, Log]:
     """A call's output, and the calls of its processor, criterion and streamer."""
     log: Log = []
     torch.manual_seed(0)
-    parts = {"logits_processor": [Watching(log)], "stopping_criteria": [Held(log, stops)], **({"streamer": Told(log)} if streams else {})}
-    out = model.generate(**inputs, **{"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, **options}, **parts)
+    parts = {
+        "logits_processor": [Watching(log)],
+        "stopping_criteria": [Held(log, stops)],
+        **({"streamer": Told(log)} if streams else {}),
+    }
+    out = model.generate(
+        **inputs, **{"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0, **options}, **parts
+    )
     return out, log
 
 
 @pytest.fixture(scope="module")
 def plainly(both):
-    """`recorded` of the unpatched model, once for all assistants: the lengths of the prompts, and its other arguments, name a call."""
+    """`recorded` of the unpatched model, once for all assistants: the lengths of the prompts, and its other arguments,
+    name a call."""
     calls: dict[str, tuple[Any, Log]] = {}
 
     def asked(inputs: dict[str, Tensor], stops: list[int], streams: bool = False, **options: Any) -> tuple[Any, Log]:
@@ -122,7 +133,8 @@ def plainly(both):
 
 
 def agree(got: Log, wanted: Log) -> None:
-    """The same calls; scores within the rounding of fp32 sums taken in another order over 97 logits of size about 10."""
+    """The same calls; scores within the rounding of fp32 sums taken in another order over 97 logits of size about
+    10."""
     assert [(who, ids) for who, ids, _ in got] == [(who, ids) for who, ids, _ in wanted]
     for (_, _, ours), (_, _, theirs) in zip(got, wanted, strict=True):
         assert type(ours) is type(theirs)
@@ -151,12 +163,21 @@ def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assi
         agree(ours, calls)
 
 
-@pytest.mark.parametrize("assistant", [*ASSISTANTS[:5], *(pytest.param(each, marks=pytest.mark.slow) for each in ASSISTANTS[5:])], ids=str)
+@pytest.mark.parametrize(
+    "assistant", [*ASSISTANTS[:5], *(pytest.param(each, marks=pytest.mark.slow) for each in ASSISTANTS[5:])], ids=str
+)
 def test_scores_seeds_and_return_sequences(both, plainly, place, assistant):
-    """Samples are plain decoding's own under a seed; scores are all of plain decoding's, those of ended rows included."""
+    """Samples are plain decoding's own under a seed; scores are all of plain decoding's, those of ended rows
+    included."""
     plain, model = both
     inputs, stops = prompts(place, 6, 3), stopping(plain, prompts(place, 6, 3))
-    options: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "temperature": 0.7, "top_k": 8, "eos_token_id": stops}
+    options: dict[str, Any] = {
+        "num_return_sequences": 2,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 8,
+        "eos_token_id": stops,
+    }
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     want, calls = plainly(inputs, stops[:1], **options)
     got, ours = recorded(model, inputs, stops[:1], **options, assistant=assistant)
@@ -183,9 +204,14 @@ class Draws(LogitsProcessor):
 def test_a_forced_text_is_whole_in_every_returned_sequence():
     model, text = fastspec.patch(tiny_model()), list(range(10, 22))
     out = model.generate(
-        **prompts("cpu", 5), do_sample=True, num_return_sequences=2, max_new_tokens=12, eos_token_id=NEVER, logits_processor=[Draws(text)],
+        **prompts("cpu", 5),
+        do_sample=True,
+        num_return_sequences=2,
+        max_new_tokens=12,
+        eos_token_id=NEVER,
+        logits_processor=[Draws(text)],
         assistant="nasd",
-    )  # fmt: skip
+    )
     assert out[:, 5:].tolist() == [text, text]
 
 
@@ -197,7 +223,9 @@ def test_right_drafts_are_kept_by_all_rows_together():
     log: Log = []
     options = {"max_new_tokens": 40, "eos_token_id": [texts[1][3]], "do_sample": False, "pad_token_id": 0}
     want = plain.generate(**inputs, **options)
-    got = model.generate(**inputs, **options, stopping_criteria=[Held(log, [NEVER])], assistant=Oracle(texts, {0, 1, 2}))
+    got = model.generate(
+        **inputs, **options, stopping_criteria=[Held(log, [NEVER])], assistant=Oracle(texts, {0, 1, 2})
+    )
     assert got.tolist() == want.tolist()
     assert stats(model).rounds <= 2 + 40 // 7 + 1  # one round is cut where the second row ends
     assert len(log) == 40 and stats(model).emitted == sum((row != 0).sum() for row in got[:, 6:])
@@ -207,18 +235,30 @@ def test_one_wrong_row_holds_the_others_back():
     plain, model = tiny_model(), fastspec.patch(tiny_model())
     inputs = prompts("cpu", 6, 3)
     texts = free(plain, inputs, 40)
-    options = {"max_new_tokens": 10, "eos_token_id": NEVER, "do_sample": False, "stopping_criteria": [Held([], [NEVER])]}
+    options = {
+        "max_new_tokens": 10,
+        "eos_token_id": NEVER,
+        "do_sample": False,
+        "stopping_criteria": [Held([], [NEVER])],
+    }
     out = model.generate(**inputs, **options, assistant=Oracle(texts, {0}))
     assert out[:, 6:].tolist() == [row[:10] for row in texts]
     assert stats(model).rounds == 9
 
 
 def test_the_next_turn_finds_the_padding_of_rows_that_ended():
-    """A cache handed in holds real keys behind an early end, as plain decoding's does, with processors of known types and without."""
+    """A cache handed in holds real keys behind an early end, as plain decoding's does, with processors of known types
+    and without."""
     plain, model = tiny_model(), fastspec.patch(tiny_model(), eagle3=tiny_head(tiny_model()))
     inputs = prompts("cpu", 6, 4, 5)
     ends = [free(plain, inputs)[0][2], free(plain, inputs)[2][7]]
-    options = {"max_new_tokens": 12, "eos_token_id": ends, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": 12,
+        "eos_token_id": ends,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+    }
     for extra in ({}, {"logits_processor": [Watching([])]}):
         turns = []
         for each, more in ((plain, {}), (model, {"assistant": TREE})):
@@ -238,7 +278,9 @@ def test_the_next_turn_finds_the_padding_of_rows_that_ended():
 def test_watermarks_of_transformers(kind):
     """One of them keeps a state per row over the whole call."""
     plain, model = tiny_model(), fastspec.patch(tiny_model())
-    config = kind(keys=[1, 2, 3], ngram_len=3) if kind is SynthIDTextWatermarkingConfig else kind(seeding_scheme="selfhash")
+    config = (
+        kind(keys=[1, 2, 3], ngram_len=3) if kind is SynthIDTextWatermarkingConfig else kind(seeding_scheme="selfhash")
+    )
     options = {"watermarking_config": config, "do_sample": True, "max_new_tokens": LENGTH, "pad_token_id": 0}
     texts = []
     for each, more in ((plain, {}), (model, {"assistant": "nasd"})):
@@ -267,7 +309,9 @@ def test_continuous_batches_are_refused_where_prompts_wait():
         model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=2))
     model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=3))
     with pytest.raises(Unsupported, match="Watching may keep a state"):
-        model.generate(**inputs, max_new_tokens=4, logits_processor=[Watching([])], assistant=ContinuousBatch("nasd", rows=1))
+        model.generate(
+            **inputs, max_new_tokens=4, logits_processor=[Watching([])], assistant=ContinuousBatch("nasd", rows=1)
+        )
 
 
 def test_processors_are_shown_scores_that_lie_row_by_row():
@@ -282,17 +326,30 @@ def test_processors_are_shown_scores_that_lie_row_by_row():
     model = tiny_model()
     with fastspec.patched(model, eagle3=tiny_head(model)):
         for assistant in ("autoregressive", TREE):
-            model.generate(**prompts("cpu", 4, 7), assistant=assistant, max_new_tokens=5, do_sample=False, logits_processor=[Layout()])
+            model.generate(
+                **prompts("cpu", 4, 7),
+                assistant=assistant,
+                max_new_tokens=5,
+                do_sample=False,
+                logits_processor=[Layout()],
+            )
     assert set(seen) == {(model.config.vocab_size, 1)}
 
 
 @pytest.mark.parametrize("lengths", [(6,), (5, 3, 8)])
 def test_a_mixture_of_two_models_distributions_is_stopped_step_by_step(lengths):
-    """Its tokens are those of the same mixture without the criterion, which sees the whole batch once a step; a processor is refused."""
+    """Its tokens are those of the same mixture without the criterion, which sees the whole batch once a step; a
+    processor is refused."""
     model, log = tiny_model(), []
     stage = fastspec.Stage(tiny_model(seed=2, num_hidden_layers=2), name="small")
     fastspec.patch(model, cascade=fastspec.Cascade(stages=[stage], mode="token", rule="chow", alpha=0.3, gamma=3))
-    options = {**prompts("cpu", *lengths), "max_new_tokens": 12, "do_sample": False, "eos_token_id": NEVER, "assistant": "cascade"}
+    options = {
+        **prompts("cpu", *lengths),
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "eos_token_id": NEVER,
+        "assistant": "cascade",
+    }
     free = model.generate(**options)
     assert model.generate(**options, stopping_criteria=[Held(log, [NEVER])]).tolist() == free.tolist()
     assert [ids for _, ids, _ in log] == [free[:, : max(lengths) + step].tolist() for step in range(1, 13)]

@@ -22,7 +22,11 @@ from fastspec.generation.verify import measure, walk
 from fastspec.patches.backends import TORCH
 
 VOCAB, WRONG, NODES = 12, 11, 3
-TEXTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [2, 4, 6, 8, 1, 3, 5, 7, 9, 2, 4, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7]]
+TEXTS = [
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3],
+    [2, 4, 6, 8, 1, 3, 5, 7, 9, 2, 4, 6],
+    [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7],
+]
 PROMPTS, COUNTS = [[10, 0, 0, 0], [10, 1, 0, 0], [10, 1, 2, 0]], [1, 2, 3]  # as many tokens as tell them apart
 CPU = torch.device("cpu")
 
@@ -46,7 +50,9 @@ class Reader:
         self.read.append((ids.tolist(), counts.tolist()))
         self.lengths = counts.clone()
         assert ids.shape[0] == counts.shape[0] and ids.shape[1] == int(counts.max())
-        return likely(torch.tensor([TEXTS[count - 1][0] for count in counts.tolist()])), 7.0 + torch.zeros(*ids.shape, self.wide)
+        return likely(torch.tensor([TEXTS[count - 1][0] for count in counts.tolist()])), 7.0 + torch.zeros(
+            *ids.shape, self.wide
+        )
 
 
 class Told:
@@ -66,7 +72,8 @@ class Told:
 
 
 class Script:
-    """The engine's side of a call: rounds of three nodes whose rows have 0, 1 or 2 right drafts in turns. Rows that have ended go on."""
+    """The engine's side of a call: rounds of three nodes whose rows have 0, 1 or 2 right drafts in turns. Rows that
+    have ended go on."""
 
     def __init__(self, rows: int, drafter: Any = None, wide: int = 0, sample: bool = False) -> None:
         self.target, self.drafter, self.state = Reader(wide), drafter, RoundState(rows, CPU)
@@ -114,22 +121,31 @@ class Script:
 
     def step(self, longest: int, stats: Any, verifier: Any = None, asynchronous: bool = False) -> list[list[int]]:
         self.before()
-        self.log.append(("step", longest, list(self.state.running), list(self.state.padded), asynchronous, self.given is not None))
+        self.log.append(
+            ("step", longest, list(self.state.running), list(self.state.padded), asynchronous, self.given is not None)
+        )
         self.stats, self.in_flight = stats, asynchronous
         self.verifiers.add(type(verifier))
         tree = self.tree()
         nodes = tree.tokens.shape[1]
-        picks = torch.tensor([self.text(row)[generated : generated + nodes] for row, generated in enumerate(self.generated)])
+        picks = torch.tensor(
+            [self.text(row)[generated : generated + nodes] for row, generated in enumerate(self.generated)]
+        )
         verdict, logits = walk(tree, picks, TORCH), likely(picks).half() + self.rounds
         features = torch.full((*tree.tokens.shape, self.target.wide), 8.0)
         emitted = torch.cat((verdict.accepted[:, None], verdict.tokens(tree)), 1)
         measures = measure(logits, verdict.tokens(tree))
         if self.given is None and self.drafted is not None:
             tree = TokenTree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_path, None, self.drafted)
-        self.last = Round(VerifiedTree(Scored(tree, logits, features), verdict, logits * 2), Committed(verdict, emitted, measures))
+        self.last = Round(
+            VerifiedTree(Scored(tree, logits, features), verdict, logits * 2), Committed(verdict, emitted, measures)
+        )
         if self.given is not None:
             self.given.observe(tree, verdict, logits, features, self.state.active, 0)
-        self.generated = [generated + accepted + 1 for generated, accepted in zip(self.generated, verdict.accepted.tolist(), strict=True)]
+        self.generated = [
+            generated + accepted + 1
+            for generated, accepted in zip(self.generated, verdict.accepted.tolist(), strict=True)
+        ]
         self.state.root.copy_(torch.where(self.state.active, verdict.bonus, self.state.root))
         self.rounds += 1
         return emitted.tolist()
@@ -164,17 +180,25 @@ def taken(rows: int, limit: int) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("rows, limit", [(1, 1), (1, 6), (2, 8), (3, 12)])
 def test_a_call_takes_rounds_until_every_row_has_its_tokens(rows, limit):
-    """Rows that have ended are not counted; the engine is told how long the longest row may be, and which rows go on."""
+    """Rows that have ended are not counted; the engine is told how long the longest row may be, and which rows go
+    on."""
     engine = Script(rows)
     out = run(engine, asked(rows, limit), "the name")
-    assert out.tokens == [text[:limit] for text in TEXTS[:rows]] and engine.target.read == [(asked(rows).prompts.tolist(), COUNTS[:rows])]
+    assert out.tokens == [text[:limit] for text in TEXTS[:rows]] and engine.target.read == [
+        (asked(rows).prompts.tolist(), COUNTS[:rows])
+    ]
     plan, stats = taken(rows, limit), out.stats
     assert (stats.assistant, stats.rows, stats.rounds, stats.joined) == ("the name", rows, max(map(len, plan)), 0)
     assert stats.row_rounds == stats.draft_rounds == sum(map(len, plan)) and stats.drafted == 2 * stats.row_rounds
     assert stats.accepted == sum(right for mine in plan for right, _ in mine) and stats.emitted == rows * limit
     lengths = COUNTS[:rows]
     for step, (longest, running, padded, asynchronous, _) in enumerate(engine.steps):
-        assert longest == max(lengths) and running == [step < len(mine) for mine in plan] and padded == [False] * rows and not asynchronous
+        assert (
+            longest == max(lengths)
+            and running == [step < len(mine) for mine in plan]
+            and padded == [False] * rows
+            and not asynchronous
+        )
         lengths = [length + ((row + step) % NODES + 1) * running[row] for row, length in enumerate(lengths)]
     assert engine.log[0] == ("begin", [text[0] for text in TEXTS[:rows]]) and engine.log[-1] == "end"
     assert out.scores == out.logits == [[]] * rows and out.measures == out.kept == []
@@ -204,9 +228,14 @@ def test_a_drafter_begins_with_the_prompts_or_where_it_reads_no_features_with_th
     drafter, text = Told(), (torch.tensor([[5, 6], [5, 0]]), torch.tensor([2, 1]))
     engine = Script(2, drafter, wide)
     run(engine, asked(2, context=text if context else None))
-    (ids, counts, features, root), = drafter.log  # fmt: skip
+    ((ids, counts, features, root),) = drafter.log
     want = text if context and not wide else (torch.tensor(PROMPTS[:2])[:, :2], torch.tensor(COUNTS[:2]))
-    assert torch.equal(ids, want[0]) and torch.equal(counts, want[1]) and features.shape[2] == wide and bool((features == 7).all())
+    assert (
+        torch.equal(ids, want[0])
+        and torch.equal(counts, want[1])
+        and features.shape[2] == wide
+        and bool((features == 7).all())
+    )
     assert root.tolist() == [1, 2]
 
 
@@ -216,17 +245,26 @@ def test_rounds_leave_what_the_call_keeps_of_each_token(scores, logits):
     engine = Script(2)
     out = run(engine, asked(2, keep_scores=scores, keep_logits=logits, watch=lambda *call: watched.append(call)))
     for row, plan in enumerate(taken(2, 8)):
-        raw = [likely(torch.tensor(TEXTS[row][0])), *(
-            likely(torch.tensor(token)) + step
-            for step, token in zip([step for step, (_, count) in enumerate(plan) for _ in range(count)], TEXTS[row][1:8], strict=True)
-        )]  # fmt: skip
+        raw = [
+            likely(torch.tensor(TEXTS[row][0])),
+            *(
+                likely(torch.tensor(token)) + step
+                for step, token in zip(
+                    [step for step, (_, count) in enumerate(plan) for _ in range(count)], TEXTS[row][1:8], strict=True
+                )
+            ),
+        ]
         assert len(out.logits[row]) == 8 * logits and len(out.scores[row]) == 8 * scores
         for got, want in zip(out.logits[row], raw, strict=False):
             assert torch.equal(got, want) and got.dtype == torch.float32
         for place, (got, want) in enumerate(zip(out.scores[row], raw, strict=False)):
             assert torch.equal(got, want if place == 0 else 2 * want) and got.dtype == torch.float32
     tree, verdict, shown = watched[-1]
-    assert len(watched) == out.stats.rounds and (tree, verdict) == (engine.last.tree, engine.last.verdict) and shown is engine.last.logits
+    assert (
+        len(watched) == out.stats.rounds
+        and (tree, verdict) == (engine.last.tree, engine.last.verdict)
+        and shown is engine.last.logits
+    )
 
 
 def test_measures_are_kept_of_every_token_and_not_overwritten_by_the_next_round():
@@ -234,7 +272,9 @@ def test_measures_are_kept_of_every_token_and_not_overwritten_by_the_next_round(
     engine.before = lambda: engine.rounds and engine.last.committed.measures.fill_(0.0)
     out = run(engine, asked(2, measure=True))
     for row in range(2):  # the same odds at every place
-        assert torch.equal(out.measures[row], measure(likely(torch.tensor(TEXTS[row][:8])), torch.tensor(TEXTS[row][:8])))
+        assert torch.equal(
+            out.measures[row], measure(likely(torch.tensor(TEXTS[row][:8])), torch.tensor(TEXTS[row][:8]))
+        )
 
 
 def test_drafts_are_counted_as_far_as_they_are_no_copies():
@@ -291,19 +331,26 @@ def test_waiting_prompts_begin_in_rows_that_are_free_when_nothing_is_in_flight(m
     request = asked(3, rows=1, entry=engine.entry, process_at=process, keep_scores=True, keep_logits=True, measure=True)
     out = run(engine, request)
     assert out.tokens == [text[:8] for text in TEXTS] and engine.verifiers == {WithHistory}
-    assert seen == [(0, 0), (1, 1), (2, 2)] and engine.target.read == [([[10]], [1])] and engine.one[0].read == [([[10, 1, 2]], [3])]
+    assert (
+        seen == [(0, 0), (1, 1), (2, 2)]
+        and engine.target.read == [([[10]], [1])]
+        and engine.one[0].read == [([[10, 1, 2]], [3])]
+    )
     assert [entry for entry in engine.log if entry[0] == "admit"] == [("admit", 0, 2, [2]), ("admit", 0, 3, [9])]
     for text, scores, logits, measures in zip(TEXTS, out.scores, out.logits, out.measures, strict=True):
         assert len(scores) == len(logits) == len(measures) == 8
-        assert torch.equal(scores[0], 3 * likely(torch.tensor(text[0]))) and torch.equal(logits[0], likely(torch.tensor(text[0])))
+        assert torch.equal(scores[0], 3 * likely(torch.tensor(text[0]))) and torch.equal(
+            logits[0], likely(torch.tensor(text[0]))
+        )
     assert out.stats.joined == 2 and out.stats.rows == 1
     if drafts:
-        (ids, counts, features, root), = engine.one[1].log  # fmt: skip
+        ((ids, counts, features, root),) = engine.one[1].log
         assert (ids.tolist(), counts.tolist(), features.shape, root.tolist()) == ([[10, 1, 2]], [3], (1, 3, 0), [9])
 
 
 def test_rounds_are_launched_ahead_but_not_while_a_row_is_free(monkeypatch):
-    """A round that is in flight when a row ends is read, and launches no other; then a prompt begins there, with a length of its own."""
+    """A round that is in flight when a row ends is read, and launches no other; then a prompt begins there, with a
+    length of its own."""
     monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 1)
     engine = Script(1)
     out = run(engine, asked(3, 12, rows=1, entry=engine.entry, ends=frozenset({7})))
@@ -327,7 +374,8 @@ def test_the_phase_of_prefills_holds_those_of_prompts_that_joined(monkeypatch):
 @pytest.mark.parametrize("wide", [0, 1])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_given_answers_are_verified_before_the_calls_own_rounds_begin(monkeypatch, wide, drafts):
-    """They may say more than the target, and less; the drafter begins once, behind what was kept, and its statistics with it."""
+    """They may say more than the target, and less; the drafter begins once, behind what was kept, and its statistics
+    with it."""
     ticks = iter(range(10, 99))
     monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(ticks)))
     drafter = Told() if drafts else None
@@ -337,7 +385,11 @@ def test_given_answers_are_verified_before_the_calls_own_rounds_begin(monkeypatc
     first = verified.index(False)
     assert verified == [True] * first + [False] * (len(verified) - first) and first == 1
     assert out.tokens == TEXTS and out.kept == [3, 5, 0] and out.stats.rounds == len(verified) - first
-    assert out.stats.phases == {"prefill": 1.0, "verify": 1.0} and engine.verifiers == {WithHistory} and engine.stats is out.stats
+    assert (
+        out.stats.phases == {"prefill": 1.0, "verify": 1.0}
+        and engine.verifiers == {WithHistory}
+        and engine.stats is out.stats
+    )
     if drafts:
         hint, (ids, counts, features, root) = drafter.log
         assert hint is answers and counts.tolist() == [1 + 3, 2 + 5, 3 + 1] and root.tolist() == [4, 3, 8]
@@ -355,7 +407,12 @@ def test_nothing_of_an_answer_is_kept_or_shown_behind_its_end():
     assert len(engine.steps) == 1 and out.stats.rounds == 0 and drafter.log[1][1].tolist() == [1 + 8, 2 + 8]
     drafter = Told()
     engine = Script(2, drafter)
-    out = run(engine, asked(2, 12, answers=[[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], [2, 4, 6, 8, 1, 3, 5, 7, 9, 2, 4]], ends=frozenset({8})))
+    out = run(
+        engine,
+        asked(
+            2, 12, answers=[[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], [2, 4, 6, 8, 1, 3, 5, 7, 9, 2, 4]], ends=frozenset({8})
+        ),
+    )
     assert out.tokens == [TEXTS[0][:8], TEXTS[1][:4]] and out.kept == [8, 4]
 
 

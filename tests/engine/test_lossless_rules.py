@@ -1,8 +1,10 @@
-"""The acceptance rules, enumerated exactly: whatever was drafted, the emitted tokens have the target's own distribution.
+"""The acceptance rules, enumerated exactly: whatever was drafted, the emitted tokens have the target's own
+distribution.
 
-A rule is written twice. `spoken` is its distribution in rational arithmetic, over drawn shapes, targets and drafters, and must be the
-target's own for the first three tokens; `walk_drawn` is then held to it draft by draft, by integrating over its uniforms. The walk is
-piecewise constant in them, so one midpoint per interval with the interval's exact length as its weight makes the integral exact.
+A rule is written twice. `spoken` is its distribution in rational arithmetic, over drawn shapes, targets and drafters,
+and must be the target's own for the first three tokens; `walk_drawn` is then held to it draft by draft, by integrating
+over its uniforms. The walk is piecewise constant in them, so one midpoint per interval with the interval's exact length
+as its weight makes the integral exact.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ def siblings_forgotten(d: Chances, earlier: list[int]) -> tuple[Chances, Chances
 
 
 def drafts(world: World, parents: list[int], scheme: Scheme) -> Iterator[Draft]:
-    """Every draft that a shape can hold, with its chance. A node that nothing is left for has an arbitrary token and q of zeros."""
+    """Every draft that a shape can hold, with its chance. A node that nothing is left for has an arbitrary token and q
+    of zeros."""
 
     def grow(draft: Draft) -> Iterator[Draft]:
         node = len(draft.tokens)
@@ -128,7 +131,8 @@ def excess(p: Chances, q: Chances) -> Chances:
 
 @dataclass(frozen=True)
 class Rule:
-    """Leviathan et al. (arXiv 2211.17192), child by child: accept x ~ q with min(1, p / q), else go on with norm(max(p - q, 0))."""
+    """Leviathan et al. (arXiv 2211.17192), child by child: accept x ~ q with min(1, p / q), else go on with norm(max(p
+    - q, 0))."""
 
     accept: Callable[[Fraction, Fraction], Fraction] = lambda p, q: min(ONE, p / q) if q else ZERO
     residual: Callable[[Chances, Chances], Chances] = lambda p, q: normed(excess(p, q))
@@ -136,7 +140,8 @@ class Rule:
 
 
 def steps(world: World, draft: Draft, node: int, rule: Rule) -> tuple[list[tuple[int, Fraction]], Chances]:
-    """The children of a node with the chance to be accepted when it is their turn, and what the bonus token is drawn from."""
+    """The children of a node with the chance to be accepted when it is their turn, and what the bonus token is drawn
+    from."""
     p, turns = world.target(draft.prefix(node)), []
     for child in draft.children(node):
         turns.append((child, rule.accept(p[draft.tokens[child]], draft.q[child][draft.tokens[child]])))
@@ -208,11 +213,13 @@ def test_the_rule_is_lossless_on_drawn_trees(parents, scheme, seed):
 @given(shapes(), st.integers(0, 10**6), st.data())
 @examples(40)
 def test_one_draw_per_node_is_the_rule_for_drafts_that_are_certain(parents, seed, data):
-    """A deterministic child is a point mass q; then the rule and a single draw y ~ p, followed while y is a child, have one distribution.
-    Of equal siblings the first is followed, and the others are never accepted."""
+    """A deterministic child is a point mass q; then the rule and a single draw y ~ p, followed while y is a child, have
+    one distribution. Of equal siblings the first is followed, and the others are never accepted."""
     world = World(seed)
     tokens = [0, *data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(parents) - 1, max_size=len(parents) - 1))]
-    draft = Draft(parents, tokens, [[ZERO] * VOCAB] + [[Fraction(t == token) for t in range(VOCAB)] for token in tokens[1:]], ONE)
+    draft = Draft(
+        parents, tokens, [[ZERO] * VOCAB] + [[Fraction(t == token) for t in range(VOCAB)] for token in tokens[1:]], ONE
+    )
 
     def followed(node: int) -> Distribution:
         distribution: Distribution = {}
@@ -223,7 +230,10 @@ def test_one_draw_per_node_is_the_rule_for_drafts_that_are_certain(parents, seed
                 distribution[generated] = distribution.get(generated, ZERO) + chance * share
         return distribution
 
-    one, two = ({text: chance for text, chance in each.items() if chance} for each in (followed(0), spoken(world, draft, Rule())))
+    one, two = (
+        {text: chance for text, chance in each.items() if chance}
+        for each in (followed(0), spoken(world, draft, Rule()))
+    )
     assert one == two
     assert continued(world, followed(0)) == continued(world, spoken(world, draft, Rule())) == world.distribution()
 
@@ -236,11 +246,17 @@ WRONG: dict[str, tuple[Scheme, Rule]] = {
     "goes on with q - p": (with_replacement, replace(Rule(), residual=lambda p, q: normed(excess(q, p)))),
     "residual not renormalised": (with_replacement, replace(Rule(), residual=lambda p, q: excess(p, q))),
     "bonus from the whole p": (with_replacement, replace(Rule(), bonus=lambda p, whole: whole)),
-    "bonus from unprocessed scores": (without_replacement, replace(Rule(), bonus=lambda p, whole: normed([c * c for c in p]))),
+    "bonus from unprocessed scores": (
+        without_replacement,
+        replace(Rule(), bonus=lambda p, whole: normed([c * c for c in p])),
+    ),
     "q not renormalised": (not_renormalised, Rule()),
     "q with the earlier siblings": (siblings_forgotten, Rule()),
-    "accepts what was not drawn": (without_replacement, replace(Rule(), accept=lambda p, q: min(ONE, p / q) if q else Fraction(p > 0))),
-}  # fmt: skip
+    "accepts what was not drawn": (
+        without_replacement,
+        replace(Rule(), accept=lambda p, q: min(ONE, p / q) if q else Fraction(p > 0)),
+    ),
+}
 
 
 @pytest.mark.parametrize("bug", WRONG)
@@ -262,7 +278,8 @@ def cells(points: set[Fraction]) -> list[tuple[Fraction, Fraction]]:
 
 
 def integrated(world: World, draft: Draft, walk: Walk) -> tuple[Distribution, Fraction]:
-    """The distribution of what a walk in torch emits, and the weight of the intervals too narrow for fp32, which are left out."""
+    """The distribution of what a walk in torch emits, and the weight of the intervals too narrow for fp32, which are
+    left out."""
     grid = [set[Fraction]() for _ in draft.tokens]
     for node in range(len(draft.tokens)):
         turns, bonus = steps(world, draft, node, Rule())
@@ -280,12 +297,16 @@ def integrated(world: World, draft: Draft, walk: Walk) -> tuple[Distribution, Fr
         points.append([float(middle) for middle, _ in point])
         weights.append(weight)
     rows = len(points)
-    tree = TokenTree.from_parents(*(torch.tensor(x).expand(rows, -1) for x in (draft.tokens, draft.parents)), max_path=len(draft.tokens))
+    tree = TokenTree.from_parents(
+        *(torch.tensor(x).expand(rows, -1) for x in (draft.tokens, draft.parents)), max_path=len(draft.tokens)
+    )
     p = torch.tensor([[float(c) for c in world.target(draft.prefix(node))] for node in range(len(draft.tokens))])
     q = torch.tensor([[float(c) for c in row] for row in draft.q])
     verdict = walk(tree, p.log().expand(rows, -1, -1), q.expand(rows, -1, -1), torch.tensor(points), TORCH)
     distribution: Distribution = {}
-    for generated, accepted, weight in zip(verdict.tokens(tree).tolist(), verdict.accepted.tolist(), weights, strict=True):
+    for generated, accepted, weight in zip(
+        verdict.tokens(tree).tolist(), verdict.accepted.tolist(), weights, strict=True
+    ):
         text = tuple(generated[: accepted + 1])
         distribution[text] = distribution.get(text, ZERO) + weight
     return distribution, lost
@@ -294,10 +315,17 @@ def integrated(world: World, draft: Draft, walk: Walk) -> tuple[Distribution, Fr
 def follows_the_rule(world: World, draft: Draft, walk: Walk) -> bool:
     found, lost = integrated(world, draft, walk)
     want = spoken(world, draft, Rule())
-    return lost < Fraction(1, 1000) and all(abs(found.get(text, ZERO) - want.get(text, ZERO)) <= lost for text in {*found, *want})
+    return lost < Fraction(1, 1000) and all(
+        abs(found.get(text, ZERO) - want.get(text, ZERO)) <= lost for text in {*found, *want}
+    )
 
 
-@given(shapes(), st.sampled_from([with_replacement, without_replacement]), st.integers(0, 10**6), st.randoms(use_true_random=False))
+@given(
+    shapes(),
+    st.sampled_from([with_replacement, without_replacement]),
+    st.integers(0, 10**6),
+    st.randoms(use_true_random=False),
+)
 @examples(40)
 def test_walk_drawn_follows_the_rule(parents, scheme, seed, random):
     world = World(seed)
@@ -307,7 +335,8 @@ def test_walk_drawn_follows_the_rule(parents, scheme, seed, random):
 
 
 def test_walk_drawn_never_accepts_what_was_not_drawn():
-    """One token of any probability and three children: two of them were not drawn, whatever the target thinks of their tokens."""
+    """One token of any probability and three children: two of them were not drawn, whatever the target thinks of their
+    tokens."""
     for seed in range(6):
         world = World(seed)
         world.tables["drafter", ()] = normed([0, 1, 0])
@@ -367,7 +396,8 @@ def test_distinct_draws_take_extreme_noise(noise):
 
 
 def test_distinct_draws_have_the_distribution_of_draws_one_after_another():
-    """20,000 seeded pairs against their exact chances: a chi-square of 11 degrees stays below 31.3 but for one seed in a thousand."""
+    """20,000 seeded pairs against their exact chances: a chi-square of 11 degrees stays below 31.3 but for one seed in
+    a thousand."""
     weights, total = [1, 2, 3, 6], 20_000
     probs = (torch.tensor(weights) / 12).expand(total, -1)
     noise = torch.empty(total, 4).exponential_(generator=torch.Generator().manual_seed(0))

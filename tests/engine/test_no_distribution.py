@@ -78,20 +78,29 @@ def drafted(model: Any, sound: bool = True) -> Any:
 
 
 ASSISTANTS = [
-    "autoregressive", "nasd", "eagle", "eagle2", "eagle3", "speculative", fastspec.Speculative(gamma=3, branches=2),
+    "autoregressive",
+    "nasd",
+    "eagle",
+    "eagle2",
+    "eagle3",
+    "speculative",
+    fastspec.Speculative(gamma=3, branches=2),
     fastspec.Speculative(early_exit=1, gamma=2),
-]  # fmt: skip
+]
 
 
 def fails(model: Any, row: int, after: int, **options: Any) -> None:
-    with pytest.raises(NoDistribution, match=f"row {row} of the batch cannot be sampled after {after} new tokens") as found:
+    with pytest.raises(
+        NoDistribution, match=f"row {row} of the batch cannot be sampled after {after} new tokens"
+    ) as found:
         model.generate(**INPUTS, **{**DRAWN, **options})
     assert found.value.row == row and PLAINLY in str(found.value)
 
 
 @pytest.mark.parametrize(("spoil", "step"), [("nan", 0), ("nan", 5), ("inf", 5), ("none left", 5)])
 def test_sampling_raises_where_plain_generate_does(spoil, step):
-    """In the middle of a batch, in every assistant, at the first token and behind accepted drafts; greedy calls give plain's tokens."""
+    """In the middle of a batch, in every assistant, at the first token and behind accepted drafts; greedy calls give
+    plain's tokens."""
     plain, model = (spoiled(SPOILS[spoil], step) for _ in range(2))
     drafted(model)
     with pytest.raises(RuntimeError, match=PLAINLY):
@@ -112,15 +121,28 @@ def test_an_answer_that_ends_before_does_not_fail():
         assert short[:, WIDTH:].tolist() == [row[:5] for row in clean()], assistant
 
 
-HISTORY, WAITING, OWN = {"repetition_penalty": 1.0001}, {"eta_cutoff": 1e-9}, {"logits_processor": LogitsProcessorList([OwnProcessor()])}
+HISTORY, WAITING, OWN = (
+    {"repetition_penalty": 1.0001},
+    {"eta_cutoff": 1e-9},
+    {"logits_processor": LogitsProcessorList([OwnProcessor()])},
+)
 
 
-@pytest.mark.parametrize("more", [{}, {"top_k": 0, "temperature": 1e-6}, HISTORY, WAITING], ids=["settings", "plain", "history", "waiting"])
+@pytest.mark.parametrize(
+    "more", [{}, {"top_k": 0, "temperature": 1e-6}, HISTORY, WAITING], ids=["settings", "plain", "history", "waiting"]
+)
 def test_every_schedule_raises(monkeypatch, more):
-    """Captured whole, launched before the round in front of it is read, in halves around the host, and from a tree of the host's."""
+    """Captured whole, launched before the round in front of it is read, in halves around the host, and from a tree of
+    the host's."""
     stand_in(monkeypatch)
     model = drafted(spoiled(torch.nan, 12))
-    for assistant in ("autoregressive", fastspec.Eagle3(depth=1, top_k=1, total_tokens=2), "nasd", "speculative", "eagle"):
+    for assistant in (
+        "autoregressive",
+        fastspec.Eagle3(depth=1, top_k=1, total_tokens=2),
+        "nasd",
+        "speculative",
+        "eagle",
+    ):
         for _ in range(2):
             fails(model, 1, 12, assistant=assistant, **more)
     assert fastspec.report(model).backend == "stand-in"
@@ -144,10 +166,13 @@ def test_processors_that_leave_no_token():
 
 def test_a_cascades_models_raise():
     """A mixture, and a chain of draft models; also where a rule's comparisons would pass by the large model's NaN."""
-    for cascade in (fastspec.Cascade([counting()], mode="lossless"), *(
-        fastspec.Cascade([counting()], mode="token", rule=rule, alpha=alpha)
-        for rule, alpha in (("chow", 0.5), ("diff", 0.5), ("token_v3", 0.5), ("token_v3", "lossless"))
-    )):  # fmt: skip
+    for cascade in (
+        fastspec.Cascade([counting()], mode="lossless"),
+        *(
+            fastspec.Cascade([counting()], mode="token", rule=rule, alpha=alpha)
+            for rule, alpha in (("chow", 0.5), ("diff", 0.5), ("token_v3", 0.5), ("token_v3", "lossless"))
+        ),
+    ):
         fails(fastspec.patch(spoiled(torch.nan, 5), cascade=cascade), 1, 5, assistant="cascade")
 
 
@@ -156,7 +181,10 @@ def test_drafts_that_are_nan_do_not_change_what_is_said():
     model, plain = drafted(counting(), sound=False), [row[:8] for row in clean()]
     nan = counting()
     nan.lm_head.weight.data.fill_(torch.nan)
-    cascades = [fastspec.Cascade([nan, counting()], mode="lossless"), fastspec.Cascade([nan], mode="token", alpha="lossless")]
+    cascades = [
+        fastspec.Cascade([nan, counting()], mode="lossless"),
+        fastspec.Cascade([nan], mode="token", alpha="lossless"),
+    ]
     calls = [(model, assistant) for assistant in ASSISTANTS]
     calls += [(fastspec.patch(counting(), cascade=cascade), "cascade") for cascade in cascades]
     other = shallow_model(vocab_size=93)
@@ -181,7 +209,8 @@ def test_a_draft_without_a_distribution_is_not_accepted():
 
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", "eagle3"])
 def test_an_open_batch_fails_the_prompt_alone(assistant):
-    """The others go on beside it, and take its row later; under settings, under processors that look at the history, and at once."""
+    """The others go on beside it, and take its row later; under settings, under processors that look at the history,
+    and at once."""
     model = drafted(spoiled(torch.nan, 5))
     ids = [row[mask.bool()] for row, mask in zip(INPUTS["input_ids"], INPUTS["attention_mask"], strict=True)]
     with fastspec.continuous(model, assistant, rows=2) as batch:
@@ -190,7 +219,11 @@ def test_an_open_batch_fails_the_prompt_alone(assistant):
             assert [row[len(ids[0]) :] for row in told(rows[::2])] == [clean()[0]] * 3
             for failed in rows[1::2]:
                 error = failed.exception(30)
-                assert isinstance(error, NoDistribution) and error.row is None and "this prompt cannot be sampled after 5 " in str(error)
+                assert (
+                    isinstance(error, NoDistribution)
+                    and error.row is None
+                    and "this prompt cannot be sampled after 5 " in str(error)
+                )
         first = clean()[1][4]
         shown = torch.cat((ids[1], torch.tensor(clean()[1][:5])))
         assert isinstance(batch.submit(shown, **DRAWN).exception(30), NoDistribution) and first == int(shown[-1])

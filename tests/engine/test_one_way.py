@@ -1,7 +1,9 @@
-"""A call goes one way through the engine: no file of it is left and entered again more than once in a phase of the call.
+"""A call goes one way through the engine: no file of it is left and entered again more than once in a phase of the
+call.
 
-An entry is a call of a function in one file of the engine from another file. Entries of the same file with none of another's between them
-count as one, and code that merely reads a value (properties) is none. Of the rounds the last one is looked at: eager, and as graphs.
+An entry is a call of a function in one file of the engine from another file. Entries of the same file with none of
+another's between them count as one, and code that merely reads a value (properties) is none. Of the rounds the last one
+is looked at: eager, and as graphs.
 """
 
 import sys
@@ -90,7 +92,9 @@ def visits(monkeypatch, assistant: str, options: dict) -> dict[str, Counter]:
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8}, {"repetition_penalty": 1.3}, SCORES], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "temperature": 0.8}, {"repetition_penalty": 1.3}, SCORES], ids=str
+)
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", "eagle3"])
 def test_no_room_is_entered_again_more_than_once_in_a_phase(monkeypatch, assistant, options, captures):
     if captures:

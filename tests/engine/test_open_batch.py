@@ -33,9 +33,14 @@ def test_none_unsets_what_the_models_generation_config_sets():
     free = alone(plain, ids, 8, eos_token_id=None)
     said = free[len(ids) :]
     unset = {
-        "eos_token_id": said[2], "repetition_penalty": 1.8, "bad_words_ids": [[said[1]]], "stop_strings": ["a"], "guidance_scale": 2.0,
-        "exponential_decay_length_penalty": (1, 2.0), "forced_eos_token_id": said[0],
-    }  # fmt: skip
+        "eos_token_id": said[2],
+        "repetition_penalty": 1.8,
+        "bad_words_ids": [[said[1]]],
+        "stop_strings": ["a"],
+        "guidance_scale": 2.0,
+        "exponential_decay_length_penalty": (1, 2.0),
+        "forced_eos_token_id": said[0],
+    }
     with fastspec.continuous(model, "eagle3", rows=2, max_length=64) as batch:
         for name, value in unset.items():
             setattr(model.generation_config, name, value)
@@ -48,11 +53,18 @@ def settings_of(plain: Any, ids: list[Tensor]) -> list[dict[str, Any]]:
     """A different set of greedy settings for each prompt in turn."""
     generated = alone(plain, ids[0], 12)
     kinds: list[dict[str, Any]] = [
-        {"max_new_tokens": 17}, {"max_new_tokens": 1}, {"eos_token_id": [generated[-1], generated[-3]], "max_new_tokens": 30},
-        {"repetition_penalty": 1.4, "max_new_tokens": 9}, {"suppress_tokens": generated[-4:], "max_new_tokens": 12},
-        {"min_new_tokens": 6, "eos_token_id": generated[-5:], "max_new_tokens": 11}, {"do_sample": True, "top_k": 1, "max_new_tokens": 8},
-    ]  # fmt: skip
-    return [{"do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0, **kinds[index % len(kinds)]} for index in range(len(ids))]
+        {"max_new_tokens": 17},
+        {"max_new_tokens": 1},
+        {"eos_token_id": [generated[-1], generated[-3]], "max_new_tokens": 30},
+        {"repetition_penalty": 1.4, "max_new_tokens": 9},
+        {"suppress_tokens": generated[-4:], "max_new_tokens": 12},
+        {"min_new_tokens": 6, "eos_token_id": generated[-5:], "max_new_tokens": 11},
+        {"do_sample": True, "top_k": 1, "max_new_tokens": 8},
+    ]
+    return [
+        {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0, **kinds[index % len(kinds)]}
+        for index in range(len(ids))
+    ]
 
 
 @pytest.mark.parametrize("kind, captured", [("random", False), ("bigram", True)])
@@ -65,20 +77,31 @@ def test_every_prompt_is_answered_by_its_own_settings_as_alone(monkeypatch, kind
     plain, model = made(kind)
     ids = texts(*COUNTS)
     settings = settings_of(plain, ids)
-    want = [answer(plain, {"input_ids": each[None]}, **options)[0].tolist() for each, options in zip(ids, settings, strict=True)]
+    want = [
+        answer(plain, {"input_ids": each[None]}, **options)[0].tolist()
+        for each, options in zip(ids, settings, strict=True)
+    ]
     with fastspec.continuous(model, assistant, rows=3, max_length=64, prefill_chunk=4) as batch:
         futures = [batch.submit(each, **options) for each, options in zip(ids, settings, strict=True)]
         assert told(futures) == want
         assert batch.stats.joined == len(ids) and batch.stats.emitted == sum(map(len, want)) - sum(COUNTS)
         batch.stats.joined = 0
-        again = [batch.submit(ids[at], **settings[at]) for at in reversed(range(len(ids)))]  # into rows that others had before
+        again = [
+            batch.submit(ids[at], **settings[at]) for at in reversed(range(len(ids)))
+        ]  # into rows that others had before
         assert told(again) == want[::-1]
     assert batch.running == batch.waiting == 0 and fastspec.report(model).last is batch.stats
 
 
-@pytest.mark.parametrize("assistant, options", [
-    (TREE, {"temperature": 0.8, "top_p": 0.9}), ("nasd", {"repetition_penalty": 1.2}), ("eagle", {"typical_p": 0.9}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "assistant, options",
+    [
+        (TREE, {"temperature": 0.8, "top_p": 0.9}),
+        ("nasd", {"repetition_penalty": 1.2}),
+        ("eagle", {"typical_p": 0.9}),
+    ],
+    ids=str,
+)
 def test_a_seed_gives_its_answer_whatever_is_decoded_beside_it_and_with_whatever(assistant, options):
     """The same tokens as without a draft, in a row of its own or among others."""
     _, model = made()
@@ -87,11 +110,22 @@ def test_a_seed_gives_its_answer_whatever_is_decoded_beside_it_and_with_whatever
     with fastspec.continuous(model, "autoregressive", rows=1, max_length=64) as batch:
         want = [told([batch.submit(each, seed=seed, **given)])[0] for seed, each in enumerate(ids)]
     with fastspec.continuous(model, assistant, rows=4, max_length=64, prefill_chunk=3) as batch:
-        others = [batch.submit(each, do_sample=False, max_new_tokens=5 + index, eos_token_id=NEVER) for index, each in enumerate(ids)]
+        others = [
+            batch.submit(each, do_sample=False, max_new_tokens=5 + index, eos_token_id=NEVER)
+            for index, each in enumerate(ids)
+        ]
         assert told([batch.submit(each, seed=seed, **given) for seed, each in enumerate(ids)]) == want
         assert len(told(others)) == len(ids)
         assert told([batch.submit(ids[0], seed=seed, **given) for seed in range(3)])[0] == want[0]
-        assert len({tuple(generated) for generated in told([batch.submit(ids[0], seed=seed, **given) for seed in range(6)])}) > 3
+        assert (
+            len(
+                {
+                    tuple(generated)
+                    for generated in told([batch.submit(ids[0], seed=seed, **given) for seed in range(6)])
+                }
+            )
+            > 3
+        )
 
 
 def test_a_token_is_drawn_by_the_number_of_its_position():
@@ -117,7 +151,12 @@ def test_who_gives_no_seed_draws_from_torchs_own_generator():
     assert generated[0] == generated[1] and generated[0][0] != generated[0][1]
 
 
-KINDS = partial(recurrent, "qwen3_next"), partial(windowed, "gemma2"), partial(shallow_model, "gpt2"), partial(seeing, "qwen2_5_vl")
+KINDS = (
+    partial(recurrent, "qwen3_next"),
+    partial(windowed, "gemma2"),
+    partial(shallow_model, "gpt2"),
+    partial(seeing, "qwen2_5_vl"),
+)
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
@@ -141,8 +180,13 @@ def test_sampled_answers_follow_the_targets_distribution(assistant):
         after = torch.cat((prompt.expand(len(first), -1), torch.arange(len(first))[:, None]), 1)
         want = first @ torch.softmax(plain(after).logits[:, -1].double(), -1)
     with fastspec.continuous(model, assistant, rows=16, max_length=32) as batch:
-        futures = [batch.submit(prompt, seed=seed, do_sample=True, top_k=0, max_new_tokens=2, eos_token_id=NEVER) for seed in range(4000)]
-        counts = torch.bincount(torch.tensor([generated[-1] for generated in told(futures)]), minlength=len(want)).double()
+        futures = [
+            batch.submit(prompt, seed=seed, do_sample=True, top_k=0, max_new_tokens=2, eos_token_id=NEVER)
+            for seed in range(4000)
+        ]
+        counts = torch.bincount(
+            torch.tensor([generated[-1] for generated in told(futures)]), minlength=len(want)
+        ).double()
     chi = ((counts - 4000 * want) ** 2 / (4000 * want)).sum()
     assert chi < len(want) + 5 * (2 * len(want)) ** 0.5  # five standard deviations
 
@@ -159,14 +203,22 @@ def test_a_streamer_gets_the_prompt_then_each_token_then_the_end():
         assert streamer.events == [[each.tolist()], *([token] for token in row[len(each) :]), "end"]
 
 
-@pytest.mark.parametrize("words, options", [
-    ("one row", {"num_return_sequences": 2, "do_sample": True}), ("num_beams", {"num_beams": 2}),
-    ("tokens alone", {"return_dict_in_generate": True}), ("room for 40", {"max_new_tokens": 36}),
-    ("belongs to fastspec.continuous", {"assistant": "nasd"}), (CACHE, {CACHE: ()}),
-    ("keep a state over a whole call", {"logits_processor": [lambda ids, scores: scores]}),
-    ("keep a state over a whole call", {"stopping_criteria": [lambda ids, scores: torch.tensor([False])]}),
-    ("pixel_values", {"pixel_values": torch.zeros(1)}), ("ends in padding", {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}),
-], ids=lambda value: value if isinstance(value, str) else next(iter(value)))  # fmt: skip
+@pytest.mark.parametrize(
+    "words, options",
+    [
+        ("one row", {"num_return_sequences": 2, "do_sample": True}),
+        ("num_beams", {"num_beams": 2}),
+        ("tokens alone", {"return_dict_in_generate": True}),
+        ("room for 40", {"max_new_tokens": 36}),
+        ("belongs to fastspec.continuous", {"assistant": "nasd"}),
+        (CACHE, {CACHE: ()}),
+        ("keep a state over a whole call", {"logits_processor": [lambda ids, scores: scores]}),
+        ("keep a state over a whole call", {"stopping_criteria": [lambda ids, scores: torch.tensor([False])]}),
+        ("pixel_values", {"pixel_values": torch.zeros(1)}),
+        ("ends in padding", {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
 def test_what_an_open_batch_does_not_decode_is_refused_at_once(words, options):
     _, model = made()
     with fastspec.continuous(model, TREE, rows=2, max_length=40) as batch:
@@ -196,7 +248,9 @@ def test_a_prompt_is_moved_to_the_models_device(monkeypatch):
             with pytest.raises(Unsupported, match="seen"):
                 batch.submit(ids, attention_mask=torch.ones(1, 5), max_new_tokens=3)
     for options in given:
-        assert options["input_ids"].is_meta and options["attention_mask"].is_meta and options["input_ids"].shape == (1, 5)
+        assert (
+            options["input_ids"].is_meta and options["attention_mask"].is_meta and options["input_ids"].shape == (1, 5)
+        )
 
 
 class Taking(torch.nn.Module):
@@ -220,18 +274,35 @@ def test_tokens_that_the_model_has_not_are_refused():
                 with pytest.raises(ValueError, match=f"tokens from .*{token}.* the model those from 0 to 96"):
                     batch.submit(torch.cat((ids, torch.tensor([token]))), max_new_tokens=4, **GREEDY)
             assert told([batch.submit(ids, max_new_tokens=4, **GREEDY)]) == [alone(plain, ids, 4)]
-            model.model.embed_tokens, own = Taking(model.model.embed_tokens), model.model.embed_tokens  # nobody knows what that has
-            assert batch.submit(torch.cat((ids, torch.tensor([97]))), max_new_tokens=4, **GREEDY).result().shape == (1, 14)
+            model.model.embed_tokens, own = (
+                Taking(model.model.embed_tokens),
+                model.model.embed_tokens,
+            )  # nobody knows what that has
+            assert batch.submit(torch.cat((ids, torch.tensor([97]))), max_new_tokens=4, **GREEDY).result().shape == (
+                1,
+                14,
+            )
             model.model.embed_tokens = own
-        padded, mask = torch.cat((torch.tensor([-1, 97]), ids)), torch.tensor([[0, 0] + [1] * 9])  # nobody reads what is masked
+        padded, mask = (
+            torch.cat((torch.tensor([-1, 97]), ids)),
+            torch.tensor([[0, 0] + [1] * 9]),
+        )  # nobody reads what is masked
         found = batch.submit(padded, attention_mask=mask, max_new_tokens=4, **GREEDY).result()
         assert found[0, 2:].tolist() == alone(plain, ids, 4)
 
 
 def test_prompts_with_images_are_refused():
     model = fastspec.patch(seeing("qwen2_5_vl"))
-    with fastspec.continuous(model, "nasd", rows=1, max_length=60) as batch, pytest.raises(Unsupported, match="tokens alone, without"):
-        batch.submit(**{("ids" if name == "input_ids" else name): each for name, each in prompts_with_images(model, ((2, 3),)).items()})
+    with (
+        fastspec.continuous(model, "nasd", rows=1, max_length=60) as batch,
+        pytest.raises(Unsupported, match="tokens alone, without"),
+    ):
+        batch.submit(
+            **{
+                ("ids" if name == "input_ids" else name): each
+                for name, each in prompts_with_images(model, ((2, 3),)).items()
+            }
+        )
     with pytest.raises(Unsupported, match="see more of a prompt"):
         fastspec.continuous(fastspec.patch(seeing("paligemma")), "nasd")
 

@@ -1,4 +1,5 @@
-"""A model that changes while a batch is open: who is submitted behind the change is answered by the changed model, who runs is not lost."""
+"""A model that changes while a batch is open: who is submitted behind the change is answered by the changed model, who
+runs is not lost."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ CHANGES = replaced, hooked, own_forward, new_parameter, new_storage, other_rotat
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_later_prompts_see_the_change(change: Any, assistant: Any, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_prompts_see_the_change(
+    change: Any, assistant: Any, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if captured:
         stand_in(monkeypatch)
     plain, model = made()
@@ -119,7 +122,9 @@ def test_rows_that_run_end_before_the_change_takes_effect() -> None:
         assert batch.waiting == 3
         for _ in range(6):
             gate.go.release()
-        assert len(told([running])[0]) == 12  # its rounds were made of modules that the change may or may not have reached
+        assert (
+            len(told([running])[0]) == 12
+        )  # its rounds were made of modules that the change may or may not have reached
         assert told(waiting) == [alone(changed, each, 6) for each in ids[1:]]
         assert dropped.cancelled()
 
@@ -151,8 +156,11 @@ def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_nothing_is_made_anew_without_a_change(captured: bool, rebuilt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by weights that are packed, nor by hooks that transformers leaves on the model and fastspec takes off again."""
+def test_nothing_is_made_anew_without_a_change(
+    captured: bool, rebuilt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by weights that are packed, nor by hooks that transformers leaves on the model and fastspec takes off
+    again."""
     if captured:
         stand_in(monkeypatch)
     plain, model = made()
@@ -203,7 +211,9 @@ def test_rounds_of_other_rows_are_not_made_of_a_model_that_differs_for_a_moment(
             gate.go.release()
         running.result(30)
         for _ in range(2):
-            assert told([batch.submit(each, max_new_tokens=8, **GREEDY) for each in ids]) == [alone(plain, each, 8) for each in ids]
+            assert told([batch.submit(each, max_new_tokens=8, **GREEDY) for each in ids]) == [
+                alone(plain, each, 8) for each in ids
+            ]
             assert told([batch.submit(ids[0], max_new_tokens=8, **GREEDY)]) == [alone(plain, ids[0], 8)]
 
 
@@ -221,7 +231,9 @@ def test_a_model_that_is_broken_for_a_moment_costs_the_prompts_of_that_moment_al
         assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
 
 
-def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Though rounds of the broken model are still being made, and fail, when it comes."""
     plain, model = made()
     (ids,), later = texts(6), []
@@ -248,7 +260,8 @@ def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with
 
 @pytest.mark.parametrize("narrows", [True, False])
 def test_what_was_made_of_a_model_that_is_another_by_now_is_not_kept(narrows, monkeypatch):
-    """Of twelve prompts four wait; a module is another while they are read, which needs what was not made before, and is then put back."""
+    """Of twelve prompts four wait; a module is another while they are read, which needs what was not made before, and
+    is then put back."""
     stand_in(monkeypatch)
     plain, model = made()
     ids, options = texts(*[5] * 8, *[40] * 4), {**GREEDY, "max_new_tokens": 6}
@@ -273,7 +286,8 @@ def test_what_was_made_of_a_model_that_is_another_by_now_is_not_kept(narrows, mo
 
 
 def test_what_was_made_in_a_turn_at_whose_end_the_model_is_whole_is_not_kept(monkeypatch):
-    """Eight prompts have one token to go when a module is another, which it is until the first of those that wait was read."""
+    """Eight prompts have one token to go when a module is another, which it is until the first of those that wait was
+    read."""
     stand_in(monkeypatch)
     plain, model = made()
     ids, options = texts(*[5] * 8, *[40] * 4), {**GREEDY, "max_new_tokens": 6}
@@ -361,7 +375,10 @@ def test_what_rounds_are_good_for_tells_adapters_forwards_and_places_apart() -> 
 def test_a_batch_that_is_opened_under_autocast_runs_as_its_thread_does(rebuilt: list[int]) -> None:
     plain, model = made()
     (ids,) = texts(6)
-    with torch.autocast("cpu", torch.bfloat16), fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch,
+    ):
         assert batch._widths.current.engine.target.adapter is not None
         future = batch.submit(ids, max_new_tokens=6, **GREEDY)
         future.result(30)
@@ -390,7 +407,13 @@ def test_calls_whose_engines_are_kept_see_the_change(change: Any, monkeypatch: p
 @pytest.mark.filterwarnings("ignore:.*generic")
 def test_frequencies_that_a_model_registers_anew_are_the_same(rebuilt: list[int]) -> None:
     """longrope does so at every forward pass of the model's own."""
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "factor": 2.0,
+    }
     rope |= {"original_max_position_embeddings": 64, "partial_rotary_factor": 1.0}
     plain, model = (shallow_model("phi3", rope_parameters=rope) for _ in range(2))
     fastspec.patch(model)

@@ -1,4 +1,5 @@
-"""Open batches on CUDA: rounds are captured while other threads submit, and every answer is that of `generate` alone."""
+"""Open batches on CUDA: rounds are captured while other threads submit, and every answer is that of `generate`
+alone."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def made(kind: str) -> tuple[Any, Any]:
 
 def settings(at: int) -> dict[str, Any]:
     """Of one prompt: some with processors, which make tensors on the device when it is submitted."""
-    more: dict[str, Any] = [{}, {"repetition_penalty": 1.3}, {"suppress_tokens": [7, 8]}, {"eos_token_id": [5, NEVER]}][at % 4]
+    more: dict[str, Any] = [{}, {"repetition_penalty": 1.3}, {"suppress_tokens": [7, 8]}, {"eos_token_id": [5, NEVER]}][
+        at % 4
+    ]
     return {**GREEDY, "pad_token_id": 0, "max_new_tokens": 12 + 3 * at, **more}
 
 
@@ -59,7 +62,8 @@ def in_threads(ask: Callable[[int], None], count: int) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=["autoregressive", "eagle3", "nasd"])
 def test_threads_submit_while_rounds_are_captured(assistant, rows):
-    """Each batch captures its own rounds and passes over prompts, of every width; ids come from the device and from the host."""
+    """Each batch captures its own rounds and passes over prompts, of every width; ids come from the device and from the
+    host."""
     plain, model = made("bigram")
     ids = [each.to(DEVICE) for each in texts(*COUNTS)]
     want = [plain.generate(each[None], **settings(at))[0].tolist() for at, each in enumerate(ids)]
@@ -90,7 +94,9 @@ def test_two_models_are_captured_by_two_threads():
 
     def ask(which: int) -> None:
         for at, each in enumerate(ids):
-            got[which, at] = pairs[which][1].generate(each[None], **options, assistant=TREE if at % 2 else "autoregressive").tolist()
+            got[which, at] = (
+                pairs[which][1].generate(each[None], **options, assistant=TREE if at % 2 else "autoregressive").tolist()
+            )
 
     in_threads(ask, 2)
     assert got == {(which, at): want[which][at] for which in range(2) for at in range(len(ids))}
@@ -98,14 +104,18 @@ def test_two_models_are_captured_by_two_threads():
 
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
 def test_captured_rounds_narrow_and_widen(assistant, monkeypatch):
-    """An answer that runs all the time goes through rounds of one, two and four rows, and drafts are as good in all of them."""
+    """An answer that runs all the time goes through rounds of one, two and four rows, and drafts are as good in all of
+    them."""
     plain, model = made("bigram")
     seen: list[int] = []
     step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda self, *rest: seen.append(len(self.state.running)) or step(self, *rest))
     ids = [each.to(DEVICE) for each in texts(*COUNTS)]
     options = {**GREEDY, "max_new_tokens": 400}
-    want = [plain.generate(ids[at][None], **{**options, "max_new_tokens": count})[0].tolist() for at, count in enumerate((400, 20, 20, 20))]
+    want = [
+        plain.generate(ids[at][None], **{**options, "max_new_tokens": count})[0].tolist()
+        for at, count in enumerate((400, 20, 20, 20))
+    ]
     with fastspec.continuous(model, assistant, rows=4, max_length=512) as batch:
         for _ in range(2):
             first = batch.submit(ids[0], **options)
@@ -125,7 +135,9 @@ def test_a_file_of_prompts(tmp_path: Path):
     prompts = ["w5 w6", "w7", "w9 w10 w11", "w3 w4 w5 w6"]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
-    assert answer_file(model, tokenizer, file, out, assistant="nasd", rows=2, max_new_tokens=9, max_length=60) == Done(0, 4, 0)
+    assert answer_file(model, tokenizer, file, out, assistant="nasd", rows=2, max_new_tokens=9, max_length=60) == Done(
+        0, 4, 0
+    )
     rows = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda row: row["line"])
     for row, prompt in zip(rows, prompts, strict=True):
         ids = encode(tokenizer, prompt, True).to(DEVICE)

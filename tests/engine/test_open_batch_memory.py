@@ -1,4 +1,5 @@
-"""An open batch keeps nothing of prompts that were answered: hundreds of them leave as many objects and bytes as there were."""
+"""An open batch keeps nothing of prompts that were answered: hundreds of them leave as many objects and bytes as there
+were."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import fastspec
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SMALL_CHANGE = 2**12
-"""Bytes of tensors: what the prompts that rows held last have. The ids alone of two hundred take three times as many."""
+"""Bytes of tensors: what the prompts that rows held last have. The ids alone of two hundred take three times as
+many."""
 
 
 def kept(device: str) -> tuple[int, int]:
@@ -28,10 +30,16 @@ def kept(device: str) -> tuple[int, int]:
     return len(found), torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
-@pytest.mark.parametrize("assistant, device, captured", [
-    ("autoregressive", "cpu", False), (TREE, "cpu", True),
-    pytest.param("autoregressive", "cuda", True, marks=CUDA), pytest.param(TREE, "cuda", True, marks=CUDA),
-], ids=["plain", "captured", "plain on cuda", "eagle3 on cuda"])  # fmt: skip
+@pytest.mark.parametrize(
+    "assistant, device, captured",
+    [
+        ("autoregressive", "cpu", False),
+        (TREE, "cpu", True),
+        pytest.param("autoregressive", "cuda", True, marks=CUDA),
+        pytest.param(TREE, "cuda", True, marks=CUDA),
+    ],
+    ids=["plain", "captured", "plain on cuda", "eagle3 on cuda"],
+)
 def test_a_hundred_prompts_leave_nothing_behind(assistant, device, captured, monkeypatch):
     """Of several lengths, some cancelled, in rounds that narrow and widen."""
     if captured and device == "cpu":

@@ -39,9 +39,13 @@ def groups(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(("assistant", "kind"), [*((each, "random") for each in ASSISTANTS), (TREE, "bigram")], ids=str)
 def test_prompts_that_come_together_say_what_each_says_alone(device, groups, assistant, kind):
-    """Of many lengths, in an idle batch and beside rows that go on, greedy and drawn; graphs of earlier groups are taken up."""
+    """Of many lengths, in an idle batch and beside rows that go on, greedy and drawn; graphs of earlier groups are
+    taken up."""
     plain, model = (each.to(device) for each in made(kind))
-    ids, drawn = texts(*COUNTS), {"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": NEVER, "max_new_tokens": 8}
+    ids, drawn = (
+        texts(*COUNTS),
+        {"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": NEVER, "max_new_tokens": 8},
+    )
     greedy = {**GREEDY, "max_new_tokens": 8}
     want = [alone(plain, each.to(device), 8) for each in ids]
     with fastspec.continuous(model, assistant, rows=1, max_length=80) as batch:
@@ -72,12 +76,18 @@ def test_a_batch_that_does_not_narrow_reads_prompts_alone(device, groups):
         assert told(futures) == [alone(plain, each.to(device), 12) for each in ids] and not groups
 
 
-KINDS = partial(recurrent, "qwen3_next"), partial(windowed, "gemma2"), partial(windowed, "gpt_oss"), partial(tiny_model, "qwen3_moe")
+KINDS = (
+    partial(recurrent, "qwen3_next"),
+    partial(windowed, "gemma2"),
+    partial(windowed, "gpt_oss"),
+    partial(tiny_model, "qwen3_moe"),
+)
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
 def test_models_of_other_kinds_read_prompts_together_too(device, groups, make, monkeypatch):
-    """With a recurrent state, with windows, with experts; also where their passes wait for the host and are not captured."""
+    """With a recurrent state, with windows, with experts; also where their passes wait for the host and are not
+    captured."""
     init = Rounds.__init__
 
     def together(self: Any, *given: Any) -> None:
@@ -110,7 +120,9 @@ def test_a_call_of_many_prompts_reads_those_that_wait_together(device, groups, a
     options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": emitted[::5, 7].tolist(), "pad_token_id": 0}
     want = plain.generate(**inputs, **options).tolist()
     for _ in range(2):
-        assert model.generate(**inputs, **options, assistant=fastspec.ContinuousBatch(assistant, rows=32)).tolist() == want
+        assert (
+            model.generate(**inputs, **options, assistant=fastspec.ContinuousBatch(assistant, rows=32)).tolist() == want
+        )
         assert stats(model).joined == 18
     assert groups and set(groups) <= {2, 4, 8}
 

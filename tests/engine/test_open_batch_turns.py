@@ -53,8 +53,9 @@ def test_what_one_prompt_raises_ends_that_one_alone(monkeypatch):
             batch.submit(ids[1], streamer=streaming, max_new_tokens=12, **GREEDY),
             batch.submit(ids[2], max_new_tokens=12, max_time=60.0, **GREEDY),
             batch.submit(ids[3], max_new_tokens=12, repetition_penalty=1.3, **GREEDY),
-            batch.submit(ids[4], max_new_tokens=14, **GREEDY), batch.submit(ids[5], max_new_tokens=12, **GREEDY),
-        ]  # fmt: skip
+            batch.submit(ids[4], max_new_tokens=14, **GREEDY),
+            batch.submit(ids[5], max_new_tokens=12, **GREEDY),
+        ]
         for held in (*batch._arrived, *batch._batch.queue, *batch._batch.prompts):
             if held is not None and held.ending.stop is not None:
                 held.ending.others[0] = raising
@@ -66,9 +67,7 @@ def test_what_one_prompt_raises_ends_that_one_alone(monkeypatch):
                 future.result(SECONDS)
         with pytest.raises(MemoryError):
             futures[5].result(SECONDS)
-        assert told([futures[0], futures[4]]) == [
-            alone(plain, ids[at], count) for at, count in ((0, 12), (4, 14))
-        ]
+        assert told([futures[0], futures[4]]) == [alone(plain, ids[at], count) for at, count in ((0, 12), (4, 14))]
         assert told([batch.submit(ids[1], max_new_tokens=5, **GREEDY)])[0] == alone(plain, ids[1], 5)
 
 
@@ -92,9 +91,7 @@ def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
 
         monkeypatch.setattr(Rounds, "turn", watched)
         gate.go.release(99)
-        assert told([running, beside]) == [
-            alone(plain, ids[row], count) for row, count in ((0, 30), (1, 9))
-        ]
+        assert told([running, beside]) == [alone(plain, ids[row], count) for row, count in ((0, 30), (1, 9))]
         assert len(at) == 1 and 0 < at[0] < 20  # no more of it was read
         for future in (read, waits):
             with pytest.raises(CancelledError):
@@ -108,7 +105,8 @@ def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
 
 
 def test_who_reads_a_cancelled_answer_is_told_its_end(caplog):
-    """While it runs and while it waits, by transformers' streamer that another thread reads; what a streamer raises there is logged."""
+    """While it runs and while it waits, by transformers' streamer that another thread reads; what a streamer raises
+    there is logged."""
 
     class Raising(Gate):
         def end(self) -> None:
@@ -121,7 +119,10 @@ def test_who_reads_a_cancelled_answer_is_told_its_end(caplog):
         batch.submit(ids[0], streamer=gate, max_new_tokens=12, **GREEDY)
         assert gate.seen.acquire(timeout=SECONDS)  # the batch stands still
         told_of = [*readers, Raising()]
-        cancelled = [batch.submit(row, streamer=each, max_new_tokens=40, **GREEDY) for row, each in zip(ids[1:], told_of, strict=True)]
+        cancelled = [
+            batch.submit(row, streamer=each, max_new_tokens=40, **GREEDY)
+            for row, each in zip(ids[1:], told_of, strict=True)
+        ]
         assert all(future.cancel() for future in cancelled)
         gate.go.release(99)
         assert [len(list(reader)) > 0 for reader in readers] == [True, True]  # their prompts
@@ -230,9 +231,12 @@ def test_what_is_closed_and_what_cannot_be_opened(monkeypatch):
     with pytest.raises(Unsupported, match="is not patched"):
         fastspec.continuous(plain)
     for words, assistant, options in (
-        ("cannot take a new prompt", fastspec.Speculative(early_exit=1), {}), ("unknown", "eagle4", {}), ("rows", TREE, {"rows": 0}),
-        ("prefill_chunk=0", TREE, {"prefill_chunk": 0}), ("give a number of nodes", fastspec.Eagle3(total_tokens="auto"), {}),
-    ):  # fmt: skip
+        ("cannot take a new prompt", fastspec.Speculative(early_exit=1), {}),
+        ("unknown", "eagle4", {}),
+        ("rows", TREE, {"rows": 0}),
+        ("prefill_chunk=0", TREE, {"prefill_chunk": 0}),
+        ("give a number of nodes", fastspec.Eagle3(total_tokens="auto"), {}),
+    ):
         with pytest.raises(Unsupported, match=words):
             fastspec.continuous(model, assistant, **options)
     with pytest.raises(Unsupported, match="encoder-decoder"):
@@ -277,4 +281,6 @@ def test_who_waits_for_a_turn_is_next():
             waited.append(len(taken) - before)
     stop.set()
     thread.join(SECONDS)
-    assert sorted(waited)[len(waited) // 2] <= 4 and len(taken) > 5  # a busy machine may stop this thread before it begins to wait
+    assert (
+        sorted(waited)[len(waited) // 2] <= 4 and len(taken) > 5
+    )  # a busy machine may stop this thread before it begins to wait

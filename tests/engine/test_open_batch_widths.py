@@ -1,4 +1,5 @@
-"""Open batches that narrow and widen: prompts move between rounds of one row and of many, and say what they say alone."""
+"""Open batches that narrow and widen: prompts move between rounds of one row and of many, and say what they say
+alone."""
 
 from __future__ import annotations
 
@@ -50,9 +51,19 @@ def asked(batch: Any, ids: list[Any], options: list[dict[str, Any]]) -> list[lis
     return told([first, *others])
 
 
-@pytest.mark.parametrize("assistant, captured", [
-    ("autoregressive", False), (TREE, False), ("eagle", False), ("nasd", False), ("autoregressive", True), (TREE, True), ("nasd", True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "assistant, captured",
+    [
+        ("autoregressive", False),
+        (TREE, False),
+        ("eagle", False),
+        ("nasd", False),
+        ("autoregressive", True),
+        (TREE, True),
+        ("nasd", True),
+    ],
+    ids=str,
+)
 def test_rows_follow_the_load_and_no_answer_changes(monkeypatch, rows_seen, assistant, captured):
     """Also where rounds are launched before the one in front is read, and each width has graphs of its own."""
     if captured:
@@ -89,7 +100,10 @@ def test_whatever_the_layers_keep_moves(rows_seen, make):
 def test_a_seed_gives_its_answer_in_rounds_of_any_width(rows_seen):
     _, model = made()
     ids = texts(*COUNTS)
-    options = [{"do_sample": True, "seed": seed, "max_new_tokens": count, "eos_token_id": 1000} for seed, count in enumerate(NEW)]
+    options = [
+        {"do_sample": True, "seed": seed, "max_new_tokens": count, "eos_token_id": 1000}
+        for seed, count in enumerate(NEW)
+    ]
     with fastspec.continuous(model, TREE, rows=4, max_length=64, narrows=False) as batch:
         want = told([batch.submit(each, **given) for each, given in zip(ids, options, strict=True)])
     assert {rows for rows, _ in rows_seen} == {4}
@@ -100,7 +114,8 @@ def test_a_seed_gives_its_answer_in_rounds_of_any_width(rows_seen):
 
 
 def test_rows_wait_before_they_narrow(rows_seen, monkeypatch):
-    """Not while a prompt ends and the next one comes, and no further than the most that the turns in between had need of."""
+    """Not while a prompt ends and the next one comes, and no further than the most that the turns in between had need
+    of."""
     monkeypatch.setattr(open_batch, "PATIENCE", 5)
     plain, model = made()
     ids = texts(5, 6)
@@ -110,7 +125,10 @@ def test_rows_wait_before_they_narrow(rows_seen, monkeypatch):
         wide = [(rows, running) for rows, running in rows_seen[widest:] if rows == 2]
         assert len([running for _, running in wide if running == 1]) in (4, 5) and rows_seen[-1] == (1, 1)
         gate = Gate()
-        both = [batch.submit(each, streamer=streamer, max_new_tokens=3, **GREEDY) for each, streamer in zip(ids, (gate, None), strict=True)]
+        both = [
+            batch.submit(each, streamer=streamer, max_new_tokens=3, **GREEDY)
+            for each, streamer in zip(ids, (gate, None), strict=True)
+        ]
         gate.go.release(9)
         told(both)
         rows_seen.clear()
@@ -121,7 +139,8 @@ def test_rows_wait_before_they_narrow(rows_seen, monkeypatch):
 
 
 def test_rounds_ahead_of_the_host_do_not_keep_others_waiting(monkeypatch, rows_seen):
-    """A prompt that comes while the only row is asynchronous joins it: rounds widen long before that row's answer ends."""
+    """A prompt that comes while the only row is asynchronous joins it: rounds widen long before that row's answer
+    ends."""
     stand_in(monkeypatch)
     monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
     _, model = made()

@@ -12,7 +12,9 @@ from helpers.generate import MAKERS, TREE, prompts
 import fastspec
 from fastspec.errors import Unsupported
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

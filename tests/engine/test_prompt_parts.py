@@ -1,4 +1,5 @@
-"""A prompt is read whole, in parts that are no wider than asked for and are padded to no more than narrow ones would be."""
+"""A prompt is read whole, in parts that are no wider than asked for and are padded to no more than narrow ones would
+be."""
 
 from __future__ import annotations
 
@@ -23,19 +24,40 @@ def test_parts_follow_each_other_to_the_end(length, rows, captures, windows):
     assert not captures or rows * widest <= MOST or widest == NARROWEST
 
 
-@pytest.mark.parametrize("rows, widest", [
-    (1, WIDE), (2, WIDE // 2), (3, NARROW), (4, NARROW), (5, NARROW), (64, NARROW), (65, 256), (128, 256), (129, 128), (1024, 32),
-    (2048, 32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, widest",
+    [
+        (1, WIDE),
+        (2, WIDE // 2),
+        (3, NARROW),
+        (4, NARROW),
+        (5, NARROW),
+        (64, NARROW),
+        (65, 256),
+        (128, 256),
+        (129, 128),
+        (1024, 32),
+        (2048, 32),
+    ],
+)
 def test_many_rows_are_read_in_narrow_parts(rows, widest):
     assert widest_part(rows, captures=True) == widest
     assert widest_part(rows, captures=False) == NARROW
     assert widest_part(rows, captures=True, windows=True) == min(widest, NARROW)
 
 
-@pytest.mark.parametrize("length, parts", [
-    (0, []), (1, [1]), (512, [512]), (513, [512, 1]), (1100, [1024, 76]), (1900, [1024, 512, 364]), (2048, [2048]),
-    (5000, [2048, 2048, 512, 392]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "length, parts",
+    [
+        (0, []),
+        (1, [1]),
+        (512, [512]),
+        (513, [512, 1]),
+        (1100, [1024, 76]),
+        (1900, [1024, 512, 364]),
+        (2048, [2048]),
+        (5000, [2048, 2048, 512, 392]),
+    ],
+)
 def test_parts_of_a_prompt_alone(length, parts):
     assert [width for _, width in prompt_parts(length, WIDE)] == parts

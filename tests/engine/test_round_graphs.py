@@ -1,4 +1,5 @@
-"""The phases of a round that a graph holds as one: each asks the target and the drafter in their order, with what the one before gave."""
+"""The phases of a round that a graph holds as one: each asks the target and the drafter in their order, with what the
+one before gave."""
 
 from __future__ import annotations
 
@@ -43,7 +44,12 @@ def test_a_whole_round_drafts_scores_chooses_commits_and_observes():
     assert scored.tree is drafter.tree and scored.logits is target.logits and scored.features is target.features
     assert target.log[1][:2] == ("commit", done.judged.verdict)
     name, tree, verdict, logits, features, active, extent = drafter.log[1]
-    assert (name, extent) == ("observe", BOUND) and tree is drafter.tree and verdict is done.verdict and active is program.state.active
+    assert (
+        (name, extent) == ("observe", BOUND)
+        and tree is drafter.tree
+        and verdict is done.verdict
+        and active is program.state.active
+    )
     assert logits is target.logits and features is target.features
     assert done.committed.emitted.tolist() == [[2, 2, 3, 6], [0, 1, 5, 5]]
     assert [each for each in clock.log if each in MARKS] == MARKS
@@ -72,7 +78,9 @@ def test_what_follows_a_trees_making_leaves_the_observing_to_the_host(kind):
     assert target.log[0] == ("score", tree, 31) and verify.asked[0].tree is tree
     assert target.log[1][:2] == ("commit", done.judged.verdict)
     digest = [[70, 71, 72], [80, 81, 82]] if kind is Digesting else [[], []]
-    assert done.committed.emitted.tolist() == [row + more for row, more in zip([[2, 2, 3, 6], [0, 1, 5, 5]], digest, strict=True)]
+    assert done.committed.emitted.tolist() == [
+        row + more for row, more in zip([[2, 2, 3, 6], [0, 1, 5, 5]], digest, strict=True)
+    ]
     assert [each[0] for each in drafter.log] == (["digest"] if kind is Digesting else [])
     assert clock.log == ["score", "choose", "commit"]
 
@@ -84,7 +92,10 @@ def test_phases_on_a_copy_of_a_tree_see_its_parts_and_the_targets_room():
     assert program.on_copy(lambda *given: seen.append(given) or "left", NODES, *copies) == ("left", ())  # type: ignore[func-returns-value]
     [(copy, extent)] = seen
     assert extent == BOUND and copy.max_path == NODES and copy.q is None
-    assert all(mine is theirs for mine, theirs in zip((copy.tokens, copy.parents, copy.depths, copy.ancestors), copies, strict=True))
+    assert all(
+        mine is theirs
+        for mine, theirs in zip((copy.tokens, copy.parents, copy.depths, copy.ancestors), copies, strict=True)
+    )
     watched: list[Any] = []
     program.clock = clock  # type: ignore[assignment]
     clock.watch = lambda phases: watched.append(phases()) or (watched[0], ("mark",))  # type: ignore[attr-defined]

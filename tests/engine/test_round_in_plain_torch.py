@@ -40,7 +40,10 @@ def test_the_pages_round_gives_the_tokens_of_generate(page: dict[str, Any], kind
         ids = torch.randint(0, 97, (1, length), generator=generator)
         options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         plain = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        for draft, most in ((other, 25), (target, 6)):  # the prompt's pass, then one a round: five tokens where all drafts are right
+        for draft, most in (
+            (other, 25),
+            (target, 6),
+        ):  # the prompt's pass, then one a round: five tokens where all drafts are right
             counted = Counted(target)
             assert torch.equal(page["decode"](counted, draft, ids, 24), plain)
             assert counted.passes <= most

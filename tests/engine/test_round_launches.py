@@ -1,4 +1,5 @@
-"""How many kernels of torch's own a round launches between the ops of its backend: each costs its time and the start of the next one."""
+"""How many kernels of torch's own a round launches between the ops of its backend: each costs its time and the start of
+the next one."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Uncaptured(capture.Captured[Any]):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The launches of a call's last round, as a backend that captures has it: weights are packed, and nothing is read back."""
+    """The launches of a call's last round, as a backend that captures has it: weights are packed, and nothing is read
+    back."""
     seen = Launches()
     for module in (capture, schedule):
         monkeypatch.setattr(module, "Captured", Uncaptured)

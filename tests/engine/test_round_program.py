@@ -25,7 +25,9 @@ def test_room_is_made_in_steps_of_128_tokens(longest, room):
     assert rounded(longest) == room and isinstance(rounded(longest), int)
 
 
-@pytest.mark.parametrize(("longest", "room", "extent"), [(5, 128, 128), (125, 128, 128), (126, 256, 128), (128, 256, 128), (129, 256, 256)])
+@pytest.mark.parametrize(
+    ("longest", "room", "extent"), [(5, 128, 128), (125, 128, 128), (126, 256, 128), (128, 256, 128), (129, 256, 256)]
+)
 def test_a_round_makes_room_for_the_longest_path_and_reads_no_further_than_the_texts(longest, room, extent):
     target, drafter = Model(), Drafting()
     assert made(target, drafter).open(longest) == extent
@@ -35,7 +37,10 @@ def test_a_round_makes_room_for_the_longest_path_and_reads_no_further_than_the_t
 def test_without_a_drafter_a_round_makes_room_for_one_token():
     target = Model()
     program = made(target)
-    assert [program.open(longest) for longest in (127, 128)] == [128, 128] and target.log == [("reserve", 128), ("reserve", 256)]
+    assert [program.open(longest) for longest in (127, 128)] == [128, 128] and target.log == [
+        ("reserve", 128),
+        ("reserve", 256),
+    ]
 
 
 def test_a_round_reads_no_further_than_the_target_has_room():
@@ -49,7 +54,9 @@ def test_a_clock_starts_where_a_round_is_opened():
     assert clock.log == ["start"]
 
 
-@pytest.mark.parametrize(("target", "drafter", "fits"), [(9, 9, True), (9, None, True), (7, 9, False), (9, 7, False), (7, None, False)])
+@pytest.mark.parametrize(
+    ("target", "drafter", "fits"), [(9, 9, True), (9, None, True), (7, 9, False), (9, 7, False), (7, None, False)]
+)
 def test_what_fits_must_fit_the_target_and_the_drafter_where_there_is_one(target, drafter, fits):
     program = made(Model(most=target), None if drafter is None else Drafting(most=drafter))
     assert program.fits(8) is fits
@@ -96,7 +103,9 @@ def test_what_is_drafted_on_the_host_is_checked(place, refused):
     """On a device nothing is read back for it."""
     program = made(drafter=Drafting(chain(4, 6), place))
     if refused:
-        with pytest.raises(Unsupported, match=r"^Drafting\.propose gave a tree that begins with token 6 in row 1, where 5 was"):
+        with pytest.raises(
+            Unsupported, match=r"^Drafting\.propose gave a tree that begins with token 6 in row 1, where 5 was"
+        ):
             program.draft(3)
     else:
         assert program.draft(3).tokens[1, 0] == 6
@@ -109,12 +118,26 @@ def test_rows_that_do_not_go_on_may_begin_with_any_token(running, padded):
     assert program.draft(3).tokens.tolist() == [[4, 2, 3], [6, 2, 3]]
 
 
-@pytest.mark.parametrize(("tree", "words"), [
-    ("no tree", "a str"), (chain(4, 5, 6), r"tokens of shape \[3, 3\] for 2 rows"),
-    (TokenTree.chain(torch.tensor([[4, 1, 2, 3], [5, 1, 2, 3]])), "4 nodes and up to 4 a path, and it says nodes=3 and max_path=2"),
-    (TokenTree.chain(torch.tensor([[4, 1, 2], [5, 1, 2]])), "3 nodes and up to 3 a path, and it says nodes=3 and max_path=2"),
-    (replace(TokenTree.chain(torch.tensor([[4, 1], [5, 1]])), q=torch.zeros(2, 2, VOCAB)), "drafts with the distributions"),
-], ids=["kind", "rows", "nodes", "path", "distributions"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ("no tree", "a str"),
+        (chain(4, 5, 6), r"tokens of shape \[3, 3\] for 2 rows"),
+        (
+            TokenTree.chain(torch.tensor([[4, 1, 2, 3], [5, 1, 2, 3]])),
+            "4 nodes and up to 4 a path, and it says nodes=3 and max_path=2",
+        ),
+        (
+            TokenTree.chain(torch.tensor([[4, 1, 2], [5, 1, 2]])),
+            "3 nodes and up to 3 a path, and it says nodes=3 and max_path=2",
+        ),
+        (
+            replace(TokenTree.chain(torch.tensor([[4, 1], [5, 1]])), q=torch.zeros(2, 2, VOCAB)),
+            "drafts with the distributions",
+        ),
+    ],
+    ids=["kind", "rows", "nodes", "path", "distributions"],
+)
 def test_what_is_no_tree_of_the_drafter_is_refused_in_its_name(tree, words):
     drafter = Drafting(tree)
     drafter.max_path = 2
@@ -123,7 +146,9 @@ def test_what_is_no_tree_of_the_drafter_is_refused_in_its_name(tree, words):
 
 
 def test_a_tree_of_the_size_and_of_the_kind_that_the_drafter_says_passes():
-    drafter = Drafting(TokenTree.from_parents(torch.tensor([[4, 1, 2], [5, 1, 2]]), torch.zeros(2, 3, dtype=torch.long)))
+    drafter = Drafting(
+        TokenTree.from_parents(torch.tensor([[4, 1, 2], [5, 1, 2]]), torch.zeros(2, 3, dtype=torch.long))
+    )
     drafter.max_path, drafter.traits = 2, Traits(draws=True)
     assert made(drafter=drafter).draft(3) is drafter.tree
     drafter.tree = replace(drafter.tree, q=torch.zeros(2, 3, VOCAB))
@@ -141,7 +166,9 @@ class Theirs:
     def propose(self, extent: int) -> TokenTree:
         return chain(4, 6)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
         """Asked by nobody here."""
 
 
@@ -181,7 +208,7 @@ def test_a_path_is_committed_and_its_tokens_are_emitted_and_measured_where_asked
     program.state.activate([True, False])
     given = judged(tree, target)
     committed = program.commit(given)
-    (name, verdict, active), = target.log  # fmt: skip
+    ((name, verdict, active),) = target.log
     assert name == "commit" and verdict is given.verdict and active is program.state.active
     assert committed.emitted.tolist() == [[2, 2, 3, 6], [0, 1, 5, 5]]
     assert program.state.root.tolist() == [6, 5]
@@ -208,7 +235,7 @@ def test_a_drafter_observes_the_round_in_the_rows_that_go_on(pad, observed):
     done = over(program, tree)
     program.state.activate([True, True], [False, True])
     program.observe(done, 17)
-    (name, *given, active, extent), = drafter.log  # fmt: skip
+    ((name, *given, active, extent),) = drafter.log
     assert (name, extent, active.tolist()) == ("observe", 17, observed)
     assert all(got is want for got, want in zip(given, (tree, done.verdict, done.logits, done.features), strict=True))
 
@@ -228,7 +255,7 @@ def test_a_digest_is_read_back_behind_the_rounds_own_integers_and_taken_off_agai
     program.clock = clock = Ticking()  # type: ignore[assignment]
     done = over(program, tree)
     told = program.with_digest(done)
-    (name, *given, active, steps), = drafter.log  # fmt: skip
+    ((name, *given, active, steps),) = drafter.log
     assert (name, steps) == ("digest", NODES) and active is program.state.active
     assert all(got is want for got, want in zip(given, (tree, done.verdict, done.logits), strict=True))
     assert told.committed.emitted.tolist() == [[2, 2, 3, 6, 70, 71, 72], [0, 1, 5, 5, 80, 81, 82]]
@@ -260,7 +287,8 @@ def test_a_round_on_a_copy_of_its_tree_is_the_round_on_the_tree():
 
 
 def test_scores_are_found_at_the_nodes_of_a_path_or_at_its_steps():
-    """Where they are of every node they are looked up and come in fp32; where they lie along the path its first ones are taken."""
+    """Where they are of every node they are looked up and come in fp32; where they lie along the path its first ones
+    are taken."""
     scores, path = torch.randn(ROWS, NODES, VOCAB).half(), torch.tensor([0, 2])
     tree: Any = SimpleNamespace()
     verdict = Verdict(path[None], path, path)

@@ -1,4 +1,5 @@
-"""Turns of a batch by themselves: which prompts join between two rounds, in which parts, and what a round's tokens do to their prompts."""
+"""Turns of a batch by themselves: which prompts join between two rounds, in which parts, and what a round's tokens do
+to their prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def made(batch: Any, chunk: int | None = None, drafts: bool = False) -> tuple[Ro
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("sizes", [[5], [2, 3], [2, 2, 9]])
 def test_a_prompt_is_read_in_parts_and_begun_behind_the_whole_of_it(sizes, drafts):
-    """The verifier sees the last part's logits, and the drafter the whole text with the features of all its parts in order."""
+    """The verifier sees the last part's logits, and the drafter the whole text with the features of all its parts in
+    order."""
     target, drafter, verifier = Reader(), Told() if drafts else None, Counting()
     joining = Joining(1, 8, torch.arange(5)[None], target, drafter)  # type: ignore[arg-type]
     with ELSEWHERE:
@@ -47,7 +49,11 @@ def test_a_prompt_is_read_in_parts_and_begun_behind_the_whole_of_it(sizes, draft
             assert joining.left == 5 - sum(sizes[:place])
             joining.read(size)
         root, scores = joining.begin(verifier)  # type: ignore[arg-type]
-    assert target.reserved == 5 and joining.left == 0 and [len(part) for part in target.parts] == [*sizes[:-1], 5 - sum(sizes[:-1])]
+    assert (
+        target.reserved == 5
+        and joining.left == 0
+        and [len(part) for part in target.parts] == [*sizes[:-1], 5 - sum(sizes[:-1])]
+    )
     assert [token for part in target.parts for token in part] == [0, 1, 2, 3, 4]
     assert verifier.asked == [([[5.0]], [[0, 1, 2, 3, 4]], [5], [8])]
     assert (root.tolist(), scores.tolist()) == ([5], [[5.5]])
@@ -62,20 +68,25 @@ def test_prompts_take_all_rows_that_are_free_before_a_round(drafts, taken):
     rounds, engine = made(batch, drafts=drafts)
     rounds.turn()
     assert batch.log == [
-        ("next", 0, 0), ("seat", 0, 0, 4), ("read", 0, [4], [[4.5]], [[4.0]]),
-        ("next", 2, 1), ("seat", 2, 1, 2), ("read", 1, [2], [[2.5]], [[2.0]]),
-    ]  # fmt: skip
+        ("next", 0, 0),
+        ("seat", 0, 0, 4),
+        ("read", 0, [4], [[4.5]], [[4.0]]),
+        ("next", 2, 1),
+        ("seat", 2, 1, 2),
+        ("read", 1, [2], [[2.5]], [[2.0]]),
+    ]
     assert engine.admitted == [(0, 0, [4], 4), (2, 1, [2], 2)] and batch.stats.joined == 2
     assert rounds.joining is None and set(batch.stats.phases) == {"prefill"}
     assert [target.parts for target, _ in engine.entries] == [[[0, 1, 2, 3]], [[100, 101]]]
-    (longest, stats, verifier, asynchronous, running, padded), = engine.steps  # fmt: skip
+    ((longest, stats, verifier, asynchronous, running, padded),) = engine.steps
     assert (longest, asynchronous, running, padded) == (20, True, [True] * 3, [False] * 3)
     assert stats is batch.stats and verifier is rounds.verifier and taken == [("emitted", engine, batch)]
     assert not drafts or engine.entries[1][1].told == ([[100, 101]], [2], [100, 101], [2])  # type: ignore[union-attr]
 
 
 def test_a_long_prompt_is_read_a_chunk_a_turn_while_others_go_on():
-    """No round is asynchronous until it has joined, and its last part leaves the rest of the chunk to the next prompt."""
+    """No round is asynchronous until it has joined, and its last part leaves the rest of the chunk to the next
+    prompt."""
     batch: Any = Waiting(3, 7, 5)
     batch.running[1] = True
     rounds, engine = made(batch, 3)
@@ -86,11 +97,17 @@ def test_a_long_prompt_is_read_a_chunk_a_turn_while_others_go_on():
     assert read == [[[3]], [[3, 3]], [[3, 3, 1], [2]], [[3, 3, 1], [2, 3]], [[3, 3, 1], [2, 3]]]
     assert engine.admitted == [(0, 0, [7], 7), (2, 1, [5], 5)]
     assert [asynchronous for *_, asynchronous, _, _ in engine.steps] == [False, False, False, True, True]
-    assert [running for *_, running, _ in engine.steps] == [[False, True, False]] * 2 + [[True, True, False]] + [[True] * 3] * 2
+    assert [running for *_, running, _ in engine.steps] == [[False, True, False]] * 2 + [[True, True, False]] + [
+        [True] * 3
+    ] * 2
     assert [entry for entry in batch.log if entry[0] != "expects"] == [
-        ("next", 0, 0), ("seat", 0, 0, 7), ("read", 0, [7], [[7.5]], [[7.0]]),
-        ("next", 2, 1), ("seat", 2, 1, 5), ("read", 1, [5], [[5.5]], [[5.0]]),
-    ]  # fmt: skip
+        ("next", 0, 0),
+        ("seat", 0, 0, 7),
+        ("read", 0, [7], [[7.5]], [[7.0]]),
+        ("next", 2, 1),
+        ("seat", 2, 1, 5),
+        ("read", 1, [5], [[5.5]], [[5.0]]),
+    ]
 
 
 def test_the_last_token_of_a_chunk_is_read_too():
@@ -153,7 +170,10 @@ def test_a_prompt_that_cannot_be_read_is_refused_and_others_go_on(late):
     else:
         engine.failing = {0}
     rounds.turn()
-    assert [entry for entry in batch.log if entry[0] in ("refuse", "seat")] == [("refuse", 0, "unreadable"), ("seat", 1, 1, 3)]
+    assert [entry for entry in batch.log if entry[0] in ("refuse", "seat")] == [
+        ("refuse", 0, "unreadable"),
+        ("seat", 1, 1, 3),
+    ]
     assert engine.admitted == [(1, 1, [3], 3)] and rounds.joining is None and batch.stats.joined == 1
 
 
@@ -163,7 +183,11 @@ def test_a_prompt_that_cannot_begin_is_refused_by_its_number():
     rounds, engine = made(batch)
     engine.admit = None  # type: ignore[assignment,method-assign]
     rounds.turn()
-    assert batch.log[-1] == ("refuse", 6, "'NoneType' object is not callable") and engine.steps == [] and rounds.joining is None
+    assert (
+        batch.log[-1] == ("refuse", 6, "'NoneType' object is not callable")
+        and engine.steps == []
+        and rounds.joining is None
+    )
 
 
 def test_nothing_joins_while_a_round_is_in_flight_and_that_one_is_read():
@@ -184,9 +208,15 @@ def test_there_is_no_round_where_no_row_goes_on():
     assert engine.steps == []
 
 
-@pytest.mark.parametrize(("stays", "ahead", "asynchronous"), [
-    (None, True, True), (True, True, True), (False, True, False), (True, False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stays", "ahead", "asynchronous"),
+    [
+        (None, True, True),
+        (True, True, True),
+        (False, True, False),
+        (True, False, False),
+    ],
+)
 def test_a_round_is_asynchronous_where_the_rows_stay_and_the_batch_goes_on(stays, ahead, asynchronous):
     batch: Any = Waiting(2)
     batch.running, batch.padded, batch.long = [True, True], [False, True], ahead
@@ -212,7 +242,10 @@ class Kept(Batch):
 
 
 def batch_of(prompts: int, rows: int, **changes: Any) -> Kept:
-    return Kept(Request(torch.zeros(prompts, 1, dtype=torch.long), torch.ones(prompts), [], 9, frozenset(), None, **changes), rows)
+    return Kept(
+        Request(torch.zeros(prompts, 1, dtype=torch.long), torch.ones(prompts), [], 9, frozenset(), None, **changes),
+        rows,
+    )
 
 
 EMITTED = [[2, 11, 12, 13], [0, 21, 22, 23], [1, 31, 32, 33]]
@@ -223,7 +256,9 @@ def after(tree: TokenTree, **changes: Any) -> Any:
     """An engine behind a round of three rows: all tokens, one of them, two of them."""
     verdict = Verdict(PATH, torch.tensor([2, 0, 1]), torch.zeros(3, dtype=torch.long))
     logits = torch.randn(3, 3, VOCAB).half()
-    last = Round(VerifiedTree(Scored(tree, logits, logits[..., :0]), verdict, logits * 2), Committed(verdict, PATH, **changes))
+    last = Round(
+        VerifiedTree(Scored(tree, logits, logits[..., :0]), verdict, logits * 2), Committed(verdict, PATH, **changes)
+    )
     return SimpleNamespace(last=last, state=RoundState(3, CPU), in_flight=False, main=SimpleNamespace(longest=LONGEST))
 
 
@@ -242,15 +277,27 @@ def test_tokens_go_to_the_prompts_that_the_rows_hold_and_go_on(in_flight):
     take(EMITTED, engine, batch)
     assert batch.log == [(3, [11, 12, 13], 2, None, None), (1, [31, 32], 1, None, None)]
     assert batch.grown == [([3, 1, 2], [True, False, True], LONGEST * in_flight)]
-    assert (batch.stats.rounds, batch.stats.row_rounds, batch.stats.accepted, batch.stats.lengths) == (1, 2, 3, [0, 1, 1])
+    assert (batch.stats.rounds, batch.stats.row_rounds, batch.stats.accepted, batch.stats.lengths) == (
+        1,
+        2,
+        3,
+        [0, 1, 1],
+    )
     assert batch.measures == [[]] * 5
     take(EMITTED, engine, batch)
     assert batch.stats.rounds == 2
 
 
-@pytest.mark.parametrize(("nodes", "drafted", "counted", "rounds"), [
-    (3, None, 3 * 2, 3), (2, None, 3 * 1, 3), (1, None, 0, 0), (3, (2, 0, 1), 3, 3), (3, (0, 0, 0), 0, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "drafted", "counted", "rounds"),
+    [
+        (3, None, 3 * 2, 3),
+        (2, None, 3 * 1, 3),
+        (1, None, 0, 0),
+        (3, (2, 0, 1), 3, 3),
+        (3, (0, 0, 0), 0, 3),
+    ],
+)
 def test_drafts_are_counted_by_nodes_but_for_copies(nodes, drafted, counted, rounds):
     """A round of a tree has drafts even in a row where all are copies."""
     batch = batch_of(3, 3)
@@ -276,7 +323,11 @@ def test_rows_that_are_padded_get_their_tokens_alone():
     engine.state.activate([True] * 3, [True, True, False])
     take(EMITTED, engine, batch)
     assert batch.log[:2] == [(0, [11, 12, 13], 2, None, None), (1, [21], 0, None, None)]
-    assert len(batch.log[2][3]) == len(batch.log[2][4]) == 2 and batch.measures[:2] == [[], []] and len(batch.measures[2]) == 1
+    assert (
+        len(batch.log[2][3]) == len(batch.log[2][4]) == 2
+        and batch.measures[:2] == [[], []]
+        and len(batch.measures[2]) == 1
+    )
     assert (batch.stats.row_rounds, batch.stats.accepted) == (1, 1)
 
 
@@ -295,5 +346,5 @@ def test_who_watches_sees_a_round_before_its_tokens_are_taken():
     batch, engine = batch_of(3, 3), after(wide())
     batch.request.watch = lambda *given: seen.append((given, len(batch.log)))
     take(EMITTED, engine, batch)
-    ((tree, verdict, logits), before), = seen  # fmt: skip
+    (((tree, verdict, logits), before),) = seen
     assert tree is engine.last.tree and verdict is engine.last.verdict and logits is engine.last.logits and before == 0

@@ -22,7 +22,8 @@ def _untaken(monkeypatch) -> None:
 
 
 class Group:
-    """A target or a drafter of several rows, that keeps what it reads and may fail; logits [N, 1] say how many tokens each row has."""
+    """A target or a drafter of several rows, that keeps what it reads and may fail; logits [N, 1] say how many tokens
+    each row has."""
 
     def __init__(self, fails: bool = False, unreadable: int = -1) -> None:
         self.told: list[Any] = []
@@ -45,7 +46,8 @@ class Group:
 
 
 class Capturing(Stepping):
-    """An engine whose passes are captured: prompts may begin together. `broken` are the numbers of rows whose target or drafter fails."""
+    """An engine whose passes are captured: prompts may begin together. `broken` are the numbers of rows whose target or
+    drafter fails."""
 
     def __init__(self, rows: int, drafts: bool = False, broken: tuple[str, ...] = ()) -> None:
         super().__init__(rows, drafts)
@@ -63,7 +65,9 @@ class Capturing(Stepping):
         self.admitted.append((row, self.entries.index((target, drafter)), root.tolist(), count, source))
 
 
-def capturing(batch: Any, *, drafts: bool = False, broken: tuple[str, ...] = (), **options: Any) -> tuple[Rounds[Any], Capturing]:
+def capturing(
+    batch: Any, *, drafts: bool = False, broken: tuple[str, ...] = (), **options: Any
+) -> tuple[Rounds[Any], Capturing]:
     engine = Capturing(len(batch.running), drafts, broken)
     return Rounds(engine, batch, Counting(), engine.entry, **options), engine  # type: ignore[arg-type]
 
@@ -73,12 +77,25 @@ def outcomes(batch: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize(("lengths", "counts"), [
-    ([4, 2], [2]), ([3], [1]), ([3, 3, 3], [2, 1]), ([1] * 7, [4, 2, 1]), ([1] * 20, [8, 8, 4]), ([600, 5, 5], [1, 2]),
-    ([5, 600, 5], [1, 1, 1]), ([512, 512, 5, 5], [2, 2]), ([513, 513], [1, 1]), ([200] * 4, [4]), ([200] * 5 + [3], [4, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [
+        ([4, 2], [2]),
+        ([3], [1]),
+        ([3, 3, 3], [2, 1]),
+        ([1] * 7, [4, 2, 1]),
+        ([1] * 20, [8, 8, 4]),
+        ([600, 5, 5], [1, 2]),
+        ([5, 600, 5], [1, 1, 1]),
+        ([512, 512, 5, 5], [2, 2]),
+        ([513, 513], [1, 1]),
+        ([200] * 4, [4]),
+        ([200] * 5 + [3], [4, 2]),
+    ],
+)
 def test_short_prompts_are_read_together(lengths, counts, drafts):
-    """As many as a power of two says and as fit a pass; each gets its row of what has read them, and its own first token."""
+    """As many as a power of two says and as fit a pass; each gets its row of what has read them, and its own first
+    token."""
     batch: Any = Waiting(len(lengths), *lengths)
     rounds, engine = capturing(batch, drafts=drafts)
     with torch.device("meta"):  # a tensor that is made without a device cannot meet the others
@@ -86,14 +103,19 @@ def test_short_prompts_are_read_together(lengths, counts, drafts):
     assert engine.counts == counts and batch.stats.joined == len(lengths)
     places = [(group, place if count > 1 else None) for group, count in enumerate(counts) for place in range(count)]
     assert engine.admitted == [
-        (row, group, [length], length, source) for row, (length, (group, source)) in enumerate(zip(lengths, places, strict=True))
+        (row, group, [length], length, source)
+        for row, (length, (group, source)) in enumerate(zip(lengths, places, strict=True))
     ]
     read = [text for target, _ in engine.entries for texts in target.told for text in texts]  # type: ignore[attr-defined]
     assert read == [[100 * prompt + place for place in range(length)] for prompt, length in enumerate(lengths)]
     if drafts:
         told = [drafter.told[0] for _, drafter in engine.entries]  # type: ignore[union-attr]
-        assert [text for texts, _ in told for text in texts] == read and [root for _, roots in told for root in roots] == lengths
-    assert [entry[1:3] for entry in batch.log if entry[0] == "read"] == [(prompt, [length]) for prompt, length in enumerate(lengths)]
+        assert [text for texts, _ in told for text in texts] == read and [
+            root for _, roots in told for root in roots
+        ] == lengths
+    assert [entry[1:3] for entry in batch.log if entry[0] == "read"] == [
+        (prompt, [length]) for prompt, length in enumerate(lengths)
+    ]
     assert [asked[3] for asked in rounds.verifier.asked] == [[prompt] for prompt in range(len(lengths))]  # type: ignore[attr-defined]
 
 
@@ -117,12 +139,18 @@ def test_prompts_that_cannot_be_read_together_are_read_alone(broken, drafts):
     batch: Any = Waiting(3, 4, 2)
     rounds, engine = capturing(batch, drafts=drafts, broken=broken)
     together = broken == ("drafter",) and not drafts
-    with nullcontext() if together else pytest.warns(RuntimeWarning, match=r"2 prompts could not be read in one pass \(AssertionError: no"):
+    with (
+        nullcontext()
+        if together
+        else pytest.warns(RuntimeWarning, match=r"2 prompts could not be read in one pass \(AssertionError: no")
+    ):
         rounds.turn()
     assert batch.reads_together is together
     assert engine.counts == ([2] if together else [2, 1, 1])
     assert outcomes(batch) == [("read", 0, [4]), ("read", 1, [2])]
-    assert [(row, source) for row, *_, source in engine.admitted] == ([(0, 0), (1, 1)] if together else [(0, None), (1, None)])
+    assert [(row, source) for row, *_, source in engine.admitted] == (
+        [(0, 0), (1, 1)] if together else [(0, None), (1, None)]
+    )
     assert [asked[3] for asked in rounds.verifier.asked] == [[0], [1]]  # type: ignore[attr-defined]
 
 
@@ -143,7 +171,9 @@ def test_where_warnings_are_errors_they_end_the_group_alone():
         warnings.simplefilter("error")
         rounds.turn()
     refused = [entry for entry in batch.log if entry[0] == "refuse"]
-    assert [prompt for _, prompt, _ in refused] == [0, 1] and all("read in one pass" in str(error) for *_, error in refused)
+    assert [prompt for _, prompt, _ in refused] == [0, 1] and all(
+        "read in one pass" in str(error) for *_, error in refused
+    )
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -161,7 +191,9 @@ def test_what_one_of_them_raises_ends_that_one_alone(where, drafts):
         engine.failing = {1}
     else:
         rounds.verifier.first = some  # type: ignore[method-assign]
-    with pytest.warns(RuntimeWarning, match="3 prompts could not") if drafts and where == "both ways" else nullcontext():
+    with (
+        pytest.warns(RuntimeWarning, match="3 prompts could not") if drafts and where == "both ways" else nullcontext()
+    ):
         rounds.turn()
     said = "no row" if where == "row" else "no token"
     assert sorted(entry[:2] for entry in outcomes(batch)) == [("read", 0), ("read", 2), ("read", 3), ("refuse", 1)]
@@ -204,10 +236,20 @@ def test_a_prompt_that_fits_the_next_turn_is_not_begun_in_what_is_left_of_this_o
         assert batch.stats.joined == 2
 
 
-@pytest.mark.parametrize(("rows", "waiting", "free", "joined"), [
-    (64, 9, 3, 0), (64, 9, 4, 4), (64, 9, 7, 4), (64, 2, 2, 2), (64, 3, 2, 0), (31, 9, 1, 1), (32, 9, 1, 0), (500, 30, 7, 0),
-    (500, 30, 8, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "waiting", "free", "joined"),
+    [
+        (64, 9, 3, 0),
+        (64, 9, 4, 4),
+        (64, 9, 7, 4),
+        (64, 2, 2, 2),
+        (64, 3, 2, 0),
+        (31, 9, 1, 1),
+        (32, 9, 1, 0),
+        (500, 30, 7, 0),
+        (500, 30, 8, 8),
+    ],
+)
 def test_a_call_lets_rows_stand_idle_until_prompts_can_be_read_together(rows, waiting, free, joined):
     """One in sixteen, as long as so many prompts wait; meanwhile rounds are launched ahead."""
     batch: Any = Waiting(rows, *[2] * waiting)

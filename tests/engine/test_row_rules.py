@@ -1,4 +1,5 @@
-"""The choice by rules of each row's own: every rule over a tree and logits made by hand, beside rows that have others."""
+"""The choice by rules of each row's own: every rule over a tree and logits made by hand, beside rows that have
+others."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def decided(rules: OwnRules, given: Scored) -> VerifiedTree:
 
 
 def same(got: Verdict, want: Verdict, rows: Any = slice(None)) -> bool:
-    return all(torch.equal(getattr(got, name)[rows], getattr(want, name)[rows]) for name in ("path", "accepted", "bonus"))
+    return all(
+        torch.equal(getattr(got, name)[rows], getattr(want, name)[rows]) for name in ("path", "accepted", "bonus")
+    )
 
 
 def uniforms(seed: int, tree: TokenTree) -> Tensor:
@@ -94,20 +97,27 @@ def test_where_all_rules_are_plain_the_likeliest_tokens_are_taken_on_the_device(
     assert rules.place is Place.HOST
     batch.active[ROWS - 2] = False
     given = scored()
-    assert rules.place is Place.DEVICE and same(decided(rules, given).verdict, walk(given.tree, given.logits.argmax(-1), TORCH))
+    assert rules.place is Place.DEVICE and same(
+        decided(rules, given).verdict, walk(given.tree, given.logits.argmax(-1), TORCH)
+    )
     batch.active[ROWS - 1] = True
     assert rules.place is Place.DEVICE
 
 
 RULES = {
-    "plain": Rule(), "draw": Rule(sample=True, seed=3), "settings": Rule(sample=True, seed=3, settings=SETTINGS),
-    "process": Rule(process=shifted), "process and draw": Rule(sample=True, seed=3, process=shifted),
-}  # fmt: skip
+    "plain": Rule(),
+    "draw": Rule(sample=True, seed=3),
+    "settings": Rule(sample=True, seed=3, settings=SETTINGS),
+    "process": Rule(process=shifted),
+    "process and draw": Rule(sample=True, seed=3, process=shifted),
+}
 
 
 def picks_of(rule: Rule, given: Scored) -> Tensor:
     """What a rule chooses at every node, said in another way."""
-    left = given.logits if rule.process is None else shifted(given.logits.float().flatten(0, 1)).view(given.logits.shape)
+    left = (
+        given.logits if rule.process is None else shifted(given.logits.float().flatten(0, 1)).view(given.logits.shape)
+    )
     if not rule.sample:
         return pick(left, None)
     numbers = uniforms(rule.seed, given.tree)
@@ -133,7 +143,10 @@ def test_with_settings_that_are_all_the_processors_do_these_are_not_run():
     given = scored()
     rule = replace(RULES["settings"], process=refused)
     rules, batch = held(*[Asked(rule)] * ROWS)
-    assert same(decided(rules, given).verdict, walk(given.tree, picks_of(RULES["settings"], given), TORCH)) and not batch.errors
+    assert (
+        same(decided(rules, given).verdict, walk(given.tree, picks_of(RULES["settings"], given), TORCH))
+        and not batch.errors
+    )
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -155,7 +168,8 @@ def test_a_first_token_is_chosen_by_the_rule_of_the_prompt_that_is_named_at_the_
 
 
 class AtTexts:
-    """Processors that look at the tokens so far: they raise the token (length of the text + `shift`) modulo 3, and keep what they see."""
+    """Processors that look at the tokens so far: they raise the token (length of the text + `shift`) modulo 3, and keep
+    what they see."""
 
     def __init__(self, shift: int = 0, by: float = 9.0) -> None:
         self.shift, self.by, self.seen = shift, by, []  # type: tuple[int, float, list[Any]]
@@ -219,10 +233,19 @@ def test_a_walk_with_a_history_draws_by_the_numbers_of_the_places_of_its_tokens(
     assert not same(verdict, walk(given.tree, given.logits.argmax(-1), TORCH))
 
 
-@pytest.mark.parametrize("change, want", [
-    ({}, 2), ({"limit": 3}, 1), ({"limit": 2}, 0), ({"ends": frozenset({2})}, 0), ({"ends": frozenset({0})}, 1),
-    ({"stop": lambda answer: answer == [8, 2, 0]}, 1), ({"stop": lambda answer: answer == [2]}, 2),
-], ids=["free", "limit of two more", "limit of one more", "end", "a later end", "criterion", "criterion of no prefix"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, want",
+    [
+        ({}, 2),
+        ({"limit": 3}, 1),
+        ({"limit": 2}, 0),
+        ({"ends": frozenset({2})}, 0),
+        ({"ends": frozenset({0})}, 1),
+        ({"stop": lambda answer: answer == [8, 2, 0]}, 1),
+        ({"stop": lambda answer: answer == [2]}, 2),
+    ],
+    ids=["free", "limit of two more", "limit of one more", "end", "a later end", "criterion", "criterion of no prefix"],
+)
 def test_a_walk_with_a_history_goes_no_further_than_the_answer(change, want):
     """No processor is shown a text behind a row's limit, end token or criterion, of which the other row has none."""
     process = AtTexts()

@@ -1,4 +1,5 @@
-"""What surrounds a captured graph, on the CPU: the pool, the keys, the halves of a round and the buffers that a graph reads."""
+"""What surrounds a captured graph, on the CPU: the pool, the keys, the halves of a round and the buffers that a graph
+reads."""
 
 from __future__ import annotations
 
@@ -36,9 +37,11 @@ from fastspec.patches.pool import KEPT
 from fastspec.patches.session import session_of
 
 OPTIONS = {
-    "greedy": {}, "history": {"repetition_penalty": 1.3}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 1},
+    "greedy": {},
+    "history": {"repetition_penalty": 1.3},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 1},
     "waiting": {"do_sample": True, "top_k": 1, "eta_cutoff": 0.01},
-}  # fmt: skip
+}
 
 
 SEPARATE = [fastspec.Speculative(), fastspec.Speculative(gamma=2), fastspec.Speculative(gamma=2, branches=2)]
@@ -65,7 +68,9 @@ def told_plainly(kind: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["random", "bigram"])
-@pytest.mark.parametrize("assistant", [TREE, "autoregressive", "nasd", fastspec.Speculative(early_exit=2), *SEPARATE], ids=str)
+@pytest.mark.parametrize(
+    "assistant", [TREE, "autoregressive", "nasd", fastspec.Speculative(early_exit=2), *SEPARATE], ids=str
+)
 def test_calls_of_every_kind_in_turn_give_what_they_give_alone(captures, kind, assistant):
     """Calls share what was captured; scores and tokens are those of the unpatched model, whatever call came before."""
     model, inputs = drafting(MAKERS[kind][0](), kind), prompts(4, 9)
@@ -86,8 +91,8 @@ def test_calls_of_every_kind_in_turn_give_what_they_give_alone(captures, kind, a
 
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
-    """Rounds of several lengths, without drafts, and those that try them again, whose draft model has a pause to read: few shapes
-    in all, and the target's own text."""
+    """Rounds of several lengths, without drafts, and those that try them again, whose draft model has a pause to read:
+    few shapes in all, and the target's own text."""
     plain, model = unpatched(kind), drafting(MAKERS[kind][0](), kind)
     session = session_of(model)
     for seed in range(3):
@@ -99,7 +104,10 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
     wide, fed = held[0].drafter.length.unread, {shapes[0][1] for shapes in held[0].drafter.passes.held.held}
     assert len(held) == 2 and wide > 8
     own = [each.schedules[each.main, Place.DEVICE] for each in held]
-    assert [type(each) for each in own] == [GraphFromScore, GraphOfScore]  # drafts that were drawn are judged outside a graph
+    assert [type(each) for each in own] == [
+        GraphFromScore,
+        GraphOfScore,
+    ]  # drafts that were drawn are judged outside a graph
     assert set(own[0].graphs) == set(own[1].graphs) == {4}  # the longest path
     plain = [each.schedules.get((each.plain, Place.DEVICE)) for each in held]
     assert all((each is not None) == (kind == "random") for each in plain)
@@ -109,7 +117,8 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypatch):
-    """From call to call, of any length, as long as its weights are where they were; it proposes what a new one would."""
+    """From call to call, of any length, as long as its weights are where they were; it proposes what a new one
+    would."""
     plain, model, draft = shallow_model(), shallow_model(), tiny_model(seed=3, vocab_size=93, num_hidden_layers=1)
     fastspec.patch(model, speculative=(draft, DRAFT, TARGET))
     distribution, emitted = {"do_sample": True, "temperature": 0.7, "top_k": 1} if sampled else {"do_sample": False}, {}
@@ -158,9 +167,14 @@ def test_a_captured_round_teaches_nasd_what_any_round_does(captures, monkeypatch
         storages = [fastspec.NgramStorage(3), fastspec.NgramStorage(3)]
         for inputs, storage in zip((prompts(9), prompts(5, 8)), storages, strict=True):
             for _ in range(2):
-                model.generate(**inputs, do_sample=False, max_new_tokens=30, assistant=fastspec.Nasd(storage=storage, **options))
+                model.generate(
+                    **inputs, do_sample=False, max_new_tokens=30, assistant=fastspec.Nasd(storage=storage, **options)
+                )
         assert bool(observed) == (backend == "torch")
-        told[backend] = [(storage.edges.keys, [storage.tallies.entries(i) for i in range(len(storage.tallies))]) for storage in storages]
+        told[backend] = [
+            (storage.edges.keys, [storage.tallies.entries(i) for i in range(len(storage.tallies))])
+            for storage in storages
+        ]
     assert told["stand-in"] == told["torch"]
 
 
@@ -202,17 +216,30 @@ def test_weights_that_were_moved_are_packed_again(captures):
     assert attn.k_proj.weight.untyped_storage().data_ptr() != attn.q_proj.weight.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize(("assistant", "kind"), [
-    ("autoregressive", "random"), ("nasd", "random"), (TREE, "bigram"), (fastspec.Speculative(early_exit=2), "bigram"),
-    (SEPARATE[1], "bigram"),
-    *(pytest.param(each, "random", marks=pytest.mark.slow) for each in (TREE, fastspec.Speculative(early_exit=2), *SEPARATE)),
-    *(pytest.param(each, "bigram", marks=pytest.mark.slow) for each in ("nasd", SEPARATE[0], SEPARATE[2])),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("assistant", "kind"),
+    [
+        ("autoregressive", "random"),
+        ("nasd", "random"),
+        (TREE, "bigram"),
+        (fastspec.Speculative(early_exit=2), "bigram"),
+        (SEPARATE[1], "bigram"),
+        *(
+            pytest.param(each, "random", marks=pytest.mark.slow)
+            for each in (TREE, fastspec.Speculative(early_exit=2), *SEPARATE)
+        ),
+        *(pytest.param(each, "bigram", marks=pytest.mark.slow) for each in ("nasd", SEPARATE[0], SEPARATE[2])),
+    ],
+    ids=str,
+)
 def test_an_answer_is_verified_by_captured_rounds(captures, kind, assistant):
-    """Calls with an answer to verify, of any length and in turn with calls without, and what is measured of their tokens."""
+    """Calls with an answer to verify, of any length and in turn with calls without, and what is measured of their
+    tokens."""
     make, _ = MAKERS[kind]
     plain, model = unpatched(kind), drafting(make(), kind)
-    for turn, lengths in enumerate(((0, 7, 40), (40,), (7, 40))):  # passes of every width are run, captured and replayed
+    for turn, lengths in enumerate(
+        ((0, 7, 40), (40,), (7, 40))
+    ):  # passes of every width are run, captured and replayed
         inputs, options = prompts(9, 5, seed=turn % 2), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
         want = answer(plain, inputs, **options)
         for kept in lengths:
@@ -223,13 +250,17 @@ def test_an_answer_is_verified_by_captured_rounds(captures, kind, assistant):
             for row, emitted in enumerate(heard[0].tokens):
                 text = inputs["input_ids"][row, 9 - (9, 5)[row] :].tolist() + emitted
                 logits = plain(torch.tensor([text])).logits[0, -len(emitted) - 1 : -1].detach()
-                torch.testing.assert_close(heard[0].measures[row], measure(logits, torch.tensor(emitted)), atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    heard[0].measures[row], measure(logits, torch.tensor(emitted)), atol=1e-4, rtol=1e-4
+                )
         assert model.generate(**inputs, **options, assistant=assistant).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize(("mode", "alpha"), [("lossless", "lossless"), ("token", 1.0)])
 def test_a_cascade_s_rounds_are_kept_and_begin_anew(captures, mode, alpha):
-    below = [tiny_model(seed=3, num_hidden_layers=2), tiny_model(seed=4, num_hidden_layers=3)][: 2 if mode == "lossless" else 1]
+    below = [tiny_model(seed=3, num_hidden_layers=2), tiny_model(seed=4, num_hidden_layers=3)][
+        : 2 if mode == "lossless" else 1
+    ]
     plain, model = shallow_model(), shallow_model()
     cascade = fastspec.Cascade(stages=below, mode=mode, rule="token_v2", alpha=alpha, gamma=3)
     fastspec.patch(model, cascade=cascade)
@@ -263,7 +294,8 @@ def launched(captures, monkeypatch):
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 @pytest.mark.parametrize("assistant", [TREE, "autoregressive"], ids=str)
 def test_asynchronous_rounds_give_the_same_tokens(launched, monkeypatch, kind, assistant):
-    """Rows that end at different places, by an end token, by length and by a criterion, with growing buffers; then a second turn."""
+    """Rows that end at different places, by an end token, by length and by a criterion, with growing buffers; then a
+    second turn."""
     monkeypatch.setattr(selection, "CRITERIA", (*selection.CRITERIA, FunctionType))
     make, head = MAKERS[kind]
     plain, model = unpatched(kind), make()
@@ -272,10 +304,20 @@ def test_asynchronous_rounds_give_the_same_tokens(launched, monkeypatch, kind, a
     for seed in range(4):
         inputs = prompts(9, 5, 7, seed=seed)
         free = answer(plain, inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
-        ends = [int(free[0, 9 + 11]), int(free[1, 9 + 17])] if seed % 3 else None  # of rows 0 and 1, and whichever says them before
-        options = {**inputs, "do_sample": False, "max_new_tokens": 30 + 40 * seed, "eos_token_id": ends, "pad_token_id": 0}
+        ends = (
+            [int(free[0, 9 + 11]), int(free[1, 9 + 17])] if seed % 3 else None
+        )  # of rows 0 and 1, and whichever says them before
+        options = {
+            **inputs,
+            "do_sample": False,
+            "max_new_tokens": 30 + 40 * seed,
+            "eos_token_id": ends,
+            "pad_token_id": 0,
+        }
         if seed % 3 == 2:
-            options["stopping_criteria"] = [lambda ids, scores, **_: torch.tensor([row[9:].tolist().count(0) > 2 for row in ids])]
+            options["stopping_criteria"] = [
+                lambda ids, scores, **_: torch.tensor([row[9:].tolist().count(0) > 2 for row in ids])
+            ]
         kept = {"return_dict_in_generate": True}
         want, got = plain.generate(**options, **kept), model.generate(**options, **kept, assistant=assistant)
         assert got.sequences.tolist() == want.sequences.tolist()
@@ -286,16 +328,28 @@ def test_asynchronous_rounds_give_the_same_tokens(launched, monkeypatch, kind, a
         assert launched[-1] <= last.rounds + 1
         seen += launched[-1]
         one = {name: value[:1, -9:] for name, value in inputs.items()}
-        first = [m.generate(**one, do_sample=False, max_new_tokens=12, eos_token_id=ends, **kept, **extra) for m, extra in
-                 ((plain, {}), (model, {"assistant": assistant}))]  # fmt: skip
-        again = [m.generate(torch.cat((out.sequences, torch.tensor([[7, 8]])), 1), **{CACHE: kept_cache(out)}, do_sample=False,
-                            max_new_tokens=12, eos_token_id=ends, **extra)
-                 for m, out, extra in zip((plain, model), first, ({}, {"assistant": assistant}), strict=True)]  # fmt: skip
+        first = [
+            m.generate(**one, do_sample=False, max_new_tokens=12, eos_token_id=ends, **kept, **extra)
+            for m, extra in ((plain, {}), (model, {"assistant": assistant}))
+        ]
+        again = [
+            m.generate(
+                torch.cat((out.sequences, torch.tensor([[7, 8]])), 1),
+                **{CACHE: kept_cache(out)},
+                do_sample=False,
+                max_new_tokens=12,
+                eos_token_id=ends,
+                **extra,
+            )
+            for m, out, extra in zip((plain, model), first, ({}, {"assistant": assistant}), strict=True)
+        ]
         assert again[0].tolist() == again[1].tolist()
     assert seen > 30
 
 
-@pytest.mark.parametrize("options", [{"output_scores": True}, {"output_logits": True}, {"repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"output_scores": True}, {"output_logits": True}, {"repetition_penalty": 1.2}], ids=str
+)
 def test_calls_that_read_more_than_tokens_are_not_asynchronous(launched, options):
     model = MAKERS["random"][0]()
     fastspec.patch(model)
@@ -343,15 +397,17 @@ def test_the_same_seed_gives_the_same_tokens_whether_rounds_are_asynchronous_or_
     for after in (0, 10**9, 0):
         monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", after)
         torch.manual_seed(3)
-        out = model.generate(**prompts(6, 4), do_sample=True, temperature=1.5, max_new_tokens=40, assistant="autoregressive")
+        out = model.generate(
+            **prompts(6, 4), do_sample=True, temperature=1.5, max_new_tokens=40, assistant="autoregressive"
+        )
         emitted.append(out.tolist())
     assert emitted[0] == emitted[1] == emitted[2]
 
 
 @pytest.fixture
 def existing(captures, monkeypatch):
-    """What holds buffers and exists, by class, while no garbage is collected: rounds, targets and drafts, drafters, keys and values,
-    graphs. No more targets of rounds than the bound may exist."""
+    """What holds buffers and exists, by class, while no garbage is collected: rounds, targets and drafts, drafters,
+    keys and values, graphs. No more targets of rounds than the bound may exist."""
     kinds = Engine, hf_model.HFModel, drafter.HeadDrafter, sequence_state.SequenceState, Stand
     held = {kind: weakref.WeakSet() for kind in kinds}
 
@@ -375,10 +431,14 @@ def existing(captures, monkeypatch):
 
 
 HOLDERS = {
-    "autoregressive": "autoregressive", "nasd": "nasd", "eagle": "eagle", "eagle3": TREE,
-    "early exit": fastspec.Speculative(early_exit=2), "draft model": fastspec.Speculative(gamma=3),
+    "autoregressive": "autoregressive",
+    "nasd": "nasd",
+    "eagle": "eagle",
+    "eagle3": TREE,
+    "early exit": fastspec.Speculative(early_exit=2),
+    "draft model": fastspec.Speculative(gamma=3),
     "auto": pytest.param(fastspec.Eagle3(depth=4, top_k=3, total_tokens="auto"), marks=pytest.mark.slow),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("assistant", HOLDERS.values(), ids=HOLDERS)

@@ -1,4 +1,5 @@
-"""Settings that were prepared before: a prompt that brings them again is what `generate` would make of it, and goes through it no more."""
+"""Settings that were prepared before: a prompt that brings them again is what `generate` would make of it, and goes
+through it no more."""
 
 from __future__ import annotations
 
@@ -23,16 +24,24 @@ from fastspec.patches.call.processors import Streaming
 from fastspec.patches.session import session_of
 
 SETTLED: dict[str, Any] = {
-    "do_sample": st.booleans(), "temperature": st.sampled_from([0.3, 1.0, 1.7]), "top_k": st.sampled_from([0, 3, 50]),
-    "top_p": st.sampled_from([0.4, 1.0]), "min_p": st.sampled_from([None, 0.1]), "eos_token_id": st.sampled_from([None, 7, [7, 9]]),
+    "do_sample": st.booleans(),
+    "temperature": st.sampled_from([0.3, 1.0, 1.7]),
+    "top_k": st.sampled_from([0, 3, 50]),
+    "top_p": st.sampled_from([0.4, 1.0]),
+    "min_p": st.sampled_from([None, 0.1]),
+    "eos_token_id": st.sampled_from([None, 7, [7, 9]]),
     "pad_token_id": st.sampled_from([0, 3]),
-}  # fmt: skip
+}
 OTHERS: dict[str, Any] = {
-    "repetition_penalty": st.sampled_from([1.0, 1.3]), "min_new_tokens": st.sampled_from([None, 2]),
-    "max_time": st.sampled_from([None, 60.0]), "suppress_tokens": st.sampled_from([None, [5, 6]]),
-    "typical_p": st.sampled_from([1.0, 0.5]), "no_repeat_ngram_size": st.sampled_from([0, 2]),
-    "max_length": st.sampled_from([None, 64]), "epsilon_cutoff": st.sampled_from([0.0, 0.1]),
-}  # fmt: skip
+    "repetition_penalty": st.sampled_from([1.0, 1.3]),
+    "min_new_tokens": st.sampled_from([None, 2]),
+    "max_time": st.sampled_from([None, 60.0]),
+    "suppress_tokens": st.sampled_from([None, [5, 6]]),
+    "typical_p": st.sampled_from([1.0, 0.5]),
+    "no_repeat_ngram_size": st.sampled_from([0, 2]),
+    "max_length": st.sampled_from([None, 64]),
+    "epsilon_cutoff": st.sampled_from([0.0, 0.1]),
+}
 
 
 class Counted:
@@ -74,7 +83,12 @@ def like(one: PreparedPrompt, other: PreparedPrompt) -> None:
     assert torch.equal(one.ids, other.ids) and torch.equal(one.shown, other.shown)
     assert (one.limit, one.ends, one.stop is None) == (other.limit, other.ends, other.stop is None)
     mine, theirs = one.rule, other.rule
-    assert (mine.sample, mine.seed, mine.settings, mine.is_plain) == (theirs.sample, theirs.seed, theirs.settings, theirs.is_plain)
+    assert (mine.sample, mine.seed, mine.settings, mine.is_plain) == (
+        theirs.sample,
+        theirs.seed,
+        theirs.settings,
+        theirs.is_plain,
+    )
     assert (mine.process is None, mine.process_at is None) == (theirs.process is None, theirs.process_at is None)
     if mine.process is not None:
         scores = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
@@ -85,7 +99,9 @@ def like(one: PreparedPrompt, other: PreparedPrompt) -> None:
     settings=st.lists(st.fixed_dictionaries(SETTLED, optional=OTHERS), min_size=1, max_size=3),
     order=st.lists(st.integers(0, 2), max_size=6),
 )
-def test_a_prompt_of_known_settings_is_what_generate_makes_of_it(settings: list[dict[str, Any]], order: list[int]) -> None:
+def test_a_prompt_of_known_settings_is_what_generate_makes_of_it(
+    settings: list[dict[str, Any]], order: list[int]
+) -> None:
     model = fastspec.patch(tiny_model())
     known, original = SettingsCache(), Counted(model)
     for step, index in enumerate(order):
@@ -121,7 +137,13 @@ def test_one_entry_of_equal_settings_is_kept_and_none_of_tensors() -> None:
     model = fastspec.patch(tiny_model())
     known, original = SettingsCache(), Counted(model)
     for _ in range(3):  # without a mask none is found
-        prepare(model, original, {"input_ids": texts(6)[0][None], "generation_config": GenerationConfig(max_new_tokens=4)}, 1, known)
+        prepare(
+            model,
+            original,
+            {"input_ids": texts(6)[0][None], "generation_config": GenerationConfig(max_new_tokens=4)},
+            1,
+            known,
+        )
     assert len(known.known) == 1 and original.calls == 3
     for _ in range(2):
         config = GenerationConfig(max_new_tokens=4, eos_token_id=torch.arange(7, 9))
@@ -144,7 +166,9 @@ def test_nothing_is_kept_where_someone_else_prepares_calls(where: str, monkeypat
         made._get_stopping_criteria = MethodType(Mine._get_stopping_criteria, made)
     elif where == "everywhere":
         real = utils.GenerationMixin._get_stopping_criteria
-        monkeypatch.setattr(utils.GenerationMixin, "_get_stopping_criteria", lambda self, *given, **named: real(self, *given, **named))
+        monkeypatch.setattr(
+            utils.GenerationMixin, "_get_stopping_criteria", lambda self, *given, **named: real(self, *given, **named)
+        )
     model = fastspec.patch(made)
     known, original = SettingsCache(), Counted(model)
     if where == "generate":
@@ -217,7 +241,8 @@ def test_streamers_that_take_lists_hear_of_rounds_first_and_others_get_tokens() 
 
 
 def others() -> dict[str, Any]:
-    """What parts a call from one whose settings are known, by name: of a model and a call's options, each changed in place."""
+    """What parts a call from one whose settings are known, by name: of a model and a call's options, each changed in
+    place."""
 
     def mask(model: Any, options: dict[str, Any]) -> None:
         options["attention_mask"][0, 0] = 0
@@ -289,7 +314,10 @@ def test_an_open_batch_answers_as_before_and_streams_rounds() -> None:
             seen = [Seen() for _ in ids]
             config = GenerationConfig(max_new_tokens=10, eos_token_id=None)
             masks = [torch.ones_like(each)[None] for each in ids]
-            futures = [batch.submit(*one, attention_mask=mask) for *one, mask in zip(ids, [config] * len(ids), seen, masks, strict=True)]
+            futures = [
+                batch.submit(*one, attention_mask=mask)
+                for *one, mask in zip(ids, [config] * len(ids), seen, masks, strict=True)
+            ]
             answers = told(futures)
             assert answers == [alone(plain, each, 10) for each in ids]
             for answer, streamer, each in zip(answers, seen, ids, strict=True):

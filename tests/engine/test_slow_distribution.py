@@ -1,6 +1,8 @@
-"""SmolLM2 with every assistant, as `benchmarks/lossless.py` judges it: sampled texts by their distribution, greedy answers token by token.
+"""SmolLM2 with every assistant, as `benchmarks/lossless.py` judges it: sampled texts by their distribution, greedy
+answers token by token.
 
-COUNT texts find what is grossly wrong; small errors are for the enumerations, and for the script's 50,000 texts on a GPU.
+COUNT texts find what is grossly wrong; small errors are for the enumerations, and for the script's 50,000 texts on a
+GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ COUNT, BATCH, NEW_TOKENS = 200, 100, 24
 TOP_K = 4
 """So few texts that begin alike are many then, and a position is judged after each of them."""
 SIGNIFICANCE = 1e-4
-"""Under which a position fails: 23 cases of three to five positions, so that a right build fails a fresh seed in one of a hundred runs."""
+"""Under which a position fails: 23 cases of three to five positions, so that a right build fails a fresh seed in one of
+a hundred runs."""
 FOLDER = str(Path(__file__).parents[2] / "benchmarks")
 with pytest.MonkeyPatch.context() as path:
     path.syspath_prepend(FOLDER)
@@ -57,7 +60,9 @@ def test_sampled_texts_of_a_real_model_follow_its_distribution(loaded, monkeypat
     monkeypatch.setitem(lossless.OPTIONS, "top_k", TOP_K)
     inputs = dict(tokenizer(lossless.PROMPT, return_tensors="pt"))  # without a chat's beginning: BATCH rows read it
     assistant = drafts.on(lossless.ASSISTANTS[name], model, tokenizer)
-    texts = lossless.draw(model, inputs, assistant, COUNT, BATCH, seed=0, length=lossless.TOKENS.get(name, lossless.LENGTH))
+    texts = lossless.draw(
+        model, inputs, assistant, COUNT, BATCH, seed=0, length=lossless.TOKENS.get(name, lossless.LENGTH)
+    )
     told = lossless.judge(model, inputs["input_ids"], texts, DISTRIBUTIONS.setdefault(value, {}))
     assert all(position["freedom"] >= TOP_K - 1 for position in told[:3])
     assert all(position["p"] > SIGNIFICANCE for position in told), told

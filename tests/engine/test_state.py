@@ -1,4 +1,5 @@
-"""The KV cache by itself: its buffers as they grow, the rows as they commit, join and leave, and the bridge to transformers' caches."""
+"""The KV cache by itself: its buffers as they grow, the rows as they commit, join and leave, and the bridge to
+transformers' caches."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ DRAWN = examples(30)
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
 
 
-def made(capacity: int, tail: int = 3, *, rows: int = 2, layers: int = 2, dtype: torch.dtype = torch.float32) -> AttentionState:
+def made(
+    capacity: int, tail: int = 3, *, rows: int = 2, layers: int = 2, dtype: torch.dtype = torch.float32
+) -> AttentionState:
     """Three key heads of size 5, so that no two dimensions are alike."""
     return AttentionState(layers, rows, 3, capacity, tail, 5, dtype)
 
@@ -80,10 +83,16 @@ def test_a_cache_keeps_its_dtype_as_it_grows_and_begins_again_with_empty_rows(mo
     assert cache.fits(99) and cache.reserve(99) == 5
 
 
-@pytest.mark.parametrize("committed, slots", [(1, 1024), (1024, 1024), (1025, 2048), (5000, 8192), (16385, 32768), (40000, 49152)])
+@pytest.mark.parametrize(
+    "committed, slots", [(1, 1024), (1024, 1024), (1025, 2048), (5000, 8192), (16385, 32768), (40000, 49152)]
+)
 def test_buffers_on_cuda_have_round_sizes(committed, slots):
     """Powers of two, then steps of 16,384, whatever the call's capacity is, and no fewer than the first."""
-    for first, least in ((1024, slots), (128, min(slots, max(128, 1 << (committed - 1).bit_length()))), (4096, max(slots, 4096))):
+    for first, least in (
+        (1024, slots),
+        (128, min(slots, max(128, 1 << (committed - 1).bit_length()))),
+        (4096, max(slots, 4096)),
+    ):
         cache: Any = SimpleNamespace(lengths=SimpleNamespace(is_cuda=True), first=first)
         assert SequenceState._wanted(cache, committed) == least
 
@@ -142,7 +151,9 @@ def test_commit_moves_the_accepted_path_and_counts_it(seed, steps, more):
         grown = int(verdict.accepted[row]) + 1 if active[row] else 0
         assert int(cache.lengths[row]) == min(12, length + grown)
         for now, old in ((cache.k, keys), (cache.v, values)):
-            assert torch.equal(now[:, row, :, length : length + steps], old[:, row, :, [length + node for node in path[row].tolist()]])
+            assert torch.equal(
+                now[:, row, :, length : length + steps], old[:, row, :, [length + node for node in path[row].tolist()]]
+            )
             assert torch.equal(now[:, row, :, :length], old[:, row, :, :length])
 
 
@@ -201,7 +212,9 @@ def test_a_view_of_the_first_layers_is_the_whole_caches_memory(monkeypatch):
     whole.lengths.fill_(2)
     view = SharedState(whole, 2)
     (layers,) = view.kinds
-    assert torch.equal(layers.k, whole.k[:2]) and torch.equal(layers.v, whole.v[:2]) and (view.limit, view.tail) == (9, 3)
+    assert (
+        torch.equal(layers.k, whole.k[:2]) and torch.equal(layers.v, whole.v[:2]) and (view.limit, view.tail) == (9, 3)
+    )
     view.grow(torch.tensor([1, 2]))
     assert (view.lengths.tolist(), whole.lengths.tolist()) == ([3, 4], [2, 2])
     assert view.reserve(7) == 7 and whole.bound == view.bound == 8 and layers.k.data_ptr() == whole.k.data_ptr()
@@ -236,7 +249,9 @@ def test_transformers_view_writes_at_the_slots_and_shows_the_extent():
     for wrong in (torch.randn(2, 2, 2, 5), torch.randn(2, 3, 2, 4)):
         for pair in ((wrong, values), (keys, wrong)):
             heads, size = wrong.shape[1], wrong.shape[3]
-            with pytest.raises(Unsupported, match=rf"layer 1 has {heads} (key|value) heads of size {size}, its config says 3 of 5"):
+            with pytest.raises(
+                Unsupported, match=rf"layer 1 has {heads} (key|value) heads of size {size}, its config says 3 of 5"
+            ):
                 view.update(*pair, 1)
 
 
@@ -309,7 +324,9 @@ def test_the_first_layers_of_another_state_move_paths_in_these_alone(ring):
         buffer.normal_()
     keys, values = whole.k.clone(), whole.v.clone()
     path, zero = torch.tensor([[0, 2]]), torch.zeros(1, dtype=torch.long)
-    FirstLayers(whole, 2).commit(TORCH, Moves(Verdict(path, zero, zero), zero == 0, torch.tensor([[15, 18]]), torch.tensor([[15, 16]])))
+    FirstLayers(whole, 2).commit(
+        TORCH, Moves(Verdict(path, zero, zero), zero == 0, torch.tensor([[15, 18]]), torch.tensor([[15, 16]]))
+    )
     sources, targets = ([7, 2], [7, 0]) if ring else ([15, 18], [15, 16])
     for now, old in ((whole.k, keys), (whole.v, values)):
         old[:2, :, :, targets] = old[:2, :, :, sources]
@@ -319,5 +336,9 @@ def test_the_first_layers_of_another_state_move_paths_in_these_alone(ring):
 def test_a_row_begins_with_the_first_row_of_another_state():
     mine, other = made(6).attention, filled(made(6), 1).attention
     mine.copy_row(1, other, 4, 0, 0)
-    assert torch.equal(mine.k[:, 1, :, :4], other.k[:, 0, :, :4]) and not mine.k[:, 1, :, 4:].any() and not mine.k[:, 0].any()
+    assert (
+        torch.equal(mine.k[:, 1, :, :4], other.k[:, 0, :, :4])
+        and not mine.k[:, 1, :, 4:].any()
+        and not mine.k[:, 0].any()
+    )
     assert torch.equal(mine.v[:, 1, :, :4], other.v[:, 0, :, :4])

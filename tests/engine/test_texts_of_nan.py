@@ -1,4 +1,5 @@
-"""Texts whose keys and values are NaN: what they leave in a cache reaches no other text, and no node that does not see it."""
+"""Texts whose keys and values are NaN: what they leave in a cache reaches no other text, and no node that does not see
+it."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ ODD = 3
 BAD = torch.tensor([7, 8, ODD, *range(9, 30)])
 GOOD = texts(5, 9, 6)
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {}, "mistral": {"sliding_window": 8}, "gemma2": {"sliding_window": 8}, "qwen3_5_text": {},
-}  # fmt: skip
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8},
+    "qwen3_5_text": {},
+}
 
 
 def diverged(family: str = "llama") -> Any:
@@ -46,28 +50,37 @@ def wanted(family: str) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_a_row_keeps_nothing_of_a_text_of_nan(family, backend):
-    """Prompts that take its row, which read alone and together, in an open batch and in a call of more prompts than rows."""
+    """Prompts that take its row, which read alone and together, in an open batch and in a call of more prompts than
+    rows."""
     model = patched(family, backend=backend)
     for assistant in ("autoregressive", "nasd", *(["eagle3", "eagle2"] if family == "llama" else [])):
         for rows in (1, 2):
             with fastspec.continuous(model, assistant, rows=rows, max_length=64) as batch:
                 told([batch.submit(BAD, max_new_tokens=8, **GREEDY) for _ in range(rows)])
-                assert told([batch.submit(ids, max_new_tokens=8, **GREEDY) for ids in GOOD]) == wanted(family), (assistant, rows)
+                assert told([batch.submit(ids, max_new_tokens=8, **GREEDY) for ids in GOOD]) == wanted(family), (
+                    assistant,
+                    rows,
+                )
 
 
 def test_a_call_keeps_nothing_of_a_text_of_nan(monkeypatch):
-    """Prompts that wait for a row, the next call where what was captured is kept, and a cache that goes back to transformers."""
+    """Prompts that wait for a row, the next call where what was captured is kept, and a cache that goes back to
+    transformers."""
     stand_in(monkeypatch)
     model, inputs = patched(), prompts(len(BAD), 5, 9, 6)
     inputs["input_ids"][0] = BAD
     want = answer(diverged(), inputs, max_new_tokens=8, **GREEDY).tolist()
     for assistant in ("autoregressive", "nasd", "eagle3", "eagle2"):
         waiting = fastspec.ContinuousBatch(assistant, rows=1)
-        assert model.generate(**inputs, max_new_tokens=8, **GREEDY, pad_token_id=0, assistant=waiting).tolist() == want, assistant
+        assert (
+            model.generate(**inputs, max_new_tokens=8, **GREEDY, pad_token_id=0, assistant=waiting).tolist() == want
+        ), assistant
         for _ in range(2):
             model.generate(BAD[None], max_new_tokens=24, **GREEDY, assistant=assistant)
             for ids, said in zip(GOOD, wanted("llama"), strict=True):
-                assert model.generate(ids[None], max_new_tokens=8, **GREEDY, assistant=assistant)[0].tolist() == said, assistant
+                assert model.generate(ids[None], max_new_tokens=8, **GREEDY, assistant=assistant)[0].tolist() == said, (
+                    assistant
+                )
 
 
 class Odd(Oracle):
@@ -78,7 +91,10 @@ class Odd(Oracle):
     def propose(self, extent: int) -> TokenTree:
         chain, rows = super().propose(extent).tokens, len(self.texts)
         behind = int(self.place[0]) % 2
-        tokens = torch.cat((chain, torch.full((rows, 1), ODD)) if behind else (chain[:, :1], torch.full((rows, 1), ODD), chain[:, 1:]), 1)
+        tokens = torch.cat(
+            (chain, torch.full((rows, 1), ODD)) if behind else (chain[:, :1], torch.full((rows, 1), ODD), chain[:, 1:]),
+            1,
+        )
         parents = [0, 0, 1, 2, 3, 4, 5, 0] if behind else [0, 0, 0, 2, 3, 4, 5, 6]
         return TokenTree.from_parents(tokens, torch.tensor(parents).expand(rows, -1), self.max_path)
 

@@ -112,7 +112,9 @@ class Mixing:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def first(self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Any, sample: bool) -> Tensor:
+    def first(
+        self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Any, sample: bool
+    ) -> Tensor:
         self.told.append((ids.tolist(), counts.tolist(), process, sample))
         return (logits + scores).half()
 
@@ -138,7 +140,9 @@ def test_a_mixture_chooses_from_what_its_drafter_makes_of_raw_and_processed_scor
     assert torch.equal(tokens, pick(left, uniforms(ROWS, 1)[:, 0] if sample else None))
     assert torch.equal(scores, left.float()) and scores.dtype == torch.float32
     judged = seeded(choice, given)
-    left = given.logits + (given.logits if process is None else shifted(given.logits.flatten(0, 1)).view(given.logits.shape))
+    left = given.logits + (
+        given.logits if process is None else shifted(given.logits.flatten(0, 1)).view(given.logits.shape)
+    )
     assert drafter.told == [given.tree] and judged.scored is given and torch.equal(judged.scores, left)
     assert same(judged.verdict, walk(given.tree, pick(left, uniforms(ROWS, NODES) if sample else None), TORCH))
 
@@ -160,7 +164,8 @@ def asked(**changes: Any) -> Request:
 
 
 class AtRows:
-    """Processors that look at the tokens so far: a row's scores are raised at the token (prompt + length of its text) modulo 3."""
+    """Processors that look at the tokens so far: a row's scores are raised at the token (prompt + length of its text)
+    modulo 3."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, list[int]]] = []
@@ -183,7 +188,9 @@ def test_first_tokens_with_a_history_are_those_of_the_prompts_that_are_named():
 
 
 def test_first_tokens_with_a_history_are_drawn_where_the_call_samples():
-    verifier = WithHistory(Choice(TORCH, sample=True, process=None), lambda rows, texts, scores: scores, [torch.tensor([1])] * ROWS, None)
+    verifier = WithHistory(
+        Choice(TORCH, sample=True, process=None), lambda rows, texts, scores: scores, [torch.tensor([1])] * ROWS, None
+    )
     logits = scored().logits[:, 0]
     assert torch.equal(seeded(verifier, logits, TEXT, range(ROWS))[0], pick(logits, uniforms(ROWS, 1)[:, 0]))
 
@@ -206,10 +213,18 @@ def test_a_walk_with_a_history_is_that_of_the_prompts_that_the_rows_hold():
     assert judged.scores.tolist() == [[[0, 0, 9], [9, 0, 0], [0, 9, 0]], [[9, 0, 0], [0, 0, 0], [0, 0, 0]]]
 
 
-@pytest.mark.parametrize("change, want", [
-    ({}, 2), ({"limit": 3}, 1), ({"limit": 2}, 0), ({"ends": frozenset({1})}, 0), ({"ends": frozenset({2})}, 1),
-    ({"ends": frozenset({99}), "stop": lambda prompt, answer: prompt == 2 and answer == [8, 1, 2]}, 1),
-], ids=["free", "limit of two more", "limit of one more", "end", "a later end", "criterion"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, want",
+    [
+        ({}, 2),
+        ({"limit": 3}, 1),
+        ({"limit": 2}, 0),
+        ({"ends": frozenset({1})}, 0),
+        ({"ends": frozenset({2})}, 1),
+        ({"ends": frozenset({99}), "stop": lambda prompt, answer: prompt == 2 and answer == [8, 1, 2]}, 1),
+    ],
+    ids=["free", "limit of two more", "limit of one more", "end", "a later end", "criterion"],
+)
 def test_a_walk_with_a_history_goes_no_further_than_the_answer(change, want):
     """No processor is shown a text behind a row's limit, end token or criterion."""
     process, request = AtRows(), asked(rows=1, **change)
@@ -227,7 +242,10 @@ def test_a_walk_with_a_history_draws_by_one_number_a_node():
     generator = torch.Generator().manual_seed(2)
     tree, logits = drawn_tree(3, NODES, generator), torch.randn(3, NODES, VOCAB, generator=generator)
     verifier = WithHistory(
-        Choice(TORCH, sample=True, process=None), lambda rows, texts, scores: scores, asked().history, Batch(asked(), Stats())
+        Choice(TORCH, sample=True, process=None),
+        lambda rows, texts, scores: scores,
+        asked().history,
+        Batch(asked(), Stats()),
     )
     judged = seeded(verifier, Scored(tree, logits, logits[..., :0]))
     assert same(judged.verdict, walk(tree, pick(logits, uniforms(3, NODES)), TORCH))
@@ -253,12 +271,16 @@ def test_first_tokens_in_lockstep_are_the_steps(mixes):
     choice, drafter = mixed(True) if mixes else (Choice(TORCH, sample=True, process=shifted), None)
     logits = torch.tensor([[0.5, 0.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.half)
     tokens, scores = seeded(InLockstep(choice, steps), logits, TEXT, [0, 1])
-    (raw, shown), = steps.seen  # fmt: skip
+    ((raw, shown),) = steps.seen
     left = shifted(logits.float())
     assert raw is logits and scores.dtype == torch.float32
     if mixes:
         assert drafter.told == [([[5, 6]], [2], shifted, True)]
-        assert torch.equal(shown, (logits + left).half()) and torch.equal(scores, shown.float()) and tokens.tolist() == [1, 1]
+        assert (
+            torch.equal(shown, (logits + left).half())
+            and torch.equal(scores, shown.float())
+            and tokens.tolist() == [1, 1]
+        )
     else:
         assert shown is None and torch.equal(scores, left) and tokens.tolist() == [2, 0]
 
@@ -270,10 +292,15 @@ def test_rows_in_lockstep_take_the_steps_down_their_trees(mixes):
     likely = 4.0 * torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [2, 1, 1]]), VOCAB)
     given = Scored(chain([0, 2, 0], [1, 2, 2]), likely, likely[..., :0])
     judged = seeded(InLockstep(choice, steps), given)
-    assert (judged.verdict.accepted.tolist(), judged.verdict.bonus.tolist()) == ([1, 1], [0, 1])  # one row's draft is wrong
+    assert (judged.verdict.accepted.tolist(), judged.verdict.bonus.tolist()) == (
+        [1, 1],
+        [0, 1],
+    )  # one row's draft is wrong
     assert judged.scored is given and judged.scores is None and len(steps.seen) == 2
     for step, (raw, scores) in enumerate(steps.seen):
-        assert torch.equal(raw, likely[:, step]) and (torch.equal(scores, raw + shifted(raw)) if mixes else scores is None)
+        assert torch.equal(raw, likely[:, step]) and (
+            torch.equal(scores, raw + shifted(raw)) if mixes else scores is None
+        )
     assert drafter is None or drafter.told == [given.tree]
 
 
@@ -282,9 +309,17 @@ def test_a_call_is_decided_by_its_steps_else_its_history_else_its_choice():
     request = asked(process_at=process)
     batch = Batch(request, Stats())
     assert verifier_of(plain, asked(), batch) is plain
-    history, lockstep = verifier_of(plain, request, batch), verifier_of(plain, asked(process_at=process, steps=steps), batch)
+    history, lockstep = (
+        verifier_of(plain, request, batch),
+        verifier_of(plain, asked(process_at=process, steps=steps), batch),
+    )
     assert isinstance(history, WithHistory) and isinstance(lockstep, InLockstep)
-    assert (history.choice, history.process_at, history.history, history.batch) == (plain, process, request.history, batch)
+    assert (history.choice, history.process_at, history.history, history.batch) == (
+        plain,
+        process,
+        request.history,
+        batch,
+    )
     assert (lockstep.choice, lockstep.steps) == (plain, steps)
 
 

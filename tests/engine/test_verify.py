@@ -1,4 +1,5 @@
-"""The verify rule, enumerated exactly: what a round emits has the target's own distribution, for drawn trees and distributions."""
+"""The verify rule, enumerated exactly: what a round emits has the target's own distribution, for drawn trees and
+distributions."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def emitted_distribution(case: Case, rule: Rule) -> Distribution:
 
 
 def lossless(case: Case, rule: Rule) -> bool:
-    """Every emission ends where the walked tree ends, so its probability must be the target's own, and all must add up to one."""
+    """Every emission ends where the walked tree ends, so its probability must be the target's own, and all must add up
+    to one."""
     distribution = emitted_distribution(case, rule)
     return sum(distribution.values()) == 1 and all(
         emitted[:-1] in case.walked and emitted not in case.walked and chance == case.target_distribution(emitted)
@@ -125,10 +127,14 @@ def test_walking_with_history_is_the_same_walk(case, seed):
         seen.clear()
         plain = walk(case.tree, choose(logits, draws, TORCH), TORCH)
         history = [torch.tensor([9, case.tokens[0]])]
-        slow, scores = walk_with_history(case.tree, logits, draws, history, process, [99], lambda row, picks: False, TORCH)
+        slow, scores = walk_with_history(
+            case.tree, logits, draws, history, process, [99], lambda row, picks: False, TORCH
+        )
         assert (slow.path.tolist(), slow.accepted.tolist(), slow.bonus.tolist()) == (
-            plain.path.tolist(), plain.accepted.tolist(), plain.bonus.tolist()
-        )  # fmt: skip
+            plain.path.tolist(),
+            plain.accepted.tolist(),
+            plain.bonus.tolist(),
+        )
         path = plain.path[0, : int(plain.accepted) + 1]
         assert seen == [[9, case.tokens[0], *case.prefixes[node]] for node in path.tolist()]
         assert torch.equal(scores[0, : len(path)], logits[0, path])
@@ -138,7 +144,7 @@ def test_walking_with_history_is_the_same_walk(case, seed):
 @examples(60)
 def test_walking_with_history_stops_where_the_text_ends(case, left, ends):
     logits = torch.tensor([[[float(p) for p in case.table[prefix]] for prefix in case.prefixes]]).log()
-    (emitted, _), = right_rule(case.tree, choose(logits, None, TORCH)[0].tolist())  # fmt: skip
+    ((emitted, _),) = right_rule(case.tree, choose(logits, None, TORCH)[0].tolist())
     end = next((place for place, token in enumerate(emitted) if token in ends), len(emitted))
     emitted = emitted[: min(end + 1, left)]
     seen: list[int] = []
@@ -148,7 +154,9 @@ def test_walking_with_history_stops_where_the_text_ends(case, left, ends):
         return scores
 
     text = [torch.tensor([case.tokens[0]])]
-    verdict, _ = walk_with_history(case.tree, logits, None, text, process, [left], lambda row, picks: picks[-1] in ends, TORCH)
+    verdict, _ = walk_with_history(
+        case.tree, logits, None, text, process, [left], lambda row, picks: picks[-1] in ends, TORCH
+    )
     assert tuple(verdict.tokens(case.tree)[0, : int(verdict.accepted) + 1].tolist()) == emitted
     assert seen == list(range(1, len(emitted) + 1))
 
@@ -156,12 +164,16 @@ def test_walking_with_history_stops_where_the_text_ends(case, left, ends):
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4), st.integers(0, 2**31))
 @examples(60)
 def test_rows_are_walked_together_as_they_are_alone(rows, seed):
-    """Rows with texts of different lengths and different room, in one call and one by one; each is asked about its own prefixes."""
+    """Rows with texts of different lengths and different room, in one call and one by one; each is asked about its own
+    prefixes."""
     generator = torch.Generator().manual_seed(seed)
     count, nodes = len(rows), 7
     parents = torch.tensor([[0, 0, 0, 1, 1, 3, 4]] * count)
     tree = TokenTree.from_parents(torch.randint(0, VOCAB, (count, nodes), generator=generator), parents)
-    logits, uniform = torch.randn(count, nodes, VOCAB, generator=generator), torch.rand(count, nodes, generator=generator)
+    logits, uniform = (
+        torch.randn(count, nodes, VOCAB, generator=generator),
+        torch.rand(count, nodes, generator=generator),
+    )
     history = [torch.arange(length) for length, _ in rows]
 
     def shift(rows: list[int], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -172,7 +184,9 @@ def test_rows_are_walked_together_as_they_are_alone(rows, seed):
         part = TokenTree(*(x[chosen] for x in (tree.tokens, tree.parents, tree.depths, tree.ancestors)), tree.max_path)
         left = [rows[b][1] for b in chosen]
         texts = [history[b] for b in chosen]
-        verdict, _ = walk_with_history(part, logits[chosen], uniform[chosen], texts, shift, left, lambda row, picks: False, TORCH)
+        verdict, _ = walk_with_history(
+            part, logits[chosen], uniform[chosen], texts, shift, left, lambda row, picks: False, TORCH
+        )
         return list(zip(verdict.path.tolist(), verdict.accepted.tolist(), verdict.bonus.tolist(), strict=True))
 
     assert go(list(range(count))) == [go([b])[0] for b in range(count)]
@@ -183,7 +197,9 @@ def test_rows_that_have_ended_are_not_walked():
     logits = torch.zeros(2, 2, 8)
     logits[..., 1] = 1.0
     history = [torch.tensor([4]), torch.tensor([5])]
-    verdict, _ = walk_with_history(tree, logits, None, history, lambda rows, ids, scores: scores, [99, 0], lambda row, picks: False, TORCH)
+    verdict, _ = walk_with_history(
+        tree, logits, None, history, lambda rows, ids, scores: scores, [99, 0], lambda row, picks: False, TORCH
+    )
     assert verdict.accepted.tolist() == [1, 0]
     assert verdict.bonus.tolist() == [1, 5]
 
@@ -192,8 +208,9 @@ FULL = Case([0, 0, 0, 1], [0, 0, 1, 2], [[1, 2, 3], [2, 1, 1], [1, 1, 2], [3, 1,
 
 
 def redrawn_bonus(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
-    """A known wrong rule: on a mismatch the bonus token is drawn anew, so a drafted token may come back as the bonus."""
-    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    """A known wrong rule: on a mismatch the bonus token is drawn anew, so a drafted token may come back as the
+    bonus."""
+    ((emitted, _),) = right_rule(tree, picks)
     table = FULL.table[emitted[:-1]]
     return [((*emitted[:-1], token), table[token]) for token in range(VOCAB) if table[token]]
 
@@ -206,13 +223,13 @@ def wrong_child(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fractio
 
 def bonus_of_the_root(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
     """Takes the bonus token from the root's draw."""
-    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    ((emitted, _),) = right_rule(tree, picks)
     return [((*emitted[:-1], picks[0]), Fraction(1))]
 
 
 def stops_early(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
     """Emits the accepted path without a bonus token."""
-    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    ((emitted, _),) = right_rule(tree, picks)
     return [(emitted[:-1], Fraction(1))]
 
 
@@ -227,14 +244,14 @@ TWICE = Case([0, 0, 0, 2], [0, 1, 1, 2], [[1, 2, 3], [2, 1, 1], [2, 1, 1], [3, 1
 
 def a_chance_for_each_copy(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
     """Where the first of two equal children is refused, the second is tried by a draw of its own."""
-    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    ((emitted, _),) = right_rule(tree, picks)
     again = TWICE.table[()][1]
     return [(emitted, Fraction(1))] if picks[0] == 1 else [((1, picks[1]), again), (emitted, 1 - again)]
 
 
 def rest_of_another_copy(tree: TokenTree, picks: list[int]) -> list[tuple[Prefix, Fraction]]:
     """Steps to the first of two equal children and goes on below the second whatever the first drew."""
-    (emitted, _), = right_rule(tree, picks)  # fmt: skip
+    ((emitted, _),) = right_rule(tree, picks)
     return [((1, 2, picks[3]) if picks[0] == 1 else emitted, Fraction(1))]
 
 
@@ -278,7 +295,10 @@ def test_tokens_of_probability_zero_are_never_drawn(uniform, size):
 @examples(20)
 def test_a_chain_is_the_tree_of_its_parents(nodes, rows):
     tokens = torch.arange(rows * nodes).view(rows, nodes)
-    chain, tree = TokenTree.chain(tokens), TokenTree.from_parents(tokens, (torch.arange(nodes) - 1).clamp(min=0).expand(rows, -1))
+    chain, tree = (
+        TokenTree.chain(tokens),
+        TokenTree.from_parents(tokens, (torch.arange(nodes) - 1).clamp(min=0).expand(rows, -1)),
+    )
     for name in ("tokens", "parents", "depths", "ancestors"):
         assert torch.equal(getattr(chain, name), getattr(tree, name))
     assert chain.max_path == tree.max_path == nodes

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from fastspec.generation.drafters.given_text import CHUNKS, GivenText, Read
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import choose, fill_ended, measure, until_end, walk, walk_drawn, walk_in_step, walk_with_history
+from fastspec.generation.verify import (
+    choose,
+    fill_ended,
+    measure,
+    until_end,
+    walk,
+    walk_drawn,
+    walk_in_step,
+    walk_with_history,
+)
 from fastspec.kernels.cache.reference import cache_write, kv_block_copy
 from fastspec.kernels.drafting.reference import ancestor_words
 from fastspec.kernels.verification.reference import SamplingSettings, categorical, pick, posterior_walk, under_settings
@@ -53,7 +62,9 @@ def follow(tree: TokenTree, row: int, node: int, token: int) -> int | None:
     def height(node: int) -> int:
         return max((1 + height(below) for below in range(node + 1, len(parents)) if parents[below] == node), default=0)
 
-    found = [below for below in range(1, len(parents)) if parents[below] == node and int(tree.tokens[row, below]) == token]
+    found = [
+        below for below in range(1, len(parents)) if parents[below] == node and int(tree.tokens[row, below]) == token
+    ]
     return max(found, key=height, default=None)
 
 
@@ -113,13 +124,16 @@ def test_rows_that_have_ended_draft_the_filler():
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 4), st.none() | st.integers(0, 12))
 @DRAWN
 def test_a_rows_tokens_are_those_up_to_its_end(tokens, before, length):
-    assert until_end(tuple(tokens), length, before) == [t for place, t in enumerate(tokens, before) if length is None or place < length]
+    assert until_end(tuple(tokens), length, before) == [
+        t for place, t in enumerate(tokens, before) if length is None or place < length
+    ]
 
 
 @given(st.lists(st.lists(st.integers(1, 2), max_size=40), min_size=1, max_size=3), SEEDS)
 @DRAWN
 def test_a_text_is_kept_as_far_as_the_target_agrees(texts, seed):
-    """Each row's target says its text up to a place of its own, then 3; chunks grow, and rows that left their text are filled up."""
+    """Each row's target says its text up to a place of its own, then 3; chunks grow, and rows that left their text are
+    filled up."""
     generator = torch.Generator().manual_seed(seed)
     place = [int(torch.randint(0, len(text) + 1, (), generator=generator)) for text in texts]
     truth = [text[:keep] + [3] * 300 for text, keep in zip(texts, place, strict=True)]
@@ -137,7 +151,9 @@ def test_a_text_is_kept_as_far_as_the_target_agrees(texts, seed):
         verifier.observe(tree, verdict, empty, empty, everyone, 0)
         emitted = [count + accepted + 1 for count, accepted in zip(emitted, verdict.accepted.tolist(), strict=True)]
         rounds += 1
-        assert verifier.goes_on == any(count <= keep and count < len(text) for count, keep, text in zip(emitted, place, texts, strict=True))
+        assert verifier.goes_on == any(
+            count <= keep and count < len(text) for count, keep, text in zip(emitted, place, texts, strict=True)
+        )
     assert verifier.kept == place
 
 
@@ -162,7 +178,12 @@ def test_a_row_that_has_ended_is_not_followed():
     tree = verifier.propose(0)
     verdict = Verdict(torch.tensor([[0, 1], [0, 1]]), torch.tensor([1, 1]), torch.tensor([3, 3]))
     verifier.observe(tree, verdict, empty, empty, torch.tensor([True, False]), 0)
-    assert (verifier.kept, verifier.roots, verifier.following, verifier.goes_on) == ([3, 1], [3, 1], [True, False], True)
+    assert (verifier.kept, verifier.roots, verifier.following, verifier.goes_on) == (
+        [3, 1],
+        [3, 1],
+        [True, False],
+        True,
+    )
     verifier.observe(tree, verdict, empty, empty, torch.tensor([False, False]), 0)
     assert not verifier.goes_on
 
@@ -186,7 +207,9 @@ def test_a_drafter_is_shown_the_prompts_and_what_was_committed(wide):
         whole, lengths, shown = read.whole()
     assert whole.tolist() == [[1, 2, 3, 6, 8], [4, 5, 9, 10, 11]] and lengths.tolist() == [5, 5]
     assert shown.shape == (2, 5, wide)
-    assert torch.equal(shown, torch.stack((torch.cat((features[0], more[0, [0, 2]])), torch.cat((features[1, :2], more[1])))))
+    assert torch.equal(
+        shown, torch.stack((torch.cat((features[0], more[0, [0, 2]])), torch.cat((features[1, :2], more[1]))))
+    )
 
 
 @pytest.mark.parametrize("narrow", [1, 2])
@@ -198,7 +221,9 @@ def test_features_of_a_part_of_the_prompts_are_not_shown(narrow):
 
 def test_trees_of_parents_are_checked_and_bounded():
     tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]])
-    tree = TokenTree.from_parents(tokens, torch.tensor([[3, 0, 1, 1], [0, 0, 0, 0]]).clamp(max=2))  # a root's own parent is not read
+    tree = TokenTree.from_parents(
+        tokens, torch.tensor([[3, 0, 1, 1], [0, 0, 0, 0]]).clamp(max=2)
+    )  # a root's own parent is not read
     assert tree.parents.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]] and tree.max_path == 3
     assert tree.ancestors.tolist() == [[[1], [3], [7], [11]], [[1], [3], [5], [9]]]
     assert TokenTree.from_parents(tokens, torch.zeros(2, 4, dtype=torch.long), max_path=4).max_path == 4
@@ -233,23 +258,37 @@ def test_measures_are_those_of_the_definitions(rows, vocab, seed):
     distribution = logits.half().double().softmax(-1)
     best = distribution.sort(-1, descending=True).values.log()
     entropy = torch.special.entr(distribution).sum(-1)
-    wanted = torch.stack((distribution.log().gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)
+    wanted = torch.stack(
+        (distribution.log().gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1
+    )
     torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("distribution", [
-    SamplingSettings(top_k=3), SamplingSettings(top_p=0.6), SamplingSettings(min_p=0.2), SamplingSettings(0.7, 4, 0.8, 0.1)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        SamplingSettings(top_k=3),
+        SamplingSettings(top_p=0.6),
+        SamplingSettings(min_p=0.2),
+        SamplingSettings(0.7, 4, 0.8, 0.1),
+    ],
+)
 def test_a_distribution_is_of_each_node_by_itself(distribution):
     scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).half()
     alone = torch.stack([torch.stack([under_settings(node[None], distribution)[0] for node in row]) for row in scores])
     assert torch.equal(under_settings(scores, distribution), alone)
 
 
-@pytest.mark.parametrize("scores, top_p, kept", [
-    ([0.0, 0.0, 0.0, 0.0], 0.5, [2, 3]), ([0.0, 0.0, 0.0, 0.0], 0.51, [1, 2, 3]), ([0.0, 0.0, 0.0, 0.0], 0.0, [3]),
-    ([2.0, 0.0, 2.0, 0.0, 0.0], 0.85, [0, 2, 4]), ([2.0, 0.0, 2.0, 0.0, 0.0], 0.8, [0, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "scores, top_p, kept",
+    [
+        ([0.0, 0.0, 0.0, 0.0], 0.5, [2, 3]),
+        ([0.0, 0.0, 0.0, 0.0], 0.51, [1, 2, 3]),
+        ([0.0, 0.0, 0.0, 0.0], 0.0, [3]),
+        ([2.0, 0.0, 2.0, 0.0, 0.0], 0.85, [0, 2, 4]),
+        ([2.0, 0.0, 2.0, 0.0, 0.0], 0.8, [0, 2]),
+    ],
+)
 def test_top_p_takes_the_lowest_of_equal_tokens_away_while_their_mass_is_at_most_the_rest(scores, top_p, kept):
     """A mass of exactly 1 - top_p goes too. Of equal tokens the lowest ids go first, in nodes [B, N, V] as in a row."""
     row = torch.tensor(scores)
@@ -260,7 +299,9 @@ def test_top_p_takes_the_lowest_of_equal_tokens_away_while_their_mass_is_at_most
 
 def test_a_choice_under_a_distribution_is_the_distributions():
     scores, uniform, distribution = torch.randn(2, 5, 7), torch.rand(2, 5), SamplingSettings(top_k=2)
-    assert torch.equal(choose(scores, uniform, TORCH, distribution), pick(under_settings(scores, distribution), uniform))
+    assert torch.equal(
+        choose(scores, uniform, TORCH, distribution), pick(under_settings(scores, distribution), uniform)
+    )
     assert torch.equal(choose(scores, uniform, TORCH), pick(scores, uniform))
     assert torch.equal(choose(scores, None, TORCH, distribution), scores.argmax(-1))
 
@@ -278,16 +319,32 @@ def test_scores_along_a_path_are_written_where_its_nodes_stand():
 
     history = [torch.tensor([5, 0]), torch.tensor([0])]
     with ELSEWHERE:
-        verdict, scores = walk_with_history(tree, logits, None, history, process, [9, 9], lambda row, picks: False, TORCH)
+        verdict, scores = walk_with_history(
+            tree, logits, None, history, process, [9, 9], lambda row, picks: False, TORCH
+        )
     assert torch.equal(scores, logits.float() * 2) and scores.dtype == torch.float32
     assert seen == [
-        ([1], [[0]]), ([0], [[5, 0]]), ([1], [[0, 1]]), ([0], [[5, 0, 1]]), ([1], [[0, 1, 2]]), ([0], [[5, 0, 1, 2]])
-    ]  # fmt: skip
-    assert (verdict.path.tolist(), verdict.accepted.tolist(), verdict.bonus.tolist()) == ([[0, 1, 2]] * 2, [2, 2], [0, 0])
+        ([1], [[0]]),
+        ([0], [[5, 0]]),
+        ([1], [[0, 1]]),
+        ([0], [[5, 0, 1]]),
+        ([1], [[0, 1, 2]]),
+        ([0], [[5, 0, 1, 2]]),
+    ]
+    assert (verdict.path.tolist(), verdict.accepted.tolist(), verdict.bonus.tolist()) == (
+        [[0, 1, 2]] * 2,
+        [2, 2],
+        [0, 0],
+    )
 
 
 def test_ancestors_take_as_many_words_as_they_need():
-    assert [ancestor_words(torch.zeros(1, nodes, dtype=torch.long), nodes).shape[2] for nodes in (1, 64, 65, 129)] == [1, 1, 2, 3]
+    assert [ancestor_words(torch.zeros(1, nodes, dtype=torch.long), nodes).shape[2] for nodes in (1, 64, 65, 129)] == [
+        1,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_ops_make_their_tensors_where_what_they_are_given_lies():
@@ -295,7 +352,10 @@ def test_ops_make_their_tensors_where_what_they_are_given_lies():
     generator, rows = torch.Generator().manual_seed(0), 2
     tree = drawn_tree(rows, 5, generator)
     scores, uniform = torch.randn(rows, 5, VOCAB, generator=generator), torch.rand(rows, 5, generator=generator)
-    picks, states = torch.randint(0, VOCAB, (rows, 5), generator=generator), torch.randn(rows, 5, 4, generator=generator)
+    picks, states = (
+        torch.randint(0, VOCAB, (rows, 5), generator=generator),
+        torch.randn(rows, 5, 4, generator=generator),
+    )
     path, accepted, active = torch.tensor([[0, 1, 3], [0, 2, 2]]), torch.tensor([2, 1]), torch.tensor([True, False])
     empty = torch.zeros(2, 2, rows, 4, 9, 4)
 
@@ -310,10 +370,27 @@ def test_ops_make_their_tensors_where_what_they_are_given_lies():
         TORCH.keep_last(states, -states, accepted, *last, lengths, 9)
         pairs = TORCH.path_pairs(states, path, accepted, accepted, active, root, lengths)
         read = TORCH.tree_input(tree.tokens, tree.depths, lengths, 7, states[0])
-        walked = posterior_walk(tree.tokens, tree.parents, picks, 4), categorical(scores, uniform), ancestor_words(tree.parents, 5)
+        walked = (
+            posterior_walk(tree.tokens, tree.parents, picks, 4),
+            categorical(scores, uniform),
+            ancestor_words(tree.parents, 5),
+        )
         made = TokenTree.from_parents(tree.tokens, tree.parents), TokenTree.chain(picks), TokenTree.root_only(root)
         trees = [(t.tokens, t.parents, t.depths, t.ancestors) for t in made]
-        return [caches, moves, lengths, drawn.path, drawn.accepted, drawn.bonus, last, pairs, root, read, *walked, *trees]
+        return [
+            caches,
+            moves,
+            lengths,
+            drawn.path,
+            drawn.accepted,
+            drawn.bonus,
+            last,
+            pairs,
+            root,
+            read,
+            *walked,
+            *trees,
+        ]
 
     want = everything()
     with ELSEWHERE:

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from fastspec.generation.decoder_layer import FullAttention, LayerParts, RmsNorm, gated, is_packed, pack, product, unpack
+from fastspec.generation.decoder_layer import (
+    FullAttention,
+    LayerParts,
+    RmsNorm,
+    gated,
+    is_packed,
+    pack,
+    product,
+    unpack,
+)
 from fastspec.generation.whole_layers import plain_row
 from fastspec.kernels.linear.reference import GELU_TANH
 from fastspec.patches.backends import TORCH

@@ -1,4 +1,5 @@
-"""A state that goes round in a ring holds of every layer what a state of the whole text holds, as far as a span can see it."""
+"""A state that goes round in a ring holds of every layer what a state of the whole text holds, as far as a span can see
+it."""
 
 from __future__ import annotations
 
@@ -45,12 +46,16 @@ def check(state: SequenceState, span: int) -> None:
 
 
 @given(
-    st.integers(1, 9), st.integers(1, 6), st.lists(st.integers(1, 25), min_size=ROWS, max_size=ROWS),
-    st.lists(st.integers(0, 2**31), max_size=12), st.integers(0, 2**31),
-)  # fmt: skip
+    st.integers(1, 9),
+    st.integers(1, 6),
+    st.lists(st.integers(1, 25), min_size=ROWS, max_size=ROWS),
+    st.lists(st.integers(0, 2**31), max_size=12),
+    st.integers(0, 2**31),
+)
 @examples(60)
 def test_rounds_behind_a_cache(span: int, tail: int, counts: list[int], rounds: list[int], seed: int) -> None:
-    """A cache comes in, rows begin anew, nodes are written and paths kept, texts are made shorter: the ring holds what is seen."""
+    """A cache comes in, rows begin anew, nodes are written and paths kept, texts are made shorter: the ring holds what
+    is seen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_state, "SLACK", 6)
         patch.setattr(layer_state, "STEP", 1)
@@ -102,9 +107,18 @@ def alone(ring: int = 6, span: int = 4, rows: int = 3) -> WindowState:
     return state
 
 
-@pytest.mark.parametrize("size, tail, chunk, slots", [
-    (1000, 24, 7, 1536), (1000, 25, 7, 1664), (1000, 7, 24, 1536), (1000, 7, 25, 1664), (1, 1, 1, 640), (64, 64, 1, 640), (64, 65, 1, 768),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, tail, chunk, slots",
+    [
+        (1000, 24, 7, 1536),
+        (1000, 25, 7, 1664),
+        (1000, 7, 24, 1536),
+        (1000, 7, 25, 1664),
+        (1, 1, 1, 640),
+        (64, 64, 1, 640),
+        (64, 65, 1, 768),
+    ],
+)
 def test_a_ring_holds_the_span_what_a_pass_writes_and_slack_in_steps(size, tail, chunk, slots):
     """The longer of a tree and of a part of a prompt, beside 512 tokens of slack, in steps of 128."""
     assert ring_of(Span(size), tail, chunk) == slots and isinstance(ring_of(Span(size), tail, chunk), int)
@@ -112,7 +126,11 @@ def test_a_ring_holds_the_span_what_a_pass_writes_and_slack_in_steps(size, tail,
 
 def test_a_ring_is_made_empty_of_the_sizes_that_are_said():
     state = WindowState(2, 3, 5, 8, 7, span=Span(4), ring=6, dtype=torch.float16, device=CPU)
-    assert state.k.shape == (2, 3, 5, 0, 8) and state.v.shape == (2, 3, 5, 0, 7) and state.k.dtype == state.v.dtype == torch.float16
+    assert (
+        state.k.shape == (2, 3, 5, 0, 8)
+        and state.v.shape == (2, 3, 5, 0, 7)
+        and state.k.dtype == state.v.dtype == torch.float16
+    )
     assert (state.layers, state.ring, state.span, state.device) == (2, 6, Span(4), CPU)
     alike = WindowState(2, 3, 5, 8, span=Span(4), ring=6, dtype=torch.float16, device=CPU)
     assert alike.v.shape == (2, 3, 5, 0, 8)
@@ -165,7 +183,8 @@ def test_a_path_of_the_root_alone_moves_nothing():
 @pytest.mark.parametrize("source, reached", [(0, 0), (0, 5), (1, 7)])
 @pytest.mark.parametrize("count, held", [(4, 4), (6, 6), (9, 6)])
 def test_a_row_begins_anew_with_what_the_ring_of_another_holds(source, reached, count, held):
-    """With its first tokens, or where there are more than slots with all of the ring; former texts are zeroed, its neighbours stay."""
+    """With its first tokens, or where there are more than slots with all of the ring; former texts are zeroed, its
+    neighbours stay."""
     state, other = alone(), alone(rows=2)
     keys, values = state.k.clone(), state.v.clone()
     state.copy_row(1, other, count, source, reached)
@@ -184,7 +203,8 @@ def test_a_row_takes_no_more_than_its_tokens_from_a_longer_buffer():
 
 @pytest.mark.parametrize("width", [5, 6])
 def test_the_last_tokens_of_a_text_are_taken_from_the_columns_that_they_stand_in(width):
-    """Those of a text that is shorter than the ring from slot 0 on, with zeros behind it; those of a longer one go round."""
+    """Those of a text that is shorter than the ring from slot 0 on, with zeros behind it; those of a longer one go
+    round."""
     state, texts = alone(), [[0, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [7]]
     state.k, state.v = state.k[:, :, :, :width], state.v[:, :, :, :width]
     if width < 6:

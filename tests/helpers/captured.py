@@ -19,7 +19,8 @@ from fastspec.patches.hf import model as hf_model
 
 
 def owners(run: Any) -> list[Any]:
-    """The objects whose attributes a program may set: those of its methods and their arguments, and the target and drafter of rounds."""
+    """The objects whose attributes a program may set: those of its methods and their arguments, and the target and
+    drafter of rounds."""
     found, runs = [], [run]
     while runs:
         run = runs.pop()
@@ -46,7 +47,8 @@ def overwrite(old: Any, new: Any) -> None:
 
 
 class Stand(capture.Captured):
-    """Runs the program; from the second time on what it returns stays in place, and the third leaves no trace on Python objects."""
+    """Runs the program; from the second time on what it returns stays in place, and the third leaves no trace on Python
+    objects."""
 
     def __call__(self, program: Any, key: Any) -> Any:
         if key != self.key:

@@ -19,7 +19,8 @@ NAMED = ("small", "medium", "large")
 
 @cache
 def trained(stages: tuple[str, ...] = NAMED, items: int = 120, seed: int = 0) -> Predictor:
-    """A predictor for drawn items: the larger the stage the better its answers, and the better the surer. It is frozen, and shared."""
+    """A predictor for drawn items: the larger the stage the better its answers, and the better the surer. It is frozen,
+    and shared."""
     generator = torch.Generator().manual_seed(seed)
     features = [torch.randn(items, len(NAMES), generator=generator) for _ in stages]
     chance = torch.stack([torch.sigmoid(2 * each[:, 0] + 2 * stage) for stage, each in enumerate(features)], 1)
@@ -40,7 +41,9 @@ def cascaded(models: list[Any], **options: Any) -> Any:
     names = NAMED[-len(models) :] if len(models) < 3 else NAMED
     settings = {"predictor": trained(names), "costs": [1.0, 2.0, 4.0][: len(models)]} | options
     below = [fastspec.Stage(model, name=name) for model, name in zip(models[:-1], names, strict=False)]
-    return fastspec.patch(models[-1], cascade=fastspec.Cascade(stages=settings.pop("stages", below), label=names[-1], **settings))
+    return fastspec.patch(
+        models[-1], cascade=fastspec.Cascade(stages=settings.pop("stages", below), label=names[-1], **settings)
+    )
 
 
 @dataclass
@@ -59,7 +62,9 @@ class Told:
 Distribution = list[Any]  # Fractions or floats, which sum to one
 
 
-def twin(rule: str, alpha: Any, p: Distribution, q: Distribution, p_raw: Distribution, q_raw: Distribution) -> Distribution:
+def twin(
+    rule: str, alpha: Any, p: Distribution, q: Distribution, p_raw: Distribution, q_raw: Distribution
+) -> Distribution:
     """The formula alone, in the arithmetic of its arguments; `alpha` is a number."""
     mine, best = max(q_raw), max(p_raw)
     if rule in ("chow", "diff", "opt"):
@@ -67,8 +72,9 @@ def twin(rule: str, alpha: Any, p: Distribution, q: Distribution, p_raw: Distrib
         small = {"chow": mine >= 1 - alpha, "diff": mine >= best - alpha, "opt": mine >= best - alpha * further}[rule]
         return list(q if small else p)
     kept = {
-        "token_v1": [each >= best - alpha for each in q_raw], "token_v2": [each >= best - alpha for each in p_raw],
+        "token_v1": [each >= best - alpha for each in q_raw],
+        "token_v2": [each >= best - alpha for each in p_raw],
         "token_v3": [each >= (1 - alpha) * best for each in p_raw],
-    }[rule]  # fmt: skip
+    }[rule]
     left = 1 - sum(each for each, keep in zip(q, kept, strict=True) if keep)
     return [left * a + (b if keep else 0) for a, b, keep in zip(p, q, kept, strict=True)]

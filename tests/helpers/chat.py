@@ -18,7 +18,10 @@ from helpers.cascade import trained
 from helpers.generate import NEVER
 from helpers.models import tiny_model
 
-TEMPLATE = "{% for m in messages %}{{ 'w90 ' + m['content'] + ' w91 ' }}{% endfor %}{% if add_generation_prompt %}w92{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w90 ' + m['content'] + ' w91 ' }}{% endfor %}{% if add_generation_prompt "
+    "%}w92{% endif %}"
+)
 
 
 def tokenizer(template: str | None = TEMPLATE) -> Any:

@@ -1,4 +1,5 @@
-"""What the tests of other programs share: prompts, the count of assisted calls, and training settings that stay on the CPU."""
+"""What the tests of other programs share: prompts, the count of assisted calls, and training settings that stay on the
+CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def chats(*questions: str) -> list[list[dict[str, str]]]:
 def asked(tokenizer: Any, *questions: str) -> dict[str, Tensor]:
     """Left-padded prompts [B, T] in the tokenizer's chat format."""
     tokenizer.padding_side = "left"
-    made = tokenizer.apply_chat_template(chats(*questions), add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True)
+    made = tokenizer.apply_chat_template(
+        chats(*questions), add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+    )
     return dict(made)
 
 
@@ -46,7 +49,8 @@ def drafted(calls: Sequence[Stats]) -> bool:
 
 @contextmanager
 def drafting(model: Any, calls: int | None = None) -> Iterator[None]:
-    """The block's generate calls are all assisted, `calls` of them where it is given, and take more than one token a round on average."""
+    """The block's generate calls are all assisted, `calls` of them where it is given, and take more than one token a
+    round on average."""
     before = fastspec.report(model)
     yield
     after = fastspec.report(model)
@@ -68,11 +72,12 @@ def plain(model: Any, why: str) -> Iterator[None]:
 
 
 def agree(model: Any, inputs: dict[str, Tensor], count: int = 24, **options: Any) -> float:
-    """A patched model's answer to a prompt of one row is plain decoding's up to where the model does not know its own mind.
+    """A patched model's answer to a prompt of one row is plain decoding's up to where the model does not know its own
+    mind.
 
-    In low precision a pass over several tokens rounds otherwise than a pass over each, in transformers too. Where the answers part, it is
-    between tokens whose logits lie no further apart than twice what the model's own passes differ by, each of which may be off by that.
-    Returns this difference.
+    In low precision a pass over several tokens rounds otherwise than a pass over each, in transformers too. Where the
+    answers part, it is between tokens whose logits lie no further apart than twice what the model's own passes differ
+    by, each of which may be off by that. Returns this difference.
     """
     spread, emitted = own_spread(model, inputs, count)
     bound = float(spread.max())
@@ -88,9 +93,17 @@ def agree(model: Any, inputs: dict[str, Tensor], count: int = 24, **options: Any
 
 
 def own_spread(model: Any, inputs: dict[str, Tensor], count: int = 24) -> tuple[Tensor, Tensor]:
-    """How far a model's logits depend on how many tokens a pass has, for a prompt of one row: its plain greedy answer, decoded token by
-    token, against one pass over the same text. Returns the largest difference per step [count], and the tokens that it said."""
-    out = model.generate(**inputs, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True, assistant=None)
+    """How far a model's logits depend on how many tokens a pass has, for a prompt of one row: its plain greedy answer,
+    decoded token by token, against one pass over the same text. Returns the largest difference per step [count], and
+    the tokens that it said."""
+    out = model.generate(
+        **inputs,
+        max_new_tokens=count,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        assistant=None,
+    )
     width = inputs["input_ids"].shape[1]
     with torch.no_grad():
         once = model(out.sequences).logits[0, width - 1 : -1].float()

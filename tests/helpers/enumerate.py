@@ -1,5 +1,5 @@
-"""The decoding loop enumerated: every random decision is scripted and every script is run, so that the distribution of the first tokens is
-a sum."""
+"""The decoding loop enumerated: every random decision is scripted and every script is run, so that the distribution of
+the first tokens is a sum."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ from fastspec.patches.backends import TORCH
 Text = tuple[int, ...]
 PROMPT = (1, 0)
 CLOSE = 1e-5
-"""A text's chance is a sum of products of at most 40 fp32 chances, and each is off by a few roundings of 6e-8: 40 * 4 * 6e-8."""
+"""A text's chance is a sum of products of at most 40 fp32 chances, and each is off by a few roundings of 6e-8: 40 * 4 *
+6e-8."""
 PROCESSES: list[Callable[[Tensor], Tensor] | None] = [
-    None, lambda scores: scores / 0.6, lambda scores: (scores * 0.7).masked_fill(scores < scores.amax(-1, keepdim=True) - 1.2, -torch.inf),
-]  # fmt: skip
+    None,
+    lambda scores: scores / 0.6,
+    lambda scores: (scores * 0.7).masked_fill(scores < scores.amax(-1, keepdim=True) - 1.2, -torch.inf),
+]
 
 
 class Tables(Target):
-    """A model of `vocab` tokens with scores of its own after every text, and a cache of tokens that is read as it stands."""
+    """A model of `vocab` tokens with scores of its own after every text, and a cache of tokens that is read as it
+    stands."""
 
     lengths: Any = None
 
@@ -57,7 +61,12 @@ class Tables(Target):
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
         rows, nodes = tree.tokens.shape
         self.cells.scatter_(1, self.lengths[:, None] + torch.arange(nodes), tree.tokens)
-        cells, lengths, tokens, parents = self.cells.tolist(), self.lengths.tolist(), tree.tokens.tolist(), tree.parents.tolist()
+        cells, lengths, tokens, parents = (
+            self.cells.tolist(),
+            self.lengths.tolist(),
+            tree.tokens.tolist(),
+            tree.parents.tolist(),
+        )
         assert int(self.lengths.max()) <= extent
         out = []
         for row in range(rows):
@@ -81,7 +90,8 @@ class Tables(Target):
 
 
 class Scripts:
-    """The random decisions of one batch: the row's script first, then the first that is possible, with the others noted down.
+    """The random decisions of one batch: the row's script first, then the first that is possible, with the others noted
+    down.
 
     Rows from `scripted` on are not enumerated: their decisions are drawn by a generator of their own.
     """
@@ -127,7 +137,8 @@ class Scripts:
 
 
 class Coins:
-    """Uniforms of the nodes of a chain: uniform * q < p is an acceptance with chance p / q, asked for where the walk comes by."""
+    """Uniforms of the nodes of a chain: uniform * q < p is an acceptance with chance p / q, asked for where the walk
+    comes by."""
 
     def __init__(self, scripts: Scripts) -> None:
         self.scripts, self.going, self.q = scripts, [True] * scripts.rows, torch.zeros(0)

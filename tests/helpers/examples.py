@@ -8,9 +8,17 @@ from hypothesis import Phase, settings
 
 OF = 100
 PROFILES: dict[str, dict[str, Any]] = {
-    "fast": {"max_examples": OF // 2, "derandomize": True, "deadline": None},  # `make test`: the same examples for the same code
+    "fast": {
+        "max_examples": OF // 2,
+        "derandomize": True,
+        "deadline": None,
+    },  # `make test`: the same examples for the same code
     "deep": {"max_examples": 5 * OF, "deadline": None},  # `make test-slow` and `make test-gpu`: others each time
-    "mutants": {"max_examples": OF, "phases": [Phase.explicit, Phase.generate], "database": None},  # not shrunk: to fail is enough
+    "mutants": {
+        "max_examples": OF,
+        "phases": [Phase.explicit, Phase.generate],
+        "database": None,
+    },  # not shrunk: to fail is enough
 }
 """name -> settings; of what `examples(n)` names, max_examples is the percentage that is drawn."""
 

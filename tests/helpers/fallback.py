@@ -12,7 +12,9 @@ from fastspec.generation.engine import batching
 def soon_out(monkeypatch: Any) -> None:
     """Let drafters pause after few rounds, for a short time, and rounds be asynchronous from the first on."""
     monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
-    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # where a look-up costs more than a pass of a model this small
+    monkeypatch.setitem(
+        nasd.COSTS, "cpu", nasd.COSTS["cuda"]
+    )  # where a look-up costs more than a pass of a model this small
     monkeypatch.setattr(draft_length, "CREDIT", 0.5)
     monkeypatch.setattr(nasd, "GRANTED", 0.5)
     monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)

@@ -1,4 +1,5 @@
-"""What the tests of `generate(assistant=...)` share: drafters of known quality, prompts, and the comparison with the unpatched model."""
+"""What the tests of `generate(assistant=...)` share: drafters of known quality, prompts, and the comparison with the
+unpatched model."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def shallow_model(model_type: str = "llama", seed: int = 0, **over: Any) -> Any:
 
 
 def bigram(seed: int = 0, **over: Any) -> Any:
-    """A target whose next token depends on the last one alone: its attention and feed-forward add nothing. Of three layers, unless `over`
-    says how many."""
+    """A target whose next token depends on the last one alone: its attention and feed-forward add nothing. Of three
+    layers, unless `over` says how many."""
     model = shallow_model(seed=seed, **over)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -43,12 +44,18 @@ def bigram(seed: int = 0, **over: Any) -> Any:
 def seer(model: Any) -> Any:
     """A head that knows a bigram target: each node attends to itself alone and outputs its token's normed embedding."""
     head = tiny_head(model, num_key_value_heads=4, attention_bias=True, taps=(0,))
-    for parameter in (*head.fc.parameters(), *head.layers[0].self_attn.parameters(), head.layers[0].mlp.down_proj.weight):
+    for parameter in (
+        *head.fc.parameters(),
+        *head.layers[0].self_attn.parameters(),
+        head.layers[0].mlp.down_proj.weight,
+    ):
         parameter.zero_()
     attention, eye = head.layers[0].self_attn, torch.eye(64)
     attention.q_proj.bias.fill_(60.0)  # equal queries and keys: the rotary embedding makes distance 0 win by far
     attention.k_proj.bias.fill_(60.0)
-    attention.v_proj.weight.copy_(torch.cat((eye, -eye), 1))  # the token's embedding, less the residual that is fed back
+    attention.v_proj.weight.copy_(
+        torch.cat((eye, -eye), 1)
+    )  # the token's embedding, less the residual that is fed back
     attention.o_proj.weight.copy_(eye)
     return head
 
@@ -57,7 +64,8 @@ EAGLE1 = {"kind": "eagle", "taps": (), "own_lm_head": False}
 
 
 def seer1(model: Any) -> Any:
-    """An EAGLE-1 head that knows a bigram target: it outputs its token's embedding, which the final norm only scales."""
+    """An EAGLE-1 head that knows a bigram target: it outputs its token's embedding, which the final norm only
+    scales."""
     head = tiny_head(model, **EAGLE1)
     for parameter in (head.layers[0].self_attn.o_proj.weight, head.layers[0].mlp.down_proj.weight):
         parameter.zero_()
@@ -84,7 +92,8 @@ SHARED: dict[str, dict[str, Tensor]] = {}
 
 
 def kept(model: Any, made: str = "") -> Any:
-    """The model, unpatched, whose weights and modules no test changes: its answer to a greedy call is kept for the next that asks it.
+    """The model, unpatched, whose weights and modules no test changes: its answer to a greedy call is kept for the next
+    that asks it.
 
     `made` says how it is made, for models that are made alike to share what each has answered.
     """
@@ -98,7 +107,8 @@ def unpatched(kind: str, **over: Any) -> Any:
 
 
 def answer(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
-    """What a model generates; from an earlier call where the model is `kept` and its tokens are a function of plain values."""
+    """What a model generates; from an earlier call where the model is `kept` and its tokens are a function of plain
+    values."""
     answers = ANSWERS.get(model)
     greedy = options.get("do_sample") is False or options.get("top_k") == 1
     if answers is None or not greedy or options.get("return_dict_in_generate"):
@@ -116,7 +126,9 @@ def answer(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
 def free(model: Any, inputs: dict[str, Tensor], count: int = LENGTH, **options: Any) -> list[list[int]]:
     """What the unpatched model says when nothing ends it."""
     width = inputs["input_ids"].shape[1]
-    return answer(model, inputs, max_new_tokens=count, do_sample=False, eos_token_id=NEVER, **options)[:, width:].tolist()
+    return answer(model, inputs, max_new_tokens=count, do_sample=False, eos_token_id=NEVER, **options)[
+        :, width:
+    ].tolist()
 
 
 def same(pair: tuple[Any, Any], assistant: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
@@ -155,14 +167,16 @@ class Oracle:
         tokens = torch.cat((self.root[:, None], torch.tensor(drafts)), 1)
         return TokenTree.from_parents(tokens, (torch.arange(7) - 1).clamp(min=0).expand(len(drafts), -1))
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
         self.place += (verdict.accepted + 1) * active
         self.root = torch.where(active, verdict.bonus, self.root)
 
 
 class OwnProcessor(LogitsProcessor):
-    """A user's own processor, which may have a state, so that calls with it decode in lockstep: every step lowers the scores of another
-    seventh of the tokens."""
+    """A user's own processor, which may have a state, so that calls with it decode in lockstep: every step lowers the
+    scores of another seventh of the tokens."""
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         return scores - (torch.arange(scores.shape[-1]) % 7 == ids.shape[1] % 7) * 0.5

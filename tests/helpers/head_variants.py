@@ -45,7 +45,9 @@ def drawn(head: Any, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]
     """ids [rows, length] and features [rows, length, F]."""
     generator = torch.Generator().manual_seed(seed)
     width = 64 * max(1, len(head.config.taps))
-    return torch.randint(0, 97, (rows, length), generator=generator), torch.randn(rows, length, width, generator=generator)
+    return torch.randint(0, 97, (rows, length), generator=generator), torch.randn(
+        rows, length, width, generator=generator
+    )
 
 
 def forward(head: Any, tokens: list[int], hidden: Tensor, positions: list[int], mask: Tensor) -> Tensor:

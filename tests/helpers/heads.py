@@ -43,7 +43,8 @@ def make_head(**changes) -> EagleHead:
 
 def logits(head: EagleHead, embedding: Tensor) -> Tensor:
     """Two steps of a head over seven positions, the second one on what the first fed back."""
-    # A mapped file's tensors lie at odd addresses, where a matrix product may round otherwise: the casts move them, losslessly.
+    # A mapped file's tensors lie at odd addresses, where a matrix product may round otherwise: the casts move them,
+    # losslessly.
     head.to(torch.float64).to(torch.float32)
     c, generator = head.config, torch.Generator().manual_seed(7)
     lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
@@ -58,8 +59,18 @@ def logits(head: EagleHead, embedding: Tensor) -> Tensor:
 
 
 def plain_config(c: HeadConfig) -> dict:
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps")
-    return {name: getattr(c, name) for name in names} | {"num_hidden_layers": c.num_hidden_layers, "model_type": "llama"}
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "rms_norm_eps",
+    )
+    return {name: getattr(c, name) for name in names} | {
+        "num_hidden_layers": c.num_hidden_layers,
+        "model_type": "llama",
+    }
 
 
 def midlayer(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -80,23 +91,36 @@ def as_eagle(head, embedding):
 
 def as_vllm(head, embedding):
     config, state = as_eagle(head, embedding)
-    return {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": config}, {f"model.{k}": v for k, v in state.items()}
+    return {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": config}, {
+        f"model.{k}": v for k, v in state.items()
+    }
 
 
 def as_eagle3(head, embedding):
-    return plain_config(head.config) | {"draft_vocab_size": head.config.draft_vocab_size, "head_dim": None}, midlayer(tensors(head))
+    return plain_config(head.config) | {"draft_vocab_size": head.config.draft_vocab_size, "head_dim": None}, midlayer(
+        tensors(head)
+    )
 
 
 def as_specforge(head, embedding):
     c, (config, state) = head.config, as_eagle3(head, embedding)
     nested = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True}
-    more = {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": c.head_dim, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    more = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "head_dim": c.head_dim,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
     return config | more | {"fc_norm": c.fc_norm, "norm_output": c.norm_output, "eagle_config": nested}, state
 
 
 def as_speculators(head, embedding):
     c = head.config
-    layer = plain_config(c) | {"model_type": "qwen3", "head_dim": c.head_dim, "rope_theta": c.rope_parameters["rope_theta"]}
+    layer = plain_config(c) | {
+        "model_type": "qwen3",
+        "head_dim": c.head_dim,
+        "rope_theta": c.rope_parameters["rope_theta"],
+    }
     config = {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3Speculator"],
@@ -130,14 +154,31 @@ def as_nemo(head, embedding):
     return config, {key if key == "lm_head.weight" else f"model.{key}": value for key, value in state.items()}
 
 
-EAGLE1 = {"kind": "eagle", "taps": (), "draft_vocab_size": 37, "fc_bias": True, "attention_bias": True, "own_lm_head": False}
-SPECULATORS = {"qk_norm": True, "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2, "head_dim": 8, "input_norm": True}
+EAGLE1 = {
+    "kind": "eagle",
+    "taps": (),
+    "draft_vocab_size": 37,
+    "fc_bias": True,
+    "attention_bias": True,
+    "own_lm_head": False,
+}
+SPECULATORS = {
+    "qk_norm": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "input_norm": True,
+}
 DIALECTS = {
     "eagle": (as_eagle, EAGLE1),
     "vllm": (as_vllm, EAGLE1),
     "eagle3": (as_eagle3, {}),
     "specforge": (as_specforge, {"head_dim": 6, "fc_norm": True}),
-    "speculators": (as_speculators, SPECULATORS | {"norm_before_residual": True, "norm_output": True, "target_hidden_size": 24}),
+    "speculators": (
+        as_speculators,
+        SPECULATORS | {"norm_before_residual": True, "norm_output": True, "target_hidden_size": 24},
+    ),
     "angelslim": (as_angelslim, {}),
     "modelopt": (as_modelopt, {}),
     "nemo": (as_nemo, {"fc_norm": True}),
@@ -149,7 +190,11 @@ def write(folder: Path, config: dict, state: dict[str, Tensor], form: str = "saf
     (folder / "config.json").write_text(json.dumps(config))
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     kind, _, sharded = form.partition("-")
-    save = (lambda part, path: save_file(part, path)) if kind == "safetensors" else (lambda part, path: torch.save(part, path))
+    save = (
+        (lambda part, path: save_file(part, path))
+        if kind == "safetensors"
+        else (lambda part, path: torch.save(part, path))
+    )
     stem, end = ("model", "safetensors") if kind == "safetensors" else ("pytorch_model", "bin")
     if not sharded:
         save(state, folder / f"{stem}.{end}")
@@ -190,15 +235,25 @@ def published_by_lmsys(head, embedding):
 def published_by_nvidia(head, embedding):
     """ModelOpt's export: nested fields, a norm before fc, and layers named by boundary, the last one included."""
     c, (config, state) = head.config, as_eagle3(head, embedding)
-    nested = {"use_aux_hidden_state": True, "use_last_layernorm": True, "norm_before_fc": c.input_norm, "parallel_draft_step": 1}
+    nested = {
+        "use_aux_hidden_state": True,
+        "use_last_layernorm": True,
+        "norm_before_fc": c.input_norm,
+        "parallel_draft_step": 1,
+    }
     nested |= {"use_input_layernorm_in_first_layer": True, "eagle_aux_hidden_state_layer_ids": list(c.taps)}
     return config | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": nested, "num_hidden_layers": 1}, state
 
 
 def published_by_nvidia_for_llama4(head, embedding):
-    """ModelOpt's export for Llama 4: the target's class of configuration, in whose words a dense feed-forward has a size of its own."""
+    """ModelOpt's export for Llama 4: the target's class of configuration, in whose words a dense feed-forward has a
+    size of its own."""
     c, (config, state) = head.config, as_eagle3(head, embedding)
-    sizes = {"intermediate_size": c.intermediate_size * 2, "intermediate_size_mlp": c.intermediate_size, "head_dim": c.head_dim}
+    sizes = {
+        "intermediate_size": c.intermediate_size * 2,
+        "intermediate_size_mlp": c.intermediate_size,
+        "head_dim": c.head_dim,
+    }
     return config | sizes | {"model_type": "llama4_text", "use_qk_norm": False, "no_rope_layers": [1]}, state
 
 
@@ -215,7 +270,10 @@ def published_by_red_hat(head, embedding):
     layer |= {"layer_types": ["sliding_attention"], "sliding_window": 2048, "max_position_embeddings": 2048}
     layer["rope_parameters"] = {"sliding_attention": {"rope_type": "default", "rope_theta": theta}}
     verifier = {"name_or_path": "owner/target", "architectures": ["Qwen3ForCausalLM"]}
-    return config | {"transformer_layer_config": layer, "speculators_config": {"algorithm": "eagle3", "verifier": verifier}}, state
+    return config | {
+        "transformer_layer_config": layer,
+        "speculators_config": {"algorithm": "eagle3", "verifier": verifier},
+    }, state
 
 
 def published_by_thoughtworks(head, embedding):
@@ -239,9 +297,14 @@ PUBLISHED = {
     "SpecForge, EAGLE-3.1": (as_specforge, SPECFORGE | {"fc_norm": True, "norm_output": True}, "specforge"),
     "lmsys": (published_by_lmsys, SPECFORGE, "specforge"),
     "Tengyunw": (published_by_tengyunw, {}, "specforge"),
-    "RedHatAI": (published_by_red_hat, {"norm_before_residual": True, "norm_output": True, "input_norm": True}, "speculators"),
+    "RedHatAI": (
+        published_by_red_hat,
+        {"norm_before_residual": True, "norm_output": True, "input_norm": True},
+        "speculators",
+    ),
     "nvidia": (published_by_nvidia, {"input_norm": True, "taps": (4, 8, 12), "last_tap_before_norm": True}, "modelopt"),
     "AngelSlim": (published_by_angelslim, {}, "angelslim"),
     "thoughtworks": (published_by_thoughtworks, SPECFORGE | {"fc_norm": True}, "specforge"),
 }
-"""Publisher -> a writer of its exporter's files, what its heads have beside the usual, and the dialect that they are read as."""
+"""Publisher -> a writer of its exporter's files, what its heads have beside the usual, and the dialect that they are
+read as."""

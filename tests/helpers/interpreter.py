@@ -1,5 +1,5 @@
-"""Triton's interpreter, less slow: for every call of a function it looks through all of `triton.language` for builtins, for every value it
-makes its shape anew, and for every operation a table of dtypes."""
+"""Triton's interpreter, less slow: for every call of a function it looks through all of `triton.language` for builtins,
+for every value it makes its shape anew, and for every operation a table of dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from triton.runtime import interpreter
 
 @cache
 def builtins_of(package: Any) -> tuple[str, ...]:
-    """The names of a module's or class's builtins; what was replaced by the interpreter's own is no builtin for the time being."""
+    """The names of a module's or class's builtins; what was replaced by the interpreter's own is no builtin for the
+    time being."""
     return tuple(name for name, member in inspect.getmembers(package) if core.is_builtin(member))
 
 
@@ -61,13 +62,14 @@ def by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def takes(found: Any, *names: str) -> bool:
-    """Whether this is a function with parameters of these names, as in the versions of Triton that these stand-ins were written for."""
+    """Whether this is a function with parameters of these names, as in the versions of Triton that these stand-ins were
+    written for."""
     return isinstance(found, FunctionType) and list(inspect.signature(found).parameters) == [*names]
 
 
 def remember_builtins() -> None:
-    """Let the interpreter find out once what does not change, where Triton's version has these functions; to be called before any kernel
-    runs."""
+    """Let the interpreter find out once what does not change, where Triton's version has these functions; to be called
+    before any kernel runs."""
     held = vars(interpreter)
     if takes(held.get("_patch_builtin"), "pkg", "builder", "scope"):
         for package in (language, core, core.tensor, language.math, core.tensor_descriptor_base):
@@ -79,8 +81,13 @@ def remember_builtins() -> None:
         patch = held["_patch_lang"]
 
         def patch_once(fn: Any) -> Any:
-            """A kernel's own call puts the interpreter's functions there until it ends: those that it calls need not."""
-            return patch(fn) if any(core.is_builtin(package.load) for package in languages_of(fn)) else interpreter._LangPatchScope()
+            """A kernel's own call puts the interpreter's functions there until it ends: those that it calls need
+            not."""
+            return (
+                patch(fn)
+                if any(core.is_builtin(package.load) for package in languages_of(fn))
+                else interpreter._LangPatchScope()
+            )
 
         interpreter._patch_lang = patch_once
     if takes(core.tensor.__init__, "self", "handle", "type"):

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 HAS_CUDA = torch.cuda.is_available()
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the interpreter is off where there is a CUDA device"))
+CPU = pytest.param(
+    "cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the interpreter is off where there is a CUDA device")
+)
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")])
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
@@ -46,8 +48,9 @@ def strided(scores: Tensor) -> Tensor:
 def check_draws(scores: Tensor, uniform: Tensor, got: Tensor) -> None:
     """Each token's share of the running mass in float64 holds its level.
 
-    The mass is off by at most 2^-18 of the whole: exp is good to 2^-22, and a chunk's sum of fp32 numbers takes fewer than 60 roundings
-    in a row, each of 2^-24. A token of probability 0 has an empty share, but must not be taken within that tolerance either.
+    The mass is off by at most 2^-18 of the whole: exp is good to 2^-22, and a chunk's sum of fp32 numbers takes fewer
+    than 60 roundings in a row, each of 2^-24. A token of probability 0 has an empty share, but must not be taken within
+    that tolerance either.
     """
     probs = scores.double().softmax(-1).reshape(-1, scores.shape[-1])
     mass = probs.cumsum(-1)

@@ -18,22 +18,29 @@ from helpers.kernels import CPU, CUDA
 pytest.importorskip("triton")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-TYPED = [pytest.param(*CPU.values, dtype, marks=CPU.marks) for dtype in (torch.float32, torch.float16)]  # the interpreter has no bf16
-TYPED += [pytest.param(*CUDA.values, dtype, marks=CUDA.marks) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-FP32_SLACK = 2e-5  # scores are of size 1, sums of up to 256 products: with the exponential some 100 roundings of fp32 in all
+TYPED = [
+    pytest.param(*CPU.values, dtype, marks=CPU.marks) for dtype in (torch.float32, torch.float16)
+]  # the interpreter has no bf16
+TYPED += [
+    pytest.param(*CUDA.values, dtype, marks=CUDA.marks) for dtype in (torch.float32, torch.float16, torch.bfloat16)
+]
+FP32_SLACK = (
+    2e-5  # scores are of size 1, sums of up to 256 products: with the exponential some 100 roundings of fp32 in all
+)
 NEW_EMPTY = Tensor.new_empty
 
 
 def poisoned(like: Tensor, *args: object, **options: object) -> Tensor:
-    """What the kernel allocates, full of NaN: an element that is not written is found, and one that is not to be read too."""
+    """What the kernel allocates, full of NaN: an element that is not written is found, and one that is not to be read
+    too."""
     made = NEW_EMPTY(like, *args, **options)
     return made.fill_(torch.nan) if made.is_floating_point() else made  # the interpreter makes tensors too
 
 
 def excess(got: Tensor, expected: tuple[Tensor, Tensor]) -> float:
-    """By how much an element is off, as a share of its bound: the weights and the result are rounded once each to the dtype, by half an
-    eps, and both errors are at most that share of the weighted sum of |v|. In fp32 these are lost in the slack. A result below the dtype's
-    smallest normal number is rounded to a multiple of its smallest."""
+    """By how much an element is off, as a share of its bound: the weights and the result are rounded once each to the
+    dtype, by half an eps, and both errors are at most that share of the weighted sum of |v|. In fp32 these are lost in
+    the slack. A result below the dtype's smallest normal number is rounded to a multiple of its smallest."""
     wanted, size = expected
     kind = torch.finfo(got.dtype)
     bound = (kind.eps + FP32_SLACK) * size + kind.smallest_normal * kind.eps + 1e-30
@@ -44,9 +51,19 @@ class Case:
     """Drawn inputs and what the reference makes of them in fp64. Slots that nobody sees hold NaN for the kernel."""
 
     def __init__(
-        self, prefixes: list[int], nodes: int, heads: tuple[int, int], size: int, dtype: torch.dtype, device: str, *,
-        tail: int | None = None, chain: bool = False, capacity: int = 0, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        prefixes: list[int],
+        nodes: int,
+        heads: tuple[int, int],
+        size: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        tail: int | None = None,
+        chain: bool = False,
+        capacity: int = 0,
+        seed: int = 0,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         kv_heads, group = heads
         self.nodes, self.group, self.scale = nodes, group, size**-0.5
@@ -75,7 +92,9 @@ class Case:
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The result, and the same of |v|."""
-        layout = reference.attention_layout(self.prefix, self.words, self.nodes, self.tail, self.extent, self.group, **self.seeing)
+        layout = reference.attention_layout(
+            self.prefix, self.words, self.nodes, self.tail, self.extent, self.group, **self.seeing
+        )
         q, k, v = (x.double() for x in (self.q, *self.clean))
         wanted, size = (reference.tree_attention(q, k, x, layout, self.scale, **self.extras) for x in (v, v.abs()))
         return wanted, size
@@ -94,4 +113,10 @@ HEADS = st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3)])
 
 def good() -> dict[str, object]:
     layout = attention_layout(torch.tensor([4]), None, 2, 2, 8, 2)
-    return {"q": torch.ones(1, 2, 4, 8), "k": torch.ones(1, 2, 8, 8), "v": torch.ones(1, 2, 8, 8), "layout": layout, "scale": 1.0}
+    return {
+        "q": torch.ones(1, 2, 4, 8),
+        "k": torch.ones(1, 2, 8, 8),
+        "v": torch.ones(1, 2, 8, 8),
+        "layout": layout,
+        "scale": 1.0,
+    }

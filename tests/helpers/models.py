@@ -15,25 +15,45 @@ from fastspec.patches.hf.families import ADAPTERS
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 
 FAMILIES = tuple(kind for kind in ADAPTERS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-"""The families with an adapter that come as a language model of their own; the others stand in vision-language models."""
+"""The families with an adapter that come as a language model of their own; the others stand in vision-language
+models."""
 DISTINCT = tuple({replace(ADAPTERS[kind], model_type=""): kind for kind in reversed(FAMILIES)}.values())[::-1]
 """The first family of each row that differs from the others in more than its name."""
 COMMON = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "max_position_embeddings": 512, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 5,
+}
 GROUPED = {"num_key_value_heads": 2, "sliding_window": None}
 MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SHARED = {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96, **MOE}
 GROUPED_EXPERTS = {
-    "head_dim": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "moe_intermediate_size": 48, **MOE,
-}  # fmt: skip
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 48,
+    **MOE,
+}
 SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 1.7}
 RECURRENT = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
-    "full_attention_interval": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "tie_word_embeddings": False,
+}
 SPECIFIC: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, **MOE},
@@ -41,11 +61,20 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16, "tie_word_embeddings": False},
     "gemma3_text": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
     "gemma4_text": {
-        "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "sliding_window": 64, "tie_word_embeddings": False,
-        "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 64,
+        "tie_word_embeddings": False,
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 8,
     },
     "gemma4_unified_text": {
-        "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "sliding_window": 64, "tie_word_embeddings": False,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 64,
+        "tie_word_embeddings": False,
     },
     "gemma2": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
     "gpt_oss": {"head_dim": 16, "sliding_window": 64, "num_local_experts": 4, "rope_parameters": PLAIN_ROPE, **MOE},
@@ -54,8 +83,13 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 64},
     "ministral": {"head_dim": 16, "sliding_window": 64},
     "ministral3": {
-        "head_dim": 16, "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.7,
         },
     },
     "cwm": {"head_dim": 16, "sliding_window": 64},
@@ -68,7 +102,11 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 16, "num_local_experts": 4, **MOE},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "ernie4_5_moe": {
-        "head_dim": 16, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1,
+        "head_dim": 16,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 48,
+        "moe_num_shared_experts": 1,
         "tie_word_embeddings": False,
     },
     "granitemoe": {**SCALED, "num_local_experts": 4, **MOE},
@@ -91,13 +129,37 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "granite": SCALED,
     "hyperclovax": {**SCALED, "use_post_norm": True},
     "deepseek_v3": {
-        "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 48, "kv_lora_rank": 16,
-        "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, **MOE,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 48,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+        **MOE,
     },
-    "mimo_v2_flash": {"head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "moe_intermediate_size": 48, "sliding_window": 64, **MOE},
+    "mimo_v2_flash": {
+        "head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 48,
+        "sliding_window": 64,
+        **MOE,
+    },
     "llama4_text": {
-        "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
-        "no_rope_layers": None, "no_rope_layer_interval": 3, "tie_word_embeddings": False, "router_jitter_noise": 0.0,
+        "head_dim": 16,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 3,
+        "tie_word_embeddings": False,
+        "router_jitter_noise": 0.0,
     },
     "phi3": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
 }
@@ -114,7 +176,8 @@ def tiny_config(model_type: str = "llama", **over: Any) -> PretrainedConfig:
 
 
 def tiny_model(model_type: str = "llama", seed: int = 0, **over: Any) -> Any:
-    """A random model of a family; the same seed and sizes give the same weights. The global generator is left as it was."""
+    """A random model of a family; the same seed and sizes give the same weights. The global generator is left as it
+    was."""
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type, **over), dtype=torch.float32).eval()
@@ -123,15 +186,23 @@ def tiny_model(model_type: str = "llama", seed: int = 0, **over: Any) -> Any:
 
 
 def tiny_head(model: Any, seed: int = 0, *, copy_lm_head: bool = True, **over: Any) -> EagleHead:
-    """A random EAGLE-3 head that fits a model and is not bound to it; its LM head is a copy of the target's where sizes allow."""
+    """A random EAGLE-3 head that fits a model and is not bound to it; its LM head is a copy of the target's where sizes
+    allow."""
     config = model.config.get_text_config()
     depth, width = config.num_hidden_layers, config.hidden_size
     taps = (2, depth // 2, depth - 3) if depth >= 6 else (0, depth // 2, depth)
     vocabulary = config.vocab_size
     sizes: dict[str, Any] = {
-        "hidden_size": width, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "vocab_size": vocabulary, "draft_vocab_size": vocabulary, "target_hidden_size": width, "taps": taps,
-    }  # fmt: skip
+        "hidden_size": width,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": vocabulary,
+        "draft_vocab_size": vocabulary,
+        "target_hidden_size": width,
+        "taps": taps,
+    }
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     head = EagleHead(HeadConfig(**{**sizes, **over})).eval().requires_grad_(False)

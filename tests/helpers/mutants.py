@@ -73,8 +73,8 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
 
 
 def drawn(sources: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants of these modules, as many of each as its share of all lines, by largest remainders; of a module the first ones by
-    `place`, so that a change elsewhere draws no others."""
+    """`count` mutants of these modules, as many of each as its share of all lines, by largest remainders; of a module
+    the first ones by `place`, so that a change elsewhere draws no others."""
     found = {
         module: sorted(mutants_of(module, source), key=lambda each: place(seed, each.key))
         for module, source in sources.items()

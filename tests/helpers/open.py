@@ -1,4 +1,5 @@
-"""What the tests of open batches share: models, prompts, what is said to one alone, and a streamer that holds the batch."""
+"""What the tests of open batches share: models, prompts, what is said to one alone, and a streamer that holds the
+batch."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def shown(word: str) -> str:
 
 @contextmanager
 def patching(monkeypatch: pytest.MonkeyPatch, really: bool) -> Iterator[list[Any]]:
-    """The models that the block calls `fastspec.patch` with; it leaves them alone unless they are `really` to be patched."""
+    """The models that the block calls `fastspec.patch` with; it leaves them alone unless they are `really` to be
+    patched."""
     models, patch = [], fastspec.patch
 
     def seen(model: Any, **options: Any) -> Any:

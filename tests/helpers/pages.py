@@ -14,12 +14,17 @@ from helpers.training import small_target
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT)
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "packages").rglob("README.md"))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "packages").rglob("README.md"),
+    )
 )
 NEEDS = ("hub", "gpu", "clients", "images", "own", "processes")
-"""What a page may say that a snippet needs, in a comment before it: <!-- needs: hub, gpu -->. The hub and the GPU have stand-ins here;
-`clients` run in tests/clients; `images` (a processor), `own` (a head or a repository of the reader's) and `processes`
-(several, under torchrun) are not run."""
+"""What a page may say that a snippet needs, in a comment before it: <!-- needs: hub, gpu -->. The hub and the GPU have
+stand-ins here; `clients` run in tests/clients; `images` (a processor), `own` (a head or a repository of the reader's)
+and `processes` (several, under torchrun) are not run."""
 STOOD_IN = {"hub", "gpu"}
 FENCE = re.compile(r"(?:^<!-- needs: ([\w, ]+) -->\n)?^(```|~~~)(\w*)\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
 

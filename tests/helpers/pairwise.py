@@ -1,4 +1,5 @@
-"""All-pairs testing: of a test with three and more axes of parameters, a selection that has every pair of their values."""
+"""All-pairs testing: of a test with three and more axes of parameters, a selection that has every pair of their
+values."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 
 def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Places of cases, ascending, among which is every pair of values in two columns that is among all; of fewer than three columns all."""
+    """Places of cases, ascending, among which is every pair of values in two columns that is among all; of fewer than
+    three columns all."""
     if not cases or len(cases[0]) < 3:
         return list(range(len(cases)))
     pairs = [set(combinations(enumerate(case), 2)) for case in cases]
@@ -36,7 +38,8 @@ def left_out(items: Iterable[Any]) -> list[Any]:
 
 
 def values(item: Any) -> list[tuple[str, ...]]:
-    """What an item has of every axis: the parameters that one `parametrize` gives together, and those of each fixture."""
+    """What an item has of every axis: the parameters that one `parametrize` gives together, and those of each
+    fixture."""
     together = [mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in item.iter_markers("parametrize")]
     axes = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in together]
     alone = [[name] for name in item.callspec.params if not any(name in names for names in axes)]

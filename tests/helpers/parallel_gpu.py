@@ -26,9 +26,14 @@ WIDTH = 4096
 WAYS = {1: "one-shot", 61: "one-shot", 128: "two-shot", 512: "two-shot", 1024: "two-shot"}
 """Rows in bf16, and how they are summed."""
 NORMS = [
-    (torch.bfloat16, 4096, 1), (torch.bfloat16, 4096, 61), (torch.bfloat16, 576, 8), (torch.float32, 64, 3), (torch.bfloat16, 8192, 60),
-    (torch.bfloat16, 4096, 128), (torch.float16, 5120, 2),
-]  # fmt: skip
+    (torch.bfloat16, 4096, 1),
+    (torch.bfloat16, 4096, 61),
+    (torch.bfloat16, 576, 8),
+    (torch.float32, 64, 3),
+    (torch.bfloat16, 8192, 60),
+    (torch.bfloat16, 4096, 128),
+    (torch.float16, 5120, 2),
+]
 """dtypes, widths and rows of norms."""
 
 
@@ -37,7 +42,8 @@ def drawn(rows: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def replayed(run: Callable[[Tensor], Tensor], x: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """What a run makes of the inputs one after another, from one graph that reads x; the first run, on x, is a real one."""
+    """What a run makes of the inputs one after another, from one graph that reads x; the first run, on x, is a real
+    one."""
     run(x.clone())
     graph = torch.cuda.CUDAGraph()
     with recorded(graph):
@@ -53,7 +59,9 @@ def replayed(run: Callable[[Tensor], Tensor], x: Tensor, inputs: list[Tensor]) -
 def begin(rank: int, size: int, folder: str, backend: str, device: int = 0) -> dist.ProcessGroup:
     torch.cuda.set_device(device)
     store = f"file://{Path(folder) / 'store'}"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
+    )
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
@@ -89,8 +97,8 @@ def alike(group: dist.ProcessGroup, made: list[Tensor]) -> bool:
 
 
 def normed(rank: int, folder: str) -> None:
-    """One of two processes, on a GPU of its own where there are two: norms of sums in one launch, eager and replayed, with other numbers
-    and widths of rows in turn, are those of two launches, whoever is late."""
+    """One of two processes, on a GPU of its own where there are two: norms of sums in one launch, eager and replayed,
+    with other numbers and widths of rows in turn, are those of two launches, whoever is late."""
     apart = torch.cuda.device_count() > 1
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
@@ -98,9 +106,17 @@ def normed(rank: int, folder: str) -> None:
         symmetric.reachable = lambda group: True  # type: ignore[assignment]
     graphs = []
     for turn, (dtype, width, rows) in enumerate(NORMS * 2):
-        parts = [torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * turn + each)).to("cuda", dtype) for each in range(3)]
+        parts = [
+            torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * turn + each)).to("cuda", dtype)
+            for each in range(3)
+        ]
         own, residual, weight = parts[rank].clone(), parts[2], torch.ones(width, device="cuda", dtype=dtype)
-        run = partial(lambda x, w, r: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r), own, weight, residual)
+        run = partial(
+            lambda x, w, r: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r),
+            own,
+            weight,
+            residual,
+        )
         want = norms.rms_norm(parts[0] + parts[1], weight, 1e-5, residual)
         if rank:
             time.sleep(0.01 * (turn % 3))
@@ -125,8 +141,8 @@ def normed(rank: int, folder: str) -> None:
 
 
 def sent(rank: int, folder: str) -> None:
-    """One of two processes, as `normed` has them: products of one row that send themselves give, eager and replayed, among norms that send
-    what stands, what the product and the norm give apart."""
+    """One of two processes, as `normed` has them: products of one row that send themselves give, eager and replayed,
+    among norms that send what stands, what the product and the norm give apart."""
     apart = torch.cuda.device_count() > 1
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
@@ -136,12 +152,18 @@ def sent(rank: int, folder: str) -> None:
     reduced_norm.sending_launch = lambda own: told.append(launch_of(own)) or told[-1]  # type: ignore[func-returns-value]
     for dtype, width, depth in ((torch.bfloat16, 4096, 2048), (torch.bfloat16, 576, 1536), (torch.float16, 1024, 24)):
         drawn = torch.Generator().manual_seed(width)
-        x, residual = ([torch.randn(1, 1, size, generator=drawn).to("cuda", dtype) for _ in range(2)] for size in (depth, width))
+        x, residual = (
+            [torch.randn(1, 1, size, generator=drawn).to("cuda", dtype) for _ in range(2)] for size in (depth, width)
+        )
         weights = [torch.randn(width, depth, generator=drawn).to("cuda", dtype) / depth**0.5 for _ in range(2)]
         scale, mine, other = torch.ones(width, device="cuda", dtype=dtype), x[rank].clone(), x[rank].clone()
 
         def run(
-            mine: Tensor = mine, other: Tensor = other, weight: Tensor = weights[rank], scale: Tensor = scale, r: list[Tensor] = residual
+            mine: Tensor = mine,
+            other: Tensor = other,
+            weight: Tensor = weights[rank],
+            scale: Tensor = scale,
+            r: list[Tensor] = residual,
         ) -> list[tuple[Tensor, Tensor]]:
             own = [DeferredProduct(mine, weight, None, linear), r[1], DeferredProduct(other, weight, None, linear)]
             made = [(mine, r[0])]
@@ -176,8 +198,8 @@ def sent(rank: int, folder: str) -> None:
 
 
 def found(rank: int, folder: str) -> None:
-    """One of two processes, as `normed` has them: what tokens stand for in a table of which each has half, columns side by side, and the
-    likeliest of tokens, eager and replayed; a look at a program before its first run asks nobody."""
+    """One of two processes, as `normed` has them: what tokens stand for in a table of which each has half, columns side
+    by side, and the likeliest of tokens, eager and replayed; a look at a program before its first run asks nobody."""
     apart = torch.cuda.device_count() > 1
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
@@ -218,4 +240,10 @@ def alone(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-WORK = {"symmetric memory": (shared, 2), "norms": (normed, 2), "sent": (sent, 2), "look-ups and joins": (found, 2), "NCCL": (alone, 1)}
+WORK = {
+    "symmetric memory": (shared, 2),
+    "norms": (normed, 2),
+    "sent": (sent, 2),
+    "look-ups and joins": (found, 2),
+    "NCCL": (alone, 1),
+}

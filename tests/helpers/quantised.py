@@ -11,11 +11,18 @@ from transformers import AutoModelForCausalLM
 def packed(folder: Path, bits: int) -> Path:
     """A directory that compressed-tensors wrote: weights rounded to the nearest, in groups of 64, and packed."""
     from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
     from compressed_tensors.quantization.utils import calculate_qparams
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=bits, strategy="group", group_size=64))
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=bits, strategy="group", group_size=64)
+    )
     apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
     for layer in model.modules():
         if hasattr(layer, "quantization_scheme"):

@@ -1,4 +1,5 @@
-"""Two processes that hold tiny models together by transformers' tensor parallelism, over gloo: what each made of the same calls."""
+"""Two processes that hold tiny models together by transformers' tensor parallelism, over gloo: what each made of the
+same calls."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+)
 from transformers.distributed import DistributedConfig
 
 import fastspec
@@ -90,7 +97,9 @@ class Other(LogitsProcessor):
     """A processor that says something else in every process."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, -torch.inf).index_fill(-1, torch.tensor([10 if first() else 11], device=scores.device), 0.0)
+        return torch.full_like(scores, -torch.inf).index_fill(
+            -1, torch.tensor([10 if first() else 11], device=scores.device), 0.0
+        )
 
 
 class After(StoppingCriteria):
@@ -124,7 +133,8 @@ def drafted(load: Loader, kind: str) -> list[Any]:
 
 
 def cut_heads(load: Loader, kind: str) -> list[Any]:
-    """Heads that the processes have together, of which each draft is accepted that a whole one's is; the weights of one change."""
+    """Heads that the processes have together, of which each draft is accepted that a whole one's is; the weights of one
+    change."""
     del kind
     model, whole = load("bigram"), bigram(**SMALL)
     head, made = seer(whole), []
@@ -133,15 +143,26 @@ def cut_heads(load: Loader, kind: str) -> list[Any]:
         if HERE == "cpu":
             stand_in(patch)
         with fastspec.patched(model, eagle3=here(head), eagle=here(seer1(whole))):
-            for each in ("eagle3", TREE, "eagle", fastspec.Eagle1(drafts="sampled"), fastspec.ContinuousBatch("eagle3", rows=1)):
+            for each in (
+                "eagle3",
+                TREE,
+                "eagle",
+                fastspec.Eagle1(drafts="sampled"),
+                fastspec.ContinuousBatch("eagle3", rows=1),
+            ):
                 torch.manual_seed(5)
                 drawn = isinstance(each, fastspec.Eagle1)
-                made += [model.generate(**given(5, 9), **(DRAWN if drawn else GREEDY), assistant=each) for _ in range(2)]
+                made += [
+                    model.generate(**given(5, 9), **(DRAWN if drawn else GREEDY), assistant=each) for _ in range(2)
+                ]
                 made += [fastspec.report(model).last.acceptance_length]
             mine = session_of(model).resources["eagle3"].module
             assert (head_cut.cut_over(mine, group_of(model)) is not None) == dist.is_initialized()
             mine.lm_head.weight.copy_(mine.lm_head.weight.roll(1, 0))  # it drafts badly now
-            made += [model.generate(**given(5, 9), **GREEDY, assistant="eagle3"), fastspec.report(model).last.acceptance_length]
+            made += [
+                model.generate(**given(5, 9), **GREEDY, assistant="eagle3"),
+                fastspec.report(model).last.acceptance_length,
+            ]
         small = tiny_head(model, copy_lm_head=False, num_attention_heads=2, num_key_value_heads=1)
         assert head_cut.cut_over(small, group_of(model)) is None
     return made
@@ -158,7 +179,9 @@ def calls(load: Loader, kind: str) -> list[Any]:
         made += [run(**DRAWN, assistant=each) for each in ("autoregressive", "eagle3", "speculative", "nasd")]
         made += [run(**DRAWN, repetition_penalty=1.2, assistant="eagle3")]
         made += [run(**DRAWN, logits_processor=LogitsProcessorList([Even()]), assistant="eagle3")]
-        made += [run(**GREEDY, assistant=fastspec.ContinuousBatch(each, rows=2)) for each in ("eagle3", "autoregressive")]
+        made += [
+            run(**GREEDY, assistant=fastspec.ContinuousBatch(each, rows=2)) for each in ("eagle3", "autoregressive")
+        ]
         made += [run(**GREEDY, assistant=fastspec.Speculative(early_exit=2))]
         made += [run(**GREEDY, stopping_criteria=[After()], assistant="eagle3")]
         made += [run(**GREEDY, streamer=Taken() if first() else None, assistant="eagle3")]
@@ -191,10 +214,21 @@ def narrow(load: Loader, kind: str) -> list[Any]:
         with fastspec.patched(model, eagle3=small_head(model), speculative=small_model()):
             torch.manual_seed(7)
             for assistant, more in (
-                *((each, {}) for each in ("autoregressive", "eagle3", "speculative", "nasd", fastspec.ContinuousBatch("eagle3", rows=1))),
-                ("eagle3", {"do_sample": True}), ("eagle3", {"return_dict_in_generate": True, "output_logits": True}),
-                ("eagle3", {"repetition_penalty": 1.2}), ("eagle3", {"min_new_tokens": 3}),
-            ):  # fmt: skip
+                *(
+                    (each, {})
+                    for each in (
+                        "autoregressive",
+                        "eagle3",
+                        "speculative",
+                        "nasd",
+                        fastspec.ContinuousBatch("eagle3", rows=1),
+                    )
+                ),
+                ("eagle3", {"do_sample": True}),
+                ("eagle3", {"return_dict_in_generate": True, "output_logits": True}),
+                ("eagle3", {"repetition_penalty": 1.2}),
+                ("eagle3", {"min_new_tokens": 3}),
+            ):
                 joined.clear()
                 out = model.generate(**inputs, **GREEDY | more, assistant=assistant)
                 made += [out if isinstance(out, Tensor) else out.sequences]
@@ -205,7 +239,8 @@ def narrow(load: Loader, kind: str) -> list[Any]:
 
 
 def captured(load: Loader, kind: str) -> list[Any]:
-    """Rounds that are replayed as on CUDA, one launched before the one in front is read, in engines that the second call finds again."""
+    """Rounds that are replayed as on CUDA, one launched before the one in front is read, in engines that the second
+    call finds again."""
     del kind
     model, made, inputs = load("bigram"), [], given(5, 9, 7)
     options = {"max_new_tokens": 16, "eos_token_id": None}
@@ -216,20 +251,29 @@ def captured(load: Loader, kind: str) -> list[Any]:
             for each in ("autoregressive", "eagle3", "nasd", "speculative", fastspec.ContinuousBatch("eagle3", rows=2)):
                 made += [model.generate(**inputs, **options, do_sample=False, assistant=each) for _ in range(2)]
             torch.manual_seed(7 if first() else 8)
-            made += [model.generate(**inputs, **options, do_sample=True, temperature=0.8, assistant="eagle3") for _ in range(2)]
+            made += [
+                model.generate(**inputs, **options, do_sample=True, temperature=0.8, assistant="eagle3")
+                for _ in range(2)
+            ]
             report = fastspec.report(model)
-            assert report.backend == ("stand-in" if HERE == "cpu" else "triton") and all(call.replays > 1 for call in report.calls[:4])
+            assert report.backend == ("stand-in" if HERE == "cpu" else "triton") and all(
+                call.replays > 1 for call in report.calls[:4]
+            )
     return made
 
 
 def mixed(load: Loader, kind: str) -> list[Any]:
-    """Captured rounds of a mixture of experts by the op; of cut ones, one sum a layer for the experts and whatever is added to them."""
+    """Captured rounds of a mixture of experts by the op; of cut ones, one sum a layer for the experts and whatever is
+    added to them."""
     model = load(kind)
     with pytest.MonkeyPatch.context() as patch:
         if HERE == "cpu":
             stand_in(patch, experts=experts)
         with fastspec.patched(model, eagle3=small_head(model)):
-            made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE, "autoregressive")]
+            made = [
+                model.generate(**given(5, 9), **GREEDY, assistant=each)
+                for each in ("autoregressive", TREE, "autoregressive")
+            ]
             assert all(call.replays > 1 for call in fastspec.report(model).calls)
         if HERE != "cpu":
             return made
@@ -239,12 +283,15 @@ def mixed(load: Loader, kind: str) -> list[Any]:
             report, layers = fastspec.report(model), SMALL["num_hidden_layers"]
         summed = 1 if kind == "gemma4_experts" else 0  # its embedding scales what it looks up
         sums = (layers * (2 + summed) + summed) * (1 + report.last.rounds)
-        assert report.kernels["experts"] and report.kernels.get("all_reduce (torch)", 0) == (sums if dist.is_initialized() else 0)
+        assert report.kernels["experts"] and report.kernels.get("all_reduce (torch)", 0) == (
+            sums if dist.is_initialized() else 0
+        )
         return made
 
 
 def packed(load: Loader, kind: str) -> list[Any]:
-    """Weights that read one input laid together, as on CUDA, and apart again: what lies here of them, and the model's own answers."""
+    """Weights that read one input laid together, as on CUDA, and apart again: what lies here of them, and the model's
+    own answers."""
     del kind
     model, told = load("llama"), []
     attn, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
@@ -255,7 +302,10 @@ def packed(load: Loader, kind: str) -> list[Any]:
         told += [model.generate(**given(5, 9), **GREEDY, assistant="autoregressive")]
         report = fastspec.report(model)
         passes = (1 + report.last.rounds) if dist.is_initialized() else 0
-        told += [report.kernels.get("all_reduce", 0) == 2 * SMALL["num_hidden_layers"] * passes, report.kernels.get("look_up", 0) == passes]
+        told += [
+            report.kernels.get("all_reduce", 0) == 2 * SMALL["num_hidden_layers"] * passes,
+            report.kernels.get("look_up", 0) == passes,
+        ]
     told += [model.generate(**given(5, 9), **GREEDY)]
     for each in moved:
         unpack(each)
@@ -264,8 +314,8 @@ def packed(load: Loader, kind: str) -> list[Any]:
 
 
 def in_step(load: Loader, kind: str) -> list[Any]:
-    """Weights that FSDP2 shares out: each process decodes prompts of its own, in rounds of its own number. What a process cannot compare
-    with the others' it compares here."""
+    """Weights that FSDP2 shares out: each process decodes prompts of its own, in rounds of its own number. What a
+    process cannot compare with the others' it compares here."""
     del load, kind
     model, rank = here(bigram(**SMALL)), dist.get_rank() if dist.is_initialized() else 0
     inputs = given(5, 9, seed=rank)
@@ -287,7 +337,9 @@ def seen(load: Loader, kind: str) -> list[Any]:
     model = load(SEEING)
     with fastspec.patched(model):
         inputs = given(5, 9), prompts_with_images(model, ((2, 3), (4, 1)))
-        made = [model.generate(**each, **GREEDY, assistant=name) for each in inputs for name in ("autoregressive", "nasd")]
+        made = [
+            model.generate(**each, **GREEDY, assistant=name) for each in inputs for name in ("autoregressive", "nasd")
+        ]
         return [*made, fastspec.report(model).mode]
 
 
@@ -310,15 +362,20 @@ def whole(folder: Path) -> Loader:
 def cut(folder: Path) -> Loader:
     """Loads models over the processes."""
     config = DistributedConfig(tp_size=SIZE, tp_plan="auto")
-    return lambda name: _kind(name).from_pretrained(folder / name, dtype=torch.float32, distributed_config=config).eval()
+    return lambda name: (
+        _kind(name).from_pretrained(folder / name, dtype=torch.float32, distributed_config=config).eval()
+    )
 
 
 def _kind(name: str) -> Any:
     return AutoModelForImageTextToText if name == SEEING else AutoModelForCausalLM
 
 
-def work(rank: int, folder: Path, jobs: list[tuple[str, Callable[[Loader, str], Any], str]], device: str = "cpu") -> None:
-    """One of the processes: every job's result, or what was raised, as `rank.pt` in the folder. On "cuda" each has a GPU of its own."""
+def work(
+    rank: int, folder: Path, jobs: list[tuple[str, Callable[[Loader, str], Any], str]], device: str = "cpu"
+) -> None:
+    """One of the processes: every job's result, or what was raised, as `rank.pt` in the folder. On "cuda" each has a
+    GPU of its own."""
     global HERE
     HERE = device
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}

@@ -1,4 +1,5 @@
-"""What two processes that hold a model together tell each other beside its tokens: what is refused, and what the first one does for all."""
+"""What two processes that hold a model together tell each other beside its tokens: what is refused, and what the first
+one does for all."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ def refusals(load: Loader, kind: str) -> list[str]:
     with fastspec.profile(model) if dist.get_rank() else nullcontext():
         told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant="nasd"))]
     other = LogitsProcessorList([Other()])
-    told += [_why(lambda: model.generate(**given(5), **GREEDY, eos_token_id=None, logits_processor=other, assistant="autoregressive"))]
+    told += [
+        _why(
+            lambda: model.generate(
+                **given(5), **GREEDY, eos_token_id=None, logits_processor=other, assistant="autoregressive"
+            )
+        )
+    ]
     older, many, more = tiny_model("llama", **SMALL), load("llama"), load("llama")
     older._tp_size, many._tp_size = 2, 4
     more.config.distributed_config = DistributedConfig(tp_size=SIZE, fsdp_size=2, tp_plan="auto")
@@ -54,7 +61,11 @@ def tuned(load: Loader, kind: str) -> list[Any]:
         spent.append(run.args[0])
         return 0.5 if run.args[0] == launch else 1.0
 
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, fastspec.patched(model, backend="triton"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory() as folder,
+        fastspec.patched(model, backend="triton"),
+    ):
         patch.setenv(files.SETTING, folder)
         short = partial(model.generate, **given(3), max_new_tokens=2, do_sample=False, assistant="autoregressive")
         patch.setattr(tune, "seconds_of", clock)
@@ -77,7 +88,8 @@ def tuned(load: Loader, kind: str) -> list[Any]:
 
 
 def by_first(load: Loader, kind: str) -> list[Any]:
-    """What the first process does for all, and how the others hear of its end; tables of launches that are not those of the others."""
+    """What the first process does for all, and how the others hear of its end; tables of launches that are not those of
+    the others."""
     del kind
     model, made = load("llama"), []
     ranks = Ranks(group_of(model), torch.device("cpu"))  # type: ignore[arg-type]

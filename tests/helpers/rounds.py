@@ -1,4 +1,5 @@
-"""Fakes of what `Rounds` runs: a target and a drafter of one row, a verifier, a batch and an engine that keep what they are told."""
+"""Fakes of what `Rounds` runs: a target and a drafter of one row, a verifier, a batch and an engine that keep what they
+are told."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ CPU, LONGEST = torch.device("cpu"), 3
 
 
 class Reader:
-    """A target of one row that keeps the parts it reads; logits [1, 1] say how many tokens there are, features [1, T, 1] are the tokens."""
+    """A target of one row that keeps the parts it reads; logits [1, 1] say how many tokens there are, features [1, T,
+    1] are the tokens."""
 
     def __init__(self) -> None:
         self.parts: list[list[int]] = []
@@ -57,7 +59,11 @@ class Waiting:
 
     def __init__(self, rows: int, *prompts: int) -> None:
         self.stats, self.log = Stats(), []  # type: tuple[Stats, list[Any]]
-        self.running, self.padded, self.lengths = [False] * rows, [False] * rows, [10 * (row + 1) for row in range(rows)]
+        self.running, self.padded, self.lengths = (
+            [False] * rows,
+            [False] * rows,
+            [10 * (row + 1) for row in range(rows)],
+        )
         self.queue = deque(enumerate(prompts))
         """(number, tokens) of each prompt."""
         self.reads_together = True
@@ -114,7 +120,9 @@ class Stepping:
         self.entries[-1][0].fails = len(self.entries) - 1 in self.failing
         return self.entries[-1]
 
-    def admit(self, row: int, target: Reader, drafter: Any, root: Tensor, count: int, source: int | None = None) -> None:
+    def admit(
+        self, row: int, target: Reader, drafter: Any, root: Tensor, count: int, source: int | None = None
+    ) -> None:
         assert source is None
         self.admitted.append((row, self.entries.index((target, drafter)), root.tolist(), count))
 

@@ -23,9 +23,12 @@ CASES: dict[str, dict[str, Any]] = {
 def processors(options: dict[str, Any]) -> LogitsProcessorList:
     """The processors in transformers' order."""
     makers = {
-        "repetition_penalty": lp.RepetitionPenaltyLogitsProcessor, "temperature": lp.TemperatureLogitsWarper,
-        "top_k": lp.TopKLogitsWarper, "top_p": lp.TopPLogitsWarper, "min_p": lp.MinPLogitsWarper,
-    }  # fmt: skip
+        "repetition_penalty": lp.RepetitionPenaltyLogitsProcessor,
+        "temperature": lp.TemperatureLogitsWarper,
+        "top_k": lp.TopKLogitsWarper,
+        "top_p": lp.TopPLogitsWarper,
+        "min_p": lp.MinPLogitsWarper,
+    }
     return LogitsProcessorList([make(options[name]) for name, make in makers.items() if name in options])
 
 
@@ -47,7 +50,8 @@ def distribution(model: Any, ids: Tensor, options: dict[str, Any], length: int) 
 
 
 def p_value(expected: dict[tuple[int, ...], float], texts: list[tuple[int, ...]]) -> float:
-    """Of Pearson's statistic, with texts expected fewer than eight times taken together (Wilson-Hilferty's approximation)."""
+    """Of Pearson's statistic, with texts expected fewer than eight times taken together (Wilson-Hilferty's
+    approximation)."""
     total, observed = len(texts), dict.fromkeys(expected, 0)
     for text in texts:
         observed[text] += 1  # a text of probability 0 is a KeyError
@@ -67,7 +71,13 @@ def sample(model: Any, ids: Tensor, options: dict[str, Any], assistant: Any, len
     texts: list[tuple[int, ...]] = []
     for seed in range(CALLS if "repetition_penalty" not in options else CALLS // 2):
         torch.manual_seed(seed)
-        settings = {"top_k": 0, "do_sample": True, "num_return_sequences": ROWS, "max_new_tokens": length, "eos_token_id": 0}
+        settings = {
+            "top_k": 0,
+            "do_sample": True,
+            "num_return_sequences": ROWS,
+            "max_new_tokens": length,
+            "eos_token_id": 0,
+        }
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **{**settings, **options}, assistant=assistant)
         texts += map(tuple, out[:, ids.shape[1] :].tolist())
     return texts

@@ -17,12 +17,32 @@ from helpers.generate import kept
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 128, "init_std": 0.3, "d_kv": 16, "d_ff": 96, "num_layers": 2,
-    "num_decoder_layers": 2, "num_heads": 4, "initializer_factor": 1.0, "dropout": 0.0, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 5, "decoder_start_token_id": 2, "forced_eos_token_id": None, "forced_bos_token_id": None,
-    "scale_embedding": False, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 97,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 128,
+    "init_std": 0.3,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "initializer_factor": 1.0,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 5,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    "forced_bos_token_id": None,
+    "scale_embedding": False,
+    "tie_word_embeddings": False,
+}
 T5_LIKE = ("t5", "mt5")
 STRENGTHS = {"shared": 1.0, "embed_tokens": 1.0, "embed_positions": 1.0, "lm_head": 0.5}
 T5_STRENGTHS = {"shared": 0.3, "embed_tokens": 0.3, "relative_attention_bias": 2.0, "lm_head": 0.5}
@@ -37,7 +57,8 @@ def tiny_seq2seq_config(model_type: str, **over: Any) -> PretrainedConfig:
 
 
 def tiny_seq2seq(model_type: str, seed: int | None = None, **over: Any) -> Any:
-    """A random model of a family, with logits peaked enough for texts to vary, and a bias by distance and by token that tells.
+    """A random model of a family, with logits peaked enough for texts to vary, and a bias by distance and by token that
+    tells.
 
     The global generator is left as it was.
     """

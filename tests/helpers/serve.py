@@ -53,7 +53,9 @@ class Served:
 
     def metric(self, name: str) -> float:
         """The value now; 0 for what has not been counted yet."""
-        return next((float(line.split()[-1]) for line in self.get("/metrics").split("\n") if line.split(" ")[0] == name), 0.0)
+        return next(
+            (float(line.split()[-1]) for line in self.get("/metrics").split("\n") if line.split(" ")[0] == name), 0.0
+        )
 
     def wait(self, what: Any) -> None:
         end = time.monotonic() + SECONDS
@@ -65,7 +67,7 @@ class Served:
 @contextmanager
 def served(
     model: Any, rows: int = 4, max_length: int = 400, assistant: Any = TREE, tokenizer: Any = None, **options: Any
-) -> Iterator[Served]:  # fmt: skip
+) -> Iterator[Served]:
     batch = fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=16)
     with batch, serving(batch, tokenizer or small_tokenizer(), **options) as running:
         yield running
@@ -104,7 +106,9 @@ def alone(plain: Any, prompt: Any, count: int, **options: Any) -> tuple[str, int
     if isinstance(prompt, str):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
     else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
     new = plain.generate(ids, max_new_tokens=count, do_sample=False, tokenizer=tokenizer, **options)[0, ids.shape[1] :]
     return tokenizer.decode(new, skip_special_tokens=True), ids.shape[1], len(new)
 
@@ -114,11 +118,18 @@ def talk(text: str) -> list[dict[str, str]]:
 
 
 def ask_all(server: Served, asked: list[tuple[str, int, bool, bool, int | None]], at_a_time: int = 16) -> list[str]:
-    """The answers to requests (prompt, new tokens, whether a chat, whether streamed, a seed or None for greedy), so many in flight."""
+    """The answers to requests (prompt, new tokens, whether a chat, whether streamed, a seed or None for greedy), so
+    many in flight."""
 
     async def ask(client: Any, gate: Any, text: str, count: int, chat: bool, stream: bool, seed: int | None) -> str:
         async with gate:
-            given = {"model": NAME, "max_tokens": count, "temperature": 0.0 if seed is None else 1.0, "seed": seed, "stream": stream}
+            given = {
+                "model": NAME,
+                "max_tokens": count,
+                "temperature": 0.0 if seed is None else 1.0,
+                "seed": seed,
+                "stream": stream,
+            }
             create = client.chat.completions.create if chat else client.completions.create
             answer = await create(**given, **({"messages": talk(text)} if chat else {"prompt": text}))
             if not stream:
@@ -135,15 +146,24 @@ def ask_all(server: Served, asked: list[tuple[str, int, bool, bool, int | None]]
 
 
 def hold_as_alone(plain: Any, asked: list[tuple[str, int, bool, bool, int | None]], got: list[str]) -> None:
-    """Every answer is that of the unpatched model alone, sampled ones that of their seed in a batch of one row without drafts."""
+    """Every answer is that of the unpatched model alone, sampled ones that of their seed in a batch of one row without
+    drafts."""
     tokenizer = small_tokenizer()
-    with fastspec.patched(small_target(peak=0.15)) as other, fastspec.continuous(other, "autoregressive", rows=1, max_length=400) as batch:
+    with (
+        fastspec.patched(small_target(peak=0.15)) as other,
+        fastspec.continuous(other, "autoregressive", rows=1, max_length=400) as batch,
+    ):
         for emitted, (text, count, chat, _, seed) in zip(got, asked, strict=True):
             if seed is None:
                 assert emitted == alone(plain, talk(text) if chat else text, count)[0]
                 continue
-            ids = tokenizer(text, return_tensors="pt").input_ids if not chat else tokenizer.apply_chat_template(
-                talk(text), add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]  # fmt: skip
+            ids = (
+                tokenizer(text, return_tensors="pt").input_ids
+                if not chat
+                else tokenizer.apply_chat_template(
+                    talk(text), add_generation_prompt=True, return_tensors="pt", return_dict=True
+                )["input_ids"]
+            )
             want = batch.submit(ids, max_new_tokens=count, do_sample=True, temperature=1.0, seed=seed).result(SECONDS)
             assert emitted == tokenizer.decode(want[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -151,4 +171,7 @@ def hold_as_alone(plain: Any, asked: list[tuple[str, int, bool, bool, int | None
 def requests(count: int, seed: int) -> list[tuple[str, int, bool, bool, int | None]]:
     """Chats and completions, streamed and not, of all lengths, a fifth of them sampled."""
     rng = random.Random(seed)
-    return [(words(rng), rng.randint(1, 40), index % 2 == 0, index % 3 == 0, index if index % 5 == 0 else None) for index in range(count)]
+    return [
+        (words(rng), rng.randint(1, 40), index % 2 == 0, index % 3 == 0, index if index % 5 == 0 else None)
+        for index in range(count)
+    ]

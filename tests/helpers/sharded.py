@@ -24,7 +24,11 @@ def sharded(rank: int, port: int, path: Path) -> None:
     names = {"model": fastspec.patch(bigram(), eagle3=seer(bigram()), assistant="eagle3"), "inputs": inputs}
     exec(shown("fully_shard"), names)
     found = fastspec.report(names["model"])
-    made = {"same": torch.equal(names["answer"], expected), "rounds": found.last.rounds, "accepted": found.last.acceptance_length}
+    made = {
+        "same": torch.equal(names["answer"], expected),
+        "rounds": found.last.rounds,
+        "accepted": found.last.acceptance_length,
+    }
     torch.save(made | {"left": dict(found.unassisted)}, path / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()

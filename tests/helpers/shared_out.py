@@ -29,9 +29,12 @@ def shared(reshards: bool | None = None) -> Any:
     model = bigram()
     draft = tiny_model("llama", seed=3, num_hidden_layers=1)
     cascade = fastspec.Cascade(
-        stages=[fastspec.Stage(bigram(), name="small")], predictor=trained(("small", "large")), costs=[1.0, 2.0], label="large",
+        stages=[fastspec.Stage(bigram(), name="small")],
+        predictor=trained(("small", "large")),
+        costs=[1.0, 2.0],
+        label="large",
         thresholds=(1.0,),
-    )  # fmt: skip
+    )
     fastspec.patch(model, eagle3=seer(bigram()), speculative=draft, cascade=cascade, assistant="eagle3")
     for layer in model.model.layers:
         fully_shard(layer)
@@ -65,14 +68,20 @@ def every_call(rank: int) -> dict[str, Any]:
     drawn = {**options, "do_sample": True, "top_k": 1}
     made["drawn"] = model.generate(**drawn, assistant="eagle3")
     try:
-        made["broken"] = model.generate(**options, assistant="nasd", **({"streamer": Breaks()} if rank else {"num_return_sequences": 1}))
+        made["broken"] = model.generate(
+            **options, assistant="nasd", **({"streamer": Breaks()} if rank else {"num_return_sequences": 1})
+        )
     except (OSError, ValueError) as error:
         made["broken"] = str(error)
     beams = {"num_beams": 2} if rank else {}
     made["beams"] = bigram().generate(**options, **beams)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        made["left"] = model.generate(**options, **beams), [str(each.message) for each in told], dict(fastspec.report(model).unassisted)
+        made["left"] = (
+            model.generate(**options, **beams),
+            [str(each.message) for each in told],
+            dict(fastspec.report(model).unassisted),
+        )
     for name, refused in (("named", beams), ("cascade", {})):
         with pytest.raises(Unsupported) as why:
             model.generate(**options, **refused, assistant="nasd" if name == "named" else "cascade")
@@ -80,7 +89,13 @@ def every_call(rank: int) -> dict[str, Any]:
     with pytest.raises(Unsupported) as why:
         fastspec.continuous(model, "nasd")
     made["open"] = str(why.value)
-    alone = {**inputs, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "synced_gpus": False}  # as many passes in each
+    alone = {
+        **inputs,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "eos_token_id": None,
+        "synced_gpus": False,
+    }  # as many passes in each
     made["alone"] = bigram().generate(**alone), model.generate(**alone)
     with pytest.raises(Unsupported) as why:
         model.generate(**alone, assistant="nasd")
@@ -105,11 +120,15 @@ def every_call(rank: int) -> dict[str, Any]:
 
 
 def alike(inputs: dict[str, Any]) -> list[Any]:
-    """What a model in fp32 whose layers compute in bf16, and which is cut again behind each pass, makes without and with assistants."""
+    """What a model in fp32 whose layers compute in bf16, and which is cut again behind each pass, makes without and
+    with assistants."""
     model = fastspec.patch(bigram(), speculative=tiny_model("llama", seed=3, num_hidden_layers=1))
     for part in (*model.model.layers, model):
         fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=True)
-    return [model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=name) for name in ("none", *ASSISTANTS[:3])]
+    return [
+        model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant=name)
+        for name in ("none", *ASSISTANTS[:3])
+    ]
 
 
 def work(rank: int, port: int, folder: Path) -> None:

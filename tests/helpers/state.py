@@ -13,7 +13,16 @@ from fastspec.generation.sequence_state import SequenceState
 class AttentionState(SequenceState):
     """Keys `k` and values `v` [L, B, Hkv, C, D] behind a length per row."""
 
-    def __init__(self, layers: int, rows: int, heads: int, capacity: int, tail: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        capacity: int,
+        tail: int,
+        size: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         device = torch.device("cpu")
         self.attention = FullAttentionState(layers, rows, heads, size, dtype=dtype, device=device)
         super().__init__([self.attention], rows=rows, capacity=capacity, tail=tail, device=device)

@@ -19,7 +19,9 @@ def tokenizer(letters: list[str], merges: list[tuple[str, str]]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-TARGET = tokenizer(LETTERS, [("a", "b"), ("c", "d"), ("ab", "cd"), ("x", "y"), ("y", "z"), ("1", "2"), ("b", "c")])  # 97 tokens
+TARGET = tokenizer(
+    LETTERS, [("a", "b"), ("c", "d"), ("ab", "cd"), ("x", "y"), ("y", "z"), ("1", "2"), ("b", "c")]
+)  # 97 tokens
 DRAFT = tokenizer(LETTERS[::-1], [("b", "c"), ("a", "bc"), ("z", "z")])
 
 

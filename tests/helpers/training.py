@@ -26,9 +26,17 @@ def small_target(seed: int = 0, peak: float = 0.3) -> LlamaForCausalLM:
     """A Llama whose next token follows mostly from the last one: its LM head is a shifted embedding, times `peak`."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=END,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=END,
+    )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     embed = torch.randn(VOCAB, 64)
     model.model.embed_tokens.weight.copy_(embed)
@@ -64,10 +72,24 @@ def small_texts(model: LlamaForCausalLM, count: int, config: TrainConfig, ends: 
 
 def settings(folder: Path, **changes: object) -> TrainConfig:
     base = {
-        "target": "small", "output": str(folder), "answers": ("none",), "draft_vocab_size": 96, "intermediate_size": 64, "epochs": 6.0,
-        "batch_tokens": 512, "length_multiple": 16, "max_length": 256, "ttt_steps": 4, "learning_rate": 3e-3, "warmup_steps": 5,
-        "mixed_precision": "no", "new_tokens": 32, "checkpoint_minutes": 0, "validate_every": 0, "progress": False,
-    }  # fmt: skip
+        "target": "small",
+        "output": str(folder),
+        "answers": ("none",),
+        "draft_vocab_size": 96,
+        "intermediate_size": 64,
+        "epochs": 6.0,
+        "batch_tokens": 512,
+        "length_multiple": 16,
+        "max_length": 256,
+        "ttt_steps": 4,
+        "learning_rate": 3e-3,
+        "warmup_steps": 5,
+        "mixed_precision": "no",
+        "new_tokens": 32,
+        "checkpoint_minutes": 0,
+        "validate_every": 0,
+        "progress": False,
+    }
     return TrainConfig(**{**base, **changes})  # type: ignore[arg-type]
 
 

@@ -17,11 +17,28 @@ GRID = (1, 4, 6)
 """Patches of an image in time, height and width, for models that take images of any shape."""
 SQUARE = 64
 """Pixels along an image, for the others."""
-TOKENS = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+TOKENS = {
+    "image_token_id": IMAGE,
+    "image_token_index": IMAGE,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
 FIXED = (
-    "gemma3", "llava", "mistral3", "smolvlm", "idefics3", "aya_vision", "paligemma", "cohere2_vision", "llava_next", "llava_onevision",
-    "vipllava", "lighton_ocr", "llama4",
-)  # fmt: skip
+    "gemma3",
+    "llava",
+    "mistral3",
+    "smolvlm",
+    "idefics3",
+    "aya_vision",
+    "paligemma",
+    "cohere2_vision",
+    "llava_next",
+    "llava_onevision",
+    "vipllava",
+    "lighton_ocr",
+    "llama4",
+)
 """Models that take images of one size."""
 PATCHED = "gemma4", "gemma4_unified"
 """Models that take an image as its patches and where they are, and have no vision tower of their own accord."""
@@ -39,7 +56,11 @@ VISION: dict[str, dict[str, Any]] = {
     "internvl": {"image_size": [SQUARE, SQUARE]},
     **{kind: {"image_size": SQUARE} for kind in FIXED},
     "llama4": {
-        "image_size": SQUARE, "intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64,
+        "image_size": SQUARE,
+        "intermediate_size": 256,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "vision_output_dim": 64,
     },
     "gemma4_unified": {"pooling_kernel_size": 1, "mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 8},
 }
@@ -50,7 +71,9 @@ def seeing(kind: str, seed: int = 0, **text: Any) -> Any:
     config = CONFIG_MAPPING[kind](**{"vision_config": CONFIG_MAPPING[f"{kind}_vision"]()} if kind in PATCHED else {})
     settings = settings_of(kind, config) | OVER.get(kind, {})
     settings |= {name: token for name, token in TOKENS.items() if name in settings}
-    settings["tie_word_embeddings"] = settings["text_config"]["tie_word_embeddings"] = False  # tied, random weights repeat themselves
+    settings["tie_word_embeddings"] = settings["text_config"]["tie_word_embeddings"] = (
+        False  # tied, random weights repeat themselves
+    )
     settings["vision_config"] |= VISION.get(kind, {})
     settings["text_config"] |= text
     made = type(config).from_dict(settings)
@@ -97,8 +120,14 @@ def prompts_with_images(model: Any, around: tuple[tuple[int, int], ...], seed: i
     features = found.pooler_output if found.get("pooler_output") is not None else found.last_hidden_state
     held = torch.cat(tuple(features)) if isinstance(features, (list, tuple)) else features.flatten(0, -2)
     per, generator = held.shape[0] // len(around), torch.Generator().manual_seed(seed)
-    rows = [[*torch.randint(3, 89, (before,), generator=generator), *[IMAGE] * per, *torch.randint(3, 89, (behind,), generator=generator)]
-            for before, behind in around]  # fmt: skip
+    rows = [
+        [
+            *torch.randint(3, 89, (before,), generator=generator),
+            *[IMAGE] * per,
+            *torch.randint(3, 89, (behind,), generator=generator),
+        ]
+        for before, behind in around
+    ]
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + [int(token) for token in row] for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -26,9 +26,11 @@ class Group:
         self.counts = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in range(processes)]
         self.seen = [Space(addresses, counts, rank, processes, shape[-1]) for rank, counts in enumerate(self.counts)]
 
-    def launch(self, rank: int, rows: list[Tensor], run: Callable[[Space], Tensor], *, sends_itself: bool = False) -> Tensor:
-        """What a process's launch makes, when whom it waits for has written: rows [R, H] of every process are its messages. Nothing but
-        its own may be written, to the others, and where it sends to itself to its own space."""
+    def launch(
+        self, rank: int, rows: list[Tensor], run: Callable[[Space], Tensor], *, sends_itself: bool = False
+    ) -> Tensor:
+        """What a process's launch makes, when whom it waits for has written: rows [R, H] of every process are its
+        messages. Nothing but its own may be written, to the others, and where it sends to itself to its own space."""
         for other, theirs in enumerate(rows):
             if other != rank:
                 for index, row in enumerate(theirs):
@@ -44,8 +46,10 @@ class Group:
 
 
 def near(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
-    """Sums to the bit. Norms, whose squares another kernel may add in another order, to what that changes in fp32, or to how it is rounded
-    elsewhere, twice."""
+    """Sums to the bit. Norms, whose squares another kernel may add in another order, to what that changes in fp32, or
+    to how it is rounded elsewhere, twice."""
     (norm, total), (want, added) = found, wanted
     most = float(torch.finfo(want.dtype).eps) * (8 if want.dtype == torch.float32 else 2)
-    return torch.equal(total, added) and torch.allclose(norm.float(), want.float(), rtol=most, atol=torch.finfo(want.dtype).tiny)
+    return torch.equal(total, added) and torch.allclose(
+        norm.float(), want.float(), rtol=most, atol=torch.finfo(want.dtype).tiny
+    )

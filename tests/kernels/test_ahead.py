@@ -1,4 +1,5 @@
-"""Kernels are compiled before a program's first run: which, in how many processes, and what that leaves of the program."""
+"""Kernels are compiled before a program's first run: which, in how many processes, and what that leaves of the
+program."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
 
 def rows_of(folder: Path, assistant: str, workers: int = 2) -> list[dict[str, Any]]:
     """What the script prints of a tiny model; in a process of its own, since Triton's interpreter is on in this one."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FASTSPEC_PORTABLE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FASTSPEC_PORTABLE")
+    }
     environment |= {"TRITON_CACHE_DIR": str(folder), ahead.WORKERS: str(workers), "PYTHONPATH": str(SCRIPT.parents[1])}
     command = [sys.executable, str(SCRIPT), "90", "tiny", assistant]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -43,7 +46,10 @@ def rows_of(folder: Path, assistant: str, workers: int = 2) -> list[dict[str, An
 def check(rows: list[dict[str, Any]], compiled: int) -> None:
     """The programs' kernels were compiled; nothing without data is left, and a second look finds all of them."""
     *programs, last = rows
-    assert sum(row["compiled"] for row in programs) >= compiled > 0 and set(last["outside"]) == {"_chunk_best_kernel", "_best_kernel"}
+    assert sum(row["compiled"] for row in programs) >= compiled > 0 and set(last["outside"]) == {
+        "_chunk_best_kernel",
+        "_best_kernel",
+    }
     assert all(row["left"] == 0 and row["again"] == 0 for row in programs)
     assert [bool(row["said"]) for row in programs] == [row["compiled"] > 0 for row in programs]
     assert programs[0]["said"] == [f"compiling {programs[0]['compiled']} kernels, once for this machine"]
@@ -141,7 +147,8 @@ def test_what_a_look_sets_on_objects_is_put_back(fails, kind, monkeypatch):
 
 
 def test_a_look_holds_no_tensor():
-    """Buffers are freed with what holds them, without a garbage collection; in a process of its own, for the first look."""
+    """Buffers are freed with what holds them, without a garbage collection; in a process of its own, for the first
+    look."""
     code = """
 import gc, weakref
 import torch

@@ -1,5 +1,5 @@
-"""The C++ kernels of the CPU in bfloat16: within a rounding of exact results, and a row's result does not depend on the rows beside it, so
-that drafts change no token."""
+"""The C++ kernels of the CPU in bfloat16: within a rounding of exact results, and a row's result does not depend on the
+rows beside it, so that drafts change no token."""
 
 from __future__ import annotations
 
@@ -52,11 +52,13 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def rounded_alike(actual: torch.Tensor, wanted: torch.Tensor) -> None:
-    """The same bits but for rare ties, and those by one rounding: a rounding that is left out would show in every fourth element."""
+    """The same bits but for rare ties, and those by one rounding: a rounding that is left out would show in every
+    fourth element."""
     assert actual.dtype == wanted.dtype and actual.shape == wanted.shape
     differ = actual != wanted
     assert int(differ.sum()) <= 2 + actual.numel() // 64
-    # One step of the result is at most EPS of it; sums that cancel are off by what their parts, of magnitudes up to about 8, were.
+    # One step of the result is at most EPS of it; sums that cancel are off by what their parts, of magnitudes up to
+    # about 8, were.
     assert bool(((actual.double() - wanted.double()).abs() <= EPS * wanted.double().abs().clamp(min=8)).all())
 
 
@@ -67,7 +69,11 @@ def test_every_kernel_is_its_reference_on_the_rows_of_the_self_check():
 @given(rows=ROWS, inner=SIZES, outer=SIZES, biased=st.booleans(), seed=st.integers(0, 2**31))
 @examples(100)
 def test_a_product_is_the_exact_one_rounded_once(native, rows, inner, outer, biased, seed):
-    x, weight, bias = drawn(seed, rows, inner), drawn(seed + 1, outer, inner), drawn(seed + 2, outer) if biased else None
+    x, weight, bias = (
+        drawn(seed, rows, inner),
+        drawn(seed + 1, outer, inner),
+        drawn(seed + 2, outer) if biased else None,
+    )
     want = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     parts = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
     # Half a step of the result, and before it the sum of `inner` products in fp32.
@@ -108,7 +114,13 @@ def test_norms_and_gates_round_where_their_references_do(native, rows, size, add
     rounded_alike(native.gate_up(x, packed, None), linear.swiglu(product))
 
 
-@given(nodes=st.integers(1, 9), size=st.sampled_from([16, 32, 80]), normed=st.booleans(), wide=st.booleans(), seed=st.integers(0, 2**31))
+@given(
+    nodes=st.integers(1, 9),
+    size=st.sampled_from([16, 32, 80]),
+    normed=st.booleans(),
+    wide=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
 @examples(40)
 def test_rotation_rounds_where_its_reference_does(native, nodes, size, normed, wide, seed):
     """By tables of either dtype."""
@@ -164,9 +176,14 @@ def test_drafts_change_no_token(family):
     model = tiny_model(family).bfloat16()
     fastspec.patch(model, eagle3=tiny_head(model).bfloat16(), backend="cpp")
     for inputs in (prompts(9), prompts(4, 9)):
-        one, many = (model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=each) for each in ("autoregressive", TREE))
+        one, many = (
+            model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=each)
+            for each in ("autoregressive", TREE)
+        )
         assert torch.equal(one, many)
-    of_layers = {"tree_attention", "rope_cache", "gate_up"} if family == "gemma" else {"stack"}  # whose gates are not SiLU's
+    of_layers = (
+        {"tree_attention", "rope_cache", "gate_up"} if family == "gemma" else {"stack"}
+    )  # whose gates are not SiLU's
     assert {"linear", "rms_norm"} | of_layers <= set(fastspec.report(model).kernels)
 
 
@@ -179,6 +196,9 @@ def test_drafts_change_no_token_of_smollm2():
     fastspec.patch(model, eagle3=SMOLLM2, backend="cpp")
     for prompt in ("Explain how rainbows form.", "1, 2, 3, 4,"):
         inputs = tokenizer(prompt, return_tensors="pt")
-        one, many = (model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=each) for each in ("autoregressive", "eagle3"))
+        one, many = (
+            model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant=each)
+            for each in ("autoregressive", "eagle3")
+        )
         assert torch.equal(one, many)
     assert fastspec.report(model).last.acceptance_length > 1.3

@@ -1,4 +1,5 @@
-"""The C++ kernels of the CPU, held to their references; that a model patched with them says what it says without; how they are built."""
+"""The C++ kernels of the CPU, held to their references; that a model patched with them says what it says without; how
+they are built."""
 
 from __future__ import annotations
 
@@ -49,9 +50,12 @@ def test_every_kernel_is_its_reference_on_the_rows_of_the_self_check():
 
 @needs_compiler
 @given(
-    st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64]), st.integers(1, 70), st.integers(1, 70), st.booleans(),
+    st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64]),
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.booleans(),
     st.integers(0, 2**31),
-)  # fmt: skip
+)
 @examples(150)
 def test_a_product_is_right_within_the_rounding_of_a_sum(native, rows, inner, outer, biased, seed):
     torch.manual_seed(seed)
@@ -66,16 +70,21 @@ def test_a_product_is_right_within_the_rounding_of_a_sum(native, rows, inner, ou
 @needs_compiler
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
 @given(
-    st.sampled_from([1, 2, 6, 7, 16, 17, 33, 64, 70]), st.integers(1, 70), st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    st.integers(0, 15), st.integers(0, 2**31),
-)  # fmt: skip
+    st.sampled_from([1, 2, 6, 7, 16, 17, 33, 64, 70]),
+    st.integers(1, 70),
+    st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    st.integers(0, 15),
+    st.integers(0, 2**31),
+)
 @examples(100)
 def test_layers_that_lie_apart_are_multiplied_as_one_after_another(native, dtype, rows, inner, outer, biased, seed):
     torch.manual_seed(seed)
     x, weights = torch.randn(1, rows, inner, dtype=dtype), [torch.randn(each, inner, dtype=dtype) for each in outer]
     biases = [torch.randn(each, dtype=dtype) if biased >> at & 1 else None for at, each in enumerate(outer)]
     with torch.no_grad():
-        assert torch.equal(native.linears(x, weights, biases), linear_reference.linears(x, weights, biases, product=native.linear))
+        assert torch.equal(
+            native.linears(x, weights, biases), linear_reference.linears(x, weights, biases, product=native.linear)
+        )
         halves, none = (weights[0], weights[0].flip(0).contiguous()), (biases[0], None)
         want = linear_reference.swiglu(linear_reference.linears(x, halves, none, product=native.linear))
         torch.testing.assert_close(native.linears(x, halves, none, SILU), want)
@@ -89,10 +98,13 @@ def test_layers_that_one_call_does_not_take_go_one_by_one(native):
     x, gate, up = torch.randn(3, 8), torch.randn(1, 8), torch.randn(6, 8)
     with torch.no_grad():
         torch.testing.assert_close(
-            native.linears(x, (gate, up), (None, None), SILU), linear_reference.linears(x, (gate, up), (None, None), SILU)
+            native.linears(x, (gate, up), (None, None), SILU),
+            linear_reference.linears(x, (gate, up), (None, None), SILU),
         )
         turned = torch.randn(8, 6).t()
-        assert torch.equal(native.linears(x, (up, turned), (None, None)), torch.cat((native.linear(x, up, None), x @ turned.t()), -1))
+        assert torch.equal(
+            native.linears(x, (up, turned), (None, None)), torch.cat((native.linear(x, up, None), x @ turned.t()), -1)
+        )
         with pytest.raises(RuntimeError, match="dtype"):
             native.linears(x, (up, up.double()), (None, None))
     up.requires_grad_()
@@ -105,13 +117,15 @@ def test_layers_that_one_call_does_not_take_go_one_by_one(native):
 def test_gates_far_from_zero_are_what_they_are_for_torch(native, gate):
     both = torch.cat((torch.full((1, 20), gate), torch.ones(1, 20)), -1)
     with torch.no_grad():
-        torch.testing.assert_close(native.swiglu(both, SILU), torch.full((1, 20), torch.nn.functional.silu(torch.tensor(gate)).item()))
+        torch.testing.assert_close(
+            native.swiglu(both, SILU), torch.full((1, 20), torch.nn.functional.silu(torch.tensor(gate)).item())
+        )
 
 
 @needs_compiler
 def test_fewer_threads_go_on_where_they_wait_for_each_other(native):
-    """In nanoseconds: what the first of so many threads has waited, and worked. A wait by itself, short ones, and those of a thread that is
-    alone change nothing."""
+    """In nanoseconds: what the first of so many threads has waited, and worked. A wait by itself, short ones, and those
+    of a thread that is alone change nothing."""
     library = build.library(backends.cache_folder() / "kernels" / build.library_name())
     team, note, ms = library.fastspec_team, library.fastspec_note, 1_000_000
     until = time.monotonic() + 10
@@ -253,7 +267,11 @@ def test_rows_that_are_not_evenly_apart_are_told():
     x = torch.randn(2, 3, 8)
     for view in (x, x[..., :4], x[:, 1:2], x[:1, :, 4:], x[0]):
         rows = rows_of(view)
-        assert rows is not None and torch.equal(rows, view.reshape(-1, view.shape[-1])) and rows.data_ptr() == view.data_ptr()
+        assert (
+            rows is not None
+            and torch.equal(rows, view.reshape(-1, view.shape[-1]))
+            and rows.data_ptr() == view.data_ptr()
+        )
     assert rows_of(x[:, :2]) is None and rows_of(x.transpose(1, 2)) is None and rows_of(x.transpose(0, 1)) is None
 
 
@@ -281,7 +299,9 @@ def compiled(tmp_path_factory) -> bytes:
     """The library, as one build wrote it."""
     folder = tmp_path_factory.mktemp("compiled")
     assert build.build(folder) is None
-    assert [path.name for path in folder.iterdir()] == [build.library_name()] and build.whole(folder / build.library_name())
+    assert [path.name for path in folder.iterdir()] == [build.library_name()] and build.whole(
+        folder / build.library_name()
+    )
     return (folder / build.library_name()).read_bytes()
 
 
@@ -295,7 +315,8 @@ def test_they_are_compiled_once(compiled, tmp_path, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("left", [0, 31, 4000, -1])
 def test_a_library_that_was_cut_off_is_compiled_again(compiled, tmp_path, left, monkeypatch):
-    """Loaded, it would end the process. The compiler itself runs once here, for any of them; for the others its output is written again."""
+    """Loaded, it would end the process. The compiler itself runs once here, for any of them; for the others its output
+    is written again."""
     path, real, asked = tmp_path / build.library_name(), build.subprocess.run, []
 
     def run(command, **options):
@@ -316,16 +337,25 @@ def test_a_compiler_is_named_with_its_options(monkeypatch):
     if named is None:
         pytest.skip("no compiler")
     monkeypatch.setenv("CXX", f"{named[0]} -O2 -g")
-    assert build.compiler() == [named[0], "-O2", "-g"] and build.command(Path("a"), Path("b"))[:3] == [named[0], "-O2", "-g"]
+    assert build.compiler() == [named[0], "-O2", "-g"] and build.command(Path("a"), Path("b"))[:3] == [
+        named[0],
+        "-O2",
+        "-g",
+    ]
     monkeypatch.setenv("CXX", "no-such-program g++")
     assert build.compiler() is None
 
 
 @needs_compiler
-@pytest.mark.parametrize("change", [
-    lambda layer: layer.input_layernorm.weight.data.resize_(1).fill_(1.3), lambda layer: setattr(layer.self_attn.o_proj, "bias", ONE),
-    lambda layer: setattr(layer.mlp.down_proj, "bias", ONE),
-], ids=["norm", "bias", "another bias"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.input_layernorm.weight.data.resize_(1).fill_(1.3),
+        lambda layer: setattr(layer.self_attn.o_proj, "bias", ONE),
+        lambda layer: setattr(layer.mlp.down_proj, "bias", ONE),
+    ],
+    ids=["norm", "bias", "another bias"],
+)
 def test_weights_that_are_broadcast_are_left_to_torch(change):
     model = tiny_model()
     change(model.model.layers[0])

@@ -1,5 +1,5 @@
-"""Whole layers in one call of the C++ kernels: bit for bit what the kernels give that are called one by one, and left alone where they do
-not fit."""
+"""Whole layers in one call of the C++ kernels: bit for bit what the kernels give that are called one by one, and left
+alone where they do not fit."""
 
 from __future__ import annotations
 
@@ -42,23 +42,40 @@ def by_kernel(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_by_one(
-    ops: Native, held: PlainLayers, places: list[LayerPlace], total: Tensor, positions: Tensor, taps: dict, x: Tensor | None
+    ops: Native,
+    held: PlainLayers,
+    places: list[LayerPlace],
+    total: Tensor,
+    positions: Tensor,
+    taps: dict,
+    x: Tensor | None,
 ) -> Any:
     """`reference.stack` by a backend's ops."""
     change = None
     for number, (layer, place) in enumerate(zip(held.rows, places, strict=True)):
         if layer.norm is not None:
             norm = layer.norm
-            x, total = ops.rms_norm(total if change is None else change, norm.weight, norm.eps, change if change is None else total, None,
-                                    taps.get(number), norm.offset)  # fmt: skip
+            x, total = ops.rms_norm(
+                total if change is None else change,
+                norm.weight,
+                norm.eps,
+                change if change is None else total,
+                None,
+                taps.get(number),
+                norm.offset,
+            )
         elif number in taps:
             taps[number].copy_(total)
         k, v = place.k[place.index], place.v[place.index]
         qkv = ops.linears(x, layer.qkv.weights, layer.qkv.biases)
-        q = ops.rope_cache(qkv, place.cos, place.sin, positions, k, v, place.slots, layer.q_norm, layer.k_norm, layer.eps, layer.offset)
+        q = ops.rope_cache(
+            qkv, place.cos, place.sin, positions, k, v, place.slots, layer.q_norm, layer.k_norm, layer.eps, layer.offset
+        )
         mixed = ops.tree_attention(q, k, v, place.layout, layer.scale).flatten(-2)
         norm = layer.mlp_norm
-        x, total = ops.rms_norm(ops.linears(mixed, layer.out.weights, layer.out.biases), norm.weight, norm.eps, total, offset=norm.offset)
+        x, total = ops.rms_norm(
+            ops.linears(mixed, layer.out.weights, layer.out.biases), norm.weight, norm.eps, total, offset=norm.offset
+        )
         opened = ops.swiglu(ops.linears(x, layer.gate_up.weights, layer.gate_up.biases), SILU)
         change = ops.linears(opened, layer.down.weights, layer.down.biases)
     return change, total
@@ -69,22 +86,47 @@ def drawn(seed: int, dtype: torch.dtype, **options: Any) -> Any:
 
 
 @given(
-    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 9), st.integers(1, 4), st.sampled_from([16, 40, 64]),
-    st.sampled_from([24, 48, 70]), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([None, 1.0]), st.booleans(), st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from([16, 40, 64]),
+    st.sampled_from([24, 48, 70]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 1.0]),
+    st.booleans(),
+    st.booleans(),
     st.integers(0, 2**31),
-)  # fmt: skip
+)
 @examples(80)
 def test_layers_together_are_the_bits_of_their_kernels(
     native, dtype, nodes, rows, width, inner, apart, biased, norms, offset, first_given, single, seed
 ) -> None:
-    options = {"nodes": nodes, "rows": rows, "width": width, "inner": inner, "apart": apart, "biased": biased, "norms": norms}
+    options = {
+        "nodes": nodes,
+        "rows": rows,
+        "width": width,
+        "inner": inner,
+        "apart": apart,
+        "biased": biased,
+        "norms": norms,
+    }
     options |= {"offset": offset, "given": first_given, "single": single}
     (held, places, total, positions, taps, x), other, spec = (drawn(seed, dtype, **options) for _ in range(3))
     before = total.clone()
     with torch.no_grad():
-        got, want, exact = native.stack(held, places, total, positions, taps, x), one_by_one(native, *other), reference.stack(*spec)
+        got, want, exact = (
+            native.stack(held, places, total, positions, taps, x),
+            one_by_one(native, *other),
+            reference.stack(*spec),
+        )
     assert got is not None and torch.equal(total, before)
-    pairs = [*zip(got, want, exact, strict=True), (places[0].k, other[1][0].k, spec[1][0].k), (places[0].v, other[1][0].v, spec[1][0].v)]
+    pairs = [
+        *zip(got, want, exact, strict=True),
+        (places[0].k, other[1][0].k, spec[1][0].k),
+        (places[0].v, other[1][0].v, spec[1][0].v),
+    ]
     for mine, theirs, specified in (*pairs, (taps[1], other[4][1], spec[4][1])):
         assert torch.equal(mine, theirs)
         assert unlike(mine, specified) is None
@@ -133,7 +175,8 @@ def test_layers_of_other_shapes_are_left_alone(native, change) -> None:
 
 
 def test_passes_that_do_not_fit_are_left_alone(native) -> None:
-    """Many rows, gradients, caches and taps that lie otherwise, tables of another dtype, and a product that is quicker another way."""
+    """Many rows, gradients, caches and taps that lie otherwise, tables of another dtype, and a product that is quicker
+    another way."""
     held, places, total, positions, taps, x = drawn(1, torch.float32, nodes=4)
     strided = [replace(place, k=place.k.transpose(3, 4).contiguous().transpose(3, 4)) for place in places]
     doubled = [replace(place, cos=place.cos.double(), sin=place.sin.double()) for place in places]
@@ -163,7 +206,9 @@ def test_models_run_whole_and_say_the_same_layer_by_layer(family, monkeypatch) -
             monkeypatch.setattr(WholeLayers, "__call__", lambda *_, **__: None)
         for inputs in (prompts(9), prompts(4, 9)):
             for assistant in ("autoregressive", TREE):
-                emitted.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=assistant).tolist())
+                emitted.append(
+                    model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=assistant).tolist()
+                )
                 assert ("stack" in fastspec.report(model).kernels) is whole
     assert emitted[:4] == emitted[4:]
 
@@ -253,7 +298,10 @@ def assigned(model: Any) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("change", [of_query, of_output, of_norm, assigned])
 def test_parameters_that_are_replaced_are_read_by_an_open_batch(change, whole, monkeypatch) -> None:
-    ids, options = prompts(9)["input_ids"][0], {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 1000, "pad_token_id": 0}
+    ids, options = (
+        prompts(9)["input_ids"][0],
+        {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 1000, "pad_token_id": 0},
+    )
     plain, model = shallow_model(), shallow_model()
     if not whole:
         monkeypatch.setattr(WholeLayers, "__call__", lambda *_, **__: None)

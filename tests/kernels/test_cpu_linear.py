@@ -36,7 +36,9 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @given(ROWS, SIZES, SIZES, st.sampled_from([1, 3]), st.booleans(), LAYOUTS, LAYOUTS, st.integers(0, 2**31))
 @examples(120)
-def test_linear_is_the_product_within_the_rounding_of_a_sum(rows, inner, outer, batch, biased, x_layout, w_layout, seed):
+def test_linear_is_the_product_within_the_rounding_of_a_sum(
+    rows, inner, outer, batch, biased, x_layout, w_layout, seed
+):
     torch.manual_seed(seed)
     x, weight = strided(torch.randn(batch, rows, inner), x_layout), strided(torch.randn(outer, inner), w_layout)
     bias = torch.randn(outer) if biased else None
@@ -66,7 +68,10 @@ def test_other_dtypes_and_gradients_take_the_plain_product():
 def test_a_patched_model_multiplies_through_onednn(monkeypatch):
     model = tiny_model("llama")
     cpu, cuda = map(torch.device, ("cpu", "cuda"))
-    assert choose_backend("auto", cpu) is TORCH_ONEDNN and choose_backend("torch", cpu) is choose_backend("torch", cuda) is TORCH
+    assert (
+        choose_backend("auto", cpu) is TORCH_ONEDNN
+        and choose_backend("torch", cpu) is choose_backend("torch", cuda) is TORCH
+    )
     calls = []
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: _counting(calls))
     fastspec.patch(model)
@@ -87,7 +92,9 @@ def test_the_quicker_library_multiplies_and_is_asked_for_once(quicker, monkeypat
 
     monkeypatch.setattr(cpu, "through_onednn", onednn)
     monkeypatch.setattr(cpu, "MEASURED", quickest.Measured(torch.nn.functional.linear, onednn))
-    monkeypatch.setattr(quickest, "times", lambda _, rows, weight: timed.append(len(rows)) or ([1, 2] if quicker == "MKL" else [2, 1]))
+    monkeypatch.setattr(
+        quickest, "times", lambda _, rows, weight: timed.append(len(rows)) or ([1, 2] if quicker == "MKL" else [2, 1])
+    )
     with torch.no_grad():
         weight, small = torch.randn(1100, 1000), torch.randn(100, 1000)
         for rows in (1, 5, 7, 8, 1, 5):

@@ -16,15 +16,21 @@ from fastspec.kernels.parallel import joins, reference
 from fastspec.kernels.verification.reference import best_key
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 DTYPES = st.sampled_from([torch.float32, torch.float16])
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    processes=st.integers(2, 3), width=st.integers(3, 40), rows=st.integers(1, 4), dtype=DTYPES, strided=st.booleans(),
+    processes=st.integers(2, 3),
+    width=st.integers(3, 40),
+    rows=st.integers(1, 4),
+    dtype=DTYPES,
+    strided=st.booleans(),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 @example(processes=3, width=4, rows=2, dtype=torch.float32, strided=False, seed=0)  # the last has none
 @examples(25)
 def test_columns_are_joined(device, processes, width, rows, dtype, strided, seed):
@@ -49,8 +55,12 @@ def test_columns_are_joined(device, processes, width, rows, dtype, strided, seed
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    processes=st.integers(2, 3), vocabulary=st.integers(3, 40), rows=st.integers(1, 4), dtype=DTYPES, seed=st.integers(0, 2**31),
-)  # fmt: skip
+    processes=st.integers(2, 3),
+    vocabulary=st.integers(3, 40),
+    rows=st.integers(1, 4),
+    dtype=DTYPES,
+    seed=st.integers(0, 2**31),
+)
 @example(processes=3, vocabulary=4, rows=2, dtype=torch.float32, seed=0)  # the last has none
 @examples(25)
 def test_the_likeliest_of_all_processes_is_chosen(device, processes, vocabulary, rows, dtype, seed):

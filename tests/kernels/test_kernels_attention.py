@@ -1,4 +1,5 @@
-"""The tree attention kernel against the reference: drawn shapes and lengths, any ancestor bits, nothing read that nobody sees."""
+"""The tree attention kernel against the reference: drawn shapes and lengths, any ancestor bits, nothing read that
+nobody sees."""
 
 from __future__ import annotations
 
@@ -26,13 +27,21 @@ PREFIXES = st.lists(st.sampled_from([0, 1, 7, 31, 32, 33, 63, 64, 65, 130, 257])
 
 @pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
 @given(
-    PREFIXES, st.sampled_from([1, 2, 7, 33, 65]), HEADS, st.sampled_from([8, 16, 20, 64]), st.sampled_from([torch.float32, torch.float16]),
-    st.booleans(), st.sampled_from([0, 1, 63]), st.integers(0, 2**31),
-)  # fmt: skip
+    PREFIXES,
+    st.sampled_from([1, 2, 7, 33, 65]),
+    HEADS,
+    st.sampled_from([8, 16, 20, 64]),
+    st.sampled_from([torch.float32, torch.float16]),
+    st.booleans(),
+    st.sampled_from([0, 1, 63]),
+    st.integers(0, 2**31),
+)
 @examples(15)
 def test_the_interpreted_kernel_agrees_with_the_reference(prefixes, nodes, heads, size, dtype, chain, more, seed):
     """Trees whose tail is longer than the level that asks, and chains."""
-    case = Case(prefixes, nodes, heads, size, dtype, "cpu", tail=nodes if chain else nodes + more, chain=chain, seed=seed)
+    case = Case(
+        prefixes, nodes, heads, size, dtype, "cpu", tail=nodes if chain else nodes + more, chain=chain, seed=seed
+    )
     case.check()
 
 
@@ -53,13 +62,19 @@ def test_heads_of_up_to_512_channels(device, dtype, size, nodes, group, chain):
 @pytest.mark.parametrize(
     ("splits", "prefixes", "chain"),
     [
-        (1, [140, 3], False), (3, [0], False), (3, [40], True), (3, [140, 3], False), (16, [140, 3], True), (64, [0], True),
+        (1, [140, 3], False),
+        (3, [0], False),
+        (3, [40], True),
+        (3, [140, 3], False),
+        (16, [140, 3], True),
+        (64, [0], True),
         (64, [40], False),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_any_number_of_splits(device, nodes, splits, prefixes, chain):
-    """More splits than there are blocks, one layout for two layers, a capacity beyond the lengths, and equal results each time."""
+    """More splits than there are blocks, one layout for two layers, a capacity beyond the lengths, and equal results
+    each time."""
     case = Case(prefixes, nodes, (1, 3), 32, torch.float32, device, capacity=190, chain=chain)
     layout = case.layout()
     with patch.object(kernels, "_splits", lambda *_: splits), patch.object(few_attention, "_splits", lambda *_: splits):
@@ -71,7 +86,9 @@ def test_how_many_splits():
     assert kernels._splits(512, 500, 500, 132, 1, 6) == 1  # full without
     assert kernels._splits(4096, 4096, 4096, 132, 8, 6) >= 8  # uneven rows
     assert kernels._splits(1, 100_000, 100_000, 264, 1, 2) == kernels.MAX_SPLITS
-    assert kernels._splits(48, 18, 18, 264, 1, 3) == 5 and kernels._splits(48, 18, 9, 264, 1, 3) == 1  # a buffer that is half empty
+    assert (
+        kernels._splits(48, 18, 18, 264, 1, 3) == 5 and kernels._splits(48, 18, 9, 264, 1, 3) == 1
+    )  # a buffer that is half empty
     assert few_attention._splits(8, 34, 264) == 33  # plain decoding: the chip is filled
     assert few_attention._splits(8, 2, 264) == 1  # a merge would take longer
     assert few_attention._splits(512, 500, 264) == 1
@@ -112,7 +129,9 @@ def test_a_node_that_sees_nothing_is_zero(device):
     assert not got[:, 1].any() and got[:, 0].all() and not got.isnan().any()
 
 
-@pytest.mark.parametrize("slots", [[0, 31, 32, 63, 64, 95, 127, 128, 129], [0, 1, 31, 32, 62, 63]], ids=["three words", "one word"])
+@pytest.mark.parametrize(
+    "slots", [[0, 31, 32, 63, 64, 95, 127, 128, 129], [0, 1, 31, 32, 62, 63]], ids=["three words", "one word"]
+)
 @pytest.mark.parametrize(("device", "dtype"), TYPED)
 def test_each_bit_decides_one_slot(device, dtype, slots):
     """Node n sees tail slot bit(n) alone, and the result is that slot's value."""
@@ -161,7 +180,13 @@ def test_what_no_layout_is_made_of(prefix, words, says):
         attention_layout(prefix, words, 2, 65, 80)
 
 
-SHAPES = {"8b": ((8, 4), 128), "smollm2": ((3, 3), 64), "qwen2-1.5b": ((2, 6), 128), "odd-80": ((2, 1), 80), "odd-96": ((2, 4), 96)}
+SHAPES = {
+    "8b": ((8, 4), 128),
+    "smollm2": ((3, 3), 64),
+    "qwen2-1.5b": ((2, 6), 128),
+    "odd-80": ((2, 1), 80),
+    "odd-96": ((2, 4), 96),
+}
 SHAPES["wide"], SHAPES["gemma-4"] = ((2, 2), 256), ((2, 4), 512)
 ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 
@@ -178,7 +203,9 @@ def test_trees(device, dtype, shape, nodes):
 @ON_CUDA
 @DTYPES
 @ALL_SHAPES
-@pytest.mark.parametrize(("nodes", "prefixes"), [(1, [33]), (6, [2048, 100]), (512, [0]), (511, [1000, 5]), (1300, [70])], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "prefixes"), [(1, [33]), (6, [2048, 100]), (512, [0]), (511, [1000, 5]), (1300, [70])], ids=str
+)
 def test_chains(device, dtype, shape, nodes, prefixes):
     Case(prefixes, nodes, *shape, dtype, device, chain=True).check()
 
@@ -229,7 +256,9 @@ def hopper_from(slots: int):
     return patch.object(hopper_attention, "LONG", slots)
 
 
-HOPPER = pytest.mark.skipif(not HAS_CUDA or not is_hopper(torch.device("cuda")), reason="the kernel is for compute capability 9.0")
+HOPPER = pytest.mark.skipif(
+    not HAS_CUDA or not is_hopper(torch.device("cuda")), reason="the kernel is for compute capability 9.0"
+)
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 
@@ -251,9 +280,19 @@ def test_hopper_trees(device, dtype, heads, nodes, prefixes):
 @HOPPER
 @ON_CUDA
 @HALVES
-@pytest.mark.parametrize(("nodes", "prefixes"), [
-    (512, [0]), (511, [1000, 5]), (100, [9000]), (512, [9000, 8000, 300, 0]), (2048, [0]), (2048, [1000]), (1025, [77, 0]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "prefixes"),
+    [
+        (512, [0]),
+        (511, [1000, 5]),
+        (100, [9000]),
+        (512, [9000, 8000, 300, 0]),
+        (2048, [0]),
+        (2048, [1000]),
+        (1025, [77, 0]),
+    ],
+    ids=str,
+)
 def test_hopper_chains(device, dtype, nodes, prefixes):
     with hopper_from(0):
         Case(prefixes, nodes, (8, 4), 128, dtype, device, chain=True).check()
@@ -272,7 +311,8 @@ def test_hopper_with_any_number_of_splits(device, splits):
 @HOPPER
 @ON_CUDA
 def test_hopper_takes_slices_of_a_cache_and_leaves_others(device):
-    """A cache of several layers, of which fewer slots are used; one whose slots are not the lines of a descriptor goes elsewhere."""
+    """A cache of several layers, of which fewer slots are used; one whose slots are not the lines of a descriptor goes
+    elsewhere."""
     case = Case([8500], 60, (2, 4), 128, torch.bfloat16, device, capacity=9000)
     wide = torch.full((2, 1, 2, 12000, 128), torch.nan, dtype=torch.bfloat16, device=device)
     wide[:, :, :, : case.k.shape[2]] = torch.stack((case.k, case.v))

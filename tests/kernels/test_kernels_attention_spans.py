@@ -1,4 +1,5 @@
-"""Tree attention of layers that see a span of the text, have sinks or cap their scores: the kernels against the reference."""
+"""Tree attention of layers that see a span of the text, have sinks or cap their scores: the kernels against the
+reference."""
 
 from __future__ import annotations
 
@@ -33,12 +34,26 @@ ON_CPU = pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tenso
 
 
 class SpanCase(Case):
-    """Chains and real trees, whose siblings share a depth. Slots that no query of a row sees hold NaN, those before the span too."""
+    """Chains and real trees, whose siblings share a depth. Slots that no query of a row sees hold NaN, those before the
+    span too."""
 
     def __init__(
-        self, prefixes: list[int], nodes: int, heads: tuple[int, int], size: int, dtype: torch.dtype, device: str, span: Span | None, *,
-        chain: bool = False, sinks: bool = False, cap: float | None = None, capacity: int = 0, seed: int = 0, spare: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        prefixes: list[int],
+        nodes: int,
+        heads: tuple[int, int],
+        size: int,
+        dtype: torch.dtype,
+        device: str,
+        span: Span | None,
+        *,
+        chain: bool = False,
+        sinks: bool = False,
+        cap: float | None = None,
+        capacity: int = 0,
+        seed: int = 0,
+        spare: int | None = None,
+    ) -> None:
         super().__init__(prefixes, nodes, heads, size, dtype, device, chain=chain, capacity=capacity, seed=seed)
         generator = torch.Generator().manual_seed(seed)
         depths = None
@@ -49,7 +64,9 @@ class SpanCase(Case):
         if span is not None:
             self.seeing = {"span": span, "depths": depths}
         if sinks:
-            self.extras["sinks"] = (2 * torch.randn(heads[0] * heads[1], generator=generator)).clamp(max=2.0).to(device, dtype)
+            self.extras["sinks"] = (
+                (2 * torch.randn(heads[0] * heads[1], generator=generator)).clamp(max=2.0).to(device, dtype)
+            )
         if cap is not None:
             self.extras["cap"] = cap
         layout = reference.attention_layout(self.prefix, self.words, nodes, nodes, self.extent, **self.seeing)
@@ -74,7 +91,7 @@ class SpanCase(Case):
     def layout(self) -> TreeLayout:
         return layouts.attention_layout(
             self.prefix, self.words, self.nodes, self.tail, self.extent, self.group, **self.seeing, ring=self.ring
-        )  # fmt: skip
+        )
 
 
 def in_splits(count: int):
@@ -94,27 +111,47 @@ CAPS = st.sampled_from([None, 0.5, 30.0])
 
 @ON_CPU
 @given(
-    PREFIXES, st.sampled_from([1, 2, 7, 33, 65]), HEADS, st.sampled_from([8, 20, 64]), st.sampled_from([torch.float32, torch.float16]),
-    SPANS, st.booleans(), st.booleans(), CAPS, st.sampled_from([0, 1, 3, 16]), st.sampled_from([None, 0, 1, 30]), st.integers(0, 2**31),
-)  # fmt: skip
+    PREFIXES,
+    st.sampled_from([1, 2, 7, 33, 65]),
+    HEADS,
+    st.sampled_from([8, 20, 64]),
+    st.sampled_from([torch.float32, torch.float16]),
+    SPANS,
+    st.booleans(),
+    st.booleans(),
+    CAPS,
+    st.sampled_from([0, 1, 3, 16]),
+    st.sampled_from([None, 0, 1, 30]),
+    st.integers(0, 2**31),
+)
 @examples(50)
 def test_the_interpreted_kernels_agree_with_the_reference(
     prefixes, nodes, heads, size, dtype, span, chain, sinks, cap, splits, spare, seed
-):  # fmt: skip
+):
     """What is expected is of a cache that holds the whole text, whether the kernel's is a ring or not."""
-    case = SpanCase(prefixes, nodes, heads, size, dtype, "cpu", span, chain=chain, sinks=sinks, cap=cap, seed=seed, spare=spare)
+    case = SpanCase(
+        prefixes, nodes, heads, size, dtype, "cpu", span, chain=chain, sinks=sinks, cap=cap, seed=seed, spare=spare
+    )
     with in_splits(splits):
         case.check()
 
 
-@given(PREFIXES, st.sampled_from([1, 2, 7, 33, 65]), HEADS, SPANS, st.booleans(), st.sampled_from([0, 1, 30]), st.integers(0, 2**31))
+@given(
+    PREFIXES,
+    st.sampled_from([1, 2, 7, 33, 65]),
+    HEADS,
+    SPANS,
+    st.booleans(),
+    st.sampled_from([0, 1, 30]),
+    st.integers(0, 2**31),
+)
 @examples(60)
 def test_a_ring_holds_what_is_seen(prefixes, nodes, heads, span, chain, spare, seed):
     case = SpanCase(prefixes, nodes, heads, 8, torch.float64, "cpu", span, chain=chain, seed=seed, spare=spare)
     k, v = (case.wound(x).nan_to_num(1e30) for x in case.clean)
     layout = reference.attention_layout(
         case.prefix, case.words, nodes, nodes, case.extent, case.group, **case.seeing, ring=case.ring
-    )  # fmt: skip
+    )
     torch.testing.assert_close(reference.tree_attention(case.q, k, v, layout, case.scale), case.expected()[0])
 
 
@@ -125,13 +162,16 @@ def test_a_ring_holds_what_is_seen(prefixes, nodes, heads, span, chain, spare, s
 @pytest.mark.parametrize("span", [Span(128), Span(1000), Span(512, chunk=True)], ids=str)
 def test_rings_of_a_compiled_kernel(dtype, nodes, span):
     for chain in (True, False):
-        SpanCase([3000, 40, 1151, 0], nodes, (2, 4), 64, dtype, "cuda", span, chain=chain, sinks=True, spare=512).check()
+        SpanCase(
+            [3000, 40, 1151, 0], nodes, (2, 4), 64, dtype, "cuda", span, chain=chain, sinks=True, spare=512
+        ).check()
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("size", [32, 34, 66])
 def test_queries_of_a_tile_begin_to_see_on_both_sides_of_a_block(device, size):
-    """Blocks of 32 slots end with the prefix: a block before one end of the window or chunk is whole to some queries only."""
+    """Blocks of 32 slots end with the prefix: a block before one end of the window or chunk is whole to some queries
+    only."""
     for chunk in (False, True):
         for chain in (False, True):
             SpanCase([130, size - 1], 33, (1, 1), 16, torch.float32, device, Span(size, chunk), chain=chain).check()
@@ -139,9 +179,15 @@ def test_queries_of_a_tile_begin_to_see_on_both_sides_of_a_block(device, size):
 
 @ON_CPU
 @given(
-    PREFIXES, st.sampled_from([1, 7, 33]), HEADS, st.sampled_from([torch.float32, torch.float16]), st.booleans(), CAPS,
-    st.sampled_from([0, 1, 3]), st.integers(0, 2**31),
-)  # fmt: skip
+    PREFIXES,
+    st.sampled_from([1, 7, 33]),
+    HEADS,
+    st.sampled_from([torch.float32, torch.float16]),
+    st.booleans(),
+    CAPS,
+    st.sampled_from([0, 1, 3]),
+    st.integers(0, 2**31),
+)
 @examples(16)
 def test_sinks_and_caps_without_a_span(prefixes, nodes, heads, dtype, sinks, cap, splits, seed):
     with in_splits(splits):
@@ -151,8 +197,8 @@ def test_sinks_and_caps_without_a_span(prefixes, nodes, heads, dtype, sinks, cap
 @pytest.mark.parametrize("nodes", [6, 40])
 @pytest.mark.parametrize(("device", "dtype"), TYPED)
 def test_a_child_of_the_root_stands_one_behind_it(device, dtype, nodes):
-    """A root and its children before text 0..9, by a window of 4: each sees 8, 9, the root and itself, whatever its slot. Queries of zeros
-    weigh all alike."""
+    """A root and its children before text 0..9, by a window of 4: each sees 8, 9, the root and itself, whatever its
+    slot. Queries of zeros weigh all alike."""
     case = Case([10], nodes, (1, 1), 16, dtype, device, chain=True)
     children = torch.arange(nodes, device=device)
     words = ((1 << children) | 1).view(1, nodes, 1)
@@ -170,7 +216,8 @@ def test_a_child_of_the_root_stands_one_behind_it(device, dtype, nodes):
 @pytest.mark.parametrize("nodes", [7, 33])
 @pytest.mark.parametrize("span", [Span(20), Span(40, chunk=True)], ids=str)
 def test_a_span_counts_positions_and_not_slots(device, nodes, span):
-    """What the kernel gives without the depths of a tree is off by more than the tolerance: by slots, nodes stand further behind."""
+    """What the kernel gives without the depths of a tree is off by more than the tolerance: by slots, nodes stand
+    further behind."""
     case = SpanCase([35, 75], nodes, (2, 1), 16, torch.float32, device, span)
     case.check()
     by_slots = replace(case.layout(), depths=None)
@@ -196,15 +243,17 @@ def test_a_sink_joins_once(device, nodes, splits):
 
 @EVERYWHERE
 def test_a_cap_bends_small_scores_and_large_ones(device):
-    """64 heads see one key each, whose capped score is the head's sink: half a weight. A logit of up to 50 is held to its rounding and that
-    of the tanh, 3e-7 of 50 together, of which the weight takes a half."""
+    """64 heads see one key each, whose capped score is the head's sink: half a weight. A logit of up to 50 is held to
+    its rounding and that of the tanh, 3e-7 of 50 together, of which the weight takes a half."""
     x = torch.linspace(-3, 3, 64, dtype=torch.float64)
     q, k = torch.zeros(1, 1, 64, 16, device=device), torch.ones(1, 1, 1, 16, device=device)
     q[0, 0, :, 0] = 50 * x
     sinks = (50 * x.tanh()).to(device, torch.float32)
     given = torch.tensor([0], device=device), None, 1, 1, 1, 64
     got = kernels.tree_attention(q, k, k, layouts.attention_layout(*given), 1.0, sinks=sinks, cap=50.0)
-    wanted = reference.tree_attention(q.double(), k.double(), k.double(), reference.attention_layout(*given), 1.0, sinks=sinks, cap=50.0)
+    wanted = reference.tree_attention(
+        q.double(), k.double(), k.double(), reference.attention_layout(*given), 1.0, sinks=sinks, cap=50.0
+    )
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=0)
 
 
@@ -230,7 +279,9 @@ def test_time_does_not_grow_with_the_text(monkeypatch, nodes, span):
     for module in (kernels, few_attention):
         visit, splits = module.update, module._splits
         monkeypatch.setattr(module, "update", lambda *given, visit=visit: asked[-1].append("block") or visit(*given))
-        monkeypatch.setattr(module, "_splits", lambda *given, splits=splits: asked[-1].append(("launch", *given)) or splits(*given))
+        monkeypatch.setattr(
+            module, "_splits", lambda *given, splits=splits: asked[-1].append(("launch", *given)) or splits(*given)
+        )
     for prefix in (440, 5240):  # of one rest by blocks and by chunks
         asked.append([])
         SpanCase([prefix], nodes, (1, 1), 16, torch.float32, "cpu", span, capacity=prefix + 60).check()
@@ -302,7 +353,11 @@ def test_what_sinks_and_caps_are_not_accepted(extras, says):
         kernels.tree_attention(**good(), **extras)
 
 
-SHAPES = {"mistral": ((8, 4), 128, {}), "gpt-oss": ((8, 8), 64, {"sinks": True}), "gemma-2": ((4, 2), 256, {"cap": 50.0})}
+SHAPES = {
+    "mistral": ((8, 4), 128, {}),
+    "gpt-oss": ((8, 8), 64, {"sinks": True}),
+    "gemma-2": ((4, 2), 256, {"cap": 50.0}),
+}
 ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 
 
@@ -314,7 +369,9 @@ ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 @pytest.mark.parametrize("span", [None, Span(128), Span(1000, chunk=True), Span(4096)], ids=str)
 def test_spans_of_real_shapes(device, dtype, shape, nodes, chain, span):
     heads, size, extras = shape
-    SpanCase([6000, 1, 777], nodes, heads, size, dtype, device, span, chain=chain, capacity=9000, seed=nodes, **extras).check()
+    SpanCase(
+        [6000, 1, 777], nodes, heads, size, dtype, device, span, chain=chain, capacity=9000, seed=nodes, **extras
+    ).check()
 
 
 @ON_CUDA

@@ -1,5 +1,5 @@
-"""Draws under temperature, top-k, top-p and min-p: the reference against transformers' warpers, the kernels against the distribution
-itself."""
+"""Draws under temperature, top-k, top-p and min-p: the reference against transformers' warpers, the kernels against the
+distribution itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from itertools import product
 import pytest
 import torch
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE, FLOATS, ON_CUDA, ON_CUDA_DTYPES, SEEDS, check_draws, moved_as_is, poisoned, strided
+from helpers.kernels import (
+    EVERYWHERE,
+    FLOATS,
+    ON_CUDA,
+    ON_CUDA_DTYPES,
+    SEEDS,
+    check_draws,
+    moved_as_is,
+    poisoned,
+    strided,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -46,9 +56,16 @@ def scores_of(rows: int, vocab: int, step: float | None, dtype: torch.dtype, see
 def warped(scores: Tensor, distribution: SamplingSettings) -> Tensor:
     """What transformers' warpers leave of scores [R, V]."""
     makers = {
-        "temperature": lp.TemperatureLogitsWarper, "top_k": lp.TopKLogitsWarper, "top_p": lp.TopPLogitsWarper, "min_p": lp.MinPLogitsWarper,
-    }  # fmt: skip
-    given = {name: getattr(distribution, name) for name in makers if getattr(distribution, name) != getattr(SamplingSettings(), name)}
+        "temperature": lp.TemperatureLogitsWarper,
+        "top_k": lp.TopKLogitsWarper,
+        "top_p": lp.TopPLogitsWarper,
+        "min_p": lp.MinPLogitsWarper,
+    }
+    given = {
+        name: getattr(distribution, name)
+        for name in makers
+        if getattr(distribution, name) != getattr(SamplingSettings(), name)
+    }
     return LogitsProcessorList([makers[name](value) for name, value in given.items()])(None, scores.float())
 
 
@@ -68,10 +85,11 @@ def test_the_reference_keeps_what_transformers_keeps(vocab, step, dtype, distrib
 
 
 def check_cut(y: Tensor, keep: Tensor, distribution: SamplingSettings) -> Tensor:
-    """Hold what is kept [R, V] of y [R, V], scores under the temperature, to the distribution in float64 -> rows where rounding has no say.
+    """Hold what is kept [R, V] of y [R, V], scores under the temperature, to the distribution in float64 -> rows where
+    rounding has no say.
 
-    Among what top-k leaves, in rising order of scores and then of ids, a token goes while the mass up to it is at most 1 - top_p, or where
-    it has less than min_p of the best one's probability, and the best one stays.
+    Among what top-k leaves, in rising order of scores and then of ids, a token goes while the mass up to it is at most
+    1 - top_p, or where it has less than min_p of the best one's probability, and the best one stays.
     """
     y = y.double()
     left = y >= y.topk(min(distribution.top_k or y.shape[-1], y.shape[-1])).values[..., -1:]
@@ -93,8 +111,8 @@ def check_cut(y: Tensor, keep: Tensor, distribution: SamplingSettings) -> Tensor
 
 
 def check_pick(scores: Tensor, uniform: Tensor, distribution: SamplingSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Check the cut by itself, and draws from what it leaves; scores [B, N, V], uniform [B, N] -> scores [B * N, V] under the temperature,
-    what is kept of them, and the rows where rounding has no say."""
+    """Check the cut by itself, and draws from what it leaves; scores [B, N, V], uniform [B, N] -> scores [B * N, V]
+    under the temperature, what is kept of them, and the rows where rounding has no say."""
     with poisoned():
         got = pick(scores, uniform, distribution)
         low, first = (part[:, None] for part in cut(scores, distribution))
@@ -123,7 +141,11 @@ def test_pick_under_a_distribution(device, leading, vocab, step, dtype, distribu
 @pytest.mark.parametrize(("min_p", "kept"), [(6.7e-162, 4), (1e-20, 1)])
 def test_a_min_p_that_fp32_holds_as_zero_removes_nothing(device, min_p, kept):
     scores, distribution = torch.tensor([[[5.0, 4.0, -3.0, 0.0]]]), SamplingSettings(temperature=0.01, min_p=min_p)
-    assert (warped(scores[0], distribution) > -torch.inf).sum() == (under_settings(scores, distribution) > -torch.inf).sum() == kept
+    assert (
+        (warped(scores[0], distribution) > -torch.inf).sum()
+        == (under_settings(scores, distribution) > -torch.inf).sum()
+        == kept
+    )
     assert check_pick(scores.to(device), torch.zeros(1, 1, device=device), distribution)[1].sum() == kept
 
 
@@ -131,7 +153,11 @@ def test_a_min_p_that_fp32_holds_as_zero_removes_nothing(device, min_p, kept):
 @pytest.mark.parametrize(
     ("vocab", "top_p", "value", "dtype"),
     [(8, *each) for each in product([0.0, 0.25, 0.5, 0.75], [0.0, -1.5, 2.5], [torch.float32, torch.float16])]
-    + [(2 * CHUNK, 0.0, -1.5, torch.float16), (2 * CHUNK, 0.25, 0.0, torch.float32), (2 * CHUNK, 0.75, 2.5, torch.float16)],
+    + [
+        (2 * CHUNK, 0.0, -1.5, torch.float16),
+        (2 * CHUNK, 0.25, 0.0, torch.float32),
+        (2 * CHUNK, 0.75, 2.5, torch.float16),
+    ],
 )
 def test_of_equal_scores_top_p_removes_the_lowest_ids(device, vocab, top_p, value, dtype):
     """Shares that fp32 holds exactly: the mass up to the last one removed is 1 - top_p."""
@@ -156,7 +182,10 @@ def test_min_p_keeps_what_has_exactly_its_share(device, top, min_p):
     assert (under_settings(scores, distribution)[0, 0] > -torch.inf).tolist() == wanted
     low, first = (part.cpu() for part in cut(scores.to(device), distribution))
     assert ((scores[0, 0] > low) | ((scores[0, 0] == low) & (torch.arange(4) >= first))).tolist() == wanted
-    drawn = [pick(scores.to(device), torch.full((1, 1), uniform, device=device), distribution).item() for uniform in (0.0, 1 - 2**-24)]
+    drawn = [
+        pick(scores.to(device), torch.full((1, 1), uniform, device=device), distribution).item()
+        for uniform in (0.0, 1 - 2**-24)
+    ]
     assert drawn == [1, 2]
 
 
@@ -170,7 +199,9 @@ def test_min_p_at_the_value_that_top_p_cuts_at_leaves_its_ids_removed(device):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("settings", [SamplingSettings(0.01, 1), SamplingSettings(top_p=1e-6), SamplingSettings(100.0, min_p=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [SamplingSettings(0.01, 1), SamplingSettings(top_p=1e-6), SamplingSettings(100.0, min_p=1.0)], ids=str
+)
 def test_distributions_that_leave_the_best_alone(device, settings):
     """Scores that are all different, in rising and falling order, negative and positive."""
     scores = torch.stack((torch.arange(65.0) - 70, 30 - torch.arange(65.0)))[None]
@@ -199,7 +230,9 @@ def test_without_uniforms_every_distribution_takes_the_best(device, distribution
 @ON_CUDA_DTYPES
 @pytest.mark.parametrize(("rows", "nodes", "vocab"), [(1, 1, 128256), (1, 60, 128256), (4, 60, 49152), (2, 7, 262144)])
 @pytest.mark.parametrize(
-    "distribution", [SamplingSettings(0.8, 50, 0.95), SamplingSettings(top_p=0.95), SamplingSettings(1.3, 5000, 0.9, 0.01)], ids=str
+    "distribution",
+    [SamplingSettings(0.8, 50, 0.95), SamplingSettings(top_p=0.95), SamplingSettings(1.3, 5000, 0.9, 0.01)],
+    ids=str,
 )
 def test_pick_under_a_distribution_at_real_sizes(device, dtype, rows, nodes, vocab, distribution):
     generator = torch.Generator(device).manual_seed(0)
@@ -210,7 +243,9 @@ def test_pick_under_a_distribution_at_real_sizes(device, dtype, rows, nodes, voc
 
 
 @ON_CUDA
-@pytest.mark.parametrize("distribution", [SamplingSettings(0.8, 50, 0.95), SamplingSettings(min_p=0.05), SamplingSettings(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "distribution", [SamplingSettings(0.8, 50, 0.95), SamplingSettings(min_p=0.05), SamplingSettings(0.5)], ids=str
+)
 def test_a_draw_under_a_distribution_can_be_captured(device, distribution):
     """Replayed on other inputs, it gives what a plain call gives."""
     generator = torch.Generator(device).manual_seed(0)

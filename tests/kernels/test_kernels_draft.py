@@ -21,13 +21,20 @@ DRAWN = examples(8)
 NODE_COUNTS, VOCABULARIES = st.sampled_from([1, 2, 7]), st.sampled_from([16, 63, 130])
 
 
-def expand(hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, device: str) -> tuple[Tensor, ...]:
+def expand(
+    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, device: str
+) -> tuple[Tensor, ...]:
     """What the kernel gives for inputs moved to the device, their strides kept, back on the CPU."""
     moved = [x if x is None else moved_as_is(x, device) for x in (hidden, weight, scores, d2t)]
     with poisoned():
         got = topk_expand(moved[0], moved[1], moved[2], count, moved[3])
     children, tokens, best, index = (x.cpu() for x in got)
-    assert (children.dtype, tokens.dtype, best.dtype, index.dtype) == (torch.float32, torch.int64, torch.float32, torch.int64)
+    assert (children.dtype, tokens.dtype, best.dtype, index.dtype) == (
+        torch.float32,
+        torch.int64,
+        torch.float32,
+        torch.int64,
+    )
     rows, nodes = scores.shape
     assert children.shape == tokens.shape == (rows, nodes * count) and best.shape == index.shape == (rows, count)
     wanted = reference.stable_topk(children, count)  # the ranking follows from the children alone, so it is exact
@@ -41,7 +48,8 @@ def ids_by_target(vocab: int, generator: torch.Generator) -> Tensor:
 
 
 def check_expansion(logits: Tensor, scores: Tensor, got: tuple[Tensor, ...], count: int, tolerance: float) -> None:
-    """Children and ids against logits [B, M, V] in float64: every child has the score of its id, and each rank the score due to it."""
+    """Children and ids against logits [B, M, V] in float64: every child has the score of its id, and each rank the
+    score due to it."""
     logp = logits.log_softmax(-1)
     children, ids = got[0].view(*scores.shape, count).double(), (got[1] // 3).view(*scores.shape, count)
     assert ids.min() >= 0 and ids.max() < logits.shape[-1]
@@ -53,20 +61,25 @@ def check_expansion(logits: Tensor, scores: Tensor, got: tuple[Tensor, ...], cou
 
 
 def rounding(logits: Tensor, scores: Tensor, additions: float) -> float:
-    """Of a logit summed in fp32 by so many additions, each off by 2^-24 of the logits' size at most; then of exp, log and the sums.
+    """Of a logit summed in fp32 by so many additions, each off by 2^-24 of the logits' size at most; then of exp, log
+    and the sums.
 
-    The exponential is good to 2^-22 at arguments of size 1, the rest is a few roundings of numbers of the size of scores and logits.
+    The exponential is good to 2^-22 at arguments of size 1, the rest is a few roundings of numbers of the size of
+    scores and logits.
     """
     size = float(logits.abs().max())
     return size * 2**-24 * additions + 2**-20 * (1 + size + float(scores.abs().max()))
 
 
 def additions_of(hidden: int, dtype: torch.dtype) -> float:
-    """fp32 products are rounded to nearest, so the errors go as the root (4 for the worst of many); tensor cores cut off: all add up."""
+    """fp32 products are rounded to nearest, so the errors go as the root (4 for the worst of many); tensor cores cut
+    off: all add up."""
     return 4 * math.sqrt(hidden) if dtype == torch.float32 else hidden
 
 
-def frontier(rows: int, nodes: int, hidden: int, vocab: int, dtype: torch.dtype, generator: torch.Generator, device: str = "cpu"):
+def frontier(
+    rows: int, nodes: int, hidden: int, vocab: int, dtype: torch.dtype, generator: torch.Generator, device: str = "cpu"
+):
     """hidden, weight, scores: logits of size 1, scores as of a few generations."""
     x = torch.randn(rows, nodes, hidden, generator=generator, device=device).to(dtype)
     weight = (torch.randn(vocab, hidden, generator=generator, device=device) * hidden**-0.5).to(dtype)
@@ -75,9 +88,15 @@ def frontier(rows: int, nodes: int, hidden: int, vocab: int, dtype: torch.dtype,
 
 @EVERYWHERE
 @given(
-    st.integers(1, 3), st.sampled_from([1, 2, 7, 16]), st.sampled_from([1, 7, 63, 64, 65]), st.sampled_from([16, 63, 65, 130, 300]),
-    st.integers(1, 16), FLOATS, st.booleans(), SEEDS,
-)  # fmt: skip
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 7, 16]),
+    st.sampled_from([1, 7, 63, 64, 65]),
+    st.sampled_from([16, 63, 65, 130, 300]),
+    st.integers(1, 16),
+    FLOATS,
+    st.booleans(),
+    SEEDS,
+)
 @DRAWN
 def test_topk_expand_of_a_product(device, rows, nodes, hidden, vocab, count, dtype, strided, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -92,7 +111,14 @@ def test_topk_expand_of_a_product(device, rows, nodes, hidden, vocab, count, dty
 
 
 @EVERYWHERE
-@given(st.integers(1, 2), st.sampled_from([1, 2, 7]), st.sampled_from([16, 65, 2047, 2049, 4100]), st.integers(1, 16), FLOATS, SEEDS)
+@given(
+    st.integers(1, 2),
+    st.sampled_from([1, 2, 7]),
+    st.sampled_from([16, 65, 2047, 2049, 4100]),
+    st.integers(1, 16),
+    FLOATS,
+    SEEDS,
+)
 @DRAWN
 def test_topk_expand_of_logits(device, rows, nodes, vocab, count, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +129,15 @@ def test_topk_expand_of_logits(device, rows, nodes, vocab, count, dtype, seed):
 
 
 @EVERYWHERE
-@given(st.sampled_from([1, 3]), st.sampled_from([7, 65]), st.sampled_from([17, 65, 300]), st.integers(1, 16), FLOATS, st.booleans(), SEEDS)
+@given(
+    st.sampled_from([1, 3]),
+    st.sampled_from([7, 65]),
+    st.sampled_from([17, 65, 300]),
+    st.integers(1, 16),
+    FLOATS,
+    st.booleans(),
+    SEEDS,
+)
 @DRAWN
 def test_the_lower_id_comes_first_among_equals(device, nodes, hidden, vocab, count, dtype, product, seed):
     """Small whole numbers: products and sums are exact, ties are many."""
@@ -114,14 +148,18 @@ def test_the_lower_id_comes_first_among_equals(device, nodes, hidden, vocab, cou
     if not product:
         lost = torch.rand(logits.shape, generator=generator) < 0.9
         lost[..., vocab // 2] = False
-        logits = torch.where(lost, -torch.inf, logits) * -0.0 if seed % 8 == 0 else torch.where(lost, -torch.inf, logits)
+        logits = (
+            torch.where(lost, -torch.inf, logits) * -0.0 if seed % 8 == 0 else torch.where(lost, -torch.inf, logits)
+        )
         logits = torch.where(logits.isnan(), -torch.inf, logits)
     scores = -torch.randint(0, 3, (2, nodes), generator=generator).float()
     d2t = torch.randint(0, 9, (vocab,), generator=generator)
     got = expand(x if product else logits.to(dtype), weight if product else None, scores, count, d2t, device)
     values, ids = reference.stable_topk(logits.flatten(0, 1), count)
     assert torch.equal(got[1].view(-1, count), ids + d2t[ids])
-    wanted = (values - logits.flatten(0, 1).logsumexp(-1, keepdim=True)).view(2, nodes, count) + scores[:, :, None].double()
+    wanted = (values - logits.flatten(0, 1).logsumexp(-1, keepdim=True)).view(2, nodes, count) + scores[
+        :, :, None
+    ].double()
     torch.testing.assert_close(got[0].view_as(wanted).double(), wanted, rtol=0, atol=2**-20 * (4 + hidden))
 
 
@@ -145,9 +183,13 @@ def test_topk_expand_writes_into_the_candidates(device, rows, nodes, vocab, coun
         assert got[0].data_ptr() == parts[0].data_ptr() and got[1].data_ptr() == parts[1].data_ptr()
         if op is topk_expand:
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-        assert all(bool((buffer[:, :3] == -7).all()) and bool((buffer[:, 3 + wide :] == -7).all()) for buffer in buffers[:2])
+        assert all(
+            bool((buffer[:, :3] == -7).all()) and bool((buffer[:, 3 + wide :] == -7).all()) for buffer in buffers[:2]
+        )
         assert bool((buffers[2][:, : 3 + wide] == -7).all())
-        assert last or buffers[2][:, 3 + wide :].tolist() == [[first + i for i in row for _ in range(count)] for row in got[3].tolist()]
+        assert last or buffers[2][:, 3 + wide :].tolist() == [
+            [first + i for i in row for _ in range(count)] for row in got[3].tolist()
+        ]
         assert not last or bool((buffers[2] == -7).all())
 
 
@@ -177,14 +219,25 @@ def test_topk_expand_where_tiles_are_wide(device, hidden, monkeypatch):
 @ON_CUDA_DTYPES
 @pytest.mark.parametrize(
     ("rows", "nodes", "hidden", "vocab", "count"),
-    [(1, 10, 4096, 32000, 10), (1, 1, 4096, 128256, 10), (3, 10, 2048, 32000, 10), (1, 10, 576, 16384, 10), (4, 16, 1024, 49152, 16),
-     (8, 10, 4096, 32000, 10), (9, 16, 2048, 8001, 16), (2, 7, 129, 999, 3), (3, 9, 4104, 30011, 8)],
-)  # fmt: skip
+    [
+        (1, 10, 4096, 32000, 10),
+        (1, 1, 4096, 128256, 10),
+        (3, 10, 2048, 32000, 10),
+        (1, 10, 576, 16384, 10),
+        (4, 16, 1024, 49152, 16),
+        (8, 10, 4096, 32000, 10),
+        (9, 16, 2048, 8001, 16),
+        (2, 7, 129, 999, 3),
+        (3, 9, 4104, 30011, 8),
+    ],
+)
 def test_topk_expand_at_real_sizes(device, dtype, rows, nodes, hidden, vocab, count):
     generator = torch.Generator(device).manual_seed(0)
     x, weight, scores = frontier(rows, nodes, hidden, vocab, dtype, generator, device)
     d2t = ids_by_target(vocab, torch.Generator().manual_seed(0)).to(device)
-    logits = torch.cat([part.double() @ weight.double().t() for part in x.flatten(0, 1).split(32)]).view(rows, nodes, vocab)
+    logits = torch.cat([part.double() @ weight.double().t() for part in x.flatten(0, 1).split(32)]).view(
+        rows, nodes, vocab
+    )
     got = expand(x, weight, scores, count, d2t, device)
     tolerance = rounding(logits, scores, additions_of(hidden, dtype))
     check_expansion(logits.cpu(), scores.cpu(), got, count, tolerance)
@@ -216,8 +269,11 @@ def test_topk_expand_says_what_it_accepts(change):
         topk_expand(x, weight, scores, count, d2t)
 
 
-def grown(rows: int, count: int, steps: int, lost: float, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores with many ties and some -inf, tokens, parents, depths of random candidates: a child never outscores its parent."""
+def grown(
+    rows: int, count: int, steps: int, lost: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores with many ties and some -inf, tokens, parents, depths of random candidates: a child never outscores its
+    parent."""
     index = torch.arange(count)
     parents = (torch.rand(rows, count, generator=generator) * (index + 1)).long() - 1
     scores = -torch.randint(0, steps, (rows, count), generator=generator).float()
@@ -226,7 +282,12 @@ def grown(rows: int, count: int, steps: int, lost: float, generator: torch.Gener
     for i in range(count):
         up = parents[:, i]
         scores[:, i] += torch.where(up < 0, 0.0, scores[row, up.clamp(min=0)])
-    return scores, torch.randint(0, 128256, (rows, count), generator=generator), parents, torch.randint(1, 9, (count,), generator=generator)
+    return (
+        scores,
+        torch.randint(0, 128256, (rows, count), generator=generator),
+        parents,
+        torch.randint(1, 9, (count,), generator=generator),
+    )
 
 
 def check_tree(inputs: tuple[Tensor, ...], nodes: int, device: str) -> None:
@@ -239,9 +300,14 @@ def check_tree(inputs: tuple[Tensor, ...], nodes: int, device: str) -> None:
 
 @EVERYWHERE
 @given(
-    st.integers(1, 3), st.sampled_from([1, 2, 7, 63, 64, 65, 130, 710]), st.integers(1, 5), st.sampled_from([0.0, 0.02, 1.0]),
-    st.booleans(), st.data(), SEEDS,
-)  # fmt: skip
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 7, 63, 64, 65, 130, 710]),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.02, 1.0]),
+    st.booleans(),
+    st.data(),
+    SEEDS,
+)
 @DRAWN
 def test_tree_build(device, rows, count, steps, lost, strided, data, seed):
     scores, tokens, parents, depths = grown(rows, count, steps, lost, torch.Generator().manual_seed(seed))
@@ -269,7 +335,11 @@ def test_tree_build_tells_neighbouring_scores_apart(device, bits, seed):
     scores = torch.where(torch.rand(2, 65, generator=generator) < 0.1, 0.0, scores)
     parents, depths = torch.full((2, 65), -1), torch.ones(65, dtype=torch.long)
     tokens = torch.randint(0, 99, (2, 65), generator=generator)
-    check_tree((scores, tokens, parents, depths, torch.tensor([1, 2])), int(torch.randint(1, 67, (), generator=generator)), device)
+    check_tree(
+        (scores, tokens, parents, depths, torch.tensor([1, 2])),
+        int(torch.randint(1, 67, (), generator=generator)),
+        device,
+    )
 
 
 @EVERYWHERE
@@ -283,17 +353,23 @@ def test_tree_build_of_a_chain(device, nodes):
 
 @ON_CUDA
 @pytest.mark.parametrize(
-    ("rows", "count", "nodes"), [(1, 710, 60), (8, 710, 60), (64, 710, 61), (3, 2064, 256), (2, 4096, 256), (5, 1025, 129)]
+    ("rows", "count", "nodes"),
+    [(1, 710, 60), (8, 710, 60), (64, 710, 61), (3, 2064, 256), (2, 4096, 256), (5, 1025, 129)],
 )
 def test_tree_build_at_real_sizes(device, rows, count, nodes):
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
-        inputs = (*grown(rows, count, 1 + 3 * seed, 0.001, generator), torch.randint(0, 128256, (rows,), generator=generator))
+        inputs = (
+            *grown(rows, count, 1 + 3 * seed, 0.001, generator),
+            torch.randint(0, 128256, (rows,), generator=generator),
+        )
         for _ in range(5):
             check_tree(inputs, nodes, device)
 
 
-@pytest.mark.parametrize(("nodes", "stride", "dtype"), [(0, 1, torch.long), (12, 1, torch.long), (4, 2, torch.long), (4, 1, torch.int32)])
+@pytest.mark.parametrize(
+    ("nodes", "stride", "dtype"), [(0, 1, torch.long), (12, 1, torch.long), (4, 2, torch.long), (4, 1, torch.int32)]
+)
 def test_tree_build_says_what_it_accepts(nodes, stride, dtype):
     scores, tokens, parents, depths = grown(2, 10, 3, 0.0, torch.Generator().manual_seed(0))
     scores = scores.repeat_interleave(stride, 1)[:, ::stride]

@@ -1,4 +1,5 @@
-"""The fused drafter against the head's own forward pass, node by node: every candidate, every score, every choice of a frontier."""
+"""The fused drafter against the head's own forward pass, node by node: every candidate, every score, every choice of a
+frontier."""
 
 from __future__ import annotations
 
@@ -27,13 +28,26 @@ ON_CPU = pytest.mark.parametrize("device", [CPU])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 
 TINY: dict[str, Any] = {
-    "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "vocab_size": 131, "draft_vocab_size": 97, "target_hidden_size": 32, "taps": (1, 2, 3),
-}  # fmt: skip
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 131,
+    "draft_vocab_size": 97,
+    "target_hidden_size": 32,
+    "taps": (1, 2, 3),
+}
 REAL = TINY | {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
-    "vocab_size": 9001, "draft_vocab_size": 4099, "target_hidden_size": 1024,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 9001,
+    "draft_vocab_size": 4099,
+    "target_hidden_size": 1024,
+}
 
 
 def make_head(sizes: dict[str, Any], dtype: torch.dtype, device: str, seed: int = 0) -> EagleHead:
@@ -55,7 +69,9 @@ def make_head(sizes: dict[str, Any], dtype: torch.dtype, device: str, seed: int 
 def wide_copy(head: EagleHead) -> EagleHead:
     """The same weights in float64; norms and rotations are still computed in fp32, as the head does in every dtype."""
     copy = EagleHead(head.config).eval().requires_grad_(False).double()
-    copy.load_state_dict({name: value.double() if value.is_floating_point() else value for name, value in head.state_dict().items()})
+    copy.load_state_dict(
+        {name: value.double() if value.is_floating_point() else value for name, value in head.state_dict().items()}
+    )
     weight = head.bound.embedding.weight.detach().double()
     copy.to(weight.device).bind(nn.Embedding.from_pretrained(weight), None)
     return copy
@@ -63,7 +79,8 @@ def wide_copy(head: EagleHead) -> EagleHead:
 
 @dataclass
 class Rounds:
-    """The state of some rows between rounds, and what the head has read so far: keys and values per row, without a cache."""
+    """The state of some rows between rounds, and what the head has read so far: keys and values per row, without a
+    cache."""
 
     head: EagleHead
     top_k: int
@@ -92,13 +109,17 @@ class Rounds:
 
     def space(self, pairs: int) -> Any:
         if pairs not in self.spaces:
-            made = draft_space(self.weights, rows=self.rows, pairs=pairs, top_k=self.top_k, depth=self.depth, programs=self.programs)
+            made = draft_space(
+                self.weights, rows=self.rows, pairs=pairs, top_k=self.top_k, depth=self.depth, programs=self.programs
+            )
             for buffer in made.buffers[:-2]:
                 buffer.fill_(torch.nan if buffer.is_floating_point() else -(2**62))
             self.spaces[pairs] = made
         return self.spaces[pairs]
 
-    def draft(self, tokens: Tensor | None, features: Tensor | None, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def draft(
+        self, tokens: Tensor | None, features: Tensor | None, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         space = self.space(0 if tokens is None else tokens.shape[1])
         state = (self.last, self.readout, self.k, self.v, self.lengths, self.cos, self.sin, self.limit)
         return draft(self.weights, space, tokens, features, counts, *state)
@@ -112,15 +133,19 @@ class Rounds:
 
 
 class Replay:
-    """One row as the head's own forward pass reads it: keys and values are kept in lists, and every node attends to what it is given."""
+    """One row as the head's own forward pass reads it: keys and values are kept in lists, and every node attends to
+    what it is given."""
 
     def __init__(self, head: EagleHead) -> None:
         self.head, self.dtype, self.device = head, head.fc.weight.dtype, head.fc.weight.device
         self.last: Any = None
         self.past = self.empty()
 
-    def step(self, tokens: Tensor, hidden: Tensor, position: Tensor, seen: Tensor, kept: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [N], hidden [N, H], seen [N, past + N] bool, kept keys and values [past, Hkv, D] -> states [N, H], all keys and values."""
+    def step(
+        self, tokens: Tensor, hidden: Tensor, position: Tensor, seen: Tensor, kept: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [N], hidden [N, H], seen [N, past + N] bool, kept keys and values [past, Hkv, D] -> states [N, H], all
+        keys and values."""
         found = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -129,7 +154,9 @@ class Replay:
             group = q.shape[2] // k.shape[2]
             wide = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
             mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
-            out = nn.functional.scaled_dot_product_attention(q[0].transpose(0, 1), *wide, attn_mask=mask, scale=q.shape[-1] ** -0.5)
+            out = nn.functional.scaled_dot_product_attention(
+                q[0].transpose(0, 1), *wide, attn_mask=mask, scale=q.shape[-1] ** -0.5
+            )
             return out.transpose(0, 1)[None]
 
         states = self.head.step(tokens[None], hidden[None], position[None], attend)[0]
@@ -138,7 +165,9 @@ class Replay:
     def empty(self) -> tuple[Tensor, Tensor]:
         c = self.head.config
         shape = (0, c.num_key_value_heads, c.head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device), torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device), torch.zeros(
+            shape, dtype=self.dtype, device=self.device
+        )
 
     def observe(self, tokens: Tensor, features: Tensor) -> None:
         """Real pairs only."""
@@ -152,7 +181,8 @@ class Replay:
         self.past, self.last = (keys, values), states[-1]
 
     def levels(self, tokens: list[int], parents: list[int], top_k: int, depth: int) -> list[Tensor]:
-        """Log-probabilities over the draft vocabulary of every expanded node, level by level, for candidates as the kernel chose them."""
+        """Log-probabilities over the draft vocabulary of every expanded node, level by level, for candidates as the
+        kernel chose them."""
         out = [self.head.logits(self.last).double().log_softmax(-1)[None]]
         kept, length = self.past, len(self.past[0])
         order: list[int] = []
@@ -188,9 +218,13 @@ def check_choices(scores: Tensor, parents: Tensor, top_k: int, depth: int) -> No
 
 
 def errors(replay: Replay, scores: Tensor, tokens: Tensor, parents: Tensor, top_k: int, depth: int) -> float:
-    """How far the kernel's log-probabilities are from the replay's, and how much better a token that it left out is: the largest."""
+    """How far the kernel's log-probabilities are from the replay's, and how much better a token that it left out is:
+    the largest."""
     head, worst = replay.head, 0.0
-    ids = {int(token): i for i, token in enumerate(head.to_target(torch.arange(head.config.draft_vocab_size, device=head.d2t.device)))}
+    ids = {
+        int(token): i
+        for i, token in enumerate(head.to_target(torch.arange(head.config.draft_vocab_size, device=head.d2t.device)))
+    }
     for level, table in enumerate(replay.levels(tokens.tolist(), parents.tolist(), top_k, depth)):
         base = 0 if level == 0 else top_k + (level - 1) * top_k**2
         for i, logp in enumerate(table):
@@ -205,9 +239,12 @@ def errors(replay: Replay, scores: Tensor, tokens: Tensor, parents: Tensor, top_
     return worst
 
 
-def bound_of(exact: Replay, same: Replay, scores: Tensor, tokens: Tensor, parents: Tensor, top_k: int, depth: int) -> float:
-    """A bound for the kernel's error: three times the largest of torch's own pass in the same dtype over the same nodes, which rounds in
-    as many places but sums in another order, and the rounding of scores that are sums of up to depth + 1 terms of size 32."""
+def bound_of(
+    exact: Replay, same: Replay, scores: Tensor, tokens: Tensor, parents: Tensor, top_k: int, depth: int
+) -> float:
+    """A bound for the kernel's error: three times the largest of torch's own pass in the same dtype over the same
+    nodes, which rounds in as many places but sums in another order, and the rounding of scores that are sums of up to
+    depth + 1 terms of size 32."""
     args = (tokens.tolist(), parents.tolist(), top_k, depth)
     own = max(float((a - b).abs().max()) for a, b in zip(exact.levels(*args), same.levels(*args), strict=True))
     return 3 * own + 32 * (depth + 1) * torch.finfo(torch.float32).eps
@@ -239,21 +276,29 @@ def run_rounds(rounds: Rounds, prefix: list[int], counts: list[list[int]], seed:
         found = rounds.draft(tokens, features, torch.tensor(real, device=device))
         unfed = draft_space(rounds.weights, rows=rounds.rows, pairs=0, top_k=rounds.top_k, depth=rounds.depth).meta
         fed = rounds.space(pairs).meta
-        if turn == 0 and rounds.rows == 1 and {name: fed[name] for name in fed if fed[name] != unfed[name]}.keys() <= {"PAIRS"}:
+        if (
+            turn == 0
+            and rounds.rows == 1
+            and {name: fed[name] for name in fed if fed[name] != unfed[name]}.keys() <= {"PAIRS"}
+        ):
             again = rounds.draft(None, None, None)  # nothing new to feed: the same tree
             assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         for row, count in enumerate(real):
             for replay in (exact[row], same[row]):
                 replay.observe(tokens[row, :count], features[row, :count])
             if not count:
-                assert torch.equal(rounds.last[row], before[0][row]) and torch.equal(rounds.readout[row], before[1][row])
+                assert torch.equal(rounds.last[row], before[0][row]) and torch.equal(
+                    rounds.readout[row], before[1][row]
+                )
             scores, drafts, parents = (x[row] for x in found)
             assert bool(scores.isfinite().all()) and int(rounds.lengths[row]) == len(exact[row].past[0])
             check_choices(scores, parents, rounds.top_k, rounds.depth)
             bound = bound_of(exact[row], same[row], scores, drafts, parents, rounds.top_k, rounds.depth)
             assert errors(exact[row], scores, drafts, parents, rounds.top_k, rounds.depth) <= bound
             own = float((same[row].last.double() - exact[row].last).abs().max())
-            assert float((rounds.last[row].double() - exact[row].last).abs().max()) <= 3 * own + 8 * torch.finfo(dtype).eps
+            assert (
+                float((rounds.last[row].double() - exact[row].last).abs().max()) <= 3 * own + 8 * torch.finfo(dtype).eps
+            )
     for space in rounds.spaces.values():
         assert all(int(counter) == 0 for counter in space.buffers[-2:])
 
@@ -264,14 +309,23 @@ VARIANTS = st.fixed_dictionaries(SWITCHES | {"num_key_value_heads": st.sampled_f
 
 @ON_CPU
 @given(
-    variant=VARIANTS, dtype=st.sampled_from([torch.float32, torch.float16]), rows=st.integers(1, 2), top_k=st.integers(1, 4),
-    depth=st.integers(0, 3), pairs=st.sampled_from([1, 3, 5]), seed=st.integers(0, 99), data=st.data(),
-)  # fmt: skip
+    variant=VARIANTS,
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    rows=st.integers(1, 2),
+    top_k=st.integers(1, 4),
+    depth=st.integers(0, 3),
+    pairs=st.sampled_from([1, 3, 5]),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
 @examples(4, derandomize=True)
 def test_a_draft_is_what_the_head_drafts(device, variant, dtype, rows, top_k, depth, pairs, seed, data):
     head = make_head(TINY | variant, dtype, device, seed)
     prefix = [data.draw(st.sampled_from([0, 1, 7, 33, 65])) for _ in range(rows)]
-    counts = [[data.draw(st.integers(1, pairs)) for _ in range(rows)], [data.draw(st.integers(0, pairs)) for _ in range(rows)]]
+    counts = [
+        [data.draw(st.integers(1, pairs)) for _ in range(rows)],
+        [data.draw(st.integers(0, pairs)) for _ in range(rows)],
+    ]
     run_rounds(Rounds(head, top_k, depth, rows, pairs, 80), prefix, counts, seed)
 
 
@@ -285,7 +339,8 @@ def test_ancestors_beyond_one_word(device):
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @torch.no_grad()
 def test_rounds_are_those_of_the_unfused_drafter(device):
-    """In fp32, on heads whose scores lie apart: the candidates that `EagleDrafter` hands to its re-ranking, round after round."""
+    """In fp32, on heads whose scores lie apart: the candidates that `EagleDrafter` hands to its re-ranking, round after
+    round."""
     head, shape, rows = make_head(TINY, torch.float32, device, 5), TreeShape(total_tokens=9, depth=3, top_k=3), 2
     handed: list[tuple[Tensor, ...]] = []
 
@@ -295,13 +350,20 @@ def test_rounds_are_those_of_the_unfused_drafter(device):
 
     drafter = EagleDrafter(BoundHead.of(head), shape, rows=rows, capacity=64, ops=replace(TORCH, tree_build=build))
     generator = torch.Generator().manual_seed(1)
-    ids, counts = torch.randint(0, 131, (rows, 12), generator=generator).to(device), torch.tensor([12, 7], device=device)
+    ids, counts = (
+        torch.randint(0, 131, (rows, 12), generator=generator).to(device),
+        torch.tensor([12, 7], device=device),
+    )
     drafter.begin(ids, counts, torch.randn(rows, 12, 96, generator=generator).to(device), ids[:, 0])
     rounds = Rounds(head, shape.top_k, shape.depth, rows, shape.max_path, 64)
     slots = rounds.k.shape[2]
     rounds.k.copy_(drafter.attention.k[0, :, :, :slots])
     rounds.v.copy_(drafter.attention.v[0, :, :, :slots])
-    for mine, theirs in ((rounds.last, drafter.last), (rounds.readout, drafter.readout), (rounds.lengths, drafter.state.lengths)):
+    for mine, theirs in (
+        (rounds.last, drafter.last),
+        (rounds.readout, drafter.readout),
+        (rounds.lengths, drafter.state.lengths),
+    ):
         mine.copy_(theirs)
     tree, found = drafter.propose(64), rounds.draft(None, None, None)
     for active in ([True, True], [True, False], [False, True]):
@@ -312,7 +374,9 @@ def test_rounds_are_those_of_the_unfused_drafter(device):
         features = torch.randn(rows, 9, 96, generator=generator).to(device)
         bonus = torch.randint(0, 131, (rows,), generator=generator).to(device)
         going = torch.tensor(active, device=device)
-        path = torch.ones(rows, shape.max_path, dtype=torch.long, device=device)  # the root, and its first child again and again
+        path = torch.ones(
+            rows, shape.max_path, dtype=torch.long, device=device
+        )  # the root, and its first child again and again
         path[:, 0] = 0
         verdict = Verdict(path, torch.ones(rows, dtype=torch.long, device=device), bonus)
         row = torch.arange(rows, device=device)[:, None]
@@ -356,7 +420,10 @@ def test_every_launch_gives_the_same_and_can_be_captured(device):
     rounds = Rounds(head, 10, 7, 1, 9, 400)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 9001, (1, 9), generator=generator).to(device)
-    features, counts = torch.randn(1, 9, 3072, generator=generator).to(device, torch.bfloat16), torch.tensor([5], device=device)
+    features, counts = (
+        torch.randn(1, 9, 3072, generator=generator).to(device, torch.bfloat16),
+        torch.tensor([5], device=device),
+    )
     rounds.k.normal_()
     rounds.v.normal_()
 
@@ -377,7 +444,8 @@ def test_every_launch_gives_the_same_and_can_be_captured(device):
 
 
 @pytest.mark.parametrize(
-    "change", [{"attention_bias": True}, {"qk_norm": True}, {"num_hidden_layers": 2}, {"input_norm": True}, {"head_dim": 24}]
+    "change",
+    [{"attention_bias": True}, {"qk_norm": True}, {"num_hidden_layers": 2}, {"input_norm": True}, {"head_dim": 24}],
 )
 def test_heads_that_the_kernel_does_not_run_are_named(change):
     assert supports(HeadConfig(**TINY)) and not supports(HeadConfig(**TINY | change))
@@ -387,7 +455,11 @@ def test_heads_that_the_kernel_does_not_run_are_named(change):
 
 def test_bad_input_is_refused():
     rounds = Rounds(make_head(TINY, torch.float32, "cpu"), 2, 1, 1, 2, 8)
-    tokens, features, counts = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 96), torch.ones(1, dtype=torch.long)
+    tokens, features, counts = (
+        torch.zeros(1, 2, dtype=torch.long),
+        torch.zeros(1, 2, 96),
+        torch.ones(1, dtype=torch.long),
+    )
     with pytest.raises(ValueError, match="features is"):
         rounds.draft(tokens, features[..., :95], counts)
     with pytest.raises(ValueError, match="counts is"):

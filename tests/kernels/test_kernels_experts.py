@@ -1,4 +1,5 @@
-"""The mixture's kernels against the reference's definition in fp64, for drawn sizes, and routers from even to all on one expert."""
+"""The mixture's kernels against the reference's definition in fp64, for drawn sizes, and routers from even to all on
+one expert."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ from fastspec.kernels.linear.experts import experts
 from fastspec.kernels.linear.launches import experts_launch_for
 from fastspec.kernels.linear.reference import SWIGLU
 
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CPU = pytest.param(
+    "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter")
+)
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 SHAPES = {  # experts, choices, hidden size, expert size
     "cpu": [(1, 1, 16, 16), (4, 2, 40, 24), (9, 3, 65, 33), (8, 2, 130, 48)],
@@ -37,26 +42,40 @@ def poisoned():
 
 
 def routed(generator: torch.Generator, tokens: int, count: int, choices: int, kind: str) -> tuple[Tensor, Tensor]:
-    """chosen, weights [tokens, choices] of a softmax router: even, skewed, all alike, or the same expert in every place."""
+    """chosen, weights [tokens, choices] of a softmax router: even, skewed, all alike, or the same expert in every
+    place."""
     skew = {"even": 0.0, "skewed": 4.0, "alike": 1e4, "repeated": 0.0}[kind]
     logits = torch.randn(tokens, count, generator=generator) + skew * torch.randn(count, generator=generator)
     weights, chosen = torch.topk(torch.softmax(logits / (1 + skew), -1), choices, dim=-1)
-    return (chosen[:, :1].expand(-1, choices).contiguous() if kind == "repeated" else chosen), weights / weights.sum(-1, keepdim=True)
+    return (chosen[:, :1].expand(-1, choices).contiguous() if kind == "repeated" else chosen), weights / weights.sum(
+        -1, keepdim=True
+    )
 
 
 KINDS = {
     "swiglu": ops.SWIGLU,
-    "gpt-oss": ops.Expert(interleaved=True, gate=ops.Activation(1.702), offset=1.0, limit=1.5),  # within what the drawn numbers reach
+    "gpt-oss": ops.Expert(
+        interleaved=True, gate=ops.Activation(1.702), offset=1.0, limit=1.5
+    ),  # within what the drawn numbers reach
     "llama4": ops.Expert(scales_input=True),
     "gemma4": ops.Expert(gate=ops.GELU_TANH),
 }
 
 
 def exactly(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: ops.Expert = ops.SWIGLU,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The mixture in fp64 with the roundings left out, and what an error of one unit in each rounded product can amount to, [T, H]."""
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    kind: ops.Expert = ops.SWIGLU,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mixture in fp64 with the roundings left out, and what an error of one unit in each rounded product can amount
+    to, [T, H]."""
     out, slack = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for _ in range(2))
     if shared is not None:
         out += shared.double() * (1.0 if shared_gate is None else shared_gate.double().sigmoid())
@@ -74,7 +93,8 @@ def exactly(
         wide, share = down[expert].double(), torch.ones_like(share) if kind.scales_input else share
         answer = inner @ wide.T + (0.0 if down_bias is None else down_bias[expert].double())
         out.index_add_(0, token, share * answer)
-        # Gate's unit moves what gates by at most 1.13 |gate|, up's moves the product; both products, what gates and the result round.
+        # Gate's unit moves what gates by at most 1.13 |gate|, up's moves the product; both products, what gates and the
+        # result round.
         moved = 1.13 * read * up.abs() + added * silu.abs() + inner.abs()
         slack.index_add_(0, token, share.abs() * ((moved.square() @ wide.T.square()).sqrt() + answer.abs()))
     return out, slack
@@ -83,10 +103,15 @@ def exactly(
 @EVERYWHERE
 @pytest.mark.parametrize("kind", KINDS)
 @given(
-    data=st.data(), seed=st.integers(0, 2**31), routed_to=st.sampled_from(["even", "skewed", "alike", "repeated"]),
-    pad=st.sampled_from([0, 16]), weights_dtype=st.sampled_from([torch.float32, None]), transposed=st.booleans(), biases=st.booleans(),
+    data=st.data(),
+    seed=st.integers(0, 2**31),
+    routed_to=st.sampled_from(["even", "skewed", "alike", "repeated"]),
+    pad=st.sampled_from([0, 16]),
+    weights_dtype=st.sampled_from([torch.float32, None]),
+    transposed=st.booleans(),
+    biases=st.booleans(),
     shared=st.sampled_from([None, "plain", "gated"]),
-)  # fmt: skip
+)
 @examples(6)
 def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transposed, biases, shared):
     generator = torch.Generator().manual_seed(seed)
@@ -119,8 +144,9 @@ def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transp
     out = experts(x, gate_up, down, chosen, weights, KINDS[kind], **more)
     expected, slack = exactly(x, gate_up, down, chosen, weights, KINDS[kind], **more)
     assert out.shape == x.shape and out.dtype == dtype and out.is_contiguous()
-    # Errors of the inner roundings add up as independent ones: six standard deviations of half a unit each; then a unit of the result.
-    # In fp32 they are the errors of sums of n products instead, a seventh of the root of n units each (one standard deviation).
+    # Errors of the inner roundings add up as independent ones: six standard deviations of half a unit each; then a unit
+    # of the result. In fp32 they are the errors of sums of n products instead, a seventh of the root of n units each
+    # (one standard deviation).
     unit = torch.finfo(dtype).eps
     grown = max(1.0, max(size, inner) ** 0.5 / 3) if dtype == torch.float32 else 1.0
     bound = unit * grown * (3 * slack + expected.abs()) + 1e-7 * unit
@@ -133,7 +159,8 @@ def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transp
 @EVERYWHERE
 @pytest.mark.parametrize("first", [0, 10, 33, 64, 65, 150, 299, 300])
 def test_many_pairs_of_an_expert_are_shared_out(device, first, monkeypatch):
-    """So many of 300 tokens on the first of two experts: several programs take the pairs of each, and none is taken twice or left out."""
+    """So many of 300 tokens on the first of two experts: several programs take the pairs of each, and none is taken
+    twice or left out."""
     dtype = torch.float32
     launch = experts_launch_for(300, dtype)
     parts, gate_up_kernel = [], kernels._gate_up
@@ -180,18 +207,29 @@ def test_every_size_of_a_group(device, transposed, hopper, monkeypatch):
     out = experts(x, gate_up, down, chosen, weights)
     expected, slack = exactly(x, gate_up, down, chosen, weights, SWIGLU)
     unit = torch.finfo(dtype).eps
-    assert len(chosen) > 64 and bool(((out.double() - expected).abs() <= unit * (3 * slack + expected.abs()) + unit * 2**-14).all())
+    assert len(chosen) > 64 and bool(
+        ((out.double() - expected).abs() <= unit * (3 * slack + expected.abs()) + unit * 2**-14).all()
+    )
 
 
 @EVERYWHERE
-@given(seed=st.integers(0, 2**31), tokens=st.sampled_from([1, 7, 33]), count=st.sampled_from([1, 8, 40]), choices=st.integers(1, 8))
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.sampled_from([1, 7, 33]),
+    count=st.sampled_from([1, 8, 40]),
+    choices=st.integers(1, 8),
+)
 @examples(7)
 @pytest.mark.parametrize("block", [32, 1024])
 def test_pairs_are_grouped_by_expert(device, seed, tokens, count, choices, block):
     chosen = torch.randint(count, (tokens, choices), generator=torch.Generator().manual_seed(seed)).to(device)
     pairs, groups = chosen.numel(), min(chosen.numel(), count)
-    order, expert, begin, end = (torch.full((n,), -(10**9), dtype=torch.int32, device=device) for n in (pairs, groups, groups, groups))
-    kernels._group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, PDL=False, num_warps=1)
+    order, expert, begin, end = (
+        torch.full((n,), -(10**9), dtype=torch.int32, device=device) for n in (pairs, groups, groups, groups)
+    )
+    kernels._group[(count,)](
+        chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, PDL=False, num_warps=1
+    )
     assert order.tolist() == chosen.flatten().sort(stable=True).indices.tolist()
     runs = [(e, b, n) for e, b, n in zip(expert.tolist(), begin.tolist(), end.tolist(), strict=True) if n > b]
     found, sizes = chosen.unique(return_counts=True)
@@ -215,7 +253,11 @@ def test_the_reference_gives_the_same_tokens(device, kind):
 @EVERYWHERE
 def test_what_is_not_a_number_stays_so(device):
     """A limit does not turn it into one."""
-    x, gate_up, down = torch.ones(1, 16, device=device), torch.ones(1, 16, 16, device=device), torch.ones(1, 16, 8, device=device)
+    x, gate_up, down = (
+        torch.ones(1, 16, device=device),
+        torch.ones(1, 16, 16, device=device),
+        torch.ones(1, 16, 8, device=device),
+    )
     chosen, weights = torch.zeros(1, 1, dtype=torch.long, device=device), torch.ones(1, 1, device=device)
     gate_up[0, 3] = torch.nan
     for kind in KINDS.values():

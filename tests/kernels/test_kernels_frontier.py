@@ -1,5 +1,5 @@
-"""`next_frontier`, the first layer's input of a head, and `gate_up` against their references; gathers are exact, a norm and a product
-are as their own tests say."""
+"""`next_frontier`, the first layer's input of a head, and `gate_up` against their references; gathers are exact, a norm
+and a product are as their own tests say."""
 
 from __future__ import annotations
 
@@ -16,16 +16,26 @@ from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.linear import gate_up
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+CPU = pytest.param(
+    "cpu",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
+)
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 
 
 @EVERYWHERE
 @given(
-    rows=st.integers(1, 3), nodes=st.integers(1, 10), children=st.integers(1, 10), width=st.sampled_from([1, 7, 64, 65]),
-    slot=st.integers(0, 100), dtype=st.sampled_from([torch.float32, torch.float16]), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    rows=st.integers(1, 3),
+    nodes=st.integers(1, 10),
+    children=st.integers(1, 10),
+    width=st.sampled_from([1, 7, 64, 65]),
+    slot=st.integers(0, 100),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
 @examples(10)
 def test_next_frontier(device, rows, nodes, children, width, slot, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +58,10 @@ def test_next_frontier(device, rows, nodes, children, width, slot, dtype, seed):
 @EVERYWHERE
 def test_strided_inputs_are_refused(device):
     tokens, hidden = torch.zeros(2, 4, dtype=torch.long, device=device), torch.zeros(2, 2, 8, device=device)
-    index, words = torch.zeros(2, 2, dtype=torch.long, device=device), torch.zeros(2, 2, 1, dtype=torch.long, device=device)
+    index, words = (
+        torch.zeros(2, 2, dtype=torch.long, device=device),
+        torch.zeros(2, 2, 1, dtype=torch.long, device=device),
+    )
     with pytest.raises(ValueError, match="hidden has strides"):
         next_frontier(tokens, index, hidden.transpose(0, 1), words, 0)
 
@@ -74,7 +87,9 @@ def with_rows_apart(x: Tensor, pad: int) -> Tensor:
 class Drawn:
     """A target's table, the weights of two norms, and the nodes that a level is chosen from."""
 
-    def __init__(self, device: str, size: int, dtype: torch.dtype, rows: int, nodes: int, children: int, slot: int, seed: int) -> None:
+    def __init__(
+        self, device: str, size: int, dtype: torch.dtype, rows: int, nodes: int, children: int, slot: int, seed: int
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.chosen = int(torch.randint(1, nodes * children + 1, (), generator=generator))
         words = -(-(slot + self.chosen) // 64)
@@ -88,23 +103,32 @@ class Drawn:
 
 
 def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn) -> None:
-    """Both halves as close to the reference as a norm is, whose sums are in another order, and to the bit what the kernel of a norm makes
-    of the looked-up embeddings and the states; rows at odd addresses, which compiled kernels may share out otherwise, apart."""
+    """Both halves as close to the reference as a norm is, whose sums are in another order, and to the bit what the
+    kernel of a norm makes of the looked-up embeddings and the states; rows at odd addresses, which compiled kernels may
+    share out otherwise, apart."""
     size = hidden.shape[-1]
     embedded = torch.nn.functional.embedding(tokens, drawn.table)
-    for half, values, weight in ((x[..., :size], embedded, drawn.norms[0]), (x[..., size:], hidden.contiguous(), drawn.norms[1])):
+    for half, values, weight in (
+        (x[..., :size], embedded, drawn.norms[0]),
+        (x[..., size:], hidden.contiguous(), drawn.norms[1]),
+    ):
         assert (x.is_cuda and size % 16) or torch.equal(half, rms_norm(values, weight, EPS)[0])
     wanted = drafting_reference.head_input(tokens, hidden, drawn.table, *drawn.norms, EPS)
-    # in half precision a unit where a rounding before the weight falls otherwise, and one after it; in fp32 a few of the scale's
+    # in half precision a unit where a rounding before the weight falls otherwise, and one after it; in fp32 a few of
+    # the scale's
     limits = torch.finfo(x.dtype)
     torch.testing.assert_close(x, wanted, rtol=(8 if x.dtype == torch.float32 else 2.01) * limits.eps, atol=limits.tiny)
 
 
 @EVERYWHERE
 @given(
-    data=st.data(), rows=st.integers(1, 3), nodes=st.integers(1, 10), children=st.integers(1, 10),
-    slot=st.sampled_from([0, 1, 53, 62, 63, 64, 65, 127, 128]), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    data=st.data(),
+    rows=st.integers(1, 3),
+    nodes=st.integers(1, 10),
+    children=st.integers(1, 10),
+    slot=st.sampled_from([0, 1, 53, 62, 63, 64, 65, 127, 128]),
+    seed=st.integers(0, 2**31),
+)
 @examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, seed):
     size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
@@ -118,7 +142,13 @@ def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, see
 
 
 @EVERYWHERE
-@given(data=st.data(), rows=st.integers(1, 3), nodes=st.sampled_from([1, 2, 7, 33]), pad=st.integers(0, 2), seed=st.integers(0, 2**31))
+@given(
+    data=st.data(),
+    rows=st.integers(1, 3),
+    nodes=st.sampled_from([1, 2, 7, 33]),
+    pad=st.integers(0, 2),
+    seed=st.integers(0, 2**31),
+)
 @examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_head_input(device, poisoned, data, rows, nodes, pad, seed):
     size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
@@ -147,9 +177,12 @@ def test_inputs_that_do_not_fit_are_refused(device):
 @EVERYWHERE
 @pytest.mark.parametrize("rows", [1, 5, 40, 100])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", [linear_reference.SILU, linear_reference.GELU_TANH, linear_reference.Activation(1.702)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [linear_reference.SILU, linear_reference.GELU_TANH, linear_reference.Activation(1.702)], ids=str
+)
 def test_gate_up_joins_the_parts_of_the_product(device, rows, bias, kind):
-    """In fp32: a sum of 64 products in another order, then what opens the gate; 1e-5 is some 80 roundings of values of size 1."""
+    """In fp32: a sum of 64 products in another order, then what opens the gate; 1e-5 is some 80 roundings of values of
+    size 1."""
     generator = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, 64, generator=generator), torch.randn(2 * 48, 64, generator=generator) / 8
 

@@ -1,4 +1,5 @@
-"""Products of a few rows on Hopper: the bounds of the other products, the same bits as theirs, and nothing read before it is written."""
+"""Products of a few rows on Hopper: the bounds of the other products, the same bits as theirs, and nothing read before
+it is written."""
 
 from __future__ import annotations
 
@@ -27,18 +28,36 @@ from fastspec.kernels.linear.reference import SILU, joined
 HAS_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 ON_HOPPER = pytest.mark.skipif(not HAS_HOPPER, reason="the kernel is for compute capability 9.0")
 HALVES = [torch.float16, torch.bfloat16]
-LAUNCHES = [HopperLaunch(64, 128, 4, 2), HopperLaunch(128, 64, 4, 1), HopperLaunch(64, 128, 6, 6), HopperLaunch(64, 128, 6, 3)]
+LAUNCHES = [
+    HopperLaunch(64, 128, 4, 2),
+    HopperLaunch(128, 64, 4, 1),
+    HopperLaunch(64, 128, 6, 6),
+    HopperLaunch(64, 128, 6, 3),
+]
 LAUNCHES += [HopperLaunch(64, 64, 2, 0), HopperLaunch(128, 64, 3, 3)]
 LAUNCHES += [HopperLaunch(64, 64, 4, 3, rows=16), HopperLaunch(64, 128, 3, 3, rows=128)]
-SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (4096, 4096), (6144, 8192), (4096, 12288), (17920, 1536), (1536, 8960), (1536, 1536)]
+SHAPES = [
+    (6144, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (4096, 4096),
+    (6144, 8192),
+    (4096, 12288),
+    (17920, 1536),
+    (1536, 8960),
+    (1536, 1536),
+]
 SHAPES += [(1024, 2048), (14336, 4096)]
 FEW_WEIGHTS = [(960, 576), (960, 1152), (576, 576), (576, 1536), (576, 1920), (3072, 576), (3840, 576)]
 GATED = [(28672, 4096), (14336, 4096), (17920, 1536)]
 SPLIT = [(1024, 2048), (4096, 4096), (4096, 14336), (4096, 12288), (1536, 8960), (1536, 1536)]
 
 
-def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool, sliced: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x [rows, depth], weight [channels, depth], bias; `sliced`: their lines lie apart, among NaN that no kernel may read."""
+def drawn(
+    rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool, sliced: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [rows, depth], weight [channels, depth], bias; `sliced`: their lines lie apart, among NaN that no kernel may
+    read."""
     x, weight = torch.randn(rows, depth, device="cuda"), torch.randn(channels, depth, device="cuda") / depth**0.5
     if sliced:
         x, weight = F.pad(x, (0, 8), value=torch.nan), F.pad(weight, (0, 16), value=torch.nan)
@@ -46,12 +65,16 @@ def drawn(rows: int, channels: int, depth: int, dtype: torch.dtype, biased: bool
     return x.to(dtype)[:, :depth], weight.to(dtype)[:, :depth], bias
 
 
-def whole_sums(rows: int, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[HopperLaunch]:
-    """The table's product of small whole numbers, exact and rounded once, where the bound of a long sum is wide enough to hide a tile ->
-    the launches of the kernel, to which later ones are added."""
+def whole_sums(
+    rows: int, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> list[HopperLaunch]:
+    """The table's product of small whole numbers, exact and rounded once, where the bound of a long sum is wide enough
+    to hide a tile -> the launches of the kernel, to which later ones are added."""
     used: list[HopperLaunch] = []
     for module in (products, split):
-        monkeypatch.setattr(module, "hopper_linear", lambda *operands: used.append(operands[4]) or hopper_linear(*operands))
+        monkeypatch.setattr(
+            module, "hopper_linear", lambda *operands: used.append(operands[4]) or hopper_linear(*operands)
+        )
     torch.manual_seed(rows)
     x, weight = (torch.randint(-3, 4, size, device="cuda").to(dtype) for size in ((rows, shape[1]), shape))
     assert torch.equal(linear(x, weight, None), F.linear(x.double(), weight.double()).to(dtype))
@@ -62,10 +85,15 @@ def whole_sums(rows: int, shape: tuple[int, int], dtype: torch.dtype, monkeypatc
 @ON_HOPPER
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 @given(
-    rows=st.sampled_from([1, 2, 7, 16, 17, 33, 61, 64, 65, 256, 300]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
-    depth=st.sampled_from([8, 64, 72, 576, 1544, 4096]), dtype=st.sampled_from(HALVES), gate=st.sampled_from(GATES),
-    biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    rows=st.sampled_from([1, 2, 7, 16, 17, 33, 61, 64, 65, 256, 300]),
+    channels=st.sampled_from([1, 63, 576, 1000, 4096]),
+    depth=st.sampled_from([8, 64, 72, 576, 1544, 4096]),
+    dtype=st.sampled_from(HALVES),
+    gate=st.sampled_from(GATES),
+    biased=st.booleans(),
+    sliced=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
 @examples(25)
 def test_every_launch_gives_the_product(launch, rows, channels, depth, dtype, gate, biased, sliced, seed):
     torch.manual_seed(seed)
@@ -93,10 +121,15 @@ def test_the_table_gives_whole_sums_and_the_bits_of_the_other_kernels(rows, shap
     used.clear()
     x, weight, bias = drawn(rows, *shape, dtype, True, False)
     if shape in GATED:
-        assert torch.equal(products.gate_up(x, weight, bias), linear(x, weight, bias, swiglu=True, launch=Launch(64, 64, 4, 4)))
+        assert torch.equal(
+            products.gate_up(x, weight, bias), linear(x, weight, bias, swiglu=True, launch=Launch(64, 64, 4, 4))
+        )
     elif shape in SPLIT:
         parts = hopper_parts(rows, *shape)
-        got, want = linear_parts(x, weight, bias), linear_parts(x, weight, bias, launch=PartsLaunch(64, 128, parts, 4, 4))
+        got, want = (
+            linear_parts(x, weight, bias),
+            linear_parts(x, weight, bias, launch=PartsLaunch(64, 128, parts, 4, 4)),
+        )
         assert torch.equal(got.values, want.values) and len(got.values) == parts > 1
         exact, bound = product(x, weight, bias)
         assert bool(((joined(got).double() - exact).abs() <= bound).all())
@@ -147,20 +180,33 @@ def test_products_of_few_weights_have_the_bits_of_the_other_kernels(rows, shape,
     used = whole_sums(rows, shape, dtype, monkeypatch)
     x, weight, bias = drawn(rows, *shape, dtype, True, False)
     few = x.split(64)
-    assert torch.equal(linear(x, weight, bias), torch.cat([linear(part, weight, bias, launch=Launch(64, 64, 4, 3)) for part in few]))
+    assert torch.equal(
+        linear(x, weight, bias), torch.cat([linear(part, weight, bias, launch=Launch(64, 64, 4, 3)) for part in few])
+    )
     if shape[0] >= 3072:
         want = torch.cat([linear(part, weight, bias, swiglu=True, launch=Launch(64, 64, 4, 3)) for part in few])
         assert torch.equal(products.gate_up(x, weight, bias), want)
     parts = hopper_parts(rows, *shape)
     if parts > 1:
-        got, want = linear_parts(x, weight, bias), linear_parts(x, weight, bias, launch=PartsLaunch(64, 64, parts, 4, 4))
+        got, want = (
+            linear_parts(x, weight, bias),
+            linear_parts(x, weight, bias, launch=PartsLaunch(64, 64, parts, 4, 4)),
+        )
         assert torch.equal(got.values, want.values) and len(got.values) == parts
     assert len(used) == 2 + (shape[0] >= 3072) + (parts > 1)
 
 
 def test_gate_and_up_of_tiles_that_are_on_the_device_together_go_by_longer_steps():
-    assert hopper_launch_for(17, 7168, 4096, swiglu=True).depth == hopper_launch_for(64, 8448, 4096, swiglu=True).depth == 128
-    assert hopper_launch_for(17, 8449, 4096, swiglu=True).depth == hopper_launch_for(64, 7168, 2048, swiglu=True).depth == 64
+    assert (
+        hopper_launch_for(17, 7168, 4096, swiglu=True).depth
+        == hopper_launch_for(64, 8448, 4096, swiglu=True).depth
+        == 128
+    )
+    assert (
+        hopper_launch_for(17, 8449, 4096, swiglu=True).depth
+        == hopper_launch_for(64, 7168, 2048, swiglu=True).depth
+        == 64
+    )
 
 
 def test_what_it_does_not_take():
@@ -168,7 +214,9 @@ def test_what_it_does_not_take():
     assert hopper_launch_for(1, 4096, 4096) is None and hopper_launch_for(65, 4096, 4096) is None
     assert hopper_launch_for(16, 4096, 576) is None and hopper_launch_for(16, 128256, 4096) is None
     assert hopper_parts(1, 4096, 4096) == hopper_parts(17, 4096, 4160) == hopper_parts(16, 576, 1536) == 1
-    assert hopper_launch_for(513, 576, 576) is None and hopper_launch_for(65, 1536, 1536) is None  # many rows, or weights
+    assert (
+        hopper_launch_for(513, 576, 576) is None and hopper_launch_for(65, 1536, 1536) is None
+    )  # many rows, or weights
     assert hopper_launch_for(17, 576, 448) is None and hopper_launch_for(65, 1024, 2048) is None
     assert hopper_launch_for(65, 2048, 576, swiglu=True) is None
     x, weight = torch.zeros(4, 64, dtype=torch.float16), torch.zeros(8, 64, dtype=torch.float16)

@@ -1,4 +1,5 @@
-"""Dependent launches: the rule that every kernel keeps, and graphs of many kernels against the same kernels one after the other."""
+"""Dependent launches: the rule that every kernel keeps, and graphs of many kernels against the same kernels one after
+the other."""
 
 from __future__ import annotations
 
@@ -31,9 +32,12 @@ ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 # The products let dependents start before their own wait: see the last paragraph of launch.py, and their tests.
 KERNELS = Path(launch.__file__).parent
 PRODUCTS = {KERNELS / "linear" / f"{name}.py" for name in ("linear", "row", "parts", "hopper")}
-FILES = [path for path in sorted(KERNELS.rglob("*.py")) if "import dependent" in path.read_text() and path not in PRODUCTS]
+FILES = [
+    path for path in sorted(KERNELS.rglob("*.py")) if "import dependent" in path.read_text() and path not in PRODUCTS
+]
 BEFORE_THE_WAIT = {"tl.load(p_weight", "guess = tl.load(p_counts + row, volatile=True) + 1"}
-"""The weights of a norm, and a guess that it checks behind the wait: the only memory that is read before, beside addresses that stand."""
+"""The weights of a norm, and a guess that it checks behind the wait: the only memory that is read before, beside
+addresses that stand."""
 WAIT, RELEASE = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 BY_ROWS = [f"if EARLY:\n    {RELEASE}", WAIT, f"if not EARLY:\n    {RELEASE}"]
 """What norms do, which let the product behind a row alone start before they wait."""
@@ -69,9 +73,13 @@ def test_every_kernel_waits_before_it_touches_memory(path):
     for name in names:
         kernel = kernels[name]
         assert kernel.args.args[-1].arg == "PDL", name
-        place = next(i for i, node in enumerate(kernel.body) if isinstance(node, ast.If) and ast.unparse(node.test) == "PDL")
+        place = next(
+            i for i, node in enumerate(kernel.body) if isinstance(node, ast.If) and ast.unparse(node.test) == "PDL"
+        )
         done = [ast.unparse(node) for node in kernel.body[place].body]
-        *rest, wait, release = done if done != BY_ROWS or path.stem not in ("rms_norm", "reduced_norm") else (WAIT, RELEASE)
+        *rest, wait, release = (
+            done if done != BY_ROWS or path.stem not in ("rms_norm", "reduced_norm") else (WAIT, RELEASE)
+        )
         assert (wait, release) == (WAIT, RELEASE), name
         assert not rest or "prefetch(p_ids, PREFETCH)" in rest[0], name
         before = "\n".join(ast.unparse(node) for node in kernel.body[:place])
@@ -82,13 +90,28 @@ def test_every_kernel_waits_before_it_touches_memory(path):
 
 def test_the_rule_is_looked_for_in_all_files():
     found = {path.relative_to(KERNELS).as_posix().removesuffix(".py") for path in FILES}
-    assert {"layer/rms_norm", "linear/swiglu", "layer/rope_cache", "cache/kv_block_copy", "linear/experts", "linear/routing"} < found
+    assert {
+        "layer/rms_norm",
+        "linear/swiglu",
+        "layer/rope_cache",
+        "cache/kv_block_copy",
+        "linear/experts",
+        "linear/routing",
+    } < found
     assert {"drafting/topk_expand", "parallel/reduced_norm", "parallel/look_up", "parallel/joins"} < found
-    assert {"attention/tree", "attention/few_queries", "attention/parts", "drafting/next_frontier", "drafting/head_input"} < found
+    assert {
+        "attention/tree",
+        "attention/few_queries",
+        "attention/parts",
+        "drafting/next_frontier",
+        "drafting/head_input",
+    } < found
     assert all(path.exists() for path in PRODUCTS)
 
 
-@pytest.mark.parametrize(("shape", "begin", "bytes_"), [((4, 64), 0, 128), ((4, 512), 0, 512), ((4, 60), 0, 0), ((4, 64), 1, 0)])
+@pytest.mark.parametrize(
+    ("shape", "begin", "bytes_"), [((4, 64), 0, 128), ((4, 512), 0, 512), ((4, 60), 0, 0), ((4, 64), 1, 0)]
+)
 def test_only_aligned_lines_are_prefetched(shape, begin, bytes_):
     weight = torch.zeros(shape[0] * shape[1] + begin, dtype=torch.float16)[begin:].view(shape)
     assert launch.prefetched(weight, 512) == bytes_
@@ -108,7 +131,8 @@ def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGrap
 @ON_CUDA
 @pytest.mark.parametrize("rows", [1, 16, 61])
 def test_a_chain_of_forty_kernels_gives_the_same_with_and_without(device, rows, monkeypatch):
-    """Each kernel reads what the one before it wrote, in buffers that are used again and again; one that runs ahead shows in the end."""
+    """Each kernel reads what the one before it wrote, in buffers that are used again and again; one that runs ahead
+    shows in the end."""
     torch.manual_seed(rows)
     size, inner = 1024, 1408
     given = {"device": device, "dtype": torch.bfloat16}
@@ -135,7 +159,8 @@ def test_a_chain_of_forty_kernels_gives_the_same_with_and_without(device, rows, 
 
 
 class Round:
-    """The other kernels in a row, each on what the ones before it gave, with torch's own in between; the caches change with every run."""
+    """The other kernels in a row, each on what the ones before it gave, with torch's own in between; the caches change
+    with every run."""
 
     ROWS, NODES, HEADS, KV_HEADS, SIZE, VOCAB, COUNT, STEPS = 2, 16, 8, 2, 64, 5000, 8, 4
 
@@ -170,7 +195,9 @@ class Round:
         k, v = caches
         slots = self.prefix[:, None] + self.place
         q = rope_cache(self.qkv, self.cos, self.sin, slots, k[0], v[0], slots)
-        layout = tree_layout.attention_layout(self.prefix, self.words, nodes, nodes, self.slots, self.HEADS // self.KV_HEADS)
+        layout = tree_layout.attention_layout(
+            self.prefix, self.words, nodes, nodes, self.slots, self.HEADS // self.KV_HEADS
+        )
         mixed = tree_attention.tree_attention(q, k[0], v[0], layout, self.SIZE**-0.5).flatten(2)
         chosen = mixed.flatten(0, 1)[:, :8].float().topk(2).indices
         inner = experts(mixed.flatten(0, 1), self.gate_up, self.down, chosen, self.shares).view_as(mixed)

@@ -1,4 +1,5 @@
-"""The kernels of a layer's small steps against the reference run in fp32 or wider, for drawn shapes, strides and poisoned buffers."""
+"""The kernels of a layer's small steps against the reference run in fp32 or wider, for drawn shapes, strides and
+poisoned buffers."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ from fastspec.kernels.layer.rope_cache import rope_cache
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.swiglu import swiglu
 
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CPU = pytest.param(
+    "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter")
+)
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 DRAWN = examples(20)
 SEEDS = st.integers(0, 2**31)
@@ -47,7 +52,8 @@ def close(actual: Tensor, expected: Tensor, bound: Tensor) -> None:
 
 
 def rounded_alike(actual: Tensor, reference: Tensor) -> None:
-    """In half precision the same bits as the reference but for the rare tie: roundings left out would show in every fourth element."""
+    """In half precision the same bits as the reference but for the rare tie: roundings left out would show in every
+    fourth element."""
     if actual.dtype != torch.float32:
         differ = int((actual != reference).sum()) - int((actual.isnan() & reference.isnan()).sum())
         assert differ <= 2 + actual.numel() // 64, f"{differ} of {actual.numel()} elements are rounded otherwise"
@@ -71,9 +77,14 @@ def strided(values: Tensor, pad: int) -> Tensor:
 
 @EVERYWHERE
 @given(
-    data=st.data(), seed=SEEDS, pad=st.sampled_from([0, 3, 16]), with_residual=st.booleans(), with_out=st.booleans(),
-    with_total=st.booleans(), unit=st.sampled_from([None, 0.0, 1.0]),
-)  # fmt: skip
+    data=st.data(),
+    seed=SEEDS,
+    pad=st.sampled_from([0, 3, 16]),
+    with_residual=st.booleans(),
+    with_out=st.booleans(),
+    with_total=st.booleans(),
+    unit=st.sampled_from([None, 0.0, 1.0]),
+)
 @DRAWN
 def test_rms_norm(device, data, seed, pad, with_residual, with_out, with_total, unit):
     generator = torch.Generator().manual_seed(seed)
@@ -87,12 +98,17 @@ def test_rms_norm(device, data, seed, pad, with_residual, with_out, with_total, 
     assert torch.equal(summed, total)  # one addition, rounded once
     assert (summed is x) is not (with_residual or with_total) and (out is None or normed is out)
     assert given_total is None or summed is given_total
-    # Half a unit for the rounding before the weight and half for the one after it; in fp32 the scale's own error besides, a few units.
+    # Half a unit for the rounding before the weight and half for the one after it; in fp32 the scale's own error
+    # besides, a few units.
     wide, scale = total.double(), weight.double() + (unit or 0.0)
     expected = scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5))
-    rounded_alike(normed, layer_reference.rms_norm(x, weight, 1e-5, residual if with_residual else None, offset=unit)[0])
+    rounded_alike(
+        normed, layer_reference.rms_norm(x, weight, 1e-5, residual if with_residual else None, offset=unit)[0]
+    )
     step, smallest = units(dtype)
-    close(normed, expected, (8 if dtype == torch.float32 else 1.01) * step * expected.abs() + smallest * (1 + scale.abs()))
+    close(
+        normed, expected, (8 if dtype == torch.float32 else 1.01) * step * expected.abs() + smallest * (1 + scale.abs())
+    )
     for written in (out, given_total):
         if written is not None and pad:
             assert bool(written.as_strided((2 * rows, size + pad), (size + pad, 1))[:, size:].isnan().all())
@@ -108,9 +124,9 @@ def test_swiglu(device, data, seed, pad, scale):
     gate, up = gate_up.double().chunk(2, -1)
     out = swiglu(gate_up)
     assert out.is_contiguous() and out.dtype == dtype
-    # Half a unit for silu's rounding and half for the product's; in fp32 the fast division's 2 units besides, and a unit and a half of
-    # exp's and the sum's. exp's error grows with its argument, |gate| * 2**-24, but only for negative gates, where silu falls faster:
-    # an absolute 2**-23 times up.
+    # Half a unit for silu's rounding and half for the product's; in fp32 the fast division's 2 units besides, and a
+    # unit and a half of exp's and the sum's. exp's error grows with its argument, |gate| * 2**-24, but only for
+    # negative gates, where silu falls faster: an absolute 2**-23 times up.
     rounded_alike(out, linear_reference.swiglu(gate_up))
     expected = torch.nn.functional.silu(gate) * up
     unit, smallest = units(dtype)
@@ -133,12 +149,22 @@ NODES = {"cpu": [1, 3], "cuda": [1, 7, 61, 65]}
 
 @EVERYWHERE
 @given(
-    data=st.data(), seed=SEEDS, part=st.sampled_from([1.0, 0.5, 0.25]), norm=st.booleans(), batch=st.integers(1, 2),
-    offset=st.sampled_from([None, 0.0, 1.0]), norms_values=st.booleans(), ties_values=st.booleans(),
-    owns=st.sampled_from([True, True, False]), interleaved=st.booleans(), scaled=st.booleans(),
-)  # fmt: skip
+    data=st.data(),
+    seed=SEEDS,
+    part=st.sampled_from([1.0, 0.5, 0.25]),
+    norm=st.booleans(),
+    batch=st.integers(1, 2),
+    offset=st.sampled_from([None, 0.0, 1.0]),
+    norms_values=st.booleans(),
+    ties_values=st.booleans(),
+    owns=st.sampled_from([True, True, False]),
+    interleaved=st.booleans(),
+    scaled=st.booleans(),
+)
 @DRAWN
-def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns, interleaved, scaled):
+def test_rope_cache(
+    device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns, interleaved, scaled
+):
     generator = torch.Generator().manual_seed(seed)
     dtype, table_dtype = drawn(data, device, DTYPES), drawn(data, device, DTYPES)
     q_heads, kv_heads = drawn(data, device, HEADS)
@@ -154,7 +180,9 @@ def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values,
     slots = torch.stack([torch.randperm(slots_total, generator=generator)[:nodes] for _ in range(batch)]).to(device)
     weights = [normal(generator, size, dtype=dtype, device=device) for _ in range(2)] if norm else [None, None]
     # One layer of a buffer of three, its neighbours NaN and to stay so.
-    buffers = [torch.full((3, batch, kv_heads, slots_total, size), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+    buffers = [
+        torch.full((3, batch, kv_heads, slots_total, size), torch.nan, dtype=dtype, device=device) for _ in range(2)
+    ]
     q = rope_cache(qkv, cos, sin, positions, buffers[0][1], buffers[1][1], slots, *weights, 1e-6, offset, *more)
 
     wanted = [torch.full_like(buffer[1], torch.nan) for buffer in buffers]
@@ -162,22 +190,31 @@ def test_rope_cache(device, data, seed, part, norm, batch, offset, norms_values,
     k_cache, v_cache = buffers[0][1], buffers[1][1]
     if norms_values:
         rounded_alike(v_cache, wanted[1])
-        # Rounded once: a unit where the scale's error crosses a tie; in fp32 that error itself, a few units on either side as in rms_norm.
+        # Rounded once: a unit where the scale's error crosses a tie; in fp32 that error itself, a few units on either
+        # side as in rms_norm.
         few = (8 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
         torch.testing.assert_close(v_cache, wanted[1], rtol=few, atol=1e-30, equal_nan=True)
     else:
         assert torch.equal(v_cache.nan_to_num(7.0), wanted[1].nan_to_num(7.0))  # copied, and nothing else touched
     assert bool(torch.stack(buffers)[:, [0, 2]].isnan().all()) and torch.equal(k_cache.isnan(), wanted[0].isnan())
-    # Errors of fp32 move a rounding across a tie, by a unit: the rotation's (in fp32 itself two products' and a sum's, on either side),
-    # and with a norm those of the normed channel and of its product with the weight (in fp32 the scale's few units). All are relative
-    # to the pair of channels that a rotation mixes. A factor behind it rounds once more.
-    ulps = {(False, False): 1.0, (False, True): 3.0, (True, False): 2.0, (True, True): 8.0}[dtype == torch.float32, norm] + scaled
+    # Errors of fp32 move a rounding across a tie, by a unit: the rotation's (in fp32 itself two products' and a sum's,
+    # on either side), and with a norm those of the normed channel and of its product with the weight (in fp32 the
+    # scale's few units). All are relative to the pair of channels that a rotation mixes. A factor behind it rounds once
+    # more.
+    ulps = {(False, False): 1.0, (False, True): 3.0, (True, False): 2.0, (True, True): 8.0}[
+        dtype == torch.float32, norm
+    ] + scaled
     unit = torch.finfo(dtype).eps
     for actual, reference in ((q, expected), (k_cache, wanted[0])):
         assert actual.shape == reference.shape
         rounded_alike(actual, reference)
         wide = reference.nan_to_num(0.0).double()
-        other = wide[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half)).flip(-1 if interleaved else -2).flatten(-2)
+        other = (
+            wide[..., : 2 * half]
+            .unflatten(-1, (half, 2) if interleaved else (2, half))
+            .flip(-1 if interleaved else -2)
+            .flatten(-2)
+        )
         pair = torch.cat((other, torch.zeros_like(wide[..., 2 * half :])), -1)
         bound = ulps * unit * (wide.abs() + pair.abs()).clamp(min=torch.finfo(dtype).tiny)
         assert bool(((actual.nan_to_num(0.0).double() - wide).abs() <= bound).all())
@@ -188,7 +225,10 @@ def test_rope_cache_takes_expanded_positions_and_moved_caches(device):
     generator = torch.Generator().manual_seed(1)
     qkv = normal(generator, 2, 3, 4 * 8, dtype=torch.float32, device=device)
     angles = torch.rand(9, 4, generator=generator).to(device)
-    positions, slots = torch.tensor([4, 5, 5], device=device).expand(2, 3), torch.tensor([[1], [6], [0]], device=device).expand(3, 2).T
+    positions, slots = (
+        torch.tensor([4, 5, 5], device=device).expand(2, 3),
+        torch.tensor([[1], [6], [0]], device=device).expand(3, 2).T,
+    )
     caches = [torch.zeros(2, 7, 1, 8, device=device).transpose(1, 2) for _ in range(4)]  # [B, C, Hkv, D] in memory
     q = rope_cache(qkv, angles.cos(), angles.sin(), positions, caches[0], caches[1], slots)
     expected = layer_reference.rope_cache(qkv, angles.cos(), angles.sin(), positions, caches[2], caches[3], slots)
@@ -209,7 +249,10 @@ def test_kv_block_copy(device, data, seed, kind, rows):
     generator = torch.Generator().manual_seed(seed)
     count, slots, size = drawn(data, device, COPIES)
     dtype = drawn(data, device, DTYPES)
-    source, target = (torch.stack([torch.randperm(slots, generator=generator)[:count] for _ in range(rows)]).to(device) for _ in range(2))
+    source, target = (
+        torch.stack([torch.randperm(slots, generator=generator)[:count] for _ in range(rows)]).to(device)
+        for _ in range(2)
+    )
     if kind == "shift":  # every target but one is another's source
         source = target.roll(1, dims=1)
     elif kind == "same":
@@ -256,8 +299,9 @@ def test_what_the_kernels_refuse():
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("count", [8, 64, 512])
 def test_no_slot_is_overwritten_before_it_was_read(device, count, size, cycle):
-    """Every source but one is another's target, in all layers, rows and heads at once, many times over. On an H100 a kernel without its
-    barrier moved wrong vectors in each of 30 launches of 512 slots, and in some of those of fewer."""
+    """Every source but one is another's target, in all layers, rows and heads at once, many times over. On an H100 a
+    kernel without its barrier moved wrong vectors in each of 30 launches of 512 slots, and in some of those of
+    fewer."""
     torch.manual_seed(0)
     caches = [torch.randn(16, 4, 8, 600, size, device=device, dtype=torch.bfloat16) for _ in range(2)]
     target = torch.stack([torch.randperm(600, device=device)[:count] for _ in range(4)])

@@ -40,10 +40,16 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLa
 
 @pytest.mark.parametrize("device", [CPU])
 @given(
-    rows=st.sampled_from([1, 2, 7, 16, 17, 33]), channels=st.sampled_from([1, 7, 31, 32, 63, 65, 100]),
-    depth=st.sampled_from([1, 7, 16, 63, 64, 65, 129]), dtype=st.sampled_from(DTYPES), gate=st.sampled_from(GATES), biased=st.booleans(),
-    sliced=st.booleans(), launch=st.sampled_from(SMALL + ONE_ROW), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    rows=st.sampled_from([1, 2, 7, 16, 17, 33]),
+    channels=st.sampled_from([1, 7, 31, 32, 63, 65, 100]),
+    depth=st.sampled_from([1, 7, 16, 63, 64, 65, 129]),
+    dtype=st.sampled_from(DTYPES),
+    gate=st.sampled_from(GATES),
+    biased=st.booleans(),
+    sliced=st.booleans(),
+    launch=st.sampled_from(SMALL + ONE_ROW),
+    seed=st.integers(0, 2**31),
+)
 @examples(35)
 def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, gate, biased, sliced, launch, seed):
     torch.manual_seed(seed)
@@ -54,10 +60,15 @@ def test_every_launch_gives_the_product(device, rows, channels, depth, dtype, ga
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("launch", WIDE, ids=str)
 @given(
-    rows=st.sampled_from([1, 7, 16, 17, 61, 64, 65, 128]), channels=st.sampled_from([1, 63, 576, 1000, 4096]),
-    depth=st.sampled_from([1, 63, 576, 1544, 4096]), dtype=st.sampled_from([torch.float16, torch.bfloat16]), gate=st.sampled_from(GATES),
-    biased=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    rows=st.sampled_from([1, 7, 16, 17, 61, 64, 65, 128]),
+    channels=st.sampled_from([1, 63, 576, 1000, 4096]),
+    depth=st.sampled_from([1, 63, 576, 1544, 4096]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    gate=st.sampled_from(GATES),
+    biased=st.booleans(),
+    sliced=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
 @examples(2)
 def test_wide_launches_give_the_product(device, launch, rows, channels, depth, dtype, gate, biased, sliced, seed):
     torch.manual_seed(seed)
@@ -69,7 +80,9 @@ def test_wide_launches_give_the_product(device, launch, rows, channels, depth, d
 
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (2048, 1536), (1536, 8960), (960, 576), (49152, 576)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6144, 4096), (4096, 14336), (2048, 1536), (1536, 8960), (960, 576), (49152, 576)], ids=str
+)
 @pytest.mark.parametrize("rows", [1, 16, 29, 61, 128])
 def test_the_tables_launches_give_the_product(device, rows, shape, dtype):
     torch.manual_seed(rows)
@@ -85,13 +98,19 @@ def test_the_tables_launches_give_the_product(device, rows, shape, dtype):
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_linear_takes_and_gives_what_the_reference_does(device):
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(2, 3, 65, device=device), torch.randn(34, 65, device=device), torch.randn(34, device=device)
+    x, weight, bias = (
+        torch.randn(2, 3, 65, device=device),
+        torch.randn(34, 65, device=device),
+        torch.randn(34, device=device),
+    )
     for a, w, b in ((x, weight, bias), (x, weight, None), (x[:, 1], weight[::2][:16], None)):
         for swiglu, (exact, bound) in ((False, product(a, w, b)), (True, gated(a, w, b))):
             got = linear(a, w, b, swiglu=swiglu)
             emitted = reference.swiglu(reference.linear(a, w, b)) if swiglu else reference.linear(a, w, b)
             assert got.shape == emitted.shape and got.dtype == emitted.dtype
-            assert bool(((got.double() - exact).abs() <= bound).all()) and bool(((emitted.double() - exact).abs() <= bound).all())
+            assert bool(((got.double() - exact).abs() <= bound).all()) and bool(
+                ((emitted.double() - exact).abs() <= bound).all()
+            )
     assert linear(x[:0], weight, bias).shape == (0, 3, 34) and linear(x[0, 0], weight, bias).shape == (34,)
 
 
@@ -148,12 +167,14 @@ def test_every_launch_chosen_fits_the_device(most):
 @pytest.mark.parametrize(
     "launches",
     [
-        *([Launch(64, depth, 4, 4, tma, pdl) for depth in (64, 128, 32)] for tma in (False, True) for pdl in (False, True)),
+        *(
+            [Launch(64, depth, 4, 4, tma, pdl) for depth in (64, 128, 32)]
+            for tma in (False, True)
+            for pdl in (False, True)
+        ),
         [RowLaunch(4, 512, 2), RowLaunch(2, 2048, 4), RowLaunch(4, 1024, 4)],
     ],
     ids=["plain", "pdl", "tma", "tma, pdl", "row"],
 )
 def test_a_graph_of_dependent_products_gives_what_torch_gives(device, launches):
     check_chain(1 if isinstance(launches[0], RowLaunch) else 16, launches)
-
-

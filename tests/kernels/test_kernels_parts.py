@@ -1,4 +1,5 @@
-"""Products in parts: each part held to float64, their sum to the product, and the norm that adds them up to the norm of their sum."""
+"""Products in parts: each part held to float64, their sum to the product, and the norm that adds them up to the norm of
+their sum."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from fastspec.kernels.linear.linear import linear_parts
 from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import triton_ops
 
-SMALL = [PartsLaunch(16, 16, 3, 4, 3), PartsLaunch(32, 32, 1, 4, 2), PartsLaunch(16, 32, 2, 4, 4), PartsLaunch(32, 16, 100, 4, 2)]
+SMALL = [
+    PartsLaunch(16, 16, 3, 4, 3),
+    PartsLaunch(32, 32, 1, 4, 2),
+    PartsLaunch(16, 32, 2, 4, 4),
+    PartsLaunch(32, 16, 100, 4, 2),
+]
 SHAPES = [(4096, 4096), (4096, 14336), (1536, 8960), (576, 1536), (1000, 4096), (576, 5184)]
 
 
@@ -32,22 +38,35 @@ def check(x, weight, bias, launch) -> None:
     """Every part within its bound, their sum within the product's, and the same bit for bit twice."""
     got, again = (linear_parts(x, weight, bias, launch=launch) for _ in range(2))
     assert isinstance(got, Parts) and torch.equal(got.values, again.values)
-    assert got.shape == (len(x), len(weight)) and got.dtype == x.dtype and got.values.dtype == torch.float32 and got.values.is_contiguous()
+    assert (
+        got.shape == (len(x), len(weight))
+        and got.dtype == x.dtype
+        and got.values.dtype == torch.float32
+        and got.values.is_contiguous()
+    )
     exact, bound = product(x, weight, bias)
     assert bool(((joined(got).double() - exact).abs() <= bound).all())
     steps, count = weight.shape[1] // launch.depth, len(got.values)
     assert count == min(launch.parts, steps)
     for index, part in enumerate(got.values):
         share = slice(steps * index // count * launch.depth, steps * (index + 1) // count * launch.depth)
-        exact, bound = product(x[:, share].float(), weight[:, share].float(), None if index or bias is None else bias.float())
+        exact, bound = product(
+            x[:, share].float(), weight[:, share].float(), None if index or bias is None else bias.float()
+        )
         assert bool(((part.double() - exact).abs() <= bound).all()), f"part {index} of {launch}"
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    rows=st.sampled_from([1, 2, 7, 16, 17, 33]), channels=st.sampled_from([1, 7, 31, 32, 65]), blocks=st.integers(1, 6),
-    dtype=st.sampled_from(DTYPES), biased=st.booleans(), sliced=st.booleans(), launch=st.sampled_from(SMALL), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    rows=st.sampled_from([1, 2, 7, 16, 17, 33]),
+    channels=st.sampled_from([1, 7, 31, 32, 65]),
+    blocks=st.integers(1, 6),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+    sliced=st.booleans(),
+    launch=st.sampled_from(SMALL),
+    seed=st.integers(0, 2**31),
+)
 @examples(40)
 def test_every_launch_gives_the_parts(device, rows, channels, blocks, dtype, biased, sliced, launch, seed):
     torch.manual_seed(seed)
@@ -68,9 +87,13 @@ def test_the_tables_launches_give_the_parts(device, shape, rows, dtype):
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    parts=st.integers(1, 5), rows=st.sampled_from([(1, 1), (2, 3), (1, 17)]), size=st.sampled_from([1, 7, 64, 65]),
-    dtype=st.sampled_from(DTYPES), with_residual=st.booleans(), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    parts=st.integers(1, 5),
+    rows=st.sampled_from([(1, 1), (2, 3), (1, 17)]),
+    size=st.sampled_from([1, 7, 64, 65]),
+    dtype=st.sampled_from(DTYPES),
+    with_residual=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
 @examples(40)
 def test_the_norm_of_parts_is_that_of_their_sum(device, parts, rows, size, dtype, with_residual, seed):
     """Bit for bit: the parts are added in one order, and rounded where a product is."""
@@ -80,14 +103,20 @@ def test_the_norm_of_parts_is_that_of_their_sum(device, parts, rows, size, dtype
     residual = torch.randn(*rows, size, device=device).to(dtype) if with_residual else None
     for got, want in zip(rms_norm(x, weight, 1e-5, residual), rms_norm(joined(x), weight, 1e-5, residual), strict=True):
         assert got.shape == want.shape == (*rows, size) and got.dtype == dtype and torch.equal(got, want)
-    emitted, plain = reference.rms_norm(x, weight, 1e-5, residual), reference.rms_norm(joined(x), weight, 1e-5, residual)
+    emitted, plain = (
+        reference.rms_norm(x, weight, 1e-5, residual),
+        reference.rms_norm(joined(x), weight, 1e-5, residual),
+    )
     assert all(map(torch.equal, emitted, plain))
 
 
 def test_parts_are_added_in_their_order():
     """1 is lost beside 2**24 in fp32, unless the large ones have gone before."""
     values = torch.tensor([2.0**24, 1.0, -(2.0**24)])[:, None]
-    assert joined(Parts(values, torch.float32)).item() == 0.0 and joined(Parts(values[[0, 2, 1]], torch.float32)).item() == 1.0
+    assert (
+        joined(Parts(values, torch.float32)).item() == 0.0
+        and joined(Parts(values[[0, 2, 1]], torch.float32)).item() == 1.0
+    )
     x = torch.ones(2)
     assert joined(x) is x
 
@@ -97,12 +126,16 @@ def test_parts_are_added_in_their_order():
 def test_the_feed_forward_hands_its_parts_to_the_norm(device, rows):
     """What a layer runs: the down-projection in parts where the table has a launch for it, a tensor elsewhere."""
     torch.manual_seed(0)
-    gate, up, down = (nn.Linear(*size, bias=False, device=device, dtype=torch.float16) for size in ((64, 256), (64, 256), (256, 64)))
+    gate, up, down = (
+        nn.Linear(*size, bias=False, device=device, dtype=torch.float16) for size in ((64, 256), (64, 256), (256, 64))
+    )
     x, ops = torch.randn(1, rows, 64, device=device).half(), triton_ops()
     with torch.no_grad():
         both = ops, replace(ops, linear_parts=None)
         change, plain = (gated(each, gate, up, layer_product(each, (down,), parts=True))(x) for each in both)
-        act = F.silu(ops.linear(x, gate.weight, None)) * ops.linear(x, up.weight, None)  # apart in memory: as `gated` multiplies them
+        act = F.silu(ops.linear(x, gate.weight, None)) * ops.linear(
+            x, up.weight, None
+        )  # apart in memory: as `gated` multiplies them
         exact, bound = product(act[0], down.weight, None)
     assert isinstance(change, Parts) == (rows > 16) and isinstance(plain, torch.Tensor)
     for got in (joined(change), plain):
@@ -138,7 +171,9 @@ def test_the_parts_of_a_table_fill_the_device_once(rows):
         for depth in (128, 576, 1536, 4096, 5184, 8960, 14336):
             launch = parts_launch_for(rows, channels, depth, torch.bfloat16)
             if launch is not None:
-                assert 1 <= launch.parts * -(-channels // launch.channels) <= MULTIPROCESSORS and depth % launch.depth == 0
+                assert (
+                    1 <= launch.parts * -(-channels // launch.channels) <= MULTIPROCESSORS and depth % launch.depth == 0
+                )
                 stages = launch.stages * launch.depth * (launch.channels + max(16, 1 << (rows - 1).bit_length())) * 2
                 assert stages <= 227 * 1024 and launch.parts <= depth // launch.depth
 

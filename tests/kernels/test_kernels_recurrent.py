@@ -35,7 +35,8 @@ SIZES = st.sampled_from([(1, 1, 16, 16), (2, 4, 8, 12), (1, 2, 20, 40), (2, 2, 3
 
 @dataclass
 class Case:
-    """A tree of N nodes for two rows or a text, of (Hk, Hv, Dk, Dv), behind a state that is not empty; products as slices of wider rows."""
+    """A tree of N nodes for two rows or a text, of (Hk, Hv, Dk, Dv), behind a state that is not empty; products as
+    slices of wider rows."""
 
     mixed: Tensor
     a: Tensor
@@ -45,17 +46,31 @@ class Case:
     tree: TokenTree
 
     @classmethod
-    def made(cls, sizes: tuple[int, int, int, int], nodes: int, seed: int, dtype: torch.dtype, device: str, chain: bool = False) -> Case:
+    def made(
+        cls,
+        sizes: tuple[int, int, int, int],
+        nodes: int,
+        seed: int,
+        dtype: torch.dtype,
+        device: str,
+        chain: bool = False,
+    ) -> Case:
         keys, values, key_size, value_size = sizes
         draw = torch.Generator().manual_seed(seed)
         channels = 2 * keys * key_size + values * value_size
         wide = torch.randn(2, nodes, channels + 2 * values + 3, generator=draw).to(dtype).to(device)
         mixed, a, b, _ = wide.split((channels, values, values, 3), -1)
-        rates = DecayRates(*(torch.randn(values, generator=draw).to(dtype).to(device) for _ in "ab"), scale=1.0 + seed % 2)
+        rates = DecayRates(
+            *(torch.randn(values, generator=draw).to(dtype).to(device) for _ in "ab"), scale=1.0 + seed % 2
+        )
         state = torch.randn(2, values, key_size, value_size, generator=draw).to(device)
         parents = random_parents(2, nodes, draw)
-        tree = TokenTree.from_parents(parents * 0, (torch.arange(nodes) - 1).clamp(min=0).expand(2, -1) if chain else parents)
-        return cls(mixed, a, b, rates, state, TokenTree(*(getattr(tree, each).to(device) for each in TREE), tree.max_path))
+        tree = TokenTree.from_parents(
+            parents * 0, (torch.arange(nodes) - 1).clamp(min=0).expand(2, -1) if chain else parents
+        )
+        return cls(
+            mixed, a, b, rates, state, TokenTree(*(getattr(tree, each).to(device) for each in TREE), tree.max_path)
+        )
 
     def space(self) -> tuple[Tensor, Tensor]:
         """Updates and gates, of a buffer with room for more nodes."""
@@ -82,7 +97,9 @@ def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 def step_by_step(case: Case, row: int, path: list[int]) -> tuple[Tensor, Tensor]:
     """The recurrence itself, in double precision -> the last token's output [Hv, Dv], and the state [Hv, Dk, Dv]."""
-    q, k, v = (x.double() for x in reference.heads_of(case.mixed[row, path], reference.sizes_of(case.mixed, case.state)))
+    q, k, v = (
+        x.double() for x in reference.heads_of(case.mixed[row, path], reference.sizes_of(case.mixed, case.state))
+    )
     g, beta = (x.double() for x in case.rates.of(case.a[row, path], case.b[row, path]))
     state, out = case.state[row].double(), torch.empty(0)
     for step in range(len(path)):
@@ -108,10 +125,15 @@ def test_a_tree_and_a_text_are_the_recurrence(sizes: tuple[int, int, int, int], 
             states, inputs = case.state[None].clone(), held.clone()
             given = torch.tensor([path + [node] * 2, path + [node] * 2])
             mine = torch.tensor([row == 0, row == 1])
-            accepted, kept = torch.tensor([len(path) - 1] * 2), (case.mixed[None], case.mixed[None], updates[None], gates[None])
+            accepted, kept = (
+                torch.tensor([len(path) - 1] * 2),
+                (case.mixed[None], case.mixed[None], updates[None], gates[None]),
+            )
             reference.delta_commit(states, inputs, *kept, given, accepted, mine)
             close(states[0, row], state, torch.float32)
-            assert torch.equal(states[0, 1 - row], case.state[1 - row]) and torch.equal(inputs[0, 1 - row], held[0, 1 - row])
+            assert torch.equal(states[0, 1 - row], case.state[1 - row]) and torch.equal(
+                inputs[0, 1 - row], held[0, 1 - row]
+            )
             assert torch.equal(inputs[0, row], torch.cat((held[0, row], case.mixed[row, path]))[-4:])
     counts, state = torch.tensor([nodes, nodes // 2]), case.state.clone()
     reference.delta_chain(case.mixed, case.a, case.b, case.rates, state, counts)
@@ -165,16 +187,23 @@ def test_a_text(device: str, dtype: torch.dtype, sizes: Any, tokens: int, seed: 
 
 @TYPES
 @given(
-    nodes=st.sampled_from([1, 6, 20]), width=st.integers(2, 4), channels=st.sampled_from([12, 530]), seed=SEEDS, chain=st.booleans(),
+    nodes=st.sampled_from([1, 6, 20]),
+    width=st.integers(2, 4),
+    channels=st.sampled_from([12, 530]),
+    seed=SEEDS,
+    chain=st.booleans(),
     silu=st.booleans(),
-)  # fmt: skip
+)
 @examples(6)
 def test_the_convolution(
     device: str, dtype: torch.dtype, nodes: int, width: int, channels: int, seed: int, chain: bool, silu: bool
-) -> None:  # fmt: skip
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(2, nodes, channels + 5, generator=draw).to(dtype).to(device)[..., :channels]
-    weight, held = torch.randn(channels, width, generator=draw).to(dtype).to(device), torch.randn(2, width, channels, generator=draw)
+    weight, held = (
+        torch.randn(channels, width, generator=draw).to(dtype).to(device),
+        torch.randn(2, width, channels, generator=draw),
+    )
     held = held.to(dtype).to(device)
     parents = None if chain else random_parents(2, nodes, draw).to(device)
     kept, out = (torch.zeros(2, nodes + 2, channels, dtype=dtype, device=device)[:, :nodes] for _ in "ab")
@@ -191,7 +220,9 @@ def test_the_convolution(
 @TYPES
 @given(sizes=SIZES, nodes=st.sampled_from([1, 5, 40]), seed=SEEDS, data=st.data())
 @examples(5)
-def test_accepted_paths(device: str, dtype: torch.dtype, sizes: Any, nodes: int, seed: int, data: st.DataObject) -> None:
+def test_accepted_paths(
+    device: str, dtype: torch.dtype, sizes: Any, nodes: int, seed: int, data: st.DataObject
+) -> None:
     """Of three layers; rows that are not active keep what they have."""
     layers, chain = 3, data.draw(st.booleans())
     cases = [Case.made(sizes, nodes, seed + layer, dtype, device, chain) for layer in range(layers)]
@@ -230,9 +261,12 @@ def test_what_the_kernels_do_not_accept() -> None:
     case = Case.made((2, 4, 8, 12), 5, 0, torch.float32, "cpu")
     given = [case.mixed, case.a, case.b, case.rates, case.state, case.tree.ancestors, *case.space()]
     for at, wrong, words in (
-        (0, case.mixed[..., 1:], "mixed is"), (1, case.a[:, :2], "a is"), (4, case.state.double(), "state is"),
-        (5, case.tree.ancestors.int(), "words are"), (6, case.space()[0].half(), "updates is"),
-    ):  # fmt: skip
+        (0, case.mixed[..., 1:], "mixed is"),
+        (1, case.a[:, :2], "a is"),
+        (4, case.state.double(), "state is"),
+        (5, case.tree.ancestors.int(), "words are"),
+        (6, case.space()[0].half(), "updates is"),
+    ):
         with pytest.raises(ValueError, match=words):
             delta.delta_tree(*given[:at], wrong, *given[at + 1 :])
     with pytest.raises(ValueError, match="counts are"):

@@ -1,4 +1,5 @@
-"""The small launches of a round against their references: they move and count whole numbers and copy states, so all is exact."""
+"""The small launches of a round against their references: they move and count whole numbers and copy states, so all is
+exact."""
 
 from __future__ import annotations
 
@@ -15,8 +16,13 @@ from fastspec.kernels.drafting import inputs
 from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.drafting.inputs import keep_last, path_pairs, tree_input
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+CPU = pytest.param(
+    "cpu",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
+)
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 DRAWN = examples(30)
 SEEDS = st.integers(0, 2**31)
@@ -39,9 +45,16 @@ class Round:
     def __init__(self, device: str, rows: int, steps: int, nodes: int, apart: bool, seed: int) -> None:
         self.generator, self.apart, self.device = torch.Generator().manual_seed(seed), apart, device
         self.path = self.whole((rows, steps), nodes)
-        self.accepted, self.bonus, self.root = self.whole((rows,), steps), self.whole((rows,), 2**40), self.whole((rows,), 2**40)
+        self.accepted, self.bonus, self.root = (
+            self.whole((rows,), steps),
+            self.whole((rows,), 2**40),
+            self.whole((rows,), 2**40),
+        )
         self.tokens = self.whole((rows, nodes), 2**40)
-        self.lengths, self.active = self.whole((rows,), 300), self.laid(torch.rand(rows, generator=self.generator) < 0.7)
+        self.lengths, self.active = (
+            self.whole((rows,), 300),
+            self.laid(torch.rand(rows, generator=self.generator) < 0.7),
+        )
 
     def whole(self, shape: tuple[int, ...], below: int) -> Tensor:
         return self.laid(torch.randint(0, below, shape, generator=self.generator))
@@ -135,7 +148,11 @@ def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
     drawn = Round(device, rows, steps, nodes, apart, seed)
     features = torch.randn(rows, nodes, size + 3 * apart, generator=drawn.generator).to(device, dtype)[..., :size]
     verdict = drawn.path, drawn.accepted, drawn.bonus, drawn.active
-    outs = None if kept is None else (torch.full((rows, steps, size), torch.nan, dtype=kept, device=device), drawn.whole((rows,), 9))
+    outs = (
+        None
+        if kept is None
+        else (torch.full((rows, steps, size), torch.nan, dtype=kept, device=device), drawn.whole((rows,), 9))
+    )
     root, given_root = drawn.root.clone(), drawn.root.tolist()
     copies = None if outs is None else tuple(x.clone() for x in outs)
     wanted = drafting_reference.path_pairs(features, *verdict, root, drawn.lengths, copies)
@@ -159,7 +176,10 @@ def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
 @DRAWN
 def test_keep_last(device, rows, pairs, size, dtype, apart, bound, seed):
     drawn = Round(device, rows, 1, 1, apart, seed)
-    hidden, readout = (torch.randn(rows, pairs, size + 5 * apart, generator=drawn.generator).to(device, dtype)[..., :size] for _ in "hr")
+    hidden, readout = (
+        torch.randn(rows, pairs, size + 5 * apart, generator=drawn.generator).to(device, dtype)[..., :size]
+        for _ in "hr"
+    )
     counts = drawn.whole((rows,), pairs + 1)
     last = [torch.randn(rows, size, generator=drawn.generator).to(device, dtype) for _ in range(2)]
     kept, lengths, given_lengths = [x.clone() for x in last], drawn.lengths.clone(), drawn.lengths.tolist()
@@ -176,12 +196,16 @@ def test_keep_last(device, rows, pairs, size, dtype, apart, bound, seed):
 
 
 @EVERYWHERE
-@given(ROWS, NODES, st.sampled_from([None, *range(1, 4), 64, 130, 4097]), DTYPES, st.booleans(), st.integers(0, 400), SEEDS)
+@given(
+    ROWS, NODES, st.sampled_from([None, *range(1, 4), 64, 130, 4097]), DTYPES, st.booleans(), st.integers(0, 400), SEEDS
+)
 @DRAWN
 def test_tree_input(device, rows, nodes, size, dtype, apart, last, seed):
     drawn = Round(device, rows, 1, nodes, apart, seed)
     tokens, depths = drawn.whole((rows, nodes), 19), drawn.whole((rows, nodes), nodes)
-    table = None if size is None else torch.randn(19, size + apart, generator=drawn.generator).to(device, dtype)[:, :size]
+    table = (
+        None if size is None else torch.randn(19, size + apart, generator=drawn.generator).to(device, dtype)[:, :size]
+    )
     with poisoned():
         got = tree_input(tokens, depths, drawn.lengths, last, table)
     wanted = drafting_reference.tree_input(tokens, depths, drawn.lengths, last, table)
@@ -191,19 +215,28 @@ def test_tree_input(device, rows, nodes, size, dtype, apart, last, seed):
     for row, length in enumerate(drawn.lengths.tolist()):  # the reference itself
         assert wanted[0][row].tolist() == [min(last, length + depth) for depth in depths[row].tolist()]
         assert wanted[1][row].tolist() == list(range(length, length + nodes))
-        assert table is None or all(torch.equal(wanted[2][row, i], table[token]) for i, token in enumerate(tokens[row].tolist()))
+        assert table is None or all(
+            torch.equal(wanted[2][row, i], table[token]) for i, token in enumerate(tokens[row].tolist())
+        )
 
 
 def test_what_does_not_fit_is_refused():
     drawn = Round("cpu", 3, 2, 4, False, 0)
-    with pytest.raises(ValueError, match=r"commit_slots: lengths has rows \[3\] of torch.int32; accepted is torch.int64"):
+    with pytest.raises(
+        ValueError, match=r"commit_slots: lengths has rows \[3\] of torch.int32; accepted is torch.int64"
+    ):
         commit_slots(drawn.lengths.int(), drawn.path, drawn.accepted, drawn.active, 9)
     with pytest.raises(ValueError, match=r"commit_slots: active has rows \[3\] of torch.int64; accepted is torch.bool"):
         commit_slots(drawn.lengths, drawn.path, drawn.accepted, drawn.active.long(), 9)
-    with pytest.raises(ValueError, match=r"emit: root has rows \[2\] of torch.int64; accepted is torch.int64 with the rows of path, \[3\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"emit: root has rows \[2\] of torch.int64; accepted is torch.int64 with the rows of path, \[3\]",
+    ):
         emit(drawn.tokens, drawn.path, drawn.accepted, drawn.bonus, drawn.active, drawn.root[:2])
     features, verdict = torch.zeros(3, 4, 8), (drawn.path, drawn.accepted, drawn.bonus, drawn.active)
-    with pytest.raises(ValueError, match=r"path_pairs: features are \[3, 4, 8\], strides .* with a contiguous last dimension"):
+    with pytest.raises(
+        ValueError, match=r"path_pairs: features are \[3, 4, 8\], strides .* with a contiguous last dimension"
+    ):
         path_pairs(torch.zeros(3, 8, 4).transpose(1, 2), *verdict, drawn.root, drawn.lengths)
     with pytest.raises(ValueError, match=r"path_pairs: root has rows \[3\] of torch.int32"):
         path_pairs(features, *verdict, drawn.root.int(), drawn.lengths)
@@ -211,9 +244,13 @@ def test_what_does_not_fit_is_refused():
         path_pairs(features, *verdict, drawn.root, drawn.lengths, (torch.zeros(3, 3, 8), drawn.accepted))
     with pytest.raises(ValueError, match=r"keep_last: counts is \[2\] torch.int64; accepted is \[3\] int64"):
         keep_last(features, features, drawn.accepted[:2], features[:, 0], features[:, 0], drawn.lengths, 9)
-    with pytest.raises(ValueError, match=r"keep_last: last_readout is \[3, 8\], strides \(32, 1\); accepted is \[3, 8\] contiguous"):
+    with pytest.raises(
+        ValueError, match=r"keep_last: last_readout is \[3, 8\], strides \(32, 1\); accepted is \[3, 8\] contiguous"
+    ):
         keep_last(features, features, drawn.accepted, torch.zeros(3, 8), features[:, 0], drawn.lengths, 9)
     with pytest.raises(ValueError, match=r"tree_input: depths is \[3, 3\] torch.int64; accepted is \[3, 4\] int64"):
         tree_input(drawn.tokens, drawn.tokens[:, :3], drawn.lengths, 9, None)
-    with pytest.raises(ValueError, match=r"tree_input: table is \[8, 4\], strides \(1, 8\); accepted is \[V, H\], rows contiguous"):
+    with pytest.raises(
+        ValueError, match=r"tree_input: table is \[8, 4\], strides \(1, 8\); accepted is \[V, H\], rows contiguous"
+    ):
         tree_input(drawn.tokens, drawn.tokens, drawn.lengths, 9, torch.zeros(4, 8).t())

@@ -19,8 +19,12 @@ from fastspec.kernels.linear import reference
 from fastspec.kernels.linear.experts import route
 from fastspec.kernels.linear.reference import Routing
 
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CPU = pytest.param(
+    "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter")
+)
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 UNIT = torch.finfo(torch.float32).eps
 
@@ -47,10 +51,16 @@ def apart(grouped: Tensor) -> bool:
 
 @EVERYWHERE
 @given(
-    data=st.data(), seed=st.integers(0, 2**31), tokens=st.sampled_from([1, 7, 33]),
-    sizes=st.sampled_from([(1, 1), (2, 3), (4, 5), (8, 8), (1, 60), (1, 130)]), sigmoid=st.booleans(), normalised=st.booleans(),
-    corrected=st.booleans(), rounded=st.booleans(), pad=st.booleans(),
-)  # fmt: skip
+    data=st.data(),
+    seed=st.integers(0, 2**31),
+    tokens=st.sampled_from([1, 7, 33]),
+    sizes=st.sampled_from([(1, 1), (2, 3), (4, 5), (8, 8), (1, 60), (1, 130)]),
+    sigmoid=st.booleans(),
+    normalised=st.booleans(),
+    corrected=st.booleans(),
+    rounded=st.booleans(),
+    pad=st.booleans(),
+)
 @examples(20)
 def test_route(device, seed, tokens, sizes, data, sigmoid, normalised, corrected, rounded, pad):
     generator = torch.Generator(device).manual_seed(seed)
@@ -71,8 +81,11 @@ def test_route(device, seed, tokens, sizes, data, sigmoid, normalised, corrected
     wanted = reference.route(logits, routing, correction)
     assert chosen.dtype == torch.int64 and shares.dtype == wanted[1].dtype == (dtype if rounded else torch.float32)
     got, expected = by_expert(count, chosen, shares), by_expert(count, *wanted)
-    # An exponential, a sum of up to 130 terms, a quotient and a product, each of a unit or two; half precision rounds once.
-    torch.testing.assert_close(got, expected, rtol=20 * UNIT if shares.dtype == torch.float32 else 1e-3, atol=0.0, equal_nan=True)
+    # An exponential, a sum of up to 130 terms, a quotient and a product, each of a unit or two; half precision rounds
+    # once.
+    torch.testing.assert_close(
+        got, expected, rtol=20 * UNIT if shares.dtype == torch.float32 else 1e-3, atol=0.0, equal_nan=True
+    )
 
 
 @EVERYWHERE
@@ -87,21 +100,40 @@ def test_equal_experts_are_chosen_in_their_order_and_what_is_not_a_number_stays_
 
 
 THEIRS = {
-    "mixtral": (MixtralTopKRouter, MixtralConfig(hidden_size=12, num_local_experts=6), Routing(2, normalised=True, rounded=False)),
+    "mixtral": (
+        MixtralTopKRouter,
+        MixtralConfig(hidden_size=12, num_local_experts=6),
+        Routing(2, normalised=True, rounded=False),
+    ),
     "qwen3_moe": (
-        Qwen3MoeTopKRouter, Qwen3MoeConfig(hidden_size=12, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False), Routing(3)
+        Qwen3MoeTopKRouter,
+        Qwen3MoeConfig(hidden_size=12, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False),
+        Routing(3),
     ),
     "qwen3_moe, normalised": (
-        Qwen3MoeTopKRouter, Qwen3MoeConfig(hidden_size=12, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
+        Qwen3MoeTopKRouter,
+        Qwen3MoeConfig(hidden_size=12, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
         Routing(3, normalised=True),
     ),
     "gpt_oss": (GptOssTopKRouter, GptOssConfig(hidden_size=12, num_local_experts=6), Routing(4, normalised=True)),
     "glm4_moe": (
-        Glm4MoeTopkRouter, Glm4MoeConfig(hidden_size=12, n_routed_experts=12, n_group=4, topk_group=2, num_experts_per_tok=3,
-                                         routed_scaling_factor=1.5), Routing(3, True, True, 1.5, 4, 2),
+        Glm4MoeTopkRouter,
+        Glm4MoeConfig(
+            hidden_size=12,
+            n_routed_experts=12,
+            n_group=4,
+            topk_group=2,
+            num_experts_per_tok=3,
+            routed_scaling_factor=1.5,
+        ),
+        Routing(3, True, True, 1.5, 4, 2),
     ),
-    "llama4": (Llama4Router, Llama4TextConfig(hidden_size=12, num_local_experts=6, num_experts_per_tok=2), Routing(2, sigmoid=True)),
-}  # fmt: skip
+    "llama4": (
+        Llama4Router,
+        Llama4TextConfig(hidden_size=12, num_local_experts=6, num_experts_per_tok=2),
+        Routing(2, sigmoid=True),
+    ),
+}
 
 
 @pytest.mark.parametrize("family", THEIRS)
@@ -115,7 +147,9 @@ def test_the_reference_is_transformers_router(family, seed, tokens):
         parameter.data = torch.randn(parameter.shape, generator=generator)
     x = torch.randn(tokens, 12, generator=generator)
     logits = torch.nn.functional.linear(x, router.weight, getattr(router, "bias", None)).detach()
-    got = by_expert(router.num_experts, *reference.route(logits, routing, getattr(router, "e_score_correction_bias", None)))
+    got = by_expert(
+        router.num_experts, *reference.route(logits, routing, getattr(router, "e_score_correction_bias", None))
+    )
     if family == "llama4":
         scores = router(x)[0].detach()
         wanted = scores.masked_fill(scores == 0.0, torch.nan)
@@ -127,9 +161,12 @@ def test_the_reference_is_transformers_router(family, seed, tokens):
 def test_what_a_router_refuses():
     logits = torch.zeros(3, 12)
     for wrong, message in (
-        (Routing(0), "0 choices of 12"), (Routing(13), "13 choices"), (Routing(7, groups=4, kept=2), "7 choices of 6"),
-        (Routing(2, groups=5), "12 experts in 5 groups"), (Routing(2, groups=4, kept=5), "5 are kept"),
-    ):  # fmt: skip
+        (Routing(0), "0 choices of 12"),
+        (Routing(13), "13 choices"),
+        (Routing(7, groups=4, kept=2), "7 choices of 6"),
+        (Routing(2, groups=5), "12 experts in 5 groups"),
+        (Routing(2, groups=4, kept=5), "5 are kept"),
+    ):
         with pytest.raises(ValueError, match=message):
             route(logits, wrong)
     with pytest.raises(ValueError, match="logits have strides"):

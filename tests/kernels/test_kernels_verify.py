@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE, FLOATS, ON_CUDA, ON_CUDA_DTYPES, SEEDS, check_draws, moved_as_is, poisoned, strided
+from helpers.kernels import (
+    EVERYWHERE,
+    FLOATS,
+    ON_CUDA,
+    ON_CUDA_DTYPES,
+    SEEDS,
+    check_draws,
+    moved_as_is,
+    poisoned,
+    strided,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -41,10 +51,19 @@ def test_pick_takes_the_lowest_of_the_highest(device, leading, vocab, steps, dty
 
 
 @EVERYWHERE
-@given(LEADING, VOCABS, st.sampled_from([0.0, 1.0, 8.0, 60.0]), st.sampled_from([0.0, 0.5, 0.99]), FLOATS, st.booleans(), SEEDS)
+@given(
+    LEADING,
+    VOCABS,
+    st.sampled_from([0.0, 1.0, 8.0, 60.0]),
+    st.sampled_from([0.0, 0.5, 0.99]),
+    FLOATS,
+    st.booleans(),
+    SEEDS,
+)
 @DRAWN
 def test_pick_draws_by_inversion(device, leading, vocab, scale, lost, dtype, wide, seed):
-    """Scores in all ranges, most of them possibly -inf, whole chunks too; the lowest and the highest uniform among the drawn."""
+    """Scores in all ranges, most of them possibly -inf, whole chunks too; the lowest and the highest uniform among the
+    drawn."""
     generator = torch.Generator().manual_seed(seed)
     scores = scale * torch.randn(*leading, vocab, generator=generator)
     start = torch.randint(0, vocab, (*leading, 1), generator=generator)
@@ -60,17 +79,26 @@ def test_pick_draws_by_inversion(device, leading, vocab, scale, lost, dtype, wid
 NAN_BELOW_ZERO = torch.tensor(-(2**22), dtype=torch.int32).view(torch.float32).item()
 """What x86 makes of inf - inf: NaN with its sign set."""
 SETTINGS = st.sampled_from(
-    [None, SamplingSettings(0.7), SamplingSettings(0.7, 5), SamplingSettings(top_p=0.8), SamplingSettings(1.3, 7, 0.9, 0.02)]
+    [
+        None,
+        SamplingSettings(0.7),
+        SamplingSettings(0.7, 5),
+        SamplingSettings(top_p=0.8),
+        SamplingSettings(1.3, 7, 0.9, 0.02),
+    ]
 )
 
 
 def spoiled(scores: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Scores [..., V], some rows of which have NaN or +inf at a few places or are -inf throughout, and which rows these are [...]."""
+    """Scores [..., V], some rows of which have NaN or +inf at a few places or are -inf throughout, and which rows these
+    are [...]."""
     generator = torch.Generator().manual_seed(seed)
     kind = torch.randint(0, 5, scores.shape[:-1], generator=generator)
     value = torch.tensor([0, torch.nan, torch.inf, NAN_BELOW_ZERO, 0])[kind][..., None].to(scores.dtype)
     at = torch.rand(scores.shape, generator=generator) < 0.1
-    at |= torch.arange(scores.shape[-1]) == torch.randint(0, scores.shape[-1], (*scores.shape[:-1], 1), generator=generator)
+    at |= torch.arange(scores.shape[-1]) == torch.randint(
+        0, scores.shape[-1], (*scores.shape[:-1], 1), generator=generator
+    )
     odd = torch.where((kind == 4)[..., None], -torch.inf, torch.where(at, value, scores))
     return torch.where((kind > 0)[..., None], odd, scores), kind > 0
 
@@ -80,7 +108,9 @@ def spoiled(scores: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 @DRAWN
 def test_pick_draws_no_token_where_there_is_no_distribution(device, leading, vocab, dtype, settings, seed):
     """NaN, +inf, or -inf alone: the reference and the kernel say so of the same rows, and of no others."""
-    scores, wanted = spoiled(torch.randn(*leading, vocab, generator=torch.Generator().manual_seed(seed)).to(dtype), seed)
+    scores, wanted = spoiled(
+        torch.randn(*leading, vocab, generator=torch.Generator().manual_seed(seed)).to(dtype), seed
+    )
     uniform = torch.rand(leading, generator=torch.Generator().manual_seed(seed))
     got = pick(moved_as_is(scores, device), moved_as_is(uniform, device), settings).cpu()
     for each in (got, reference.pick(scores, uniform, settings)):
@@ -92,7 +122,9 @@ def test_pick_draws_no_token_where_there_is_no_distribution(device, leading, voc
 @DRAWN
 def test_the_likeliest_of_nan_is_its_first_place(device, leading, vocab, dtype, seed):
     scores, _ = spoiled(torch.randn(*leading, vocab, generator=torch.Generator().manual_seed(seed)).to(dtype), seed)
-    assert torch.equal(picked(scores, None, device), scores.argmax(-1)) and torch.equal(scores.argmax(-1), reference.pick(scores, None))
+    assert torch.equal(picked(scores, None, device), scores.argmax(-1)) and torch.equal(
+        scores.argmax(-1), reference.pick(scores, None)
+    )
 
 
 @EVERYWHERE
@@ -101,13 +133,16 @@ def test_the_likeliest_of_nan_is_its_first_place(device, leading, vocab, dtype, 
 def test_pick_has_no_choice_but_the_only_token(device, vocab, uniform, seed):
     generator = torch.Generator().manual_seed(seed)
     token = torch.randint(0, vocab, (2, 3), generator=generator)
-    scores = torch.full((2, 3, vocab), -torch.inf).scatter(2, token[..., None], 9 * torch.randn(2, 3, 1, generator=generator))
+    scores = torch.full((2, 3, vocab), -torch.inf).scatter(
+        2, token[..., None], 9 * torch.randn(2, 3, 1, generator=generator)
+    )
     assert torch.equal(picked(scores, torch.full((2, 3), uniform), device), token)
 
 
 @EVERYWHERE
 def test_pick_hits_its_shares_exactly(device):
-    """Probabilities 1/2, 1/4, 1/8, 1/8 and a level between any two of them, for nodes whose uniforms lie the other way round."""
+    """Probabilities 1/2, 1/4, 1/8, 1/8 and a level between any two of them, for nodes whose uniforms lie the other way
+    round."""
     scores = torch.log(torch.tensor([4.0, 0.0, 2.0, 1.0, 1.0])).expand(2, 8, 5)
     uniform = ((torch.arange(8) + 0.5) / 8)[:, None].expand(8, 2).contiguous().t()
     assert picked(scores, uniform, device).tolist() == [[0, 0, 0, 0, 2, 2, 3, 4]] * 2
@@ -125,7 +160,8 @@ def test_a_level_between_two_tokens_is_the_upper_ones(device, vocab):
 @given(SEEDS)
 @examples(3)
 def test_a_level_past_the_last_mass_takes_the_last_token_with_mass(device, seed):
-    """The chunk's sum in fp32 may exceed the running sum in fp64, so the highest uniform may find no place: what follows is -inf."""
+    """The chunk's sum in fp32 may exceed the running sum in fp64, so the highest uniform may find no place: what
+    follows is -inf."""
     scores = torch.randn(30, CHUNK, generator=torch.Generator().manual_seed(seed))
     scores[:, CHUNK // 2 :] = -torch.inf
     uniform = torch.full((30,), 1 - 2**-53, dtype=torch.float64)
@@ -135,7 +171,8 @@ def test_a_level_past_the_last_mass_takes_the_last_token_with_mass(device, seed)
 @ON_CUDA
 @ON_CUDA_DTYPES
 @pytest.mark.parametrize(
-    ("rows", "nodes", "vocab"), [(1, 1, 128256), (1, 61, 128256), (8, 61, 32000), (8, 64, 50257), (2, 7, 262144), (3, 5, 999)]
+    ("rows", "nodes", "vocab"),
+    [(1, 1, 128256), (1, 61, 128256), (8, 61, 32000), (8, 64, 50257), (2, 7, 262144), (3, 5, 999)],
 )
 def test_pick_at_real_sizes(device, dtype, rows, nodes, vocab):
     generator = torch.Generator(device).manual_seed(0)
@@ -151,7 +188,9 @@ def test_pick_at_real_sizes(device, dtype, rows, nodes, vocab):
 @pytest.mark.parametrize("change", ["dtype", "stride", "uniform", "empty"])
 def test_pick_says_what_it_accepts(change):
     scores, uniform = torch.randn(2, 3, 9), torch.rand(2, 3)
-    scores = {"dtype": scores.double(), "stride": scores.transpose(1, 2)[:, :3], "empty": scores[..., :0]}.get(change, scores)
+    scores = {"dtype": scores.double(), "stride": scores.transpose(1, 2)[:, :3], "empty": scores[..., :0]}.get(
+        change, scores
+    )
     with pytest.raises(ValueError, match=r"accepted|contiguous"):
         pick(scores, uniform[:, :2] if change == "uniform" else uniform)
 
@@ -175,12 +214,22 @@ def check_walk(inputs: tuple[Tensor, ...], steps: int, device: str) -> None:
 
 
 @EVERYWHERE
-@given(st.integers(1, 3), st.sampled_from([1, 2, 7, 31, 32, 63, 65, 130, 256, 300]), st.integers(1, 20), st.booleans(), SEEDS)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 7, 31, 32, 63, 65, 130, 256, 300]),
+    st.integers(1, 20),
+    st.booleans(),
+    SEEDS,
+)
 @examples(60)
 def test_posterior_walk(device, rows, nodes, steps, wide, seed):
     inputs = tree(rows, nodes, torch.Generator().manual_seed(seed))
     if wide:  # parts of wider rows, and one tree for all rows
-        inputs = (inputs[0].repeat(1, 2)[:, nodes:], inputs[1][0].expand(rows, -1), inputs[2].repeat(1, 3)[:, nodes : 2 * nodes])
+        inputs = (
+            inputs[0].repeat(1, 2)[:, nodes:],
+            inputs[1][0].expand(rows, -1),
+            inputs[2].repeat(1, 3)[:, nodes : 2 * nodes],
+        )
     check_walk(inputs, steps, device)
 
 

@@ -1,7 +1,8 @@
 """What is launched in half precision, kernel by kernel, and what the model says with it.
 
-A front-door op may hand its work to torch, by size and dtype, so that calls of ops do not show what ran. Here every launch of a Triton
-kernel is written down. On CUDA the first two runs of a round, the second while it is captured, launch from Python; replays do not.
+A front-door op may hand its work to torch, by size and dtype, so that calls of ops do not show what ran. Here every
+launch of a Triton kernel is written down. On CUDA the first two runs of a round, the second while it is captured,
+launch from Python; replays do not.
 """
 
 from __future__ import annotations
@@ -21,14 +22,25 @@ import fastspec
 from fastspec.kernels.linear import linear
 from fastspec.patches.hf.layers import pack_model
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+CPU = pytest.param(
+    "cpu",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
+)
 WIDE = {
-    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "initializer_range": 0.05,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.05,
+}
 MIXED = {**WIDE, "moe_intermediate_size": 768, "num_experts_per_tok": 4}
-"""Every token goes to all four experts, with weights of its own: a choice between them would turn with the last bit of a router's logit."""
+"""Every token goes to all four experts, with weights of its own: a choice between them would turn with the last bit of
+a router's logit."""
 TREE = fastspec.Eagle3(depth=3, top_k=4, total_tokens=24)
 TREE2 = fastspec.Eagle2(depth=3, top_k=4, total_tokens=24)
 
@@ -67,7 +79,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
     "one row, norms of queries and keys": ("qwen3", WIDE, "autoregressive", (9,), f"{LAYER} {ROW}"),
     "two trees": ("llama", WIDE, TREE, (70, 41), f"{LAYER} {PREFILL} {NODES} {DRAFT} inputs._head_input_kernel"),
     "two trees, EAGLE-2": ("llama", WIDE, TREE2, (9, 5), f"{LAYER} {NODES} {DRAFT} inputs._next_frontier_kernel"),
-    "Gemma 3": ("gemma3_text", {**WIDE, "sliding_window": 16}, "autoregressive", (70,), f"{LAYER} row._row_kernel few_queries._few_kernel"),
+    "Gemma 3": (
+        "gemma3_text",
+        {**WIDE, "sliding_window": 16},
+        "autoregressive",
+        (70,),
+        f"{LAYER} row._row_kernel few_queries._few_kernel",
+    ),
     "Mixtral": ("mixtral", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
     "Qwen3-MoE": ("qwen3_moe", MIXED, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
     "gpt-oss": ("gpt_oss", {**MIXED, "sliding_window": 16}, "autoregressive", (9,), f"{LAYER} {EXPERTS} {ONE}"),
@@ -79,8 +97,15 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, tuple[int, ...], str]] = {
 ON_CPU = {"one row, biases": (), "two trees, EAGLE-2": (pytest.mark.slow,)}
 """The interpreter takes ten seconds for each, and its bf16 is wrong."""
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-RUNS = [pytest.param(name, dtype, *CUDA.values, marks=CUDA.marks, id=f"{name}-{dtype}-cuda") for name in CASES for dtype in HALVES]
-RUNS += [pytest.param(name, "fp16", *CPU.values, marks=(*CPU.marks, *marks), id=f"{name}-fp16-cpu") for name, marks in ON_CPU.items()]
+RUNS = [
+    pytest.param(name, dtype, *CUDA.values, marks=CUDA.marks, id=f"{name}-{dtype}-cuda")
+    for name in CASES
+    for dtype in HALVES
+]
+RUNS += [
+    pytest.param(name, "fp16", *CPU.values, marks=(*CPU.marks, *marks), id=f"{name}-fp16-cpu")
+    for name, marks in ON_CPU.items()
+]
 
 
 @pytest.mark.parametrize(("case", "half", "device"), RUNS)
@@ -106,12 +131,14 @@ def test_the_kernels_are_launched_and_give_what_the_unpatched_model_gives(case, 
 
 
 def agree_but_for_rounding(model: Any, exact: Any, inputs: dict[str, Tensor], emitted: Tensor, got: Tensor) -> None:
-    """Where an answer `got` leaves the one that the unpatched model said, the exact logits must not tell the two tokens apart.
+    """Where an answer `got` leaves the one that the unpatched model said, the exact logits must not tell the two tokens
+    apart.
 
-    `exact` has the same weights in fp32; beside half precision its rounding is nothing. Let r be the most that any logit of the unpatched
-    model is off along its answer, of 97 a token. The kernels sum in fp32 and round where the model rounds, or less often, so their logits
-    are off by no more. A run that says b where c has the highest exact logit has l'(b) >= l'(c), so that l(c) - l(b) <= 2 r, and the two
-    tokens were as good as equal; this holds for either run.
+    `exact` has the same weights in fp32; beside half precision its rounding is nothing. Let r be the most that any
+    logit of the unpatched model is off along its answer, of 97 a token. The kernels sum in fp32 and round where the
+    model rounds, or less often, so their logits are off by no more. A run that says b where c has the highest exact
+    logit has l'(b) >= l'(c), so that l(c) - l(b) <= 2 r, and the two tokens were as good as equal; this holds for
+    either run.
     """
     width = inputs["input_ids"].shape[1]
     for row, real in enumerate(inputs["attention_mask"].sum(1).tolist()):

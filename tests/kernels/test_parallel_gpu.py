@@ -1,4 +1,5 @@
-"""Sums over processes on CUDA: through symmetric memory by two processes that share one GPU, and NCCL's in a graph by a process alone."""
+"""Sums over processes on CUDA: through symmetric memory by two processes that share one GPU, and NCCL's in a graph by a
+process alone."""
 
 from __future__ import annotations
 

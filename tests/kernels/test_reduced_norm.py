@@ -24,10 +24,14 @@ from fastspec.kernels.parallel.words import Space, fits
 from fastspec.kernels.tuned_launches import forced
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
-def norm(group: Group, rank: int, own: list[Any], weight: Tensor, residual: Tensor | None, offset: float | None) -> tuple[Tensor, Tensor]:
+def norm(
+    group: Group, rank: int, own: list[Any], weight: Tensor, residual: Tensor | None, offset: float | None
+) -> tuple[Tensor, Tensor]:
     """A process's norm and sum."""
     rows = [joined(each).flatten(0, -2) for each in own]
 
@@ -39,12 +43,18 @@ def norm(group: Group, rank: int, own: list[Any], weight: Tensor, residual: Tens
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    processes=st.integers(2, 3), size=st.sampled_from([2, 24, 64, 130]), dtype=st.sampled_from([torch.float32, torch.float16]),
-    parts=st.integers(0, 3), with_residual=st.booleans(), offset=st.sampled_from([None, 1.0]), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    processes=st.integers(2, 3),
+    size=st.sampled_from([2, 24, 64, 130]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    parts=st.integers(0, 3),
+    with_residual=st.booleans(),
+    offset=st.sampled_from([None, 1.0]),
+    seed=st.integers(0, 2**31),
+)
 @examples(25)
 def test_every_process_gets_the_norm_of_the_sum(device, processes, size, dtype, parts, with_residual, offset, seed):
-    """Message after message, with other numbers of rows in turn, all the same bits; nothing but its own words are written to the others."""
+    """Message after message, with other numbers of rows in turn, all the same bits; nothing but its own words are
+    written to the others."""
     torch.manual_seed(seed)
     group = Group(processes, size, dtype, device)
     weight = torch.randn(size, device=device).to(dtype)
@@ -60,19 +70,26 @@ def test_every_process_gets_the_norm_of_the_sum(device, processes, size, dtype, 
             total = total + joined(each).float()
         want = rms_norm(total.to(dtype), weight, 1e-5, residual, offset=offset)
         made = [norm(group, rank, own, weight, residual, offset) for rank in range(processes)]
-        assert near(made[0], want) and all(torch.equal(each[0], made[0][0]) and torch.equal(each[1], want[1]) for each in made)
+        assert near(made[0], want) and all(
+            torch.equal(each[0], made[0][0]) and torch.equal(each[1], want[1]) for each in made
+        )
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    processes=st.integers(2, 3), size=st.sampled_from([2, 6, 24]), depth=st.sampled_from([8, 24, 65]),
-    launch=st.sampled_from([RowLaunch(2, 16, 1), RowLaunch(4, 32, 2), RowLaunch(8, 16, 1)]), biased=st.booleans(),
-    with_residual=st.booleans(), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    processes=st.integers(2, 3),
+    size=st.sampled_from([2, 6, 24]),
+    depth=st.sampled_from([8, 24, 65]),
+    launch=st.sampled_from([RowLaunch(2, 16, 1), RowLaunch(4, 32, 2), RowLaunch(8, 16, 1)]),
+    biased=st.booleans(),
+    with_residual=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
 @example(processes=3, size=130, depth=65, launch=RowLaunch(8, 16, 1), biased=True, with_residual=True, seed=0)
 @examples(8)
 def test_a_row_s_product_sends_itself(device, processes, size, depth, launch, biased, with_residual, seed):
-    """The norm is that of the sum of the products, message after message, those of rows that norms send in between too."""
+    """The norm is that of the sum of the products, message after message, those of rows that norms send in between
+    too."""
     torch.manual_seed(seed)
     group, dtype = Group(processes, size, torch.float16, device), torch.float16
     scale = torch.randn(size, device=device).to(dtype)
@@ -81,8 +98,13 @@ def test_a_row_s_product_sends_itself(device, processes, size, depth, launch, bi
         for shape in ((1, 1), (1,), (2, 1), (1, 1), (1, 1)):
             own = []
             for _ in range(processes):
-                x, weight = torch.randn(*shape, depth, device=device).to(dtype), torch.randn(size, depth, device=device).to(dtype)
-                own.append(DeferredProduct(x, weight, torch.randn(size, device=device).to(dtype) if biased else None, linear))
+                x, weight = (
+                    torch.randn(*shape, depth, device=device).to(dtype),
+                    torch.randn(size, depth, device=device).to(dtype),
+                )
+                own.append(
+                    DeferredProduct(x, weight, torch.randn(size, device=device).to(dtype) if biased else None, linear)
+                )
             if shape == (2, 1):  # two rows: products that send nothing
                 own = [each.made() for each in own]
             residual = torch.randn(*shape, size, device=device).to(dtype) if with_residual else None
@@ -91,17 +113,26 @@ def test_a_row_s_product_sends_itself(device, processes, size, depth, launch, bi
                 total = total + joined(each).float()
             want = rms_norm(total.to(dtype), scale, 1e-5, residual)
             made = [norm(group, rank, own, scale, residual, None) for rank in range(processes)]
-            assert near(made[0], want) and all(torch.equal(each[0], made[0][0]) and torch.equal(each[1], want[1]) for each in made)
+            assert near(made[0], want) and all(
+                torch.equal(each[0], made[0][0]) and torch.equal(each[1], want[1]) for each in made
+            )
 
 
 HALF = {"dtype": torch.float16}
 
 
-@pytest.mark.parametrize(("x", "weight"), [
-    (torch.zeros(2, 8, **HALF), torch.zeros(6, 8, **HALF)), (torch.zeros(1, 8), torch.zeros(6, 8)),
-    (torch.zeros(1, 8, **HALF), torch.zeros(7, 8, **HALF)), (torch.zeros(1, 8, **HALF).requires_grad_(), torch.zeros(6, 8, **HALF)),
-    (torch.zeros(5, 0, **HALF), torch.zeros(6, 0, **HALF)), (torch.zeros(8, 1, **HALF).t(), torch.zeros(8, 6, **HALF).t()),
-], ids=["two rows", "fp32", "an odd row", "gradients", "no inputs", "strides"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.zeros(2, 8, **HALF), torch.zeros(6, 8, **HALF)),
+        (torch.zeros(1, 8), torch.zeros(6, 8)),
+        (torch.zeros(1, 8, **HALF), torch.zeros(7, 8, **HALF)),
+        (torch.zeros(1, 8, **HALF).requires_grad_(), torch.zeros(6, 8, **HALF)),
+        (torch.zeros(5, 0, **HALF), torch.zeros(6, 0, **HALF)),
+        (torch.zeros(8, 1, **HALF).t(), torch.zeros(8, 6, **HALF).t()),
+    ],
+    ids=["two rows", "fp32", "an odd row", "gradients", "no inputs", "strides"],
+)
 def test_products_that_cannot_send_are_made_first(x, weight):
     assert reduced_norm.sending_launch(DeferredProduct(x, weight, None, linear)) is None
     one = DeferredProduct(torch.zeros(1, 8, **HALF), torch.zeros(6, 8, **HALF), None, linear)
@@ -117,13 +148,17 @@ def test_a_product_sends_itself_though_torch_was_tuned_to_be_faster():
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_what_was_sent_counts_though_its_norm_failed(device, monkeypatch):
-    """Else the next message would go to the same place with the same flag, and who is quick would take this one for it."""
+    """Else the next message would go to the same place with the same flag, and who is quick would take this one for
+    it."""
     group, draws = Group(2, 24, torch.float16, device), torch.Generator().manual_seed(0)
     weights = [torch.randn(24, 16, generator=draws).to(device, torch.float16) for _ in range(2)]
     scale = torch.ones(24, device=device, dtype=torch.float16)
 
     def rows() -> list[Any]:
-        return [DeferredProduct(torch.randn(1, 16, generator=draws).to(device, torch.float16), weight, None, linear) for weight in weights]
+        return [
+            DeferredProduct(torch.randn(1, 16, generator=draws).to(device, torch.float16), weight, None, linear)
+            for weight in weights
+        ]
 
     with monkeypatch.context() as patch:
         patch.setattr(reduced_norm, "_reduced_norm", {(1,): lambda *given, **more: 1 / 0})
@@ -146,7 +181,14 @@ def test_a_process_without_rows_of_a_table_adds_nothing():
 
 
 def test_what_one_launch_takes():
-    shapes = {(1, 1, 4096): True, (1, 128, 4096): True, (1, 129, 64): False, (1, 61, 8192): True, (1, 65, 8192): False, (0, 3, 64): False}
+    shapes = {
+        (1, 1, 4096): True,
+        (1, 128, 4096): True,
+        (1, 129, 64): False,
+        (1, 61, 8192): True,
+        (1, 65, 8192): False,
+        (0, 3, 64): False,
+    }
     for shape, fit in shapes.items():
         assert fits(torch.Size(shape), torch.bfloat16) is fit, shape
     assert fits(torch.Size((1, 1, 7)), torch.float32) and not fits(torch.Size((1, 1, 7)), torch.float16)
@@ -155,9 +197,13 @@ def test_what_one_launch_takes():
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    processes=st.integers(2, 3), size=st.sampled_from([2, 24, 64, 130]), rows=st.integers(1, 5), half=st.booleans(), whole=st.booleans(),
+    processes=st.integers(2, 3),
+    size=st.sampled_from([2, 24, 64, 130]),
+    rows=st.integers(1, 5),
+    half=st.booleans(),
+    whole=st.booleans(),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 @examples(25)
 def test_a_table_that_is_cut_is_looked_up_in(device, processes, size, rows, half, whole, seed):
     """By every process, message after message; the last process may have fewer rows of the table than the others."""
@@ -167,9 +213,14 @@ def test_a_table_that_is_cut_is_looked_up_in(device, processes, size, rows, half
     table = torch.randn(vocabulary, size, device=device).to(dtype)
     shares = table.split(5)
     for turn in range(3):
-        tokens = torch.randint(vocabulary, (rows,) if turn == 1 else (rows, 2), device=device).to(torch.int64 if whole else torch.int32)
+        tokens = torch.randint(vocabulary, (rows,) if turn == 1 else (rows, 2), device=device).to(
+            torch.int64 if whole else torch.int32
+        )
         want, flat = torch.nn.functional.embedding(tokens, table), tokens.flatten()
-        mine = [torch.where(((flat >= 5 * rank) & (flat < 5 * rank + 5))[:, None], want.reshape(-1, size), 0) for rank in range(processes)]
+        mine = [
+            torch.where(((flat >= 5 * rank) & (flat < 5 * rank + 5))[:, None], want.reshape(-1, size), 0)
+            for rank in range(processes)
+        ]
         for rank in range(processes):
             run = partial(joins.summed_rows, tokens, shares[rank], 5 * rank)
             assert torch.equal(group.launch(rank, mine, run), want)

@@ -65,10 +65,18 @@ def test_ancestor_words(nodes, rows, seed):
 @pytest.mark.parametrize("nodes", [2, 64, 65, 256])
 def test_ancestor_words_of_a_chain(nodes):
     parents = (torch.arange(nodes) - 1).clamp(min=0)[None]
-    assert torch.equal(bits(drafting_reference.ancestor_words(parents, nodes)[0], nodes), torch.ones(nodes, nodes).tril().bool())
+    assert torch.equal(
+        bits(drafting_reference.ancestor_words(parents, nodes)[0], nodes), torch.ones(nodes, nodes).tril().bool()
+    )
 
 
-@given(SIZES, st.lists(st.integers(0, 70), min_size=1, max_size=3), st.sampled_from([(1, 1), (2, 1), (3, 3)]), st.booleans(), SEEDS)
+@given(
+    SIZES,
+    st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    st.sampled_from([(1, 1), (2, 1), (3, 3)]),
+    st.booleans(),
+    SEEDS,
+)
 @DRAWN
 def test_tree_attention(nodes, prefixes, groups, chain, seed):
     """Against a dense computation in float64. The tolerance is fp32 rounding over at most 200 values of size 1."""
@@ -94,13 +102,16 @@ def test_what_lies_behind_the_tail_is_not_read():
     k = torch.full((1, 1, 12, 4), torch.nan)
     k[:, :, :5] = 1.0
     layout = attention_reference.attention_layout(torch.tensor([2]), None, 3, 3, 5)
-    assert torch.equal(attention_reference.tree_attention(torch.ones(1, 3, 1, 4), k, k, layout, 0.5), torch.ones(1, 3, 1, 4))
+    assert torch.equal(
+        attention_reference.tree_attention(torch.ones(1, 3, 1, 4), k, k, layout, 0.5), torch.ones(1, 3, 1, 4)
+    )
 
 
 @pytest.mark.parametrize("span", [None, attention_reference.Span(6), attention_reference.Span(4, chunk=True)], ids=str)
 @pytest.mark.parametrize("extra", ["sinks", "cap"])
 def test_sinks_and_caps_are_those_of_the_models(extra, span):
-    """Transformers' own attention of gpt-oss and Gemma 2 under the same mask, whose lowest number stands for what is not seen."""
+    """Transformers' own attention of gpt-oss and Gemma 2 under the same mask, whose lowest number stands for what is
+    not seen."""
     generator = torch.Generator().manual_seed(0)
     nodes, kv_heads, group, size, extent = 7, 2, 3, 8, 20
     q = 4 * torch.randn(2, nodes, kv_heads * group, size, generator=generator)
@@ -108,7 +119,9 @@ def test_sinks_and_caps_are_those_of_the_models(extra, span):
     parents = random_parents(2, nodes, generator)
     words = drafting_reference.ancestor_words(parents, nodes)
     depths = torch.stack([dense_mask(row.tolist()).sum(1) - 1 for row in parents])
-    layout = attention_reference.attention_layout(torch.tensor([3, 13]), words, nodes, nodes, extent, group, span=span, depths=depths)
+    layout = attention_reference.attention_layout(
+        torch.tensor([3, 13]), words, nodes, nodes, extent, group, span=span, depths=depths
+    )
     sinks = torch.randn(kv_heads * group, generator=generator)
     mask = torch.zeros(layout.visible.shape).masked_fill(~layout.visible, torch.finfo(torch.float32).min)
     module = SimpleNamespace(num_key_value_groups=group, sinks=sinks, training=False)
@@ -119,7 +132,9 @@ def test_sinks_and_caps_are_those_of_the_models(extra, span):
     else:
         wanted, _ = modeling_gemma2.eager_attention_forward(*operands, scaling=0.3, softcap=1.5)
         got = attention_reference.tree_attention(q, k, v, layout, 0.3, cap=1.5)
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)  # some dozens of roundings of fp32, of numbers of size 1
+    torch.testing.assert_close(
+        got, wanted, rtol=1e-5, atol=1e-5
+    )  # some dozens of roundings of fp32, of numbers of size 1
     assert (got - attention_reference.tree_attention(q, k, v, layout, 0.3)).abs().max() > 0.1
 
 
@@ -200,7 +215,9 @@ def test_topk_expand_ranks_the_children_of_a_frontier(vocab, nodes, count, produ
     hidden, weight = torch.randn(2, nodes, 5, generator=generator), torch.randn(vocab, 5, generator=generator)
     scores, d2t = -torch.rand(2, nodes, generator=generator), torch.randint(0, 40, (vocab,), generator=generator)
     logits = hidden @ weight.T
-    children, tokens, best, index = drafting_reference.topk_expand(*((hidden, weight) if product else (logits, None)), scores, count, d2t)
+    children, tokens, best, index = drafting_reference.topk_expand(
+        *((hidden, weight) if product else (logits, None)), scores, count, d2t
+    )
     logp = logits.double().log_softmax(-1)
     for row in range(2):
         grown = []
@@ -208,13 +225,17 @@ def test_topk_expand_ranks_the_children_of_a_frontier(vocab, nodes, count, produ
             values, ids = logp[row, node].topk(count)
             generated = zip(values.tolist(), ids.tolist(), strict=True)
             grown += [(float(scores[row, node]) + value, token + int(d2t[token])) for value, token in generated]
-        torch.testing.assert_close(children[row].double(), torch.tensor([g[0] for g in grown]).double(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            children[row].double(), torch.tensor([g[0] for g in grown]).double(), rtol=1e-5, atol=1e-5
+        )
         assert tokens[row].tolist() == [g[1] for g in grown]
         order = sorted(range(len(grown)), key=lambda i: -float(children[row, i]))[:count]
         assert index[row].tolist() == order and torch.equal(best[row], children[row, order])
 
 
-def candidates(rows: int, top_k: int, depth: int, steps: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def candidates(
+    rows: int, top_k: int, depth: int, steps: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores with many ties, tokens, parents and depths of grown candidates: a child never outscores its parent."""
     scores = -torch.randint(0, steps, (rows, top_k), generator=generator).float()
     frontier, parents = torch.arange(top_k).expand(rows, -1), torch.full((rows, top_k), -1)
@@ -223,7 +244,10 @@ def candidates(rows: int, top_k: int, depth: int, steps: int, generator: torch.G
         lower = -torch.randint(0, steps, (rows, top_k, top_k), generator=generator).float()
         children = (scores[:, :, None] + lower).flatten(1)
         parents = torch.cat((parents, frontier.repeat_interleave(top_k, 1)), 1)
-        everything, depths = torch.cat((everything, children), 1), torch.cat((depths, torch.full((top_k**2,), level + 2)))
+        everything, depths = (
+            torch.cat((everything, children), 1),
+            torch.cat((depths, torch.full((top_k**2,), level + 2))),
+        )
         scores, best = drafting_reference.stable_topk(children, top_k)
         frontier = top_k + level * top_k**2 + best
     tokens = torch.randint(0, 97, everything.shape, generator=generator)
@@ -306,7 +330,9 @@ def test_rope_cache_rotates_as_transformers_does_and_fills_the_slots(nodes, size
         qkv = torch.cat([x.flatten(2) for x in wide], -1)
         q = layer_reference.rope_cache(qkv, *tables, positions, k, v, slots, interleaved=interleaved)
         assert torch.equal(q[..., :size], wanted[0].transpose(1, 2)) and torch.equal(q[..., size:], wide[0][..., size:])
-        assert torch.equal(k[row, :, slots][..., :size], wanted[1].transpose(1, 2)) and torch.equal(v[row, :, slots], wide[2])
+        assert torch.equal(k[row, :, slots][..., :size], wanted[1].transpose(1, 2)) and torch.equal(
+            v[row, :, slots], wide[2]
+        )
         assert int(torch.isfinite(k[:, 0, :, 0]).sum()) == 2 * nodes
 
 
@@ -319,12 +345,19 @@ def test_queries_are_scaled_by_their_positions_as_transformers_does():
     assert scale.flatten().unique().numel() == 3
     q, k, v = (torch.randn(1, 4, count, 16, generator=generator) for count in (4, 2, 2))
     cos, sin = model.model.rotary_emb(q, torch.arange(100)[None])
-    wanted = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *model.model.rotary_emb(q, positions))[0] * scale
+    wanted = (
+        apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *model.model.rotary_emb(q, positions))[0] * scale
+    )
     caches = torch.zeros(2, 1, 2, 4, 16)
     found = layer_reference.rope_cache(
-        torch.cat([each.flatten(2) for each in (q, k, v)], -1), cos[0, :, :8], sin[0, :, :8], positions, *caches,
-        torch.arange(4)[None], factor=position_factor(model, ADAPTERS["ministral3"].position_factor, 100),
-    )  # fmt: skip
+        torch.cat([each.flatten(2) for each in (q, k, v)], -1),
+        cos[0, :, :8],
+        sin[0, :, :8],
+        positions,
+        *caches,
+        torch.arange(4)[None],
+        factor=position_factor(model, ADAPTERS["ministral3"].position_factor, 100),
+    )
     assert torch.equal(found, wanted.transpose(1, 2))
 
 
@@ -338,8 +371,14 @@ def test_rms_norm_is_that_of_transformers(size, summed, seed):
     whole = x + residual if summed else x
     wide = torch.full((2, 3, size + 4), torch.nan)
     for out, where in ((None, None), (wide[..., 2 : 2 + size], torch.full_like(x, torch.nan))):
-        normed, total = layer_reference.rms_norm(x, theirs.weight.detach(), 1e-5, residual if summed else None, out, where)
-        assert torch.equal(normed, theirs(whole).detach()) and torch.equal(total, whole) and (where is None or total is where)
+        normed, total = layer_reference.rms_norm(
+            x, theirs.weight.detach(), 1e-5, residual if summed else None, out, where
+        )
+        assert (
+            torch.equal(normed, theirs(whole).detach())
+            and torch.equal(total, whole)
+            and (where is None or total is where)
+        )
     assert torch.equal(wide[..., 2 : 2 + size], normed) and bool(wide[..., :2].isnan().all())
 
 
@@ -355,7 +394,9 @@ def test_swiglu_and_experts_are_those_of_transformers(tokens, seed):
     x = torch.randn(tokens, 12, generator=generator)
     weights, chosen = torch.randn(tokens, 5, generator=generator).softmax(-1).topk(2)
     got = linear_reference.experts(x, theirs.gate_up_proj.detach(), theirs.down_proj.detach(), chosen, weights)
-    torch.testing.assert_close(got, theirs(x, chosen, weights).detach(), rtol=1e-5, atol=1e-5)  # fp32 sums in another order
+    torch.testing.assert_close(
+        got, theirs(x, chosen, weights).detach(), rtol=1e-5, atol=1e-5
+    )  # fp32 sums in another order
     gate, up = (torch.randn(tokens, 20, generator=generator) for _ in range(2))
     wanted = torch.nn.functional.silu(gate) * up  # vectorised otherwise: an ulp of each factor
     got = linear_reference.swiglu(torch.cat((gate, up), -1))

@@ -27,10 +27,16 @@ Job = tuple[int | str, str, str]
 
 def rows_of(*jobs: Job) -> list[list[dict]]:
     """What the script prints of each job; in a process of its own, since Triton's interpreter is on in this one."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FASTSPEC_PORTABLE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FASTSPEC_PORTABLE")
+    }
     environment["PYTHONPATH"] = str(SCRIPT.parents[1])
-    given = "\n".join(json.dumps([str(capability), shape, *([only] if only else [])]) for capability, shape, only in jobs)
-    done = subprocess.run([sys.executable, str(SCRIPT), "-"], env=environment, input=given, capture_output=True, text=True)
+    given = "\n".join(
+        json.dumps([str(capability), shape, *([only] if only else [])]) for capability, shape, only in jobs
+    )
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "-"], env=environment, input=given, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[list[dict]] = [[]]
     for line in done.stdout.splitlines():
@@ -50,8 +56,8 @@ def compiled() -> dict[Job, list[dict]]:
 
 
 def check(rows: list[dict]) -> None:
-    """All launches compile, within the shared memory that is there, and keep at most 288 bytes of a thread's registers in memory; those of
-    a tree of more than 4,096 candidates, which few ask for, up to 1,536."""
+    """All launches compile, within the shared memory that is there, and keep at most 288 bytes of a thread's registers
+    in memory; those of a tree of more than 4,096 candidates, which few ask for, up to 1,536."""
     wide = {f"tree_build, {count} candidates" for count in (5000, 16384)}
     assert rows and not [row for row in rows if "error" in row]
     assert not [row for row in rows if row["shared"] > row["limit"]]
@@ -68,7 +74,8 @@ def test_a_product_fits_the_smallest_device(compiled):
 
 @TRITON
 def test_the_choice_of_one_expert_keeps_the_order_of_groups(compiled):
-    """Where nothing but reductions read a tensor that was reshaped Triton lays it out as it likes, places of a maximum or not."""
+    """Where nothing but reductions read a tensor that was reshaped Triton lays it out as it likes, places of a maximum
+    or not."""
     (row,) = compiled[ORDERED]
     assert row["kernel"] == "_route" and "error" not in row
 
@@ -76,8 +83,8 @@ def test_the_choice_of_one_expert_keeps_the_order_of_groups(compiled):
 @TRITON
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_some_kernels_compile_for_each_device(compiled, part):
-    """Half of every fifth launch of each op, for one device or another: neighbours are one kernel with more rows and the like. `make
-    test-targets` compiles every kernel for each device, the slow suite every launch."""
+    """Half of every fifth launch of each op, for one device or another: neighbours are one kernel with more rows and
+    the like. `make test-targets` compiles every kernel for each device, the slow suite every launch."""
     check(compiled[part])
 
 
@@ -89,7 +96,9 @@ def test_every_kernel_compiles_for_each_device(capability):
     made = rows_of((capability, "135M,mixers", "0/1"), *((capability, shape, only) for shape, only in LACKING))
     for rows in made:
         check(rows)
-    assert len({row["kernel"] for rows in made for row in rows}) == (48 if capability == 90 else 47)  # as the whole of the launches has
+    assert len({row["kernel"] for rows in made for row in rows}) == (
+        48 if capability == 90 else 47
+    )  # as the whole of the launches has
 
 
 @TRITON
@@ -106,8 +115,8 @@ def test_every_kernel_compiles_for_every_device(capability, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("only", ["8 rows", "topk_expand", "tree_build", "frontier", "pairs"])
 def test_kernels_compile_for_amd(only):
-    """Those of a round of SmolLM2's shape; nothing is known of their speed there, nor whether they are right. The sum over NVLink and the
-    norm behind it are written in NVIDIA's instructions."""
+    """Those of a round of SmolLM2's shape; nothing is known of their speed there, nor whether they are right. The sum
+    over NVLink and the norm behind it are written in NVIDIA's instructions."""
     (rows,) = rows_of(("gfx942", "135M", only))
     rows = [row for row in rows if not row["op"].startswith(("reduced_norm", "look_up", "all_gather", "likeliest"))]
     assert rows and not [row for row in rows if "error" in row or row["shared"] > row["limit"]]

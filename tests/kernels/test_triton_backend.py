@@ -22,8 +22,13 @@ from fastspec.patches.backends import triton_ops
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.session import session_of
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+CPU = pytest.param(
+    "cpu",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
+)
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 HERE = ((CPU, ("qwen2", "qwen3", "gpt_oss")), (CUDA, FAMILIES))  # a bias, q/k norms, experts: the interpreter is slow
@@ -50,7 +55,10 @@ def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 def test_every_family_gives_in_fp32_what_the_unpatched_model_gives(family, device):
     model = tiny_model(family, num_hidden_layers=2, num_attention_heads=4).to(device)
     inputs = moved(prompts(2, 4), device)
-    options = {"do_sample": False, "max_new_tokens": 4 if device == "cuda" else 3}  # the second round reads what the first one kept
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 4 if device == "cuda" else 3,
+    }  # the second round reads what the first one kept
     expected = model.generate(**inputs, **options)
     with fastspec.patched(model, eagle3=tiny_head(model).to(device), backend="triton"):
         for assistant in ("autoregressive", SMALL) if device == "cuda" or family == "qwen2" else (SMALL,):
@@ -86,14 +94,34 @@ def test_the_backend_s_ops_are_called(device):
     assert model.generate(**inputs, **options, assistant=SMALL).tolist() == expected.tolist()
     report = fastspec.report(model)
     assert report.backend == "triton" and report.last.acceptance_length > 1.5
-    wanted = ("attention_layout", "tree_attention", "kv_block_copy", "linear", "linear_parts", "rms_norm", "rope_cache", "gate_up")
-    wanted += ("topk_expand", "head_input", "frontier_input", "tree_build", "pick", "posterior_walk", "commit_slots", "emit")
+    wanted = (
+        "attention_layout",
+        "tree_attention",
+        "kv_block_copy",
+        "linear",
+        "linear_parts",
+        "rms_norm",
+        "rope_cache",
+        "gate_up",
+    )
+    wanted += (
+        "topk_expand",
+        "head_input",
+        "frontier_input",
+        "tree_build",
+        "pick",
+        "posterior_walk",
+        "commit_slots",
+        "emit",
+    )
     wanted += ("path_pairs", "keep_last", "tree_input")
     assert all(report.kernels[name] > 0 for name in wanted)
     assert report.last.replays == (report.last.rounds - 1 if device == "cuda" else 0)
 
 
-@pytest.mark.parametrize(("rows", "choices"), [(1, (True, False, None)), pytest.param(3, (True,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rows", "choices"), [(1, (True, False, None)), pytest.param(3, (True,), marks=pytest.mark.slow)]
+)
 def test_a_user_chooses_how_a_draft_phase_is_launched(rows, choices, drafters):
     """In one launch, also in batches, in separate kernels, or as fastspec would; the tokens are the same."""
     plain, model = tiny_model(num_hidden_layers=2), tiny_model(num_hidden_layers=2)
@@ -107,16 +135,23 @@ def test_a_user_chooses_how_a_draft_phase_is_launched(rows, choices, drafters):
         assert isinstance(drafters[-1], FusedDrafter) == bool(fused)
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"top_k": 17}, "up to 16 children of a node, not top_k=17"), ({"backend": "torch"}, "'torch' has no kernel for it"),
-    ({"qk_norm": True}, "this head is HeadConfig"),
-], ids=["top_k", "backend", "head"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"top_k": 17}, "up to 16 children of a node, not top_k=17"),
+        ({"backend": "torch"}, "'torch' has no kernel for it"),
+        ({"qk_norm": True}, "this head is HeadConfig"),
+    ],
+    ids=["top_k", "backend", "head"],
+)
 def test_one_launch_that_cannot_be_is_refused_with_the_reason(change, reason):
     model = tiny_model()
     sizes = {name: value for name, value in change.items() if name == "qk_norm"}
     fastspec.patch(model, eagle3=tiny_head(model, **sizes), backend=change.get("backend", "triton"))
     with pytest.raises(fastspec.Unsupported, match=rf"one launch \(fused=True\): .*{reason}"):
-        model.generate(**prompts(4), max_new_tokens=3, assistant=fastspec.Eagle3(depth=1, top_k=change.get("top_k", 2), fused=True))
+        model.generate(
+            **prompts(4), max_new_tokens=3, assistant=fastspec.Eagle3(depth=1, top_k=change.get("top_k", 2), fused=True)
+        )
     for wrong in (1, "yes"):
         with pytest.raises(fastspec.Unsupported, match=r"fused=.*; accepted are True, False and None"):
             fastspec.Eagle2(fused=wrong)
@@ -135,7 +170,9 @@ def test_one_row_is_drafted_for_in_one_launch(device, drafters):
 
 
 @ON_CUDA
-@pytest.mark.parametrize("options", [{"temperature": 1.3, "top_k": 20}, {"top_p": 0.8, "min_p": 0.02}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.3, "top_k": 20}, {"top_p": 0.8, "min_p": 0.02}, {"repetition_penalty": 1.3}]
+)
 def test_sampling_follows_its_seed(options, device):
     target, head = MAKERS["bigram"]
     model = target().to(device)
@@ -205,7 +242,9 @@ def test_captured_rounds_are_shared_by_later_calls_and_freed(device):
     fastspec.patch(model, eagle3=head(model).to(device))
     session = session_of(model)
     for _ in range(2):
-        emitted = [model.generate(**moved(prompts(*each), device), **options, assistant=TREE).tolist() for each in lengths]
+        emitted = [
+            model.generate(**moved(prompts(*each), device), **options, assistant=TREE).tolist() for each in lengths
+        ]
         assert emitted == expected
     assert len(session.engines.held) == 1 and fastspec.report(model).last.replays == fastspec.report(model).last.rounds
     for size in range(2, 8):
@@ -243,12 +282,22 @@ def test_a_hook_set_after_the_patch_is_honoured(device):
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 0.7}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.9}, {"epsilon_cutoff": 0.01},
-        {"eta_cutoff": 0.01}, {"renormalize_logits": True}, {"remove_invalid_values": True}, {"suppress_tokens": [7, 8]},
-        {"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 5},
+        {"temperature": 0.7},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"typical_p": 0.9},
+        {"epsilon_cutoff": 0.01},
+        {"eta_cutoff": 0.01},
+        {"renormalize_logits": True},
+        {"remove_invalid_values": True},
+        {"suppress_tokens": [7, 8]},
+        {"repetition_penalty": 1.2},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 5},
     ],
     ids=lambda options: next(iter(options)),
-)  # fmt: skip
+)
 def test_every_processor_runs_in_captured_rounds(options, device):
     """Drawn with nearly all mass on one token, captured rounds say what the plain rounds of the torch backend say."""
     target, head = MAKERS["bigram"]
@@ -261,7 +310,9 @@ def test_every_processor_runs_in_captured_rounds(options, device):
         with fastspec.patched(model, eagle3=head(model).to(device), backend=backend):
             for name in (TREE, "autoregressive", "nasd"):
                 torch.manual_seed(0)
-                emitted.append(model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant=name, **options).tolist())
+                emitted.append(
+                    model.generate(**inputs, do_sample=True, max_new_tokens=20, assistant=name, **options).tolist()
+                )
     assert emitted[:3] == emitted[3:]
 
 
@@ -281,23 +332,34 @@ def test_static_trees_are_captured(drafts, device):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize(("count", "vocab", "candidates"), [(17, 50, 4097), pytest.param(64, 200, 16384, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "vocab", "candidates"), [(17, 50, 4097), pytest.param(64, 200, 16384, marks=pytest.mark.slow)]
+)
 def test_wide_trees_are_ranked_by_the_kernels(device, count, vocab, candidates):
     """More than 16 children of a node, and more than 4,096 candidates: no reference runs under the kernels' names."""
     from fastspec.kernels.drafting import reference
     from fastspec.patches.backends import triton_ops
 
     ops, generator = triton_ops(), torch.Generator().manual_seed(0)
-    logits, d2t = torch.randn(1, 2, vocab, generator=generator).to(device), torch.zeros(vocab, dtype=torch.long, device=device)
+    logits, d2t = (
+        torch.randn(1, 2, vocab, generator=generator).to(device),
+        torch.zeros(vocab, dtype=torch.long, device=device),
+    )
     scores = torch.zeros(1, 2, device=device)
     above = torch.full((1, candidates), -1, device=device)
     half = candidates // 2
     above[:, half : 2 * half] = torch.arange(half, device=device)  # the second half lies below the first
-    flat, depths = -torch.rand(1, candidates, generator=generator).to(device), torch.ones(candidates, dtype=torch.long, device=device)
+    flat, depths = (
+        -torch.rand(1, candidates, generator=generator).to(device),
+        torch.ones(candidates, dtype=torch.long, device=device),
+    )
     flat[:, half : 2 * half] += flat[:, :half].clone()
     inputs = flat, above + 1, above, depths, above[:, 0] + 1, 256
     expanded, built = reference.topk_expand(logits, None, scores, count, d2t), reference.tree_build(*inputs)
-    assert [op.__module__.rpartition(".")[2] for op in (ops.topk_expand, ops.tree_build)] == ["topk_expand", "tree_build"]
+    assert [op.__module__.rpartition(".")[2] for op in (ops.topk_expand, ops.tree_build)] == [
+        "topk_expand",
+        "tree_build",
+    ]
     got = ops.topk_expand(logits, None, scores, count, d2t)
     assert all(torch.equal(got[place], expanded[place]) for place in (1, 3)) and got[2].shape == (1, count)
     torch.testing.assert_close(got[0], expanded[0], rtol=0, atol=2**-20 * vocab)
@@ -320,7 +382,10 @@ def test_an_op_without_a_kernel_is_not_counted_as_one():
 
 @pytest.mark.parametrize(
     ("tree", "words"),
-    [({"total_tokens": 8, "depth": 1, "top_k": 65}, "top_k=65"), ({"total_tokens": 8, "depth": 200, "top_k": 10}, "20010 candidates")],
+    [
+        ({"total_tokens": 8, "depth": 1, "top_k": 65}, "top_k=65"),
+        ({"total_tokens": 8, "depth": 200, "top_k": 10}, "20010 candidates"),
+    ],
 )
 def test_a_tree_that_the_kernels_cannot_grow_is_refused_by_name(tree, words):
     model = tiny_model(num_hidden_layers=3)
@@ -336,7 +401,13 @@ def test_a_tree_that_the_kernels_cannot_grow_is_refused_by_name(tree, words):
 def test_auto_takes_the_kernels_where_they_were_measured(monkeypatch):
     from fastspec.patches import backends
 
-    cases = ((9, 0), True, "triton"), ((9, 0), False, "torch"), ((8, 0), True, "triton"), ((12, 0), True, "triton"), ((7, 5), True, "torch")
+    cases = (
+        ((9, 0), True, "triton"),
+        ((9, 0), False, "torch"),
+        ((8, 0), True, "triton"),
+        ((12, 0), True, "triton"),
+        ((7, 5), True, "torch"),
+    )
     for capability, adapted, name in cases:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert backends.choose_backend("auto", torch.device("cuda"), adapted).name == name

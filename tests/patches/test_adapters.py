@@ -1,6 +1,8 @@
-"""Adapters that are switched between calls, as PEFT switches them: by attributes of layers, which no captured round can see.
+"""Adapters that are switched between calls, as PEFT switches them: by attributes of layers, which no captured round can
+see.
 
-On a GPU a graph that was kept would go on with the former adapters; the stand-in on the CPU, which runs Python, would not.
+On a GPU a graph that was kept would go on with the former adapters; the stand-in on the CPU, which runs Python, would
+not.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 
 import fastspec
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 class Tuned(nn.Linear):
@@ -25,10 +29,17 @@ class Tuned(nn.Linear):
     def __init__(self, base: nn.Linear, seed: int) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device=base.weight.device)
         self.weight = base.weight
-        self._active_adapter, self._disable_adapters, self.merged_adapters, self.scaling = ["a"], False, [], {"a": 1.0, "b": 1.0}
+        self._active_adapter, self._disable_adapters, self.merged_adapters, self.scaling = (
+            ["a"],
+            False,
+            [],
+            {"a": 1.0, "b": 1.0},
+        )
         random = torch.Generator().manual_seed(seed)
         for name in ("a", "b"):
-            down, up = (torch.randn(*size, generator=random) for size in ((4, base.in_features), (base.out_features, 4)))
+            down, up = (
+                torch.randn(*size, generator=random) for size in ((4, base.in_features), (base.out_features, 4))
+            )
             self.register_buffer(f"down_{name}", 0.4 * down.to(base.weight.device))
             self.register_buffer(f"up_{name}", 0.4 * up.to(base.weight.device))
 
@@ -87,7 +98,9 @@ def pair(device: str) -> tuple[Any, list[Tuned], Any, list[Tuned]]:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
-def test_every_call_answers_by_the_adapters_that_are_on(device: str, assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_answers_by_the_adapters_that_are_on(
+    device: str, assistant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device == "cpu":
         stand_in(monkeypatch)
     plain, mine, model, served = pair(device)
@@ -105,7 +118,9 @@ def test_every_call_answers_by_the_adapters_that_are_on(device: str, assistant: 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
-def test_an_open_batch_answers_by_the_adapters_that_are_on(device: str, assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_batch_answers_by_the_adapters_that_are_on(
+    device: str, assistant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device == "cpu":
         stand_in(monkeypatch)
     plain, mine, model, served = pair(device)
@@ -117,6 +132,8 @@ def test_an_open_batch_answers_by_the_adapters_that_are_on(device: str, assistan
             wanted = []
             for ids in prompts:
                 given = ids.to(device)[None]
-                answer = plain.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=16, pad_token_id=0, **GREEDY)
+                answer = plain.generate(
+                    given, attention_mask=torch.ones_like(given), max_new_tokens=16, pad_token_id=0, **GREEDY
+                )
                 wanted.append(answer[0].tolist())
             assert told([batch.submit(ids, max_new_tokens=16, **GREEDY) for ids in prompts]) == wanted, switch.__name__

@@ -1,4 +1,5 @@
-"""A default device other than the model's, as a context or set for the process, changes nothing: tensors are made on a device by name."""
+"""A default device other than the model's, as a context or set for the process, changes nothing: tensors are made on a
+device by name."""
 
 from __future__ import annotations
 
@@ -22,9 +23,27 @@ from fastspec.patches.hf import tree_check
 
 ROOT = Path(__file__).parent.parent.parent / "fastspec"
 MAKERS = {
-    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
-    "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
-}  # fmt: skip
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+}
 """Functions of torch's whose result is on the default device unless they are told."""
 MODULES = {"generation/heads/module.py": 2}
 """Weights of modules that a user may make, on a default device of their own: who loads them names the CPU."""
@@ -62,7 +81,12 @@ def default(request) -> Callable[[], Any]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
-    "processors": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "stopping_criteria": [MaxTimeCriteria(100.0)]},
+    "processors": {
+        "do_sample": False,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "stopping_criteria": [MaxTimeCriteria(100.0)],
+    },
     "sampling": {"do_sample": True, "temperature": 1e-4, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
 }
 
@@ -98,7 +122,10 @@ def test_open_batches(default):
     fastspec.patch(model, eagle3=tiny_head(model))
     ids = prompts(9)["input_ids"]
     for assistant in ("nasd", TREE):
-        want = [model.generate(ids, max_new_tokens=6, assistant=assistant, **options).tolist() for options in OPTIONS.values()]
+        want = [
+            model.generate(ids, max_new_tokens=6, assistant=assistant, **options).tolist()
+            for options in OPTIONS.values()
+        ]
         with default(), fastspec.continuous(model, assistant, rows=2, max_length=32) as batch:
             if assistant == "nasd":
                 batch.warmup(8)

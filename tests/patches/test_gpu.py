@@ -1,4 +1,5 @@
-"""On CUDA: in fp32 the tokens of the unpatched model, the ops as on the CPU, and a round that waits for nothing and can be captured."""
+"""On CUDA: in fp32 the tokens of the unpatched model, the ops as on the CPU, and a round that waits for nothing and can
+be captured."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 CPU = pytest.param("cpu")
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 
@@ -56,7 +59,11 @@ def test_a_patched_model_may_move_to_the_device_and_samples_by_its_seed(device):
     inputs, emitted = moved(prompts(5, 8), device), []
     for _ in range(2):
         torch.manual_seed(3)
-        emitted.append(model.generate(**inputs, do_sample=True, temperature=1.3, top_k=20, max_new_tokens=20, assistant=TREE).tolist())
+        emitted.append(
+            model.generate(
+                **inputs, do_sample=True, temperature=1.3, top_k=20, max_new_tokens=20, assistant=TREE
+            ).tolist()
+        )
     assert emitted[0] == emitted[1]
     assert fastspec.report(model).device.startswith("cuda") and fastspec.report(model).last.acceptance_length > 1.5
 
@@ -64,7 +71,8 @@ def test_a_patched_model_may_move_to_the_device_and_samples_by_its_seed(device):
 @ON_CUDA
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
 def test_asynchronous_rounds_give_the_same_tokens(assistant, device, monkeypatch):
-    """Rows that end in the midst of it, growing buffers, calls one after another on the same graphs, and the same seed with and without."""
+    """Rows that end in the midst of it, growing buffers, calls one after another on the same graphs, and the same seed
+    with and without."""
     from fastspec.generation.engine import batching
 
     target, head = MAKERS["bigram"]
@@ -72,12 +80,21 @@ def test_asynchronous_rounds_give_the_same_tokens(assistant, device, monkeypatch
     inputs, emitted = moved(prompts(9, 5, 7), device), []
     free = model.generate(**inputs, do_sample=False, max_new_tokens=300, eos_token_id=None)
     ends = [None, [int(free[0, 9 + 41]), int(free[1, 9 + 17])], None]
-    wanted = [model.generate(**inputs, do_sample=False, max_new_tokens=1500, eos_token_id=each, pad_token_id=0).tolist() for each in ends]
+    wanted = [
+        model.generate(**inputs, do_sample=False, max_new_tokens=1500, eos_token_id=each, pad_token_id=0).tolist()
+        for each in ends
+    ]
     fastspec.patch(model, eagle3=head(model).to(device))
     for after in (0, 10**9, 0):
         monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", after)
         for each, want in zip(ends, wanted, strict=True):
-            options = {**inputs, "max_new_tokens": 1500, "eos_token_id": each, "pad_token_id": 0, "assistant": assistant}
+            options = {
+                **inputs,
+                "max_new_tokens": 1500,
+                "eos_token_id": each,
+                "pad_token_id": 0,
+                "assistant": assistant,
+            }
             assert model.generate(**options, do_sample=False).tolist() == want
         torch.manual_seed(3)
         emitted.append(model.generate(**options, do_sample=True, temperature=1.3, top_k=20).tolist())
@@ -94,7 +111,9 @@ def test_smollm2_in_fp32_gives_what_transformers_gives(device):
     batches = [encode(tokenizer, text, device) for _, text in PROMPTS]
     expected = [model.generate(**batch, do_sample=False, max_new_tokens=64).tolist() for batch in batches]
     with fastspec.patched(model, eagle3=SMOLLM2):
-        assert [model.generate(**b, do_sample=False, max_new_tokens=64, assistant="eagle3").tolist() for b in batches] == expected
+        assert [
+            model.generate(**b, do_sample=False, max_new_tokens=64, assistant="eagle3").tolist() for b in batches
+        ] == expected
 
 
 def likeliest(scores: Tensor) -> Tensor:
@@ -102,7 +121,10 @@ def likeliest(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores < scores.amax(-1, keepdim=True), -torch.inf)
 
 
-WAYS = [*((drafts, backend) for backend in ("torch", "triton") for drafts in ("dynamic", "static", "drawn")), ("fused", "triton")]
+WAYS = [
+    *((drafts, backend) for backend in ("torch", "triton") for drafts in ("dynamic", "static", "drawn")),
+    ("fused", "triton"),
+]
 """What drafts, and the kernels; "fused" is the dynamic tree in one launch."""
 BACKED = pytest.mark.parametrize(("drafts", "backend"), WAYS)
 
@@ -121,8 +143,12 @@ class Rounds:
         if name == "eagle3":
             self.drafter = (FusedDrafter if drafts == "fused" else EagleDrafter)(head, TREE.shape(device), **sizes)
         else:
-            self.drafter = StaticDrafter(head, fastspec.Eagle1().tree(), **sizes, process=likeliest if drafts == "drawn" else None)
-        self.target = HFModel(self.model, adapter_for(self.model), tail=self.drafter.nodes, taps=head.config.taps, **sizes)
+            self.drafter = StaticDrafter(
+                head, fastspec.Eagle1().tree(), **sizes, process=likeliest if drafts == "drawn" else None
+            )
+        self.target = HFModel(
+            self.model, adapter_for(self.model), tail=self.drafter.nodes, taps=head.config.taps, **sizes
+        )
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(6, 97, (rows, 9), generator=generator).to(device)
@@ -141,7 +167,9 @@ class Rounds:
         if tree.q is None:
             verdict = walk(tree, choose(logits, None, self.ops), self.ops)
         else:
-            verdict = walk_drawn(tree, likeliest(logits), tree.q, torch.rand(tree.tokens.shape, device=logits.device), self.ops)
+            verdict = walk_drawn(
+                tree, likeliest(logits), tree.q, torch.rand(tree.tokens.shape, device=logits.device), self.ops
+            )
         self.target.commit(verdict, self.active)
         self.drafter.observe(tree, verdict, logits, features, self.active, self.extent)
         return verdict.tokens(tree), verdict.accepted
@@ -160,14 +188,20 @@ class Rounds:
         emitted = []
         for row, real in enumerate(self.counts.tolist()):
             ids = self.ids[row : row + 1, :real]
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=1000)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=1000
+            )
             emitted.append(out[0, real:].tolist())
         return emitted
 
 
 @pytest.mark.parametrize(
     ("device", "drafts", "backend"),
-    [pytest.param(*where.values, *way, marks=where.marks) for where, ways in ((CPU, WAYS[:3]), (CUDA, WAYS)) for way in ways],
+    [
+        pytest.param(*where.values, *way, marks=where.marks)
+        for where, ways in ((CPU, WAYS[:3]), (CUDA, WAYS))
+        for way in ways
+    ],
 )
 @torch.no_grad()
 def test_rounds_on_static_buffers(device, drafts, backend):
@@ -200,7 +234,9 @@ def test_the_host_reads_back_once_a_round(device, drafts, backend):
     made = Rounds(device, drafts, backend)
     made.begin()
     drawn = drafts == "drawn"
-    engine = Engine(made.target, made.drafter, made.ops, rows=made.rows, sample=drawn, process=likeliest if drawn else None)
+    engine = Engine(
+        made.target, made.drafter, made.ops, rows=made.rows, sample=drawn, process=likeliest if drawn else None
+    )
     engine.begin(made.drafter.root)
     longest, stats = 9, Stats()
     for _ in range(4):
@@ -247,7 +283,9 @@ def test_a_captured_round_gives_the_same_tokens(device, drafts, backend):
 def test_the_ops_agree_with_the_cpu(dtype, device):
     generator = torch.Generator().manual_seed(1)
     nodes, prefix, size = 63, torch.tensor([5, 40]), 16
-    parents = torch.stack([torch.tensor([0, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))])] * 2)
+    parents = torch.stack(
+        [torch.tensor([0, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))])] * 2
+    )
     tree = TokenTree.from_parents(torch.randint(0, 9, (2, nodes), generator=generator), parents)
     q = torch.randn(2, nodes, 6, size, generator=generator).to(dtype)
     k, v = (torch.randn(2, 2, 110, size, generator=generator).to(dtype) for _ in range(2))
@@ -256,9 +294,17 @@ def test_the_ops_agree_with_the_cpu(dtype, device):
     for where in ("cpu", device):
         layout = attention_reference.attention_layout(prefix.to(where), tree.ancestors.to(where), nodes, nodes, 105, 3)
         wide = torch.float32 if where == "cpu" else dtype
-        attended.append(attention_reference.tree_attention(*(x.to(where, wide) for x in (q, k, v)), layout, 0.25).cpu().float())
-        walked.append([x.cpu() for x in verification_reference.posterior_walk(*(x.to(where) for x in (tree.tokens, parents, picks)), 9)])
+        attended.append(
+            attention_reference.tree_attention(*(x.to(where, wide) for x in (q, k, v)), layout, 0.25).cpu().float()
+        )
+        walked.append(
+            [
+                x.cpu()
+                for x in verification_reference.posterior_walk(*(x.to(where) for x in (tree.tokens, parents, picks)), 9)
+            ]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*walked, strict=True))
-    # Outputs are means of values of size 1; the weights and the result are rounded to dtype, and fp32 sums over 105 slots are off by less.
+    # Outputs are means of values of size 1; the weights and the result are rounded to dtype, and fp32 sums over 105
+    # slots are off by less.
     bound = 8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
     assert float((attended[0] - attended[1]).abs().max()) < bound

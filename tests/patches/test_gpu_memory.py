@@ -1,8 +1,9 @@
 """On CUDA: how much memory a patched model takes beside its weights and caches, and that all of it is given back.
 
-What is counted are the bytes that tensors asked for: `memory_allocated` counts the blocks that they were given, each up to 1 MiB larger by
-what happened to be free. cuBLAS keeps a workspace for each stream that it was called on, the capturing one too, and the products' counters
-stay on the device: a small model's whole life has made them before anything is counted.
+What is counted are the bytes that tensors asked for: `memory_allocated` counts the blocks that they were given, each up
+to 1 MiB larger by what happened to be free. cuBLAS keeps a workspace for each stream that it was called on, the
+capturing one too, and the products' counters stay on the device: a small model's whole life has made them before
+anything is counted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from fastspec.patches.session import session_of
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = "cuda"
 SMALL_CHANGE = 2**16
-"""Bytes: a hundred of the device's smallest blocks, for what a library may keep of a call. The smallest thing that fastspec could have
-left, one layer's query, key and value weights below, has four times as many, and the cache of one kind of call twenty-four times."""
+"""Bytes: a hundred of the device's smallest blocks, for what a library may keep of a call. The smallest thing that
+fastspec could have left, one layer's query, key and value weights below, has four times as many, and the cache of one
+kind of call twenty-four times."""
 
 
 def held() -> int:
@@ -61,10 +63,18 @@ def calls_of_every_kind(seed: int) -> None:
     options = {"do_sample": False, "max_new_tokens": 30}
     auto = fastspec.Eagle3(depth=4, top_k=3, total_tokens="auto")
     kinds: list[tuple[Any, dict[str, Any]]] = [(name, {}) for name in ("autoregressive", "nasd", TREE, auto)]
-    kinds += [(fastspec.Speculative(early_exit=2), {}), (TREE, {"do_sample": True}), (TREE, {"repetition_penalty": 1.2})]
+    kinds += [
+        (fastspec.Speculative(early_exit=2), {}),
+        (TREE, {"do_sample": True}),
+        (TREE, {"repetition_penalty": 1.2}),
+    ]
     for lengths in ((9,), (3, 7), (9,)):
         for assistant, more in kinds:
-            model.generate(**{name: ids.to(DEVICE) for name, ids in prompts(*lengths).items()}, **{**options, **more}, assistant=assistant)
+            model.generate(
+                **{name: ids.to(DEVICE) for name, ids in prompts(*lengths).items()},
+                **{**options, **more},
+                assistant=assistant,
+            )
     assert len(session_of(model).engines.held) == 4
     fastspec.unpatch(model)
 
@@ -93,12 +103,19 @@ def test_unpatch_frees_what_the_calls_took(uncollected):
         assert abs(held() - before) <= SMALL_CHANGE
 
 
-# 91 MiB in half precision. A layer is so thin that the copy of its gate and up, made while patch lays them side by side, is 0.8 % of the
-# weights, and there are so many that a second copy of all query, key and value weights is 5 % (Mixtral) or 18 %, of all gate and up 48 %.
+# 91 MiB in half precision. A layer is so thin that the copy of its gate and up, made while patch lays them side by
+# side, is 0.8 % of the weights, and there are so many that a second copy of all query, key and value weights is 5 %
+# (Mixtral) or 18 %, of all gate and up 48 %.
 WIDE = {
-    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "initializer_range": 0.05, "num_hidden_layers": 64,
-}  # fmt: skip
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.05,
+    "num_hidden_layers": 64,
+}
 FAMILIES = {"llama": WIDE, "qwen3": WIDE, "mixtral": {**WIDE, "num_hidden_layers": 20}}
 QUERY_KEY_VALUE = 2 * 256 * (4 + 2 * 2) * 64
 """Bytes of one layer's."""
@@ -112,12 +129,14 @@ def cache_bytes(config: Any, tail: int) -> int:
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patch_and_a_call_take_two_percent_beside_weights_and_caches(family, assistant, uncollected):
-    """At the peak; and after the patch exactly, where one layer's query, key and value held twice would be more than is allowed.
+    """At the peak; and after the patch exactly, where one layer's query, key and value held twice would be more than is
+    allowed.
 
-    What a call allocates beside the caches: the rotary tables, made in fp32 from angles of 1,036 positions and 64 channels, 265 kB each, of
-    which four exist at once (1.1 %), and later 133 kB of each; in the graphs' pools what a prompt's chunk of 32 nodes and a round of 12
-    compute on the way (at most 32 * 2 * 704 values in a layer, 90 kB, and some 300 kB of partial sums of attention in fp32) and leave
-    behind (logits over 1,024 tokens, features); the drafter's buffers, of six rows of 256 values.
+    What a call allocates beside the caches: the rotary tables, made in fp32 from angles of 1,036 positions and 64
+    channels, 265 kB each, of which four exist at once (1.1 %), and later 133 kB of each; in the graphs' pools what a
+    prompt's chunk of 32 nodes and a round of 12 compute on the way (at most 32 * 2 * 704 values in a layer, 90 kB, and
+    some 300 kB of partial sums of attention in fp32) and leave behind (logits over 1,024 tokens, features); the
+    drafter's buffers, of six rows of 256 values.
     """
     model = tiny_model(family, **FAMILIES[family]).to(DEVICE, torch.bfloat16)
     head = tiny_head(model, taps=(2, 7, 11)).to(DEVICE, torch.bfloat16) if assistant is TREE else None

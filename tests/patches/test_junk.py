@@ -20,7 +20,11 @@ from fastspec.files import DEEPEST, LARGEST, parse_json, parse_yaml
 from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.programs.texts import read_jsonl
 
-DEEP = {"lists": "[" * 12_000 + "]" * 12_000, "objects": '{"a": ' * 12_000 + "1" + "}" * 12_000, "shallower": "[" * 200 + "]" * 200}
+DEEP = {
+    "lists": "[" * 12_000 + "]" * 12_000,
+    "objects": '{"a": ' * 12_000 + "1" + "}" * 12_000,
+    "shallower": "[" * 200 + "]" * 200,
+}
 
 
 def config_of_a_head(folder: Path, deep: str) -> Any:
@@ -68,7 +72,15 @@ def storage(folder: Path, deep: str) -> Any:
     return path, lambda: fastspec.NgramStorage.load(path)
 
 
-FILES = [config_of_a_head, index_of_a_head, yaml_of_a_cascade, predictor_of_a_cascade, records_of_a_cascade, prompts, storage]
+FILES = [
+    config_of_a_head,
+    index_of_a_head,
+    yaml_of_a_cascade,
+    predictor_of_a_cascade,
+    records_of_a_cascade,
+    prompts,
+    storage,
+]
 
 
 @pytest.mark.parametrize("kind", DEEP)
@@ -93,9 +105,15 @@ def test_depth_and_size_are_bounded_where_they_are_said_to_be() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["stages: [&a [x, x], &b [*a, *a]]", "stages: &s [*s]", "stages: [x]\nprice: " + "9" * 5000, "stages: [x]\nprice: 2020-13-45",
-     "stages: [x]\n? [a]\n: 1", "stages: [x]\nprice: !!python/name:os.system"],
-)  # fmt: skip
+    [
+        "stages: [&a [x, x], &b [*a, *a]]",
+        "stages: &s [*s]",
+        "stages: [x]\nprice: " + "9" * 5000,
+        "stages: [x]\nprice: 2020-13-45",
+        "stages: [x]\n? [a]\n: 1",
+        "stages: [x]\nprice: !!python/name:os.system",
+    ],
+)
 def test_yaml_that_is_no_plain_data_is_refused_with_its_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cascade.yaml"
     path.write_text(text)
@@ -110,19 +128,25 @@ def test_tensors_without_dense_values_are_refused_by_name(tmp_path: Path, kind: 
     state = head.state_dict()
     weight = state["fc.weight"]
     state["fc.weight"] = {
-        "sparse": weight.to_sparse, "csr": weight.to_sparse_csr, "meta": lambda: weight.to("meta"),
+        "sparse": weight.to_sparse,
+        "csr": weight.to_sparse_csr,
+        "meta": lambda: weight.to("meta"),
         "quantised": lambda: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
-    }[kind]()  # fmt: skip
+    }[kind]()
     torch.save(state, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text(json.dumps(plain_config(head.config)))
-    with pytest.raises(fastspec.CheckpointError, match=r"pytorch_model\.bin(: fc\.weight is .*dense| cannot be read as plain tensors)"):
+    with pytest.raises(
+        fastspec.CheckpointError, match=r"pytorch_model\.bin(: fc\.weight is .*dense| cannot be read as plain tensors)"
+    ):
         inspect_head(tmp_path)
 
 
 @pytest.mark.parametrize("source", [5, ["a"], {"a": 1}, 1.5, torch.zeros(2)])
 def test_a_head_that_is_none_is_refused_by_name(source: Any) -> None:
     model = tiny_model(num_hidden_layers=7)
-    with pytest.raises(fastspec.CheckpointError, match=r"eagle3=.* is no head: accepted are a directory, a hub id.*EagleHead"):
+    with pytest.raises(
+        fastspec.CheckpointError, match=r"eagle3=.* is no head: accepted are a directory, a hub id.*EagleHead"
+    ):
         fastspec.patch(model, eagle3=source)
     with pytest.raises(fastspec.CheckpointError, match="is no head"):
         load_head(source, model)
@@ -143,8 +167,14 @@ def test_a_storage_of_another_models_texts_is_refused_by_name(tmp_path: Path, ma
         held.save(tmp_path / "held.safetensors")
         held = make.load(tmp_path / "held.safetensors")
         if fits:
-            assert model.generate(ids, **options, assistant=fastspec.Nasd(storage=held)).tolist() == model.generate(ids, **options).tolist()
+            assert (
+                model.generate(ids, **options, assistant=fastspec.Nasd(storage=held)).tolist()
+                == model.generate(ids, **options).tolist()
+            )
         else:
-            with pytest.raises(fastspec.Unsupported, match=r"Storage.* holds the token 97.*end at 96.*load the one made with this model"):
+            with pytest.raises(
+                fastspec.Unsupported,
+                match=r"Storage.* holds the token 97.*end at 96.*load the one made with this model",
+            ):
                 model.generate(ids, **options, assistant=fastspec.Nasd(storage=held))
     assert make().tallies.largest() == -1

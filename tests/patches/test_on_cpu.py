@@ -1,4 +1,5 @@
-"""What `backend="auto"` is on the CPU: the C++ kernels where they are built and pass, else plain torch and the reason."""
+"""What `backend="auto"` is on the CPU: the C++ kernels where they are built and pass, else plain torch and the
+reason."""
 
 from __future__ import annotations
 
@@ -64,7 +65,10 @@ def test_a_compiler_is_enough_for_the_kernels(capsys, monkeypatch):
     assert (report.backend, report.why_torch) == ("cpp", None) and "plain torch" not in str(report)
     told = capsys.readouterr().err
     assert told.count("compiling the kernels of the CPU") == 1
-    assert [told.count(f"in {dtype}, once") for dtype in ("float32", "bfloat16")] == [1, 1]  # the model's, and the head's
+    assert [told.count(f"in {dtype}, once") for dtype in ("float32", "bfloat16")] == [
+        1,
+        1,
+    ]  # the model's, and the head's
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     monkeypatch.setattr(on_cpu, "_tried", {})  # another process, the same folder
     assert chosen(tiny_model()).backend == "cpp" and not capsys.readouterr().err
@@ -79,7 +83,11 @@ def test_a_compiler_is_enough_for_the_kernels(capsys, monkeypatch):
 )
 def test_models_that_they_do_not_take_run_plain_torch(model, why):
     report = chosen(model())
-    assert report.backend.startswith("torch") and why in report.why_torch and f"plain torch on the CPU: {report.why_torch}" in str(report)
+    assert (
+        report.backend.startswith("torch")
+        and why in report.why_torch
+        and f"plain torch on the CPU: {report.why_torch}" in str(report)
+    )
 
 
 def test_the_setting_keeps_plain_torch(monkeypatch):
@@ -102,7 +110,11 @@ def test_without_a_compiler_plain_torch_is_taken_in_silence(monkeypatch, capsys)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = chosen(tiny_model())
-    assert report.backend.startswith("torch") and "cannot be built here" in report.why_torch and not capsys.readouterr().err
+    assert (
+        report.backend.startswith("torch")
+        and "cannot be built here" in report.why_torch
+        and not capsys.readouterr().err
+    )
 
 
 @needs_compiler
@@ -114,7 +126,9 @@ def test_a_compiler_that_fails_is_told_once(monkeypatch, tmp_path):
     with pytest.warns(RuntimeWarning, match='backend="auto" takes plain torch on the CPU.*out of order') as told:
         reports = [chosen(tiny_model()) for _ in range(2)]
     assert len(told) == 1 and (tmp_path / "calls").read_text() == "called\n"
-    assert all(report.backend.startswith("torch") and "ended with 3: out of order" in report.why_torch for report in reports)
+    assert all(
+        report.backend.startswith("torch") and "ended with 3: out of order" in report.why_torch for report in reports
+    )
 
 
 @needs_compiler

@@ -21,7 +21,10 @@ from fastspec.patches.backends import choose_backend
 from fastspec.patches.on_cpu import named
 from fastspec.patches.session import CALLS_KEPT, PatchSession, session_of
 
-INPUTS = {"input_ids": torch.tensor([[0, 0, 7, 8, 9], [11, 12, 13, 14, 15]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5])}
+INPUTS = {
+    "input_ids": torch.tensor([[0, 0, 7, 8, 9], [11, 12, 13, 14, 15]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5]),
+}
 GREEDY = {**INPUTS, "max_new_tokens": 12, "do_sample": False}
 
 
@@ -33,7 +36,9 @@ def test_unpatch_leaves_the_model_as_it_was(kind: str) -> None:
     assert inspect.signature(model.generate) != before["signature"]
     for assistant in ("eagle3", "autoregressive", None):
         model.generate(**GREEDY, assistant=assistant)
-    model.generate(**{**GREEDY, "do_sample": True}, assistant="eagle3", return_dict_in_generate=True, output_scores=True)
+    model.generate(
+        **{**GREEDY, "do_sample": True}, assistant="eagle3", return_dict_in_generate=True, output_scores=True
+    )
     assert fastspec.unpatch(model) is model
     assert_same(before, snapshot(model))
 
@@ -174,7 +179,9 @@ def test_someone_elses_change_is_refused_or_left_with_force() -> None:
     model.generate = theirs
     with pytest.raises(fastspec.PatchConflict, match=r"LlamaForCausalLM\.generate.*force=True"):
         fastspec.unpatch(model)
-    assert torch.equal(model.generate(**GREEDY, assistant="autoregressive"), model.generate(**GREEDY))  # nothing was undone
+    assert torch.equal(
+        model.generate(**GREEDY, assistant="autoregressive"), model.generate(**GREEDY)
+    )  # nothing was undone
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM\.generate"):
         fastspec.unpatch(model, force=True)
     assert model.generate is theirs and session_of(model) is None
@@ -271,17 +278,23 @@ def test_training_is_bit_identical() -> None:
     assert torch.equal(loss, expected) and all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8}, {"num_beams": 3}, {"num_beams": 2, "do_sample": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "temperature": 0.8}, {"num_beams": 3}, {"num_beams": 2, "do_sample": True}]
+)
 def test_plain_generate_is_bit_identical(options: dict[str, Any]) -> None:
     def run() -> Any:
         torch.manual_seed(7)
-        return model.generate(**{**GREEDY, **options}, return_dict_in_generate=True, output_scores=True, output_logits=True)
+        return model.generate(
+            **{**GREEDY, **options}, return_dict_in_generate=True, output_scores=True, output_logits=True
+        )
 
     model = tiny_model()
     expected = run()
     with fastspec.patched(model, eagle3=tiny_head(model)):
         out = run()
-    assert type(out) is type(expected) and out.keys() == expected.keys() and torch.equal(out.sequences, expected.sequences)
+    assert (
+        type(out) is type(expected) and out.keys() == expected.keys() and torch.equal(out.sequences, expected.sequences)
+    )
     for name in ("scores", "logits"):
         assert all(torch.equal(a, b) for a, b in zip(out[name], expected[name], strict=True))
 
@@ -306,7 +319,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<s>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 97)}}
     plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
+    )
 
 
 def test_pipeline_generates_with_an_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -340,7 +355,14 @@ def test_report_says_what_is_patched_and_what_ran() -> None:
         assert report.last.emitted == 24 and report.last.rounds == 11 and report.last.acceptance_length == 1.0
         assert report.last.tokens_per_second > 0 and {"prefill", "score"} <= report.last.phases.keys()
         text = str(report)
-        expected = ("LlamaForCausalLM", "adapter llama", report.backend, "float32", "eagle3: 1 call", "acceptance length 1.00")
+        expected = (
+            "LlamaForCausalLM",
+            "adapter llama",
+            report.backend,
+            "float32",
+            "eagle3: 1 call",
+            "acceptance length 1.00",
+        )
         assert [word for word in expected if word not in text] == []
 
 

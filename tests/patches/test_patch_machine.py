@@ -33,7 +33,9 @@ class Subject:
         self.calls = 0
 
     def attributes(self) -> dict[str, dict[str, int]]:
-        return {name: {key: id(value) for key, value in vars(module).items()} for name, module in self.model.named_modules()}
+        return {
+            name: {key: id(value) for key, value in vars(module).items()} for name, module in self.model.named_modules()
+        }
 
     def expected(self) -> torch.Tensor:
         return type(self.model).generate(self.model, PROMPT, **OPTIONS)
@@ -141,7 +143,9 @@ class Patching(RuleBasedStateMachine):
     def promises_hold(self) -> None:
         for subject in getattr(self, "subjects", ()):
             assert (session_of(subject.model) is not None) == subject.patched
-            assert {name: parameter.data_ptr() for name, parameter in subject.model.named_parameters()} == subject.weights
+            assert {
+                name: parameter.data_ptr() for name, parameter in subject.model.named_parameters()
+            } == subject.weights
             if subject.patched:
                 assert len(fastspec.report(subject.model).calls) == subject.calls
             else:

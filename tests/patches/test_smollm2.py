@@ -1,4 +1,5 @@
-"""What is tested on SmolLM2-135M: the demo, the probe of the shipped head, marked text, a head's start. One file, for it loads slowly."""
+"""What is tested on SmolLM2-135M: the demo, the probe of the shipped head, marked text, a head's start. One file, for
+it loads slowly."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from fastspec.programs.training.ttt import TrainingTimeTest
 
 def test_the_demos_own_model_gives_the_same_tokens_and_takes_drafts(smollm2, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.demo.load_model", lambda name, device: {(SMOLLM2, "cpu"): smollm2}[name, device])
+    monkeypatch.setattr(
+        "fastspec.programs.demo.load_model", lambda name, device: {(SMOLLM2, "cpu"): smollm2}[name, device]
+    )
     done = run("demo", "--json", "--max-new-tokens", "8", "--prompt", "Name two colours.")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -36,11 +39,16 @@ def test_the_eagle3_head_drafts_what_the_model_says(smollm2) -> None:
     """Tokens of plain generate, and as many of them a round as a head that was read rightly gives."""
     model, tokenizer = smollm2
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "List the first ten even numbers."}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "List the first ten even numbers."}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     want = model.generate(**ids, max_new_tokens=24, do_sample=False)
     with fastspec.patched(model, eagle3=HEAD):
-        got = model.generate(**ids, max_new_tokens=24, do_sample=False, assistant=fastspec.Eagle3(total_tokens=16, depth=4, top_k=4))
+        got = model.generate(
+            **ids, max_new_tokens=24, do_sample=False, assistant=fastspec.Eagle3(total_tokens=16, depth=4, top_k=4)
+        )
         assert torch.equal(got, want) and fastspec.report(model).last.acceptance_length > 4
 
 
@@ -95,7 +103,10 @@ def test_accepted_tokens_are_marked_and_the_text_is_whole(smollm2) -> None:
 
 def test_start_is_better_than_guessing_and_than_the_target_as_it_is(smollm2: tuple[Any, Any]) -> None:
     model, tokenizer = smollm2
-    text = "The tides follow the moon: its pull raises the sea on the near side, and on the far side the water is left a little behind."
+    text = (
+        "The tides follow the moon: its pull raises the sea on the near side, and on the far side the water is "
+        "left a little behind."
+    )
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     vocabulary = torch.arange(10240)
     head = EagleHead(head_for(model, draft_vocab_size=10240, hidden_size=None, intermediate_size=None, taps=()))

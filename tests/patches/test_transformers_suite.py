@@ -37,7 +37,12 @@ def test_calls_are_compared_and_counted(suite, model):
         model.generate(**prompts(5, 3), **FULL, output_hidden_states=True)
     suite.pytest_runtest_teardown()
     counts = suite.counts
-    assert counts["as asked, equal"] == counts["as asked, of equal shapes"] == counts["without what is not served, equal"] == 1
+    assert (
+        counts["as asked, equal"]
+        == counts["as asked, of equal shapes"]
+        == counts["without what is not served, equal"]
+        == 1
+    )
     assert counts["assisted calls"] == 3 and counts["emitted"] == 3 * 2 * 8 and sum(suite.left.values()) == 1
 
 

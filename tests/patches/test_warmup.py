@@ -39,7 +39,12 @@ def test_every_kind_of_call_is_made(monkeypatch):
     torch.manual_seed(1)
     seconds = fastspec.warmup(model, rows=(1, 3), length=70, told=lambda *counts: told.append(counts))
     assert torch.equal(torch.rand(2), wanted) and seconds > 0
-    kinds = {(name, rows, width, False) for name in ("autoregressive", "nasd", "eagle3") for rows in (1, 3) for width in (32, 64, 70)}
+    kinds = {
+        (name, rows, width, False)
+        for name in ("autoregressive", "nasd", "eagle3")
+        for rows in (1, 3)
+        for width in (32, 64, 70)
+    }
     kinds |= {(name, rows, 32, True) for name in ("autoregressive", "nasd", "eagle3") for rows in (1, 3)}
     assert set(asked) == kinds and set(asked.values()) == {1}  # each a second time where it would be captured
     assert told[0] == (0, len(kinds)) and told[-1] == (len(kinds), len(kinds))
@@ -49,7 +54,8 @@ def test_every_kind_of_call_is_made(monkeypatch):
 
 
 def test_a_later_call_captures_nothing_anew(monkeypatch):
-    """Where rounds are captured, those of a warmed-up kind are replays from the first on, and so are passes over prompts of any length."""
+    """Where rounds are captured, those of a warmed-up kind are replays from the first on, and so are passes over
+    prompts of any length."""
     stand_in(monkeypatch)
     made = what_no_graph_served(monkeypatch)
     model = patched()
@@ -63,9 +69,16 @@ def test_a_later_call_captures_nothing_anew(monkeypatch):
             assert report.replays == report.rounds and not made
 
 
-@pytest.mark.parametrize(("length", "wanted"), [
-    (1, [1]), (32, [32]), (33, [32, 33]), (2000, [32, 64, 128, 256, 512, 1024, 2000]), (5000, [32, 64, 128, 256, 512, 1024, 2048, 5000]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("length", "wanted"),
+    [
+        (1, [1]),
+        (32, [32]),
+        (33, [32, 33]),
+        (2000, [32, 64, 128, 256, 512, 1024, 2000]),
+        (5000, [32, 64, 128, 256, 512, 1024, 2048, 5000]),
+    ],
+)
 def test_prompts_cover_what_parts_are_padded_to(length, wanted):
     assert widths(length, 1, captures=True) == wanted[::-1]
     narrow = [width for width in wanted[::-1] if width <= 512 or width == length]

@@ -25,7 +25,7 @@ from helpers.serve import (
     served,
     talk,
     words,
-)  # fmt: skip
+)
 from helpers.training import small_target
 
 import fastspec
@@ -50,7 +50,9 @@ def test_settings_are_prepared_once(pair, server, monkeypatch):
     """Of a server's requests, whose answers are told by what they ask for, and not by who prepared it."""
     again: list[int] = []
     real = one_prompt._again
-    monkeypatch.setattr(one_prompt, "_again", lambda settled, given, seed: again.append(1) or real(settled, given, seed))
+    monkeypatch.setattr(
+        one_prompt, "_again", lambda settled, given, seed: again.append(1) or real(settled, given, seed)
+    )
     asked = [(f"w{number + 4} w9", 3 + number % 5, number % 2 == 0, number % 3 == 0, None) for number in range(16)]
     for _ in range(2):
         hold_as_alone(pair[0], asked, ask_all(server, asked))
@@ -64,16 +66,31 @@ def test_chats_completions_and_streams_give_what_generate_gives(pair, server):
         text = words(rng)
         for prompt, create, read, delta in (
             (text, client.completions.create, lambda choice: choice.text, lambda choice: choice.text),
-            (talk(text), client.chat.completions.create, lambda choice: choice.message.content, lambda choice: choice.delta.content),
+            (
+                talk(text),
+                client.chat.completions.create,
+                lambda choice: choice.message.content,
+                lambda choice: choice.delta.content,
+            ),
         ):
             generated, before, new = alone(plain, prompt, count)
-            given = {"model": NAME, "max_tokens": count, "temperature": 0, "prompt" if prompt is text else "messages": prompt}
+            given = {
+                "model": NAME,
+                "max_tokens": count,
+                "temperature": 0,
+                "prompt" if prompt is text else "messages": prompt,
+            }
             answer = create(**given)
-            assert read(answer.choices[0]) == generated and answer.choices[0].finish_reason == ("length" if new == count else "stop")
+            assert read(answer.choices[0]) == generated and answer.choices[0].finish_reason == (
+                "length" if new == count else "stop"
+            )
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (before, new)
             chunks = list(create(**given, stream=True))
             assert "".join(delta(chunk.choices[0]) or "" for chunk in chunks) == generated
-            assert chunks[-1].usage.completion_tokens == new and chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+            assert (
+                chunks[-1].usage.completion_tokens == new
+                and chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+            )
     answer = client.responses.create(model=NAME, input=text, max_output_tokens=9, temperature=0)
     assert answer.output_text == alone(plain, talk(text), 9)[0]
 
@@ -85,7 +102,11 @@ def test_penalties_and_seeds(pair, server):
     assert answer.choices[0].text == alone(plain, text, 12, repetition_penalty=1.5)[0]
 
     def drawn(**options: Any) -> str:
-        return client.completions.create(model=NAME, prompt=text, max_tokens=12, temperature=1.5, **options).choices[0].text
+        return (
+            client.completions.create(model=NAME, prompt=text, max_tokens=12, temperature=1.5, **options)
+            .choices[0]
+            .text
+        )
 
     assert drawn(seed=7) == drawn(seed=7) != drawn(seed=8)
     assert len({drawn() for _ in range(3)} | {drawn(seed=7)}) == 4
@@ -132,7 +153,9 @@ def test_a_client_that_goes_away_leaves_its_row(endless, stream):
 
         asyncio.run(leave())
         server.wait(lambda: server.batch.running == server.batch.waiting == 0)
-        assert server.metric('fastspec_requests_total{outcome="cancelled"}') >= 1 and server.batch.stats.emitted < 2 * 450
+        assert (
+            server.metric('fastspec_requests_total{outcome="cancelled"}') >= 1 and server.batch.stats.emitted < 2 * 450
+        )
         answer = server.client().completions.create(**{**given, "stream": False, "max_tokens": 5})
         assert answer.usage.completion_tokens == 5
 

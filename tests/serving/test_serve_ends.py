@@ -34,7 +34,10 @@ def read_stream(server: Served, count: int, got: bytearray) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), SECONDS) as client:
         sent = body(count, stream=True)
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: "
+            f"{len(sent)}\r\n\r\n"
+        )
         client.sendall(head.encode() + sent)
         while part := client.recv(4096):
             got += part
@@ -42,7 +45,8 @@ def read_stream(server: Served, count: int, got: bytearray) -> None:
 
 @pytest.mark.parametrize("grace", [0, 1])
 def test_a_server_that_stops_gives_running_requests_their_time_and_no_more(grace, monkeypatch):
-    """A short answer is given whole within it, one that is not done is told so, and a stream breaks off without its last event."""
+    """A short answer is given whole within it, one that is not done is told so, and a stream breaks off without its
+    last event."""
     step = Engine.step
 
     def slow(self: Any, *rest: Any) -> Any:
@@ -74,27 +78,37 @@ def test_a_server_that_stops_gives_running_requests_their_time_and_no_more(grace
             assert whole[8][0] == 200 and whole[8][1]["usage"]["completion_tokens"] == 8
         status, answer = whole[400]
         assert status == 503 == answer["error"]["code"] and "the server stops" in answer["error"]["message"]
-        assert b"[DONE]" not in stream and b'"length"' not in stream and not stream.endswith(b"\r\n0\r\n\r\n")  # the last chunk
+        assert (
+            b"[DONE]" not in stream and b'"length"' not in stream and not stream.endswith(b"\r\n0\r\n\r\n")
+        )  # the last chunk
         with pytest.raises(urllib.error.URLError):
             server.get("/health")
 
 
 CALL = ["<tool_call>", '{"name":', '"weather",', '"arguments":', '{"city":', '"Oslo"}}', "</tool_call>"]
 TEMPLATE = {
-    "defaults": {"role": "assistant"}, "start_anchor": "<bot>",
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<bot>",
     "fields": {
         "tool_calls": {
-            "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
         "content": {"close_pattern": r"\s*<end>", "content": "text"},
     },
-}  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
 
 
 def caller() -> tuple[Any, PreTrainedTokenizerFast]:
-    """A model that answers every turn with the one call, and its tokenizer: the token behind each follows from that alone."""
+    """A model that answers every turn with the one call, and its tokenizer: the token behind each follows from that
+    alone."""
     words = small_tokenizer().get_vocab()
     words = {CALL[number - 10] if 10 <= number < 10 + len(CALL) else word: number for word, number in words.items()}
     plain = Tokenizer(models.WordLevel(words, unk_token="<start>"))
@@ -128,4 +142,6 @@ def test_a_call_of_a_tool_is_given_as_such_whole_and_streamed():
         assert chunks[-1].finish_reason == "tool_calls" and not any(chunk.delta.content for chunk in chunks)
         result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
         answered = [*given["messages"], {"role": "assistant", "content": "", "tool_calls": [call.model_dump()]}, result]
-        assert client.chat.completions.create(**{**given, "messages": answered}).choices[0].finish_reason == "tool_calls"
+        assert (
+            client.chat.completions.create(**{**given, "messages": answered}).choices[0].finish_reason == "tool_calls"
+        )

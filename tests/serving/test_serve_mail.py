@@ -36,8 +36,16 @@ def test_texts_that_wait_are_one_and_everything_keeps_its_order() -> None:
 
         def said() -> None:
             for queue, item in [
-                (one, "a"), (two, "x"), (one, "b"), (one, Marked("r")), (two, "y"), (one, "c"), (one, "d"), (one, None), (two, "z"),
-            ]:  # fmt: skip
+                (one, "a"),
+                (two, "x"),
+                (one, "b"),
+                (one, Marked("r")),
+                (two, "y"),
+                (one, "c"),
+                (one, "d"),
+                (one, None),
+                (two, "z"),
+            ]:
                 mail.post(queue, item)
 
         thread = threading.Thread(target=said)

@@ -1,4 +1,5 @@
-"""The snippets of docs/serving.md for the openai client and for uvicorn run as they stand, with a small model behind their address."""
+"""The snippets of docs/serving.md for the openai client and for uvicorn run as they stand, with a small model behind
+their address."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def test_the_programs_snippet_makes_a_server(monkeypatch: pytest.MonkeyPatch) ->
     model, ran = small_target(), []
     fastspec.patch(model, eagle3=tiny_head(model))
     monkeypatch.setattr(uvicorn, "run", ran.append)
-    exec(compile(PROGRAM, "docs/serving.md", "exec"), {"fastspec": fastspec, "model": model, "tokenizer": small_tokenizer()})
+    exec(
+        compile(PROGRAM, "docs/serving.md", "exec"),
+        {"fastspec": fastspec, "model": model, "tokenizer": small_tokenizer()},
+    )
     assert [type(app) for app in ran] == [RequestMiddleware]
 
 

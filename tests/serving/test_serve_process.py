@@ -48,25 +48,33 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def endless() -> Iterator[Served]:
-    with Remote(partial(opened, rows=1, max_length=480, endless=True)) as batch, serving(batch, batch.tokenizer) as running:
+    with (
+        Remote(partial(opened, rows=1, max_length=480, endless=True)) as batch,
+        serving(batch, batch.tokenizer) as running,
+    ):
         yield running
     assert batch.process.exitcode == 0
 
 
 def test_many_requests_give_what_generate_gives(server: Served) -> None:
-    """Chats and completions, streamed and not, greedy and sampled, sixteen in flight; and the page of metrics is that of the process."""
+    """Chats and completions, streamed and not, greedy and sampled, sixteen in flight; and the page of metrics is that
+    of the process."""
     asked = requests(40, 2)
     hold_as_alone(small_target(peak=0.15), asked, ask_all(server, asked))
     server.wait(lambda: server.batch.running == server.batch.waiting == 0)
     assert server.metric("fastspec_acceptance_length") > 1 and server.metric("fastspec_rows") == 4
-    server.wait(lambda: server.metric("fastspec_generated_tokens_total") > server.metric("fastspec_accepted_tokens_total") > 0)
+    server.wait(
+        lambda: server.metric("fastspec_generated_tokens_total") > server.metric("fastspec_accepted_tokens_total") > 0
+    )
     ended = [f'fastspec_requests_total{{outcome="{outcome}"}}' for outcome in ("stop", "length", "cancelled")]
     server.wait(lambda: sum(map(server.metric, ended)) == 40)
     assert server.metric("fastspec_time_to_first_token_seconds_count") == 40 and server.metric(ended[2]) == 0
     assert server.metric("fastspec_prompt_tokens_total") > 40
 
 
-def test_stop_strings_are_made_where_no_round_waits_and_sent_once(endless: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_strings_are_made_where_no_round_waits_and_sent_once(
+    endless: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[Any] = []
     post_ = endless.batch.wire.post
     monkeypatch.setattr(endless.batch.wire, "post", lambda message: sent.append(message) or post_(message))
@@ -74,8 +82,12 @@ def test_stop_strings_are_made_where_no_round_waits_and_sent_once(endless: Serve
     text = endless.client().completions.create(**GIVEN, max_tokens=12).choices[0].text.split()
     for word in (text[3], text[3], text[5], text[7], text[3]):  # the first is forgotten behind the third
         answer = endless.client().completions.create(**GIVEN, max_tokens=12, stop=word)
-        assert answer.choices[0].text.split() == text[: text.index(word) + 1] and answer.choices[0].finish_reason == "stop"
-    assert [message.strings for message in sent if isinstance(message, Criterion)] == [(text[at],) for at in (3, 5, 7, 3)]
+        assert (
+            answer.choices[0].text.split() == text[: text.index(word) + 1] and answer.choices[0].finish_reason == "stop"
+        )
+    assert [message.strings for message in sent if isinstance(message, Criterion)] == [
+        (text[at],) for at in (3, 5, 7, 3)
+    ]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -84,7 +96,9 @@ def test_what_the_batch_refuses_is_a_status_and_no_stream(server: Served, stream
     before = server.metric('fastspec_requests_total{outcome="refused"}')
     settings = json.dumps({"num_beams": 2})
     with pytest.raises(openai.BadRequestError, match="num_beams"):
-        server.client().completions.create(**GIVEN, max_tokens=4, stream=stream, extra_body={"generation_config": settings})
+        server.client().completions.create(
+            **GIVEN, max_tokens=4, stream=stream, extra_body={"generation_config": settings}
+        )
     assert server.metric('fastspec_requests_total{outcome="refused"}') == before + 1 and server.batch.waiting == 0
 
 
@@ -93,8 +107,13 @@ def test_what_cannot_be_handed_to_the_other_process_is_refused(server: Served, s
     """Lists in lists in lists; who asks next is answered."""
     settings = f'{{"bad_words_ids": {"[" * 600}{"]" * 600}}}'
     with pytest.raises(openai.BadRequestError, match=r"cannot be handed to another process \(RecursionError"):
-        server.client().completions.create(**GIVEN, max_tokens=4, stream=stream, extra_body={"generation_config": settings})
-    assert server.client().completions.create(**GIVEN, max_tokens=4).usage.completion_tokens == 4 and server.batch.waiting == 0
+        server.client().completions.create(
+            **GIVEN, max_tokens=4, stream=stream, extra_body={"generation_config": settings}
+        )
+    assert (
+        server.client().completions.create(**GIVEN, max_tokens=4).usage.completion_tokens == 4
+        and server.batch.waiting == 0
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -119,11 +138,18 @@ def test_a_client_that_goes_away_leaves_its_row(endless: Served, stream: bool) -
 
 
 def test_clients_that_go_at_any_moment_leave_nothing_that_is_decoded(endless: Served) -> None:
-    """Before their prompts are taken, before a stream has begun, and behind that: none is decoded to its end, which 450 tokens are."""
+    """Before their prompts are taken, before a stream has begun, and behind that: none is decoded to its end, which 450
+    tokens are."""
     host, port = endless.url.removeprefix("http://").split(":")
-    before, ended = (endless.metric(name) for name in ("fastspec_generated_tokens_total", 'fastspec_requests_total{outcome="length"}'))
+    before, ended = (
+        endless.metric(name)
+        for name in ("fastspec_generated_tokens_total", 'fastspec_requests_total{outcome="length"}')
+    )
     sent = json.dumps({**GIVEN, "max_tokens": 450, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: "
+        f"{len(sent)}\r\n\r\n"
+    )
     for number in range(24):
         with socket.create_connection((host, int(port)), SECONDS) as client:
             client.sendall(head.encode() + sent)
@@ -141,13 +167,18 @@ def test_signals_for_all_processes_leave_the_rounds_to_the_server(endless: Serve
 
 
 def test_a_round_that_fails_and_a_process_that_is_killed(caplog: pytest.LogCaptureFixture) -> None:
-    """The requests of a round are told its error, by name where it cannot be pickled; the log has its trace in the other process. Those
-    that a killed process leaves are told that, and so is whoever asks for the server's health."""
-    with Remote(partial(opened, rows=1, max_length=480, endless=True, fails="once")) as batch, serving(batch, batch.tokenizer) as server:
+    """The requests of a round are told its error, by name where it cannot be pickled; the log has its trace in the
+    other process. Those that a killed process leaves are told that, and so is whoever asks for the server's health."""
+    with (
+        Remote(partial(opened, rows=1, max_length=480, endless=True, fails="once")) as batch,
+        serving(batch, batch.tokenizer) as server,
+    ):
         with pytest.raises(openai.InternalServerError, match="Odd: 1 and 2"):
             server.client().completions.create(**GIVEN, max_tokens=4)
         assert "in failing" in caplog.text and json.loads(server.get("/health")) == {"status": "ok"}
-        assert server.client().completions.create(**GIVEN, max_tokens=4).usage.completion_tokens == 4  # by rounds that were made anew
+        assert (
+            server.client().completions.create(**GIVEN, max_tokens=4).usage.completion_tokens == 4
+        )  # by rounds that were made anew
         told: list[Any] = []
 
         def ask(stream: bool) -> None:
@@ -208,5 +239,7 @@ def test_a_program_that_closes_nothing_ends_in_a_folder_of_unlucky_names(tmp_pat
         "batch = Remote(opened)\n"
         "print(batch.alive)"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -1,4 +1,5 @@
-"""What `fastspec serve` does not answer, and how it says so: by name, in OpenAI's form, and without harm to who asks next."""
+"""What `fastspec serve` does not answer, and how it says so: by name, in OpenAI's form, and without harm to who asks
+next."""
 
 from __future__ import annotations
 
@@ -23,62 +24,113 @@ ONE, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TALK = [{"role": "user", "content": "w5 w6"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}
 MALFORMED: list[tuple[str, bytes, int, str]] = [
-    (ONE, b"{not json", 400, "JSON"), (ONE, b"[1, 2]", 400, "JSON"), (ONE, b"", 400, "JSON"), (ONE, b"[" * 3000, 400, "body"),
-    (ONE, b"\xff\xfe", 400, "JSON"), (ONE, b'{"prompt": "' + b"w" * 5000 + b'"}', 413, "longer"),
-    (ONE, b'{"prompt": "w5", "temperature": NaN}', 400, "temperature"), ("/reset", b"{}", 404, "/reset is not served"),
-    ("/load_model", b"{}", 404, "not served"), ("/v1/models", b"{}", 405, "Method Not Allowed"),
-]  # fmt: skip
+    (ONE, b"{not json", 400, "JSON"),
+    (ONE, b"[1, 2]", 400, "JSON"),
+    (ONE, b"", 400, "JSON"),
+    (ONE, b"[" * 3000, 400, "body"),
+    (ONE, b"\xff\xfe", 400, "JSON"),
+    (ONE, b'{"prompt": "' + b"w" * 5000 + b'"}', 413, "longer"),
+    (ONE, b'{"prompt": "w5", "temperature": NaN}', 400, "temperature"),
+    ("/reset", b"{}", 404, "/reset is not served"),
+    ("/load_model", b"{}", 404, "not served"),
+    ("/v1/models", b"{}", 405, "Method Not Allowed"),
+]
 FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
-    (ONE, {}, 400, "prompt is missing"), (ONE, {"prompt": None}, 400, "prompt is missing"), (ONE, {"model": "other"}, 400, "pinned to"),
-    (ONE, {"prompt": ["w5", "w6"]}, 400, "one text"), (ONE, {"prompt": [5, 6]}, 400, "one text"), (ONE, {"prompt": ""}, 400, "one token"),
-    (ONE, {"prompt": "w6 " * 91}, 400, "has 91 tokens"), (ONE, {"prompt": "w6 " * 60, "max_tokens": 30}, 400, "max_length"),
-    (ONE, {"max_tokens": 0}, 400, "max_tokens"), (ONE, {"max_tokens": 10**30}, 400, "max_tokens"),
-    (ONE, {"max_tokens": 60}, 400, "at most 50"), (ONE, {"n": 2}, 400, "must be 1"), (ONE, {"logprobs": 5}, 400, "logprobs"),
-    (ONE, {"echo": True}, 400, "echo"), (ONE, {"suffix": "w"}, 400, "suffix"), (ONE, {"temperature": -1}, 400, "temperature"),
-    (ONE, {"seed": 1.5}, 400, "seed"), (ONE, {"nonsense": 1}, 422, "nonsense"), (ONE, {"stop": [""]}, 400, "stop"),
-    (ONE, {"stop": ["w" * 300]}, 400, "256 characters"), (ONE, {"logit_bias": {"w5": 1}}, 400, "logit_bias"),
-    (ONE, {"logit_bias": {"5": 1000}}, 400, "logit_bias"), (CHAT, {"logit_bias": {"5": 1, "9999": 1}}, 400, "tokens are 0 to"),
+    (ONE, {}, 400, "prompt is missing"),
+    (ONE, {"prompt": None}, 400, "prompt is missing"),
+    (ONE, {"model": "other"}, 400, "pinned to"),
+    (ONE, {"prompt": ["w5", "w6"]}, 400, "one text"),
+    (ONE, {"prompt": [5, 6]}, 400, "one text"),
+    (ONE, {"prompt": ""}, 400, "one token"),
+    (ONE, {"prompt": "w6 " * 91}, 400, "has 91 tokens"),
+    (ONE, {"prompt": "w6 " * 60, "max_tokens": 30}, 400, "max_length"),
+    (ONE, {"max_tokens": 0}, 400, "max_tokens"),
+    (ONE, {"max_tokens": 10**30}, 400, "max_tokens"),
+    (ONE, {"max_tokens": 60}, 400, "at most 50"),
+    (ONE, {"n": 2}, 400, "must be 1"),
+    (ONE, {"logprobs": 5}, 400, "logprobs"),
+    (ONE, {"echo": True}, 400, "echo"),
+    (ONE, {"suffix": "w"}, 400, "suffix"),
+    (ONE, {"temperature": -1}, 400, "temperature"),
+    (ONE, {"seed": 1.5}, 400, "seed"),
+    (ONE, {"nonsense": 1}, 422, "nonsense"),
+    (ONE, {"stop": [""]}, 400, "stop"),
+    (ONE, {"stop": ["w" * 300]}, 400, "256 characters"),
+    (ONE, {"logit_bias": {"w5": 1}}, 400, "logit_bias"),
+    (ONE, {"logit_bias": {"5": 1000}}, 400, "logit_bias"),
+    (CHAT, {"logit_bias": {"5": 1, "9999": 1}}, 400, "tokens are 0 to"),
     (ONE, {"logit_bias": {"9" * 3000: 1}}, 400, "tokens are 0 to"),
-    (ONE, {"presence_penalty": 1}, 400, "must be 0"), (ONE, {"generation_config": "{"}, 400, "no JSON text"),
+    (ONE, {"presence_penalty": 1}, 400, "must be 0"),
+    (ONE, {"generation_config": "{"}, 400, "no JSON text"),
     (ONE, {"generation_config": {"top_k": 5}}, 400, "JSON text of an object"),
-    (ONE, {"generation_config": '{"num_beams": 4}'}, 400, "num_beams"), (ONE, {"generation_config": '{"nonsense": 4}'}, 400, "'nonsense'"),
+    (ONE, {"generation_config": '{"num_beams": 4}'}, 400, "num_beams"),
+    (ONE, {"generation_config": '{"nonsense": 4}'}, 400, "'nonsense'"),
     (ONE, {"generation_config": '{"max_new_tokens": 60}'}, 400, "at most 50"),
     (ONE, {"generation_config": '{"max_length": 62}'}, 400, "at most 50"),
     (ONE, {"generation_config": '{"max_length": 1}'}, 400, "max_new_tokens"),
     (ONE, {"generation_config": '{"max_length": "a"}'}, 400, "max_length of generation_config must be a whole number"),
-    *((ONE, {"generation_config": text}, 400, words) for text, words in (
-        ('{"max_new_tokens": NaN}', "no number of JSON"), ('{"max_length": Infinity}', "no number of JSON"),
-        ('{"max_new_tokens": 1.5}', "max_new_tokens"), ('{"max_new_tokens": true}', "max_new_tokens"), ('{"max_time": "x"}', "max_time"),
-        ('{"do_sample": true, "temperature": 1e-38}', "too near 0"), ('{"top_p": -1}', "top_p"),
-    )),
-    *((ONE, {"generation_config": json.dumps(given)}, 400, words) for given, words in (
-        ({"suppress_tokens": [5, 9999]}, "suppress_tokens of generation_config names a token that the model has not: its tokens are 0 to"),
-        ({"begin_suppress_tokens": [-1]}, "tokens are 0 to"), ({"bad_words_ids": [[5, 9999]]}, "tokens are 0 to"),
-        ({"forced_eos_token_id": 9999}, "tokens are 0 to"), ({"forced_bos_token_id": "w5"}, "must be token numbers, not 'w5'"),
-        ({"suppress_tokens": {"5": 1}}, "must be token numbers"), ({"suppress_tokens": [True]}, "must be token numbers"),
-        ({"sequence_bias": [[[5, 9999], 1.0]]}, "sequence_bias of generation_config names"), ({"sequence_bias": 5}, "each with a bias"),
-        ({"sequence_bias": [[5]]}, "each with a bias"), ({"sequence_bias": {"5": 1.0}}, "must be token numbers"),
-    )),
+    *(
+        (ONE, {"generation_config": text}, 400, words)
+        for text, words in (
+            ('{"max_new_tokens": NaN}', "no number of JSON"),
+            ('{"max_length": Infinity}', "no number of JSON"),
+            ('{"max_new_tokens": 1.5}', "max_new_tokens"),
+            ('{"max_new_tokens": true}', "max_new_tokens"),
+            ('{"max_time": "x"}', "max_time"),
+            ('{"do_sample": true, "temperature": 1e-38}', "too near 0"),
+            ('{"top_p": -1}', "top_p"),
+        )
+    ),
+    *(
+        (ONE, {"generation_config": json.dumps(given)}, 400, words)
+        for given, words in (
+            (
+                {"suppress_tokens": [5, 9999]},
+                "suppress_tokens of generation_config names a token that the model has not: its tokens are 0 to",
+            ),
+            ({"begin_suppress_tokens": [-1]}, "tokens are 0 to"),
+            ({"bad_words_ids": [[5, 9999]]}, "tokens are 0 to"),
+            ({"forced_eos_token_id": 9999}, "tokens are 0 to"),
+            ({"forced_bos_token_id": "w5"}, "must be token numbers, not 'w5'"),
+            ({"suppress_tokens": {"5": 1}}, "must be token numbers"),
+            ({"suppress_tokens": [True]}, "must be token numbers"),
+            ({"sequence_bias": [[[5, 9999], 1.0]]}, "sequence_bias of generation_config names"),
+            ({"sequence_bias": 5}, "each with a bias"),
+            ({"sequence_bias": [[5]]}, "each with a bias"),
+            ({"sequence_bias": {"5": 1.0}}, "must be token numbers"),
+        )
+    ),
     (ONE, {"logit_bias": {"\u0663": 1}}, 400, "logit_bias"),
-    (ONE, {"generation_config": '{"stop_strings": [""]}'}, 400, "stop_strings"), (CHAT, {"messages": "w5"}, 400, "messages"),
-    (CHAT, {"messages": []}, 400, "messages"), (CHAT, {"messages": [{"content": "w5"}]}, 400, "messages"),
+    (ONE, {"generation_config": '{"stop_strings": [""]}'}, 400, "stop_strings"),
+    (CHAT, {"messages": "w5"}, 400, "messages"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": [{"content": "w5"}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, 400, "arguments"),
-    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs"), (CHAT, {"reasoning_effort": "low"}, 400, "chat_template_kwargs"),
-    (CHAT, {"audio": {"voice": "x"}}, 400, "audio"), (CHAT, {"function_call": "f"}, 400, "tool_choice"),
-    (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format"), (CHAT, {"tool_choice": "required"}, 400, "tool_choice"),
-    (CHAT, {"tools": [{}]}, 400, "tools"), (CHAT, {"chat_template_kwargs": 5}, 400, "chat_template_kwargs"),
+    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs"),
+    (CHAT, {"reasoning_effort": "low"}, 400, "chat_template_kwargs"),
+    (CHAT, {"audio": {"voice": "x"}}, 400, "audio"),
+    (CHAT, {"function_call": "f"}, 400, "tool_choice"),
+    (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"tool_choice": "required"}, 400, "tool_choice"),
+    (CHAT, {"tools": [{}]}, 400, "tools"),
+    (CHAT, {"chat_template_kwargs": 5}, 400, "chat_template_kwargs"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 / 0 }}"}}, 400, "no variable"),
-    (CHAT, {"chat_template_kwargs": {"truncation": True, "max_length": 2}}, 400, "no variable"), (RESPONSE, {"input": 5}, 400, "input"),
-    (RESPONSE, {"input": [5]}, 400, "input"), (RESPONSE, {"input": [IMAGE]}, 400, "input"),
+    (CHAT, {"chat_template_kwargs": {"truncation": True, "max_length": 2}}, 400, "no variable"),
+    (RESPONSE, {"input": 5}, 400, "input"),
+    (RESPONSE, {"input": [5]}, 400, "input"),
+    (RESPONSE, {"input": [IMAGE]}, 400, "input"),
     (RESPONSE, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input"),
     (RESPONSE, {"input": [{"type": "function_call_output"}]}, 400, "input"),
-    (RESPONSE, {"previous_response_id": "x"}, 400, "previous_response_id"), (RESPONSE, {"background": True}, 400, "background"),
-    (RESPONSE, {"text": {"format": {"type": "json_object"}}}, 400, "text"), (RESPONSE, {"tools": [{"type": "web_search"}]}, 400, "tools"),
-    (RESPONSE, {"reasoning": {"effort": "low"}}, 400, "chat_template_kwargs"), (RESPONSE, {"instructions": 5}, 400, "instructions"),
+    (RESPONSE, {"previous_response_id": "x"}, 400, "previous_response_id"),
+    (RESPONSE, {"background": True}, 400, "background"),
+    (RESPONSE, {"text": {"format": {"type": "json_object"}}}, 400, "text"),
+    (RESPONSE, {"tools": [{"type": "web_search"}]}, 400, "tools"),
+    (RESPONSE, {"reasoning": {"effort": "low"}}, 400, "chat_template_kwargs"),
+    (RESPONSE, {"instructions": 5}, 400, "instructions"),
     (RESPONSE, {"truncation": "auto"}, 400, "truncation"),
-]  # fmt: skip
+]
 GIVEN: dict[str, dict[str, Any]] = {ONE: {"prompt": "w5"}, CHAT: {"messages": TALK}, RESPONSE: {"input": "w5"}}
 
 
@@ -86,24 +138,35 @@ GIVEN: dict[str, dict[str, Any]] = {ONE: {"prompt": "w5"}, CHAT: {"messages": TA
 def server() -> Any:
     from fastspec.programs.serving.requests import Limits
 
-    with served(fastspec.patch(small_target(peak=0.15)), rows=1, max_length=80, assistant="nasd", limits=Limits(50, 1, 4000)) as running:
+    with served(
+        fastspec.patch(small_target(peak=0.15)), rows=1, max_length=80, assistant="nasd", limits=Limits(50, 1, 4000)
+    ) as running:
         yield running
 
 
 def test_every_refusal_names_what_is_wrong_and_the_next_request_is_answered(server: Served) -> None:
-    asked = [*MALFORMED, *((path, json.dumps({**GIVEN[path], **more} if more else {}).encode(), *told) for path, more, *told in FIELDS)]
+    asked = [
+        *MALFORMED,
+        *((path, json.dumps({**GIVEN[path], **more} if more else {}).encode(), *told) for path, more, *told in FIELDS),
+    ]
     for path, body, status, words in asked:
         got, answer = post(server, path, body)
         error = answer["error"]
-        assert got == status == error["code"] and words in error["message"] and error["type"] == "invalid_request_error", (body, answer)
+        assert (
+            got == status == error["code"] and words in error["message"] and error["type"] == "invalid_request_error"
+        ), (body, answer)
     assert post(server, ONE, b'{"prompt": "w5", "max_tokens": 2}')[0] == 200
 
 
 def test_settings_of_tokens_that_the_model_has_are_taken(server: Served) -> None:
     for given in (
-        {"suppress_tokens": [5, 6]}, {"bad_words_ids": [[5, 6], [7]]}, {"sequence_bias": [[[5, 6], 1.0]]}, {"forced_eos_token_id": 5},
-        {"suppress_tokens": None}, {"bad_words_ids": [[5]], "do_sample": True},
-    ):  # fmt: skip
+        {"suppress_tokens": [5, 6]},
+        {"bad_words_ids": [[5, 6], [7]]},
+        {"sequence_bias": [[[5, 6], 1.0]]},
+        {"forced_eos_token_id": 5},
+        {"suppress_tokens": None},
+        {"bad_words_ids": [[5]], "do_sample": True},
+    ):
         body = {"prompt": "w5", "max_tokens": 3, "generation_config": json.dumps(given)}
         got, answer = post(server, ONE, json.dumps(body).encode())
         assert got == 200, (given, answer)
@@ -118,22 +181,41 @@ def test_a_model_s_own_settings_are_not_held_to_its_tokens() -> None:
 
 
 def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> None:
-    nothing = {"logprobs": False, "n": 1, "presence_penalty": 0, "stop": [], "stream": None, "user": "me", "tools": None}
+    nothing = {
+        "logprobs": False,
+        "n": 1,
+        "presence_penalty": 0,
+        "stop": [],
+        "stream": None,
+        "user": "me",
+        "tools": None,
+    }
     messages = [{**TALK[0], "tool_calls": None, "name": None}]
     got, answer = post(server, CHAT, json.dumps({"messages": messages, "max_tokens": 4, **nothing}).encode())
     assert got == 200 and answer["usage"]["completion_tokens"] == 4
-    more = {"include": [], "background": False, "truncation": "disabled", "text": {"format": {"type": "text"}}, "max_output_tokens": 4}
+    more = {
+        "include": [],
+        "background": False,
+        "truncation": "disabled",
+        "text": {"format": {"type": "text"}},
+        "max_output_tokens": 4,
+    }
     assert post(server, RESPONSE, json.dumps({"input": "w5", **more}).encode())[0] == 200
 
 
 def test_a_configuration_says_how_long_an_answer_may_get(server: Served) -> None:
     def ends(**config: Any) -> tuple[int, str]:
-        body = {"prompt": "w5 w6", "generation_config": json.dumps({"do_sample": False, "eos_token_id": 1000, **config})}
+        body = {
+            "prompt": "w5 w6",
+            "generation_config": json.dumps({"do_sample": False, "eos_token_id": 1000, **config}),
+        }
         got, answer = post(server, ONE, json.dumps(body).encode())
         assert got == 200
         return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
 
-    assert ends(max_length=20) == (18, "length") and ends(max_new_tokens=7) == (7, "length") and ends() == (50, "length")
+    assert (
+        ends(max_length=20) == (18, "length") and ends(max_new_tokens=7) == (7, "length") and ends() == (50, "length")
+    )
 
 
 def test_logit_bias_holds_for_both_routes(server: Served) -> None:
@@ -149,11 +231,15 @@ def test_stop_strings_are_prepared_beside_the_servers_own_thread(server: Served,
     monkeypatch.setattr(handlers, "stop_criterion", lambda *given: seen.append((threading.current_thread(), given[1])))
     for more in ({"stop": "w9"}, {"generation_config": '{"stop_strings": ["w9"], "max_new_tokens": 3}'}):
         post(server, ONE, json.dumps({"prompt": "w5", "max_tokens": 3, **more}).encode())
-    assert [strings for _, strings in seen] == [("w9",), ("w9",)] and not any(thread is server.thread for thread, _ in seen)
+    assert [strings for _, strings in seen] == [("w9",), ("w9",)] and not any(
+        thread is server.thread for thread, _ in seen
+    )
 
 
 @pytest.mark.parametrize("path", [ONE, CHAT, RESPONSE])
-def test_a_long_prompt_is_counted_beside_the_servers_own_thread_and_refused(server: Served, monkeypatch, path: str) -> None:
+def test_a_long_prompt_is_counted_beside_the_servers_own_thread_and_refused(
+    server: Served, monkeypatch, path: str
+) -> None:
     """Where its texts alone leave no room: blanks at their ends, which a template may drop, do not count."""
     counted: list[Any] = []
     beside = asyncio.to_thread
@@ -163,12 +249,19 @@ def test_a_long_prompt_is_counted_beside_the_servers_own_thread_and_refused(serv
     def asked(text: str) -> list[dict[str, Any]]:
         talk = [{"role": "user", "content": text}]
         parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-        bodies = {ONE: [{"prompt": text}], CHAT: [{"messages": talk}, {"messages": parts}], RESPONSE: [{"input": text}, {"input": talk}]}
+        bodies = {
+            ONE: [{"prompt": text}],
+            CHAT: [{"messages": talk}, {"messages": parts}],
+            RESPONSE: [{"input": text}, {"input": talk}],
+        }
         return [{**body, "max_output_tokens" if path == RESPONSE else "max_tokens": 2} for body in bodies[path]]
 
     for body in asked("w6 " * 200):
         got, answer = post(server, path, json.dumps(body).encode())
-        assert got == 400 and answer["error"]["message"] == "the prompt has 198 tokens or more, and this server takes 79 at most"
+        assert (
+            got == 400
+            and answer["error"]["message"] == "the prompt has 198 tokens or more, and this server takes 79 at most"
+        )
     assert len(counted) == len(asked(""))
     for body in asked("w6" + " " * 200):
         assert post(server, path, json.dumps(body).encode())[0] == 200
@@ -176,7 +269,11 @@ def test_a_long_prompt_is_counted_beside_the_servers_own_thread_and_refused(serv
 
 def test_earlier_answers_are_no_part_of_what_is_counted() -> None:
     parts, last = [{"type": "text", "text": "c"}], {"type": "function_call_output", "output": "f"}
-    talk = [{"role": "assistant", "content": "a" * 99}, {"role": "user", "content": "b"}, {"role": "tool", "content": parts}]
+    talk = [
+        {"role": "assistant", "content": "a" * 99},
+        {"role": "user", "content": "b"},
+        {"role": "tool", "content": parts},
+    ]
     assert texts_of({"messages": talk, "prompt": "d"}) == ["d", "b", "c"]
     assert texts_of({"input": [{"type": "input_text", "text": "e"}, last], "instructions": "g"}) == ["g", "e"]
 

@@ -67,9 +67,13 @@ def test_a_server_warms_up_before_its_port_opens(seen: dict[str, Any]) -> None:
     arguments = ["serve", seen["model"], "--rows", "3", "--port", "0", "--max-length", "200", "--device", "cpu"]
     done = CliRunner().invoke(app, [*arguments, "--warmup"])
     assert done.exit_code == 0, done.output
-    assert "10 of 10 calls" in done.output and "warmed up in" in done.output  # prompts of 32, 64, 128, 176; rows 1, 2, 3, each twice
+    assert (
+        "10 of 10 calls" in done.output and "warmed up in" in done.output
+    )  # prompts of 32, 64, 128, 176; rows 1, 2, 3, each twice
     assert seen["widths"] == {1, 2, 3} and seen["joined"] == 0
-    assert seen["frozen"] > 100_000 and gc.get_freeze_count() == 0, "collections leave what there was before the first request alone"
+    assert seen["frozen"] > 100_000 and gc.get_freeze_count() == 0, (
+        "collections leave what there was before the first request alone"
+    )
     done = CliRunner().invoke(app, [*arguments, "--warmup", "--warmup-length", "40"])
     assert done.exit_code == 0 and "8 of 8 calls" in done.output  # prompts of 40, 32
     done = CliRunner().invoke(app, arguments)
@@ -101,7 +105,9 @@ def test_no_end_token_and_no_padding_shorten_a_warm_up(monkeypatch: pytest.Monke
     model.generation_config.pad_token_id = 70
     with fastspec.continuous(model, "nasd", rows=3, max_length=100) as batch:
         asked, submit = [], batch.submit
-        monkeypatch.setattr(batch, "submit", lambda *given, **options: asked.append(submit(*given, **options)) or asked[-1])
+        monkeypatch.setattr(
+            batch, "submit", lambda *given, **options: asked.append(submit(*given, **options)) or asked[-1]
+        )
         batch.warmup(length=40)
     assert [answer.result().shape[1] - 24 for answer in asked] == [40, 32] + [32] * 2 * (1 + 2 + 3)
 
@@ -115,14 +121,22 @@ def test_rows_without_room_for_a_warm_up_are_refused() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
-@pytest.mark.parametrize(("assistant", "kind"), [("autoregressive", "random"), (TREE, "random"), (TREE, "bigram")], ids=str)
-def test_texts_behind_a_warm_up_find_everything_captured(assistant: Any, kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of one token up to the warm-up's length, which is all that buffers have room for, alone and several at once, in every number
-    of rows, whatever drafts are accepted."""
+@pytest.mark.parametrize(
+    ("assistant", "kind"), [("autoregressive", "random"), (TREE, "random"), (TREE, "bigram")], ids=str
+)
+def test_texts_behind_a_warm_up_find_everything_captured(
+    assistant: Any, kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of one token up to the warm-up's length, which is all that buffers have room for, alone and several at
+    once, in every number of rows, whatever drafts are accepted."""
     if device == "cpu":
         stand_in(monkeypatch)
     monkeypatch.setattr(sequence_state, "FIRST_SLOTS", 64)
-    monkeypatch.setattr(sequence_state.SequenceState, "_wanted", lambda self, committed: max(self.first, 1 << (committed - 1).bit_length()))
+    monkeypatch.setattr(
+        sequence_state.SequenceState,
+        "_wanted",
+        lambda self, committed: max(self.first, 1 << (committed - 1).bit_length()),
+    )
     ran = what_no_graph_served(monkeypatch)
     plain, model = (each.to(device) for each in made(kind, max_position_embeddings=512))
     with fastspec.continuous(model, assistant, rows=2, max_length=400) as batch:
@@ -133,6 +147,9 @@ def test_texts_behind_a_warm_up_find_everything_captured(assistant: Any, kind: s
             for length in (1, 108):
                 with batch._changed:
                     ids = texts(length, *[9] * (count - 1))
-                    futures = [batch.submit(each, **GREEDY, max_new_tokens=20 + 9 * (place > 0)) for place, each in enumerate(ids)]
+                    futures = [
+                        batch.submit(each, **GREEDY, max_new_tokens=20 + 9 * (place > 0))
+                        for place, each in enumerate(ids)
+                    ]
                 assert told(futures)[0] == alone(plain, ids[0].to(device), 20)
         assert not ran

@@ -1,4 +1,5 @@
-"""`fastspec bench` on tiny models: its rows, what it leaves out and refuses, differing answers, and peers that are never patched."""
+"""`fastspec bench` on tiny models: its rows, what it leaves out and refuses, differing answers, and peers that are
+never patched."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ ENVIRONMENT = {"device", "dtype", "threads", "load", "date", "weight_bytes", "re
 def saved(tmp_path_factory) -> Path:
     """A tiny model with its tokenizer, and a prompt file of two categories, in a folder."""
     folder = tmp_path_factory.mktemp("bench")
-    for name, seed in (("model", 1), ("ends", 4)):  # the first never says its end token here, the second after 18 tokens
+    for name, seed in (
+        ("model", 1),
+        ("ends", 4),
+    ):  # the first never says its end token here, the second after 18 tokens
         small_target(seed, peak=0.2).save_pretrained(folder / name)
         small_tokenizer().save_pretrained(folder / name)
     texts = ["w9 w12 w40", "w5 w6 w7 w8 w9", "w100 w4 w4", "w77 w30 w31 w8"]
@@ -45,7 +49,15 @@ def saved(tmp_path_factory) -> Path:
 
 
 def bench(saved: Path, *arguments: str):
-    command = ["bench", "--model", str(saved / "model"), "--prompts", str(saved / "prompts.jsonl"), "--max-new-tokens", "12"]
+    command = [
+        "bench",
+        "--model",
+        str(saved / "model"),
+        "--prompts",
+        str(saved / "prompts.jsonl"),
+        "--max-new-tokens",
+        "12",
+    ]
     return CliRunner().invoke(app, [*command, *arguments], env={"COLUMNS": "160"})  # a tiny model is fast: wide numbers
 
 
@@ -54,12 +66,16 @@ def test_json_is_one_object_and_rows_are_appended(saved: Path, tmp_path: Path) -
     out = tmp_path / "rows.jsonl"
     methods = ["transformers", "assisted", "autoregressive", "prompt-lookup"]
     draft = ("--draft-model", str(saved / "model"))
-    done = bench(saved, "--json", "--out", str(out), *draft, "--methods", ",".join(methods[1:]), "--max-new-tokens", "40")
+    done = bench(
+        saved, "--json", "--out", str(out), *draft, "--methods", ",".join(methods[1:]), "--max-new-tokens", "40"
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert set(found) == {"rows", "summary"}
     assert [json.loads(line) for line in out.read_text().splitlines()] == found["rows"]
-    assert [(row["ids"], row["method"]) for row in found["rows"]] == [([f"p{i}"], name) for i in range(4) for name in methods]
+    assert [(row["ids"], row["method"]) for row in found["rows"]] == [
+        ([f"p{i}"], name) for i in range(4) for name in methods
+    ]
     for row in found["rows"]:
         assert set(row) >= ENVIRONMENT and "texts" not in row
         assert row["identical"] and row["first_difference"] == [None] and row["tokens_per_second"] > 0
@@ -67,19 +83,32 @@ def test_json_is_one_object_and_rows_are_appended(saved: Path, tmp_path: Path) -
         assert row["ratio"] == 1.0 or row["method"] != "transformers"
         assert row["prefill_ms"] > 0 and row["peak_mib"] is None
         if not row["rounds"]:  # the whole answer came with the prefill
-            assert row["method"] in ("assisted", "prompt-lookup") and row["ms_per_round"] is row["acceptance_length"] is None
+            assert (
+                row["method"] in ("assisted", "prompt-lookup")
+                and row["ms_per_round"] is row["acceptance_length"] is None
+            )
             continue
         assert row["floor_share"] == pytest.approx(row["weight_bytes"] / 1e6 / row["ms_per_round"], rel=1e-2, abs=1e-3)
         assert sum(row["acceptance_by_position"]) == pytest.approx(row["acceptance_length"] - 1, abs=0.01)
     assert set(found["rows"][2]["phases_ms"]) >= {"draft", "score", "choose", "commit"}
-    assert all(row["acceptance_length"] == 1.0 for row in found["rows"] if row["method"] in ("transformers", "autoregressive"))
-    assert max(row["acceptance_length"] or 0 for row in found["rows"] if row["method"] == "assisted") > 2  # the target drafts for itself
+    assert all(
+        row["acceptance_length"] == 1.0 for row in found["rows"] if row["method"] in ("transformers", "autoregressive")
+    )
+    assert (
+        max(row["acceptance_length"] or 0 for row in found["rows"] if row["method"] == "assisted") > 2
+    )  # the target drafts for itself
     whole = [row for row in found["summary"] if row["category"] == "overall"]
     assert [(row["method"], row["count"], row["identical"]) for row in whole] == [(name, 4, 4) for name in methods]
 
 
 def test_weights_count_an_untied_embedding_out(saved: Path) -> None:
-    rows = run_bench(prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), methods=["transformers"], each=1, max_new_tokens=4)
+    rows = run_bench(
+        prompts=[saved / "prompts.jsonl"],
+        model=str(saved / "model"),
+        methods=["transformers"],
+        each=1,
+        max_new_tokens=4,
+    )
     model = small_target()
     skipped = model.model.embed_tokens.weight.numel()
     assert rows[0]["weight_bytes"] == 4 * (sum(p.numel() for p in model.parameters()) - skipped)
@@ -88,7 +117,12 @@ def test_weights_count_an_untied_embedding_out(saved: Path) -> None:
 
 def test_answers_are_counted_up_to_their_end_token(saved: Path) -> None:
     rows = run_bench(
-        prompts=[saved / "prompts.jsonl"], model=str(saved / "ends"), methods=["autoregressive"], batch=2, each=2, max_new_tokens=30
+        prompts=[saved / "prompts.jsonl"],
+        model=str(saved / "ends"),
+        methods=["autoregressive"],
+        batch=2,
+        each=2,
+        max_new_tokens=30,
     )
     assert all(row["new_tokens"] == 2 * 18 and row["identical"] for row in rows)
     assert until_end([4, 1, 1], [1, None]) == [4, 1] and until_end([4, 3], [1]) == [4, 3]
@@ -157,11 +191,16 @@ def plant(monkeypatch, victim: str) -> None:
 @pytest.mark.parametrize(
     ("victim", "arguments", "status"),
     [
-        ("autoregressive", [], 1), ("autoregressive", ["--json"], 1), ("autoregressive", ["--allow-different"], 0),
-        ("autoregressive", ["--dtype", "bfloat16"], 0), ("prompt-lookup", [], 0),
+        ("autoregressive", [], 1),
+        ("autoregressive", ["--json"], 1),
+        ("autoregressive", ["--allow-different"], 0),
+        ("autoregressive", ["--dtype", "bfloat16"], 0),
+        ("prompt-lookup", [], 0),
     ],
-)  # fmt: skip
-def test_a_difference_is_an_error_in_fp32_and_a_note_elsewhere(saved: Path, monkeypatch, victim, arguments, status) -> None:
+)
+def test_a_difference_is_an_error_in_fp32_and_a_note_elsewhere(
+    saved: Path, monkeypatch, victim, arguments, status
+) -> None:
     plant(monkeypatch, victim)
     done = bench(saved, "--each", "1", "--methods", "autoregressive,prompt-lookup", *arguments)
     assert done.exit_code == status, done.output
@@ -171,7 +210,14 @@ def test_a_difference_is_an_error_in_fp32_and_a_note_elsewhere(saved: Path, monk
 
 def test_differing_texts_are_shown_beside_each_other() -> None:
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
-    plain = {"method": "transformers", "category": "a", "ids": ["x"], "texts": ["one two"], "identical": True, "dtype": "float32"}
+    plain = {
+        "method": "transformers",
+        "category": "a",
+        "ids": ["x"],
+        "texts": ["one two"],
+        "identical": True,
+        "dtype": "float32",
+    }
     ours = plain | {"method": "nasd", "texts": ["one four"], "identical": False, "first_difference": [1]}
     print_texts([plain, ours], console, compare=True)
     print_differences([plain, ours], console)
@@ -193,9 +239,13 @@ def test_peers_run_on_an_instance_that_is_not_patched_and_shares_the_weights(sav
     monkeypatch.setattr(measure, "ask", ask)
     monkeypatch.setattr(run, "ask", ask)
     run_bench(
-        prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), draft_model=str(saved / "model"), each=1, max_new_tokens=4,
+        prompts=[saved / "prompts.jsonl"],
+        model=str(saved / "model"),
+        draft_model=str(saved / "model"),
+        each=1,
+        max_new_tokens=4,
         methods=["assisted", "prompt-lookup", "autoregressive"],
-    )  # fmt: skip
+    )
     plain, patched = seen["transformers"], seen["autoregressive"]
     assert seen["assisted"] is seen["prompt-lookup"] is plain and plain is not patched
     assert all(a is b for a, b in zip(plain.parameters(), patched.parameters(), strict=True))
@@ -203,7 +253,13 @@ def test_peers_run_on_an_instance_that_is_not_patched_and_shares_the_weights(sav
 
 
 def test_batches_hold_one_category_and_are_compared_row_by_row(saved: Path) -> None:
-    rows = run_bench(prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), batch=3, max_new_tokens=9, methods=["autoregressive"])
+    rows = run_bench(
+        prompts=[saved / "prompts.jsonl"],
+        model=str(saved / "model"),
+        batch=3,
+        max_new_tokens=9,
+        methods=["autoregressive"],
+    )
     assert [row["ids"] for row in rows] == [["p0", "p1"]] * 2 + [["p2", "p3"]] * 2
     assert all(row["identical"] and row["batch"] == 2 and row["acceptance_length"] == 1.0 for row in rows)
 
@@ -213,11 +269,18 @@ def test_several_batch_sizes_are_measured_and_summarised_apart(saved: Path) -> N
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [(row["batch_size"], row["ids"]) for row in found["rows"] if row["method"] == "autoregressive"] == [
-        (1, ["p0"]), (1, ["p1"]), (1, ["p2"]), (1, ["p3"]), (2, ["p0", "p1"]), (2, ["p2", "p3"]),
-    ]  # fmt: skip
+        (1, ["p0"]),
+        (1, ["p1"]),
+        (1, ["p2"]),
+        (1, ["p3"]),
+        (2, ["p0", "p1"]),
+        (2, ["p2", "p3"]),
+    ]
     whole = [row for row in found["summary"] if row["category"] == "overall"]
     assert [(row["batch_size"], row["method"], row["count"], row["identical"]) for row in whole] == [
-        (size, method, count, count) for size, count in ((1, 4), (2, 2)) for method in ("transformers", "autoregressive")
+        (size, method, count, count)
+        for size, count in ((1, 4), (2, 2))
+        for method in ("transformers", "autoregressive")
     ]
     printed = bench(saved, "--batch", "1", "--batch", "2", "--methods", "transformers").output
     assert printed.count("over all prompts") == 2 and "batch: 1" in printed and "batch: 2" in printed
@@ -227,9 +290,13 @@ def test_several_batch_sizes_are_measured_and_summarised_apart(saved: Path) -> N
 
 
 def test_methods_that_compile_answer_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows are of the last call; transformers' own methods, of which all but one compile nothing, are asked once."""
+    """The rows are of the last call; transformers' own methods, of which all but one compile nothing, are asked
+    once."""
     asked: list[str] = []
-    made = [Method(name, None, {}, {}) for name in ("transformers", "prompt-lookup", "assisted", "static-compile", "eagle3", "nasd")]
+    made = [
+        Method(name, None, {}, {})
+        for name in ("transformers", "prompt-lookup", "assisted", "static-compile", "eagle3", "nasd")
+    ]
 
     def ask(method: Method, part: list[BenchPrompt], tokens: int) -> measure.MeasuredAnswer:
         asked.append(method.name)
@@ -237,7 +304,9 @@ def test_methods_that_compile_answer_before_they_are_timed(monkeypatch: pytest.M
 
     monkeypatch.setattr(measure, "ask", ask)
     rows = list(measure.on_part([BenchPrompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, untimed=2))
-    assert asked == ["transformers", "prompt-lookup", "assisted"] + 3 * ["static-compile"] + 3 * ["eagle3"] + 3 * ["nasd"]
+    assert asked == ["transformers", "prompt-lookup", "assisted"] + 3 * ["static-compile"] + 3 * ["eagle3"] + 3 * [
+        "nasd"
+    ]
     assert [row["seconds"] for row in rows] == [1, 2, 3, 6, 9, 12]
 
 
@@ -266,13 +335,19 @@ def test_acceptance_by_position_of_a_hand_counted_run() -> None:
 def test_the_loop_counts_accepted_lengths(pairs) -> None:
     for _, model in pairs.values():
         ids = torch.arange(6, 14)[None]
-        stats = model.generate(ids, assistant="eagle3", max_new_tokens=20, do_sample=False, return_dict_in_generate=True).fastspec
+        stats = model.generate(
+            ids, assistant="eagle3", max_new_tokens=20, do_sample=False, return_dict_in_generate=True
+        ).fastspec
         assert sum(stats.lengths) == stats.row_rounds
         assert sum(i * count for i, count in enumerate(stats.lengths)) == stats.accepted
         assert stats.round_tokens == stats.emitted - 1
-        without_bonus = stats.row_rounds + stats.accepted - stats.round_tokens  # of rounds that the limit ended within their drafts
+        without_bonus = (
+            stats.row_rounds + stats.accepted - stats.round_tokens
+        )  # of rounds that the limit ended within their drafts
         share = 1 - without_bonus / stats.row_rounds
-        assert without_bonus in (0, 1) and share + sum(stats.acceptance_by_position) == pytest.approx(stats.acceptance_length)
+        assert without_bonus in (0, 1) and share + sum(stats.acceptance_by_position) == pytest.approx(
+            stats.acceptance_length
+        )
 
 
 def test_a_clock_counts_what_a_peer_hands_over() -> None:
@@ -285,13 +360,29 @@ def test_a_clock_counts_what_a_peer_hands_over() -> None:
 
 
 def test_a_summary_pools_positions_and_takes_medians() -> None:
-    shared = {"method": "m", "category": "a", "identical": True, "prefill_ms": 1.0, "floor_share": None, "peak_mib": None, "ratio": 1.0}
+    shared = {
+        "method": "m",
+        "category": "a",
+        "identical": True,
+        "prefill_ms": 1.0,
+        "floor_share": None,
+        "peak_mib": None,
+        "ratio": 1.0,
+    }
     shared |= {"acceptance_length": 1.5, "ms_per_round": 10.0}
     rows = [
         shared | {"tokens_per_second": speed, "phases_ms": phases, "accepted_counts": counts}
-        for speed, phases, counts in ((1.0, {"score": 1.0}, [1]), (2.0, {"score": 2.0, "round": 3.0}, [1, 2]), (6.0, {}, [0, 0, 1]))
+        for speed, phases, counts in (
+            (1.0, {"score": 1.0}, [1]),
+            (2.0, {"score": 2.0, "round": 3.0}, [1, 2]),
+            (6.0, {}, [0, 0, 1]),
+        )
     ]
     overall, category = summarise(rows)
     assert overall | {"category": "a"} == category
-    assert overall["tokens_per_second"][1] == 2.0 and overall["phases_ms"] == {"score": 1.5, "round": 1.5} and overall["peak_mib"] is None
+    assert (
+        overall["tokens_per_second"][1] == 2.0
+        and overall["phases_ms"] == {"score": 1.5, "round": 1.5}
+        and overall["peak_mib"] is None
+    )
     assert overall["acceptance_by_position"] == [0.6, 0.2]

@@ -1,4 +1,5 @@
-"""What drafts in `fastspec bench`: heads of both kinds, early exit, draft models of either tokenizer, and what its rows say of them."""
+"""What drafts in `fastspec bench`: heads of both kinds, early exit, draft models of either tokenizer, and what its rows
+say of them."""
 
 from __future__ import annotations
 
@@ -26,19 +27,31 @@ from fastspec.programs.bench.report import print_report
 from fastspec.programs.cli.app import app
 
 DRAFTED = ("head", "draft_model", "early_exit")
-ALL = ["transformers", "prompt-lookup", "assisted", "autoregressive", "eagle", "eagle2", "eagle3", "nasd", "speculative"]
+ALL = [
+    "transformers",
+    "prompt-lookup",
+    "assisted",
+    "autoregressive",
+    "eagle",
+    "eagle2",
+    "eagle3",
+    "nasd",
+    "speculative",
+]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A tiny target, a head of each kind for it, draft models with its tokenizer and with another, and two prompts, in a folder."""
+    """A tiny target, a head of each kind for it, draft models with its tokenizer and with another, and two prompts, in
+    a folder."""
     folder = tmp_path_factory.mktemp("methods")
     model = tiny_model(num_hidden_layers=8)
     embedding = model.get_input_embeddings().weight.detach().clone()
     made = {
-        "model": (model, TARGET), "same": (tiny_model(seed=2, num_hidden_layers=2), TARGET),
+        "model": (model, TARGET),
+        "same": (tiny_model(seed=2, num_hidden_layers=2), TARGET),
         "other": (tiny_model(seed=2, num_hidden_layers=2, vocab_size=93), DRAFT),
-    }  # fmt: skip
+    }
     for name, (each, tokenizer) in made.items():
         each.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -52,7 +65,15 @@ def saved(tmp_path_factory) -> Path:
 
 
 def bench(saved: Path, *arguments: str) -> Any:
-    command = ["bench", "--model", str(saved / "model"), "--prompts", str(saved / "prompts.jsonl"), "--max-new-tokens", "10"]
+    command = [
+        "bench",
+        "--model",
+        str(saved / "model"),
+        "--prompts",
+        str(saved / "prompts.jsonl"),
+        "--max-new-tokens",
+        "10",
+    ]
     return CliRunner().invoke(app, [*command, *arguments], env={"COLUMNS": "200"})
 
 
@@ -75,17 +96,26 @@ def test_one_run_measures_every_assistant_and_says_what_drafted(saved: Path) -> 
     file = io.StringIO()
     print_report(rows, Console(width=200, file=file))
     emitted = " ".join(file.getvalue().split())
-    assert f"eagle3: head {saved / 'head'};" in emitted and "speculative: early exit after layer 4" in emitted and "nasd:" not in emitted
+    assert (
+        f"eagle3: head {saved / 'head'};" in emitted
+        and "speculative: early exit after layer 4" in emitted
+        and "nasd:" not in emitted
+    )
 
 
 def test_early_exit_drafts_with_the_first_layers(saved: Path) -> None:
-    """Of eight layers, the first seven agree with all of them more often than the first does; every answer is the same."""
+    """Of eight layers, the first seven agree with all of them more often than the first does; every answer is the
+    same."""
     lengths = {}
     for layers in (1, 7):
         rows = run_bench(
-            prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), heads=[], early_exit=layers, max_new_tokens=60,
+            prompts=[saved / "prompts.jsonl"],
+            model=str(saved / "model"),
+            heads=[],
+            early_exit=layers,
+            max_new_tokens=60,
             methods=["speculative", "assisted"],
-        )  # fmt: skip
+        )
         assert all(row["identical"] for row in rows)
         lengths[layers] = sum(row["acceptance_length"] for row in rows if row["method"] == "speculative")
     assert lengths[1] < lengths[7]
@@ -110,10 +140,15 @@ def test_a_draft_model_of_either_tokenizer(saved: Path, monkeypatch, draft: str)
     seen = calls(monkeypatch)
     name = str(saved / draft)
     rows = run_bench(
-        prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), draft_model=name, max_new_tokens=12,
+        prompts=[saved / "prompts.jsonl"],
+        model=str(saved / "model"),
+        draft_model=name,
+        max_new_tokens=12,
         methods=["assisted", "speculative"],
-    )  # fmt: skip
-    assert all(row["identical"] and row["draft_model"] == (None if row["method"] == "transformers" else name) for row in rows)
+    )
+    assert all(
+        row["identical"] and row["draft_model"] == (None if row["method"] == "transformers" else name) for row in rows
+    )
     assert all(row["head"] is row["early_exit"] is None for row in rows)
     options, held = seen["assisted"][0], seen["speculative"][1]["speculative"]
     if draft == "same":
@@ -121,7 +156,9 @@ def test_a_draft_model_of_either_tokenizer(saved: Path, monkeypatch, draft: str)
         return
     assert options["tokenizer"].get_vocab() == held.tokenizer.get_vocab() == TARGET.get_vocab()
     assert options["assistant_tokenizer"].get_vocab() == held.draft_tokenizer.get_vocab() == DRAFT.get_vocab()
-    assert options["assistant_model"] is not held.model  # a peer's draft model is an instance of its own, on the same weights
+    assert (
+        options["assistant_model"] is not held.model
+    )  # a peer's draft model is an instance of its own, on the same weights
     assert all(a is b for a, b in zip(options["assistant_model"].parameters(), held.model.parameters(), strict=True))
 
 

@@ -1,4 +1,5 @@
-"""Another engine answers the bench's prompts in a process of its own; what stands in for vLLM here has its interface and a bigram's wit."""
+"""Another engine answers the bench's prompts in a process of its own; what stands in for vLLM here has its interface
+and a bigram's wit."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class LLM:
             types.SimpleNamespace(name=name, value=self.drafts // 2 * 3),
             types.SimpleNamespace(name=name + "_per_pos", values=[self.drafts, self.drafts // 2, 0]),
         ]
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target.save_pretrained(folder / "model")
     small_tokenizer().save_pretrained(folder / "model")
     save_head(tiny_head(target, taps=(1, 2, 3)), folder / "head", "a card")
-    rows = [{"id": f"p{i}", "category": "a", "turns": [text]} for i, text in enumerate(("w9 w12 w40", "w5 w6 w7 w8 w9"))]
+    rows = [
+        {"id": f"p{i}", "category": "a", "turns": [text]} for i, text in enumerate(("w9 w12 w40", "w5 w6 w7 w8 w9"))
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -107,21 +110,34 @@ def read(seen: Path) -> list[dict]:
 def test_an_engine_answers_the_same_prompts_plainly_and_with_chains_of_the_head(saved: Path, engine: Path) -> None:
     written: list[dict] = []
     rows = run_bench(
-        prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), heads=[str(saved / "head")], methods=["eagle3"], max_new_tokens=6,
-        runs=2, peers=[Peer("vllm")], on_row=written.append,
-    )  # fmt: skip
+        prompts=[saved / "prompts.jsonl"],
+        model=str(saved / "model"),
+        heads=[str(saved / "head")],
+        methods=["eagle3"],
+        max_new_tokens=6,
+        runs=2,
+        peers=[Peer("vllm")],
+        on_row=written.append,
+    )
     assert rows == written
     ours, theirs = rows[:4], rows[4:]
     assert [(row["method"], row["ids"]) for row in theirs] == [
         (name, [f"p{i}"]) for name in ("vllm", "vllm-eagle3-3", "vllm-eagle3-5") for i in range(2)
     ]
-    assert all(row["engine_version"] == "0.0.stand-in" and row["new_tokens"] == 6 and row["prefill_ms"] is None for row in theirs)
+    assert all(
+        row["engine_version"] == "0.0.stand-in" and row["new_tokens"] == 6 and row["prefill_ms"] is None
+        for row in theirs
+    )
     assert [row["head"] for row in theirs] == [None] * 2 + [str(saved / "head")] * 4
     assert all(row["acceptance_length"] is None for row in theirs[:2])
     for row in theirs[2:]:  # two drafting steps a call: both keep a draft, one of them two
-        assert row["acceptance_length"] == 2.5 and row["accepted_counts"] == [0, 1, 1, 0] and row["ms_per_round"] is None
+        assert (
+            row["acceptance_length"] == 2.5 and row["accepted_counts"] == [0, 1, 1, 0] and row["ms_per_round"] is None
+        )
     assert {row["prompt_tokens"] for row in ours} == {row["prompt_tokens"] for row in theirs}
-    assert [row["method"] for row in differing(rows, peers=True)] == [row["method"] for row in theirs] and not differing(rows)
+    assert [row["method"] for row in differing(rows, peers=True)] == [
+        row["method"] for row in theirs
+    ] and not differing(rows)
     settings, calls = ([each for each in read(engine) if ("model" in each) is wanted] for wanted in (True, False))
     assert [each.get("speculative_config", {}).get("num_speculative_tokens") for each in settings] == [None, 3, 5]
     for each in settings:
@@ -138,9 +154,14 @@ def test_an_engine_answers_the_same_prompts_plainly_and_with_chains_of_the_head(
 
 def test_an_engine_starts_once_for_several_batch_sizes(saved: Path, engine: Path) -> None:
     rows = run_bench(
-        prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), heads=[str(saved / "head")], methods=["transformers"],
-        max_new_tokens=6, batch=(2, 1), peers=[Peer("vllm")],
-    )  # fmt: skip
+        prompts=[saved / "prompts.jsonl"],
+        model=str(saved / "model"),
+        heads=[str(saved / "head")],
+        methods=["transformers"],
+        max_new_tokens=6,
+        batch=(2, 1),
+        peers=[Peer("vllm")],
+    )
     theirs = [(row["method"], row["batch_size"], row["ids"]) for row in rows if row["method"].startswith("vllm")]
     ways = ("vllm", "vllm-eagle3-3", "vllm-eagle3-5")
     assert theirs == [(name, size, ids) for name in ways for size, ids in ((2, ["p0", "p1"]), (1, ["p0"]), (1, ["p1"]))]
@@ -148,29 +169,67 @@ def test_an_engine_starts_once_for_several_batch_sizes(saved: Path, engine: Path
 
 
 def test_the_table_names_the_engine_and_what_is_missing_is_told(saved: Path, tmp_path: Path) -> None:
-    arguments = ["bench", "--model", str(saved / "model"), "--prompts", str(saved / "prompts.jsonl"), "--max-new-tokens", "4"]
+    arguments = [
+        "bench",
+        "--model",
+        str(saved / "model"),
+        "--prompts",
+        str(saved / "prompts.jsonl"),
+        "--max-new-tokens",
+        "4",
+    ]
     arguments += ["--methods", "autoregressive", "--peer", "vllm"]
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     assert "vllm: 2 x 1 prompts" in done.output and "vllm differs from transformers on a p0" in done.output
     (tmp_path / "vllm.py").unlink()
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
-    assert done.exit_code == 0 and f"left out: vllm: it is not installed for {sys.executable}" in " ".join(done.output.split())
+    assert done.exit_code == 0 and f"left out: vllm: it is not installed for {sys.executable}" in " ".join(
+        done.output.split()
+    )
     done = CliRunner().invoke(app, [*arguments, "--peer-python", "no/such/python"], env={"COLUMNS": "160"})
     assert done.exit_code == 1 and "could not start no/such/python" in done.output
 
 
-def test_an_engine_that_fails_costs_no_row_and_is_told(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_costs_no_row_and_is_told(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STAND_IN_BREAKS_AT", "3")
     out = tmp_path / "rows.jsonl"
-    arguments = ["bench", "--model", str(saved / "model"), "--prompts", str(saved / "prompts.jsonl"), "--max-new-tokens", "4"]
-    arguments += ["--each", "1", "--methods", "eagle3", "--head", str(saved / "head"), "--peer", "vllm", "--out", str(out)]
+    arguments = [
+        "bench",
+        "--model",
+        str(saved / "model"),
+        "--prompts",
+        str(saved / "prompts.jsonl"),
+        "--max-new-tokens",
+        "4",
+    ]
+    arguments += [
+        "--each",
+        "1",
+        "--methods",
+        "eagle3",
+        "--head",
+        str(saved / "head"),
+        "--peer",
+        "vllm",
+        "--out",
+        str(out),
+    ]
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
     assert done.exit_code == 1
-    assert "vllm-eagle3-3 ended with status 1 after 0 answers" in done.output and "no kernel for a chain of this length" in done.output
+    assert (
+        "vllm-eagle3-3 ended with status 1 after 0 answers" in done.output
+        and "no kernel for a chain of this length" in done.output
+    )
     assert [json.loads(line)["method"] for line in out.read_text().splitlines()] == ["transformers", "eagle3", "vllm"]
     with pytest.raises(PeerFailed, match="no kernel for a chain of this length"):
-        answers(Peer("vllm"), PeerJob(str(saved / "model"), "float32", [[[1, 2]]], 3, head="somewhere"), Way("vllm-eagle3-3", 3))
+        answers(
+            Peer("vllm"),
+            PeerJob(str(saved / "model"), "float32", [[[1, 2]]], 3, head="somewhere"),
+            Way("vllm-eagle3-3", 3),
+        )
 
 
 def test_shapes_with_random_weights_answer_at_their_length(engine: Path) -> None:
@@ -179,7 +238,9 @@ def test_shapes_with_random_weights_answer_at_their_length(engine: Path) -> None
     assert [[answer.tokens for answer in batch] for batch in found] == [[[[2] * 5, [3] * 5]] * 2, [[[4] * 5]] * 2]
     assert told["engine_settings"]["load_format"] == "dummy" and told["engine_settings"]["max_num_seqs"] == 2
     assert all(each["ignore_eos"] and each["min_tokens"] == 5 for each in read(engine)[1:])
-    assert read(Path(f"{engine}.zeroed")) == [["router.bias", "experts.w2_bias"]]  # a router's would send every token to the same experts
+    assert read(Path(f"{engine}.zeroed")) == [
+        ["router.bias", "experts.w2_bias"]
+    ]  # a router's would send every token to the same experts
 
 
 def test_an_unknown_engine_is_refused(saved: Path) -> None:
@@ -211,7 +272,9 @@ def test_both_sides_of_a_shape_make_one_table(
     engine: Path, peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(peers, "LONG", 20)
-    monkeypatch.setattr(peers, "timed", lambda call: float(call().numel()))  # seconds are tokens: what else runs here changes none
+    monkeypatch.setattr(
+        peers, "timed", lambda call: float(call().numel())
+    )  # seconds are tokens: what else runs here changes none
     out = tmp_path / "rows.jsonl"
     given = ["--cases", "2x8", "1x8", "1x33", "--round", "1x8", "--new", "5", "--memory", "0.7", "--cache-gib", "0.5"]
     peers.main(["--shapes", "tiny", *given, "--draft-vocab", "64", "--out", str(out)])
@@ -221,10 +284,15 @@ def test_both_sides_of_a_shape_make_one_table(
         *[("fastspec", *each) for each in (plain[0], ("eagle3", 1, 8), *plain[1:])],
         *[("vllm", *each) for each in (*plain, ("eagle3", 1, 8))],
     ]
-    assert ["first_token_s" in row for row in rows] == [row["method"] == "eagle3" or row["before"] == 33 for row in rows]
+    assert ["first_token_s" in row for row in rows] == [
+        row["method"] == "eagle3" or row["before"] == 33 for row in rows
+    ]
     assert [(rows[at].get("first_token_s"), rows[at].get("seconds")) for at in range(4)] == [
-        (None, 26.0), (9.0, None), (None, 13.0), (34.0, 38.0),
-    ]  # fmt: skip
+        (None, 26.0),
+        (9.0, None),
+        (None, 13.0),
+        (34.0, 38.0),
+    ]
     assert (rows[1]["drafts"], rows[1]["engine_settings"]["assistant"], rows[-1]["drafts"]) == (60, "eagle3", 5)
     assert all(row["engine_settings"]["gpu_memory_utilization"] == 0.7 for row in rows[4:])
     capsys.readouterr()
@@ -250,7 +318,9 @@ def test_a_case_that_fails_costs_no_other(
     monkeypatch.setattr(peers, "seconds_of", short)
     out = tmp_path / "rows.jsonl"
     with pytest.raises(SystemExit, match="failed: tiny, plain, 2 x 8; tiny, vllm eagle3"):
-        peers.main(["--shapes", "tiny", "--cases", "1x8", "2x8", "--new", "3", "--draft-vocab", "64", "--out", str(out)])
+        peers.main(
+            ["--shapes", "tiny", "--cases", "1x8", "2x8", "--new", "3", "--draft-vocab", "64", "--out", str(out)]
+        )
     assert sides(read(out)) == [("fastspec", "plain", 1, 8), ("fastspec", "eagle3", 1, 8), ("vllm", "plain", 1, 8)]
     assert "no room for two" in capsys.readouterr().out
 
@@ -261,14 +331,30 @@ def test_without_the_engine_nothing_is_measured_in_vain(peers: Any, tmp_path: Pa
         peers.main(["--shapes", "tiny"])
 
 
-def test_an_engine_over_several_gpus_is_told_of_them_and_timed_without_its_prompt(engine: Path, peers: Any, tmp_path: Path) -> None:
+def test_an_engine_over_several_gpus_is_told_of_them_and_timed_without_its_prompt(
+    engine: Path, peers: Any, tmp_path: Path
+) -> None:
     out = tmp_path / "rows.jsonl"
-    arguments = ["--shapes", "tiny", "--processes", "2", "--cases", "1x7", "--new", "5", "--draft-vocab", "64", "--chains", "3"]
+    arguments = [
+        "--shapes",
+        "tiny",
+        "--processes",
+        "2",
+        "--cases",
+        "1x7",
+        "--new",
+        "5",
+        "--draft-vocab",
+        "64",
+        "--chains",
+        "3",
+    ]
     peers.main([*arguments, "--out", str(out)])
     rows, seen = read(out), read(engine)
     assert [(row["engine"], row["processes"], row["method"], row["drafts"]) for row in rows] == [
-        ("vllm", 2, "plain", None), ("vllm", 2, "eagle3", 3),
-    ]  # fmt: skip
+        ("vllm", 2, "plain", None),
+        ("vllm", 2, "eagle3", 3),
+    ]
     assert all(row["round_ms"] < 1e3 and row["first_token_s"] >= 0 for row in rows)
     settings, calls = ([each for each in seen if ("model" in each) is wanted] for wanted in (True, False))
     assert all(each["tensor_parallel_size"] == 2 and each["load_format"] == "dummy" for each in settings)

@@ -1,4 +1,5 @@
-"""The pictures of rows: every method and category of a bench, and the rows of other scripts, are drawn, whatever their number."""
+"""The pictures of rows: every method and category of a bench, and the rows of other scripts, are drawn, whatever their
+number."""
 
 from __future__ import annotations
 
@@ -28,13 +29,27 @@ def plot() -> Any:
 
 
 def row(method: str, category: str, speed: float) -> dict[str, Any]:
-    counted = {"accepted_counts": [4, 1], "floor_share": 0.5, "peak_mib": None, "prefill_ms": 1.0, "phases_ms": {"score": 2.0}}
-    figures = {"tokens_per_second": speed, "ratio": 1.0, "acceptance_length": 1.2, "ms_per_round": 3.5, "identical": True}
+    counted = {
+        "accepted_counts": [4, 1],
+        "floor_share": 0.5,
+        "peak_mib": None,
+        "prefill_ms": 1.0,
+        "phases_ms": {"score": 2.0},
+    }
+    figures = {
+        "tokens_per_second": speed,
+        "ratio": 1.0,
+        "acceptance_length": 1.2,
+        "ms_per_round": 3.5,
+        "identical": True,
+    }
     return WHERE | counted | figures | {"method": method, "category": category}
 
 
 @examples(5, phases=[Phase.generate])  # a picture takes half a second: a failure is not shrunk
-@given(methods=st.lists(st.sampled_from(METHODS), min_size=1, unique=True), categories=st.integers(1, 20), data=st.data())
+@given(
+    methods=st.lists(st.sampled_from(METHODS), min_size=1, unique=True), categories=st.integers(1, 20), data=st.data()
+)
 def test_every_method_has_a_bar_in_every_category(plot, tmp_path_factory, methods, categories, data) -> None:
     names = [f"c{number}" for number in range(categories)]
     speeds = {(m, c): data.draw(st.integers(1, 99)) for m in methods for c in names}
@@ -47,22 +62,31 @@ def test_every_method_has_a_bar_in_every_category(plot, tmp_path_factory, method
     assert labels == ["overall", *names] and max(len(line.get_xticks()) for line in lines) <= plot.LINE
     drawn = {
         (bars.get_label(), category.get_text()): bar.get_height()
-        for line in lines for bars in line.containers if hasattr(bars, "patches")
+        for line in lines
+        for bars in line.containers
+        if hasattr(bars, "patches")
         for category, bar in zip(line.get_xticklabels(), bars, strict=True)
-    }  # fmt: skip
+    }
     assert {pair: height for pair, height in drawn.items() if pair[1] != "overall"} == speeds
     assert sorted(label.get_text() for label in rounds.get_yticklabels()) == sorted(methods)
-    colours = {bars.get_label(): bars.patches[0].get_facecolor() for bars in lines[0].containers if hasattr(bars, "patches")}
+    colours = {
+        bars.get_label(): bars.patches[0].get_facecolor() for bars in lines[0].containers if hasattr(bars, "patches")
+    }
     assert len(set(colours.values())) == len(methods)
     plot.plt.close(seen[0])
 
 
 @pytest.mark.parametrize(("longest", "scale"), [(70.0, "linear"), (71.0, "log")])
-def test_rounds_of_very_different_times_are_drawn_on_a_logarithmic_axis(plot, tmp_path, monkeypatch, longest, scale) -> None:
+def test_rounds_of_very_different_times_are_drawn_on_a_logarithmic_axis(
+    plot, tmp_path, monkeypatch, longest, scale
+) -> None:
     """So that the short ones can be read; every bar's end lies inside."""
     seen: list[Any] = []
     monkeypatch.setattr(plot.plt, "close", seen.append)
-    rows = [row("eagle3", "a", 9.0), row("assisted", "a", 1.0) | {"ms_per_round": longest, "phases_ms": {"pass": longest}}]
+    rows = [
+        row("eagle3", "a", 9.0),
+        row("assisted", "a", 1.0) | {"ms_per_round": longest, "phases_ms": {"pass": longest}},
+    ]
     plot.draw(rows, tmp_path / "rows.png")
     rounds = seen[0].axes[-1]
     assert rounds.get_xscale() == scale

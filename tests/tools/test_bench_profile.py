@@ -22,7 +22,9 @@ def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     small_target(1, peak=0.2).save_pretrained(folder / "model")
     small_tokenizer().save_pretrained(folder / "model")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("w9 w12 w40", "w5 w6 w7 w8 w9")))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in ("w9 w12 w40", "w5 w6 w7 w8 w9"))
+    )
     return folder
 
 
@@ -34,7 +36,15 @@ def quick(monkeypatch) -> None:
 
 
 def bench(saved: Path, *arguments: str):
-    command = ["bench", "--model", str(saved / "model"), "--prompts", str(saved / "prompts.jsonl"), "--max-new-tokens", "12"]
+    command = [
+        "bench",
+        "--model",
+        str(saved / "model"),
+        "--prompts",
+        str(saved / "prompts.jsonl"),
+        "--max-new-tokens",
+        "12",
+    ]
     methods = ["--methods", "prompt-lookup,autoregressive,nasd"]
     return CliRunner().invoke(app, [*command, *methods, *arguments], env={"COLUMNS": "160"})
 
@@ -84,7 +94,11 @@ def test_a_trace_that_cannot_be_written_is_an_error(saved: Path, tmp_path: Path)
 def test_the_first_batch_is_profiled(saved: Path) -> None:
     found = {}
     rows = run_bench(
-        prompts=[saved / "prompts.jsonl"], model=str(saved / "model"), methods=["autoregressive"], max_new_tokens=9, batch=2,
+        prompts=[saved / "prompts.jsonl"],
+        model=str(saved / "model"),
+        methods=["autoregressive"],
+        max_new_tokens=9,
+        batch=2,
         on_profile=found.__setitem__,
-    )  # fmt: skip
+    )
     assert set(found) == {"autoregressive"} and len(found["autoregressive"].rounds) == rows[-1]["rounds"] == 8

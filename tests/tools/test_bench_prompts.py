@@ -33,10 +33,15 @@ def written(path: Path, text: str) -> Path:
 def test_objects_come_back_with_their_line_numbers(path, lines, ascii_only) -> None:
     """With U+2028 and the like in the texts too, which are no ends of lines."""
     text = "\n".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=ascii_only) for line in lines)
-    assert list(read_jsonl(written(path, text))) == [(n, line) for n, line in enumerate(lines, 1) if not isinstance(line, str)]
+    assert list(read_jsonl(written(path, text))) == [
+        (n, line) for n, line in enumerate(lines, 1) if not isinstance(line, str)
+    ]
 
 
-@given(before=st.lists(st.one_of(ROWS.map(json.dumps), BLANK), max_size=3), wrong=st.sampled_from(["{", "[1]", "3", "null", '"a"', "{}{}"]))
+@given(
+    before=st.lists(st.one_of(ROWS.map(json.dumps), BLANK), max_size=3),
+    wrong=st.sampled_from(["{", "[1]", "3", "null", '"a"', "{}{}"]),
+)
 def test_the_first_line_that_is_no_object_is_named(path, before, wrong) -> None:
     written(path, "\n".join([*before, wrong, "{"]))
     with pytest.raises(Unsupported, match=f"set.jsonl, line {len(before) + 1} is no JSON object"):
@@ -45,12 +50,22 @@ def test_the_first_line_that_is_no_object_is_named(path, before, wrong) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(path) -> None:
     path.write_bytes(b'{"prompt": "\xff"}')
-    for wrong, words in ((path, "set.jsonl.*utf-8"), (path.parent, "could not read"), (path.parent / "none", "none: no such file")):
+    for wrong, words in (
+        (path, "set.jsonl.*utf-8"),
+        (path.parent, "could not read"),
+        (path.parent / "none", "none: no such file"),
+    ):
         with pytest.raises(Unsupported, match=words):
             list(read_jsonl(wrong))
 
 
-@given(text=TEXT, more=st.lists(TEXT, max_size=2), turns=st.booleans(), category=st.none() | TEXT, name=st.none() | st.integers())
+@given(
+    text=TEXT,
+    more=st.lists(TEXT, max_size=2),
+    turns=st.booleans(),
+    category=st.none() | TEXT,
+    name=st.none() | st.integers(),
+)
 def test_the_first_turn_is_asked(path, text, more, turns, category, name) -> None:
     row = {"turns": [text, *more]} if turns else {"prompt": text}
     row |= {key: value for key, value in (("category", category), ("id", name)) if value is not None}
@@ -58,7 +73,9 @@ def test_the_first_turn_is_asked(path, text, more, turns, category, name) -> Non
     assert read_rows(written(path, "\n" + json.dumps(row))) == [wanted]
 
 
-@pytest.mark.parametrize("row", [{}, {"turns": []}, {"turns": "text"}, {"turns": 3}, {"turns": None}, {"prompt": 3}, {"turns": [None]}])
+@pytest.mark.parametrize(
+    "row", [{}, {"turns": []}, {"turns": "text"}, {"turns": 3}, {"turns": None}, {"prompt": 3}, {"turns": [None]}]
+)
 def test_a_row_that_asks_nothing_is_named(path, row) -> None:
     with pytest.raises(Unsupported, match="line 1: not a row"):
         read_rows(written(path, json.dumps(row)))

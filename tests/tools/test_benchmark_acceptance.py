@@ -1,4 +1,5 @@
-"""benchmarks/acceptance.py on tiny models: its rows, answers without an end, and what it says of answers that differ."""
+"""benchmarks/acceptance.py on tiny models: its rows, answers without an end, and what it says of answers that
+differ."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def script() -> Any:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A tiny model that ends its answers after 9, 10, 19 and more tokens, its tokenizer, a head and a prompt file, in a folder."""
+    """A tiny model that ends its answers after 9, 10, 19 and more tokens, its tokenizer, a head and a prompt file, in a
+    folder."""
     folder = tmp_path_factory.mktemp("acceptance")
     target = small_target(10, peak=0.2)
     target.save_pretrained(folder / "model")
@@ -76,7 +78,9 @@ def lengths() -> list[int]:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_say_what_ran_and_how_long_rows_were_running(script, saved: Path, batch: int) -> None:
     head = str(saved / "head")
-    drafted = {"autoregressive": None, "eagle3": head} | ({"nasd": None, "eagle": "random weights"} if batch > 1 else {})
+    drafted = {"autoregressive": None, "eagle3": head} | (
+        {"nasd": None, "eagle": "random weights"} if batch > 1 else {}
+    )
     rows = rows_of(script, saved, "--batch", str(batch), "--assistants", *drafted, "--head", head)
     assert {row["assistant"]: row["head"] for row in rows} == drafted
     for row in rows:
@@ -112,15 +116,36 @@ def test_without_an_end_all_answers_are_equally_long(script, saved: Path) -> Non
 
 
 def test_a_row_says_which_tree_was_measured_and_chosen(script, saved: Path) -> None:
-    (row,) = rows_of(script, saved, "--assistants", "eagle3", "--head", str(saved / "head"), "--tree", "auto", "--no-plain")
+    (row,) = rows_of(
+        script, saved, "--assistants", "eagle3", "--head", str(saved / "head"), "--tree", "auto", "--no-plain"
+    )
     (choice,) = row["choices"]
-    assert row["tree"] == "auto" and choice["chosen"] in choice["sizes"] and len(choice["expected"]) == len(choice["sizes"]) > 1
-    (row,) = rows_of(script, saved, "--assistants", "eagle3", "--head", str(saved / "head"), "--tree", "6,2,3", "--no-plain")
+    assert (
+        row["tree"] == "auto"
+        and choice["chosen"] in choice["sizes"]
+        and len(choice["expected"]) == len(choice["sizes"]) > 1
+    )
+    (row,) = rows_of(
+        script, saved, "--assistants", "eagle3", "--head", str(saved / "head"), "--tree", "6,2,3", "--no-plain"
+    )
     assert row["tree"] == [6, 2, 3] and "choices" not in row
-    rows = rows_of(script, saved, "--assistants", "autoregressive", "eagle3", "--head", str(saved / "head"), "--tree", "6,2,3", "9,4,3")
+    rows = rows_of(
+        script,
+        saved,
+        "--assistants",
+        "autoregressive",
+        "eagle3",
+        "--head",
+        str(saved / "head"),
+        "--tree",
+        "6,2,3",
+        "9,4,3",
+    )
     ways = [(each["assistant"], each.get("tree")) for each in rows]
     assert ways == [("autoregressive", None), ("eagle3", [6, 2, 3]), ("eagle3", [9, 4, 3])]
-    assert all(each["identical"] == each["count"] for each in rows) and {each.get("head") for each in rows[1:]} == {str(saved / "head")}
+    assert all(each["identical"] == each["count"] for each in rows) and {each.get("head") for each in rows[1:]} == {
+        str(saved / "head")
+    }
 
 
 def test_several_heads_are_measured_in_one_run_as_by_themselves(script, saved: Path) -> None:
@@ -190,7 +215,10 @@ def test_a_difference_is_where_the_answers_part(script, plain: list[int], ours: 
         return
     found = script.difference(model, prompt, plain, ours)
     at = found["position"]
-    assert plain[:at] == ours[:at] and found["tokens"] == [plain[at] if at < len(plain) else None, ours[at] if at < len(ours) else None]
+    assert plain[:at] == ours[:at] and found["tokens"] == [
+        plain[at] if at < len(plain) else None,
+        ours[at] if at < len(ours) else None,
+    ]
     assert found["tokens"][0] != found["tokens"][1]
     if None in found["tokens"]:
         assert found["gap"] is found["bound"] is None
@@ -206,7 +234,8 @@ MODEL = tiny_model()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.no_grad()
 def test_the_bound_is_that_of_two_passes(script, dtype: torch.dtype) -> None:
-    """Passes over a whole text and token by token: the gap of the two best changes by less than the bound, and by a tenth of it."""
+    """Passes over a whole text and token by token: the gap of the two best changes by less than the bound, and by a
+    tenth of it."""
     model = tiny_model(initializer_range=0.1).to(dtype)
     torch.manual_seed(0)
     text = torch.randint(6, 97, (1, 150))
@@ -222,4 +251,3 @@ def test_the_bound_is_that_of_two_passes(script, dtype: torch.dtype) -> None:
         changes.append(moved / script.rounding_bound(model, one, pair, place + 1))
     assert sum(change > 1 for change in changes) <= 2  # one in 370 of 150, and a margin of one
     assert max(changes) > 0.1
-

@@ -14,9 +14,20 @@ from helpers.models import tiny_model
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache import kept_cache
 
-MIXTURE = ("mixtral", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
-                       "num_key_value_heads": 2, "vocab_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2,
-                       "sliding_window": None})  # fmt: skip
+MIXTURE = (
+    "mixtral",
+    {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+)
 EXPERTS = 6 * 8 * 3 * 64 * 96 * 4  # layers, experts, gate, up and down, fp32
 
 
@@ -34,14 +45,19 @@ def on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [
-    ("gpt_oss", {"num_local_experts": 8, "intermediate_size": 96, "head_dim": 16}),
-    ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 96, "norm_topk_prob": True}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt_oss", {"num_local_experts": 8, "intermediate_size": 96, "head_dim": 16}),
+        ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 96, "norm_topk_prob": True}),
+    ],
+)
 def test_random_weights_spread_tokens_over_the_experts(script, monkeypatch, kind, sizes) -> None:
     """In every layer, as trained routers do: one that sends all to the same few is another kernel's work."""
     sizes = MIXTURE[1] | {"num_hidden_layers": 12, "hidden_size": 256} | sizes
-    monkeypatch.setitem(script.SHAPES, "mixture", (kind, {name: size for name, size in sizes.items() if name != "sliding_window"}))
+    monkeypatch.setitem(
+        script.SHAPES, "mixture", (kind, {name: size for name, size in sizes.items() if name != "sliding_window"})
+    )
     torch.manual_seed(0)
     model, found = script.make_model("mixture", "cpu", torch.float32), []
     for router in script.routers_of(model):
@@ -55,11 +71,26 @@ def test_rows_of_a_mixture_count_the_experts_that_rounds_touch(script, tmp_path,
     monkeypatch.setitem(script.SHAPES, "mixture", MIXTURE)
     monkeypatch.setattr(script, "read_bandwidth", lambda device: 1e9)
     out = tmp_path / "rows.jsonl"
-    script.main(["--shapes", "mixture", "--prefix", "9", "--batch", "1,3", "--tokens", "30", "--dtype", "float32", "--out", str(out)])
+    script.main(
+        [
+            "--shapes",
+            "mixture",
+            "--prefix",
+            "9",
+            "--batch",
+            "1,3",
+            "--tokens",
+            "30",
+            "--dtype",
+            "float32",
+            "--out",
+            str(out),
+        ]
+    )
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [(row["method"], row["batch"]) for row in rows] == [
         (name, batch) for batch in (1, 3) for name in ("autoregressive", "eagle3", "transformers")
-    ]  # fmt: skip
+    ]
     for row in rows:
         tokens = row["batch"] * row["nodes"]
         assert row["experts_read"] == 2 if tokens == 1 else 2 < row["experts_read"] <= min(8, 2 * tokens)
@@ -120,7 +151,11 @@ def test_bytes_of_what_is_kept_by_hand(script, family: str, tokens: int) -> None
     if "linear_attention" in kinds:
         inner = config.linear_num_value_heads * config.linear_value_head_dim
         state = 4 * inner * config.linear_key_head_dim
-        state += 4 * config.linear_conv_kernel_dim * (2 * config.linear_num_key_heads * config.linear_key_head_dim + inner)
+        state += (
+            4 * config.linear_conv_kernel_dim * (2 * config.linear_num_key_heads * config.linear_key_head_dim + inner)
+        )
     seen = {"full_attention": keys * tokens, "linear_attention": state}
-    seen["sliding_attention"] = keys * min(tokens, config.sliding_window or tokens) if hasattr(config, "sliding_window") else 0
+    seen["sliding_attention"] = (
+        keys * min(tokens, config.sliding_window or tokens) if hasattr(config, "sliding_window") else 0
+    )
     assert script.kept_bytes(model, tokens, 3) == 3 * sum(seen[kind] for kind in kinds)

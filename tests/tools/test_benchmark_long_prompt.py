@@ -16,14 +16,17 @@ def test_rows_of_a_tiny_model(tmp_path, monkeypatch):
     long_prompt = importlib.import_module("long_prompt")
     out = tmp_path / "rows.jsonl"
     for name in ("NARROW", "WIDE"):
-        monkeypatch.setattr(long_prompt.prompt_parts, name, getattr(long_prompt.prompt_parts, name))  # which the script sets
+        monkeypatch.setattr(
+            long_prompt.prompt_parts, name, getattr(long_prompt.prompt_parts, name)
+        )  # which the script sets
     given = ["--shape", "tiny", "--prompts", "70", "33", "--tokens", "5", "--peer-most", "70", "--parts", "16", "64"]
     long_prompt.main([*given, "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [(row["method"], row["prompt"]) for row in rows] == [
-        ("transformers", 33), ("transformers", 70),
+        ("transformers", 33),
+        ("transformers", 70),
         *[(method, prompt) for _ in range(2) for method in ("autoregressive", "eagle3") for prompt in (33, 70)],
-    ]  # fmt: skip
+    ]
     assert [row.get("part") for row in rows] == [None] * 2 + [16] * 4 + [64] * 4
     for row in rows:
         # 6 layers of two key heads of 16 channels in fp32

@@ -17,11 +17,35 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def test_every_chunk_and_number_of_clients_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    script, out, former = importlib.import_module("open_batch"), tmp_path / "rows.jsonl", (rounds.take, rounds.Rounds.turn)
-    given = ["--shape", "tiny", "--rows", "2", "--clients", "1", "3", "--chunks", "8", "300", "--tokens", "4", "--repeats", "1"]
+    script, out, former = (
+        importlib.import_module("open_batch"),
+        tmp_path / "rows.jsonl",
+        (rounds.take, rounds.Rounds.turn),
+    )
+    given = [
+        "--shape",
+        "tiny",
+        "--rows",
+        "2",
+        "--clients",
+        "1",
+        "3",
+        "--chunks",
+        "8",
+        "300",
+        "--tokens",
+        "4",
+        "--repeats",
+        "1",
+    ]
     script.main([*given, "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert [(row["chunk"], row["clients"], row["requests"]) for row in rows] == [(8, 1, 6), (8, 3, 18), (300, 1, 6), (300, 3, 18)]
+    assert [(row["chunk"], row["clients"], row["requests"]) for row in rows] == [
+        (8, 1, 6),
+        (8, 3, 18),
+        (300, 1, 6),
+        (300, 3, 18),
+    ]
     assert all(row["model"] == "tiny" and row["tokens_per_second"] > 0 and row["first_token_ms"] > 0 for row in rows)
     for row in rows:
         (turns, seconds), (_, admitted) = row["parts"]["turn"], row["parts"]["admit"]

@@ -54,7 +54,7 @@ class Server(BaseHTTPRequestHandler):
 
 open(sys.argv[3], "a").write(f"{os.getpid()}\\n")
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -81,19 +81,48 @@ def test_every_way_and_load_of_servers_that_are_started(serving, files, tmp_path
     script, prompts, pids = files
     command = f"{sys.executable} {script} {{port}}"
     out = tmp_path / "rows.jsonl"
-    serving.main([
-        "--start", f"one={command} '' {pids}", "--start", f"other={command} ' and more' {pids}", "--model", "m", "--prompts", str(prompts),
-        "--ways", "streamed", "whole", "long", "--long", "8", "--in-flight", "1", "3", "--requests", "4", "--max-tokens", "7",
-        "--out", str(out),
-    ])  # fmt: skip
+    serving.main(
+        [
+            "--start",
+            f"one={command} '' {pids}",
+            "--start",
+            f"other={command} ' and more' {pids}",
+            "--model",
+            "m",
+            "--prompts",
+            str(prompts),
+            "--ways",
+            "streamed",
+            "whole",
+            "long",
+            "--long",
+            "8",
+            "--in-flight",
+            "1",
+            "3",
+            "--requests",
+            "4",
+            "--max-tokens",
+            "7",
+            "--out",
+            str(out),
+        ]
+    )
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [(row["server"], row["in_flight"], row["requests"]) for row in rows] == 3 * [
-        ("one", 1, 6), ("other", 1, 6), ("one", 3, 18), ("other", 3, 18)
-    ]  # fmt: skip
+        ("one", 1, 6),
+        ("other", 1, 6),
+        ("one", 3, 18),
+        ("other", 3, 18),
+    ]
     assert [(row["streamed"], row["long"]) for row in rows] == [(True, 0)] * 4 + [(False, 0)] * 4 + [(True, 8)] * 4
     for row in rows:
         mine = row["server"] == "one"
-        assert row["equal"] == mine and row["new_tokens"] == row["requests"] * (7 if mine else 16) and row["tokens_per_second"] > 0
+        assert (
+            row["equal"] == mine
+            and row["new_tokens"] == row["requests"] * (7 if mine else 16)
+            and row["tokens_per_second"] > 0
+        )
         assert row["acceptance_length"] == (None if mine else 2.5)
         assert (row["first_token_ms"][1] > 0) == row["streamed"] and row["ready_s"] > 0
     for pid in map(int, pids.read_text().split()):
@@ -105,12 +134,19 @@ def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving
     script, prompts, pids = files
     given = ["--model", "m", "--prompts", str(prompts)]
     with pytest.raises(SystemExit, match=r"(?s)bad ended with status 3.*no such model"):
-        serving.main([
-            *given, "--start", f"good={sys.executable} {script} {{port}} '' {pids}",
-            "--start", f"bad={sys.executable} -c 'import sys; print(\"no such model\"); sys.exit(3)'",
-        ])  # fmt: skip
+        serving.main(
+            [
+                *given,
+                "--start",
+                f"good={sys.executable} {script} {{port}} '' {pids}",
+                "--start",
+                f"bad={sys.executable} -c 'import sys; print(\"no such model\"); sys.exit(3)'",
+            ]
+        )
     with pytest.raises(SystemExit, match=r"slow was not ready within 0.5 s"):
-        serving.main([*given, "--patience", "0.5", "--start", f"slow={sys.executable} -c 'import time; time.sleep(60)'"])
+        serving.main(
+            [*given, "--patience", "0.5", "--start", f"slow={sys.executable} -c 'import time; time.sleep(60)'"]
+        )
     for pid in map(int, pids.read_text().split() if pids.exists() else []):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -45,7 +45,9 @@ def test_both_versions_are_written_with_the_median_of_all_turns(versions, told, 
     rows = rows_of(out)
     found = [(row["assistant"], row["code"]) for row in rows]
     assert found == [(name, code) for name in ("nasd", "eagle3") for code in ("before", "after")]
-    assert [row["round_ms"] for row in rows] == [1.05, 2.1, 1.0, 2.0] and {row["shape"] for row in rows} == {"smollm2-135m"}
+    assert [row["round_ms"] for row in rows] == [1.05, 2.1, 1.0, 2.0] and {row["shape"] for row in rows} == {
+        "smollm2-135m"
+    }
     assert "2.000  same tokens" in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
-"""A file of prompts answered into another: each as by `generate` alone, runs taken up again, several processes side by side."""
+"""A file of prompts answered into another: each as by `generate` alone, runs taken up again, several processes side by
+side."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import Unsupported
-from fastspec.programs.bulk import Done, answer_file, read_answered, read_left, read_tasks, settings_of, share_of_process
+from fastspec.programs.bulk import (
+    Done,
+    answer_file,
+    read_answered,
+    read_left,
+    read_tasks,
+    settings_of,
+    share_of_process,
+)
 from fastspec.programs.cli.app import app
 from fastspec.programs.texts import encode
 
@@ -43,16 +52,37 @@ def emitted(small: tuple[Any, Any], prompt: Any, count: int = 9, chat: bool = Tr
 
 def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    talk = [{"role": "user", "content": "w7 w8"}, {"role": "assistant", "content": "w9"}, {"role": "user", "content": "w5"}]
-    rows = [{"prompt": "w5 w6"}, {"messages": talk, "id": "second"}, {"turns": ["w9 w10 w11", "w12"], "id": 3}, {"prompt": "w4 " * 70}]
+    talk = [
+        {"role": "user", "content": "w7 w8"},
+        {"role": "assistant", "content": "w9"},
+        {"role": "user", "content": "w5"},
+    ]
+    rows = [
+        {"prompt": "w5 w6"},
+        {"messages": talk, "id": "second"},
+        {"turns": ["w9 w10 w11", "w12"], "id": 3},
+        {"prompt": "w4 " * 70},
+    ]
     file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     told: list[tuple[int, bool]] = []
     done = answer_file(
-        *small, file, out, assistant=TREE, rows=2, max_new_tokens=9, max_length=60, tell=lambda *call: told.append(call),
-    )  # fmt: skip
+        *small,
+        file,
+        out,
+        assistant=TREE,
+        rows=2,
+        max_new_tokens=9,
+        max_length=60,
+        tell=lambda *call: told.append(call),
+    )
     assert done == Done(0, 3, 1) and sorted(told) == [(4, False)] * 3 + [(4, True)]
     found = answers(out)
-    assert [row["line"] for row in found] == [1, 3, 5, 7] and [row.get("id") for row in found] == [None, "second", 3, None]
+    assert [row["line"] for row in found] == [1, 3, 5, 7] and [row.get("id") for row in found] == [
+        None,
+        "second",
+        3,
+        None,
+    ]
     for row, prompt in zip(found, ("w5 w6", talk, "w9 w10 w11"), strict=False):
         text, count = emitted(small, prompt)
         assert (row["prompt"], row["text"], row["tokens"]) == (prompt, text, count)
@@ -89,7 +119,13 @@ def test_an_end_token_in_the_last_place_is_an_end(small, tmp_path, monkeypatch):
 
 def test_a_run_goes_on_behind_a_line_that_was_not_finished(small, tmp_path):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 12), tmp_path / "out.jsonl"
-    options: dict[str, Any] = {"assistant": "autoregressive", "rows": 3, "max_new_tokens": 6, "temperature": 0.9, "seed": 5}
+    options: dict[str, Any] = {
+        "assistant": "autoregressive",
+        "rows": 3,
+        "max_new_tokens": 6,
+        "temperature": 0.9,
+        "seed": 5,
+    }
     answer_file(*small, file, out, **options)
     whole = answers(out)
     lines = out.read_bytes().split(b"\n")
@@ -106,16 +142,29 @@ def test_a_run_goes_on_behind_a_line_that_was_not_finished(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other", [{"max_new_tokens": 7}, {"temperature": 0.5}, {"top_p": 0.9}, {"seed": 6}, {"chat": False}, {"name": "another"}], ids=str
+    "other",
+    [{"max_new_tokens": 7}, {"temperature": 0.5}, {"top_p": 0.9}, {"seed": 6}, {"chat": False}, {"name": "another"}],
+    ids=str,
 )
 def test_answers_by_other_settings_are_not_gone_on_from(small, tmp_path, other):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 2), tmp_path / "out.jsonl"
-    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "top_p": 0.8, "seed": 5, "name": "small", "rows": 2}
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "temperature": 0.9,
+        "top_p": 0.8,
+        "seed": 5,
+        "name": "small",
+        "rows": 2,
+    }
     answer_file(*small, file, out, assistant="nasd", **options)
     held = out.read_bytes()
-    with pytest.raises(Unsupported, match=r"answers line \d by other settings, .*, and now they are .*: name another --out"):
+    with pytest.raises(
+        Unsupported, match=r"answers line \d by other settings, .*, and now they are .*: name another --out"
+    ):
         answer_file(*small, file, out, assistant="nasd", **options | other)
-    assert answer_file(*small, file, out, assistant="autoregressive", **options | {"rows": 1}) == Done(2, 0, 0)  # which say the same
+    assert answer_file(*small, file, out, assistant="autoregressive", **options | {"rows": 1}) == Done(
+        2, 0, 0
+    )  # which say the same
     assert out.read_bytes() == held
 
 
@@ -136,18 +185,22 @@ def test_processes_share_the_lines_and_the_file(small, tmp_path, monkeypatch):
 
 
 def test_a_second_run_into_the_same_file_is_refused(small, tmp_path):
-    """Whichever process it is of; once the first has ended, it goes on. What the first is about to finish is not cut off."""
+    """Whichever process it is of; once the first has ended, it goes on. What the first is about to finish is not cut
+    off."""
     file, out = write_prompts(tmp_path / "prompts.jsonl", 3), tmp_path / "out.jsonl"
     seen: list[int] = []
 
     def again(total: int, failed: bool) -> None:
-        """With the first answer, in the thread that writes: the next is half written for as long as the second run looks."""
+        """With the first answer, in the thread that writes: the next is half written for as long as the second run
+        looks."""
         if seen:
             return
         with out.open("ab") as unfinished:
             unfinished.write(b'{"line": 9')
         seen.append(out.stat().st_size)
-        with pytest.raises(Unsupported, match=r"another run answers into .*out\.jsonl: wait for it, stop it, or name another --out"):
+        with pytest.raises(
+            Unsupported, match=r"another run answers into .*out\.jsonl: wait for it, stop it, or name another --out"
+        ):
             answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=4)
         assert out.stat().st_size == seen[0]
         os.truncate(out, seen[0] - 10)
@@ -163,7 +216,9 @@ def test_a_file_system_without_locks_is_told(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", refuse)
     file, out = write_prompts(tmp_path / "prompts.jsonl", 1), tmp_path / "out.jsonl"
-    with pytest.warns(UserWarning, match=r"cannot be locked .*No locks available.*: two runs at once would answer every line twice"):
+    with pytest.warns(
+        UserWarning, match=r"cannot be locked .*No locks available.*: two runs at once would answer every line twice"
+    ):
         assert answer_file(*small, file, out, assistant=TREE, rows=1, max_new_tokens=4) == Done(0, 1, 0)
 
 
@@ -171,7 +226,19 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 4), tmp_path / "out.jsonl"
     model = small_target()
     monkeypatch.setattr("fastspec.programs.cli.serving.load_model", lambda name, device: (model, small_tokenizer()))
-    command = ["generate", "--prompts", file, "--out", str(out), "--model", "small", "--max-new-tokens", "5", "--rows", "2"]
+    command = [
+        "generate",
+        "--prompts",
+        file,
+        "--out",
+        str(out),
+        "--model",
+        "small",
+        "--max-new-tokens",
+        "5",
+        "--rows",
+        "2",
+    ]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and "4 answers written" in done.output.replace("\n", " ")
     assert [row["text"] for row in answers(out)] == [emitted(small, task.prompt, 5)[0] for task in read_tasks(file)]
@@ -203,10 +270,12 @@ def test_files_that_cannot_be_read_or_written_are_told_before_a_model_is_loaded(
     file.write_text('{"prompt": "w5"}')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "w5"')
     for prompts, out, words in (
-        (file, tmp_path, "cannot be written"), (file, tmp_path / "none" / "out.jsonl", "cannot be written"),
-        (file, file / "out.jsonl", "cannot be written"), (tmp_path / "broken.jsonl", tmp_path / "out.jsonl", "no JSON object"),
+        (file, tmp_path, "cannot be written"),
+        (file, tmp_path / "none" / "out.jsonl", "cannot be written"),
+        (file, file / "out.jsonl", "cannot be written"),
+        (tmp_path / "broken.jsonl", tmp_path / "out.jsonl", "no JSON object"),
         (tmp_path / "none.jsonl", tmp_path / "out.jsonl", "no such file"),
-    ):  # fmt: skip
+    ):
         done = CliRunner().invoke(app, ["generate", "--prompts", str(prompts), "--out", str(out)])
         assert done.exit_code == 1 and isinstance(done.exception, (Unsupported, SystemExit)), done.exception
         assert words in str(done.exception) + done.output
@@ -223,7 +292,10 @@ def test_a_file_of_something_else_is_not_touched(tmp_path, held):
     assert out.read_bytes() == held
     out.write_bytes(b'{"li')  # as far as it goes an answer's
     for mend, kept in ((False, b'{"li'), (True, b"")):
-        assert read_left(file, out, settings_of("", 9), mend=mend) == (1, list(read_tasks(file))) and out.read_bytes() == kept
+        assert (
+            read_left(file, out, settings_of("", 9), mend=mend) == (1, list(read_tasks(file)))
+            and out.read_bytes() == kept
+        )
 
 
 def test_what_another_process_has_written_meanwhile_is_not_cut_off(tmp_path, monkeypatch):
@@ -258,14 +330,21 @@ def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(sma
             answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3)
     assert out.stat().st_size == 200
     done = answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3)
-    assert done.before and done.before + done.written == 12 and [row["line"] for row in answers(out)] == list(range(1, 13))
+    assert (
+        done.before and done.before + done.written == 12 and [row["line"] for row in answers(out)] == list(range(1, 13))
+    )
 
 
-@pytest.mark.parametrize("command", [["generate", "--prompts", "{file}", "--out", "{out}"], ["serve", "--port", "0"]], ids=str)
+@pytest.mark.parametrize(
+    "command", [["generate", "--prompts", "{file}", "--out", "{out}"], ["serve", "--port", "0"]], ids=str
+)
 def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_loaded(tmp_path, monkeypatch, command):
     monkeypatch.setattr("fastspec.programs.cli.serving.load_model", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5"}')
     given = [word.format(file=tmp_path / "prompts.jsonl", out=tmp_path / "out.jsonl") for word in command]
     done = CliRunner().invoke(app, [*given, "--assistant", "speculative"])
     assert done.exit_code == 1
-    assert "--assistant speculative: accepted are eagle3, nasd, autoregressive" in f"{done.exception} {done.output}".replace("\n", " ")
+    assert (
+        "--assistant speculative: accepted are eagle3, nasd, autoregressive"
+        in f"{done.exception} {done.output}".replace("\n", " ")
+    )

@@ -27,7 +27,16 @@ from fastspec.programs.chat.loop import converse, respond
 from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
 from fastspec.programs.chat.settings import Settings
 from fastspec.programs.chat.terminal import CommandCompleter, terminal_lines
-from fastspec.programs.chat.view import ACCEPTED, BONUS, OWN, RECOVERED, STYLES, AnswerStreamer, read_round, verdict_line
+from fastspec.programs.chat.view import (
+    ACCEPTED,
+    BONUS,
+    OWN,
+    RECOVERED,
+    STYLES,
+    AnswerStreamer,
+    read_round,
+    verdict_line,
+)
 from fastspec.programs.cli.app import app
 from fastspec.programs.compare import BASELINE as PLAIN
 
@@ -44,7 +53,9 @@ def answers(chat: Chat) -> list[list[list[int]]]:
 @pytest.mark.parametrize("template", [TEMPLATE, None])
 def test_two_turns_with_two_assistants_give_the_same_tokens(template: str | None) -> None:
     model = target(bigram())
-    settings = Settings(model="tiny", resources=(), assistants=("eagle3", "autoregressive", PLAIN), max_new_tokens=LENGTH, cache=True)
+    settings = Settings(
+        model="tiny", resources=(), assistants=("eagle3", "autoregressive", PLAIN), max_new_tokens=LENGTH, cache=True
+    )
     chat = Chat(fastspec.patch(model, eagle3=seer(model)), tokenizer(template), settings)
     console = screen()
     converse(chat, ["w10 w11", "w12 w13"], console)
@@ -139,8 +150,16 @@ def test_marks_of_a_known_drafter(chat: Chat) -> None:
     assert streamer.marks == expected
     assert streamer.ids == answer.tokens
     stats = fastspec.report(chat.model).last
-    assert (answer.accepted, answer.drafted, answer.acceptance_length) == (stats.accepted, stats.drafted, stats.acceptance_length)
-    assert (streamer.accepted, streamer.drafted, streamer.acceptance_length) == (stats.accepted, stats.drafted, stats.acceptance_length)
+    assert (answer.accepted, answer.drafted, answer.acceptance_length) == (
+        stats.accepted,
+        stats.drafted,
+        stats.acceptance_length,
+    )
+    assert (streamer.accepted, streamer.drafted, streamer.acceptance_length) == (
+        stats.accepted,
+        stats.drafted,
+        stats.acceptance_length,
+    )
     styled = console.export_text(styles=True)
     words = answer.text.split()
     for place, code in ((1, "1;32"), (4, "1;33"), (11, "1;36")):
@@ -196,9 +215,17 @@ def test_copies_that_fill_a_tree_up_are_neither_shown_nor_counted() -> None:
     found = read_round(tree, verdict, logits)
     assert (found.tokens, found.parents, found.path, found.last) == ([9, 4, 8, 1], [0, 0, 0, 2], [0, 2, 3], 6)
     p = logits[0].softmax(-1)
-    assert found.notes == [f"p={p[0, 9]:.2f}", f"p={p[0, 4]:.2f}", f"p={p[0, 8]:.2f}", f"p={p[3, 1]:.2f}", f"p={p[4, 6]:.2f}"]
+    assert found.notes == [
+        f"p={p[0, 9]:.2f}",
+        f"p={p[0, 4]:.2f}",
+        f"p={p[0, 8]:.2f}",
+        f"p={p[3, 1]:.2f}",
+        f"p={p[4, 6]:.2f}",
+    ]
     assert read_round(tree, verdict).notes is None
-    late = read_round(tree, Verdict(torch.tensor([[0, 2, 5]]), torch.tensor([2]), torch.tensor([6])))  # a draw of its own, accepted
+    late = read_round(
+        tree, Verdict(torch.tensor([[0, 2, 5]]), torch.tensor([2]), torch.tensor([6]))
+    )  # a draw of its own, accepted
     assert (late.tokens, late.parents, late.path) == ([9, 4, 4, 8, 1, 2], [0, 0, 0, 0, 3, 2], [0, 2, 5])
 
 
@@ -278,12 +305,16 @@ def test_completion(chat: Chat) -> None:
     assert completions(chat, "/") == [f"/{name}" for name in COMMANDS]
     assert completions(chat, "/te") == ["/temperature"]
     assert completions(chat, "/storage s") == ["suffix"]
-    assert completions(chat, "/storage suffix ") == ["answer", "chat"] and completions(chat, "/storage suffix chat ") == []
+    assert (
+        completions(chat, "/storage suffix ") == ["answer", "chat"] and completions(chat, "/storage suffix chat ") == []
+    )
     assert completions(chat, "/tree a") == ["auto"] and completions(chat, "/tree auto ") == []
     assert completions(chat, "/resource c") == ["cascade"] and completions(chat, "/stop_if_unknown ") == ["on", "off"]
     assert completions(chat, "/early_exit o") == ["off"] and completions(chat, "/length ") == []
     assert completions(chat, "/assistant eagle3,auto") == ["autoregressive"]
-    assert completions(chat, "/assistant eagle3 x") == completions(chat, "hello") == completions(chat, "/nonsense a") == []
+    assert (
+        completions(chat, "/assistant eagle3 x") == completions(chat, "hello") == completions(chat, "/nonsense a") == []
+    )
 
 
 def test_a_terminal_is_read_until_ctrl_d(chat: Chat) -> None:
@@ -304,7 +335,9 @@ def command(monkeypatch):
 
 
 def test_prompts_on_the_command_line(command) -> None:
-    done = command("--prompt", "w10", "--prompt", "/length 4", "--prompt", "w11", "--assistant", "autoregressive,transformers")
+    done = command(
+        "--prompt", "w10", "--prompt", "/length 4", "--prompt", "w11", "--assistant", "autoregressive,transformers"
+    )
     assert done.exit_code == 0, done.output
     assert done.output.count("The 2 greedy answers are identical") == 2
     assert "acceptance" in done.output and "\x1b" not in done.output
@@ -322,11 +355,15 @@ def test_json_is_one_object(command) -> None:
 def test_assistants_beside_each_other(command) -> None:
     names = "transformers,speculative,nasd"
     with pytest.warns(UserWarning, match="will not pay"):  # the draft model is as large as the target
-        done = command("--prompt", "w10 w11 w10", "--json", "--resource", "speculative=small", "--gamma", "3", "--assistant", names)
+        done = command(
+            "--prompt", "w10 w11 w10", "--json", "--resource", "speculative=small", "--gamma", "3", "--assistant", names
+        )
     assert done.exit_code == 0, done.output
     _, speculative, nasd = json.loads(done.stdout)["turns"][0]["answers"]
     assert speculative["identical"] is nasd["identical"] is True
-    assert speculative["acceptance_length"] == 3.5  # the draft model is the target's twin: four tokens a round, and three up to the limit
+    assert (
+        speculative["acceptance_length"] == 3.5
+    )  # the draft model is the target's twin: four tokens a round, and three up to the limit
 
 
 def test_lines_on_standard_input(command) -> None:

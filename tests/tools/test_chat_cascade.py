@@ -50,7 +50,9 @@ def cascade_chat(*assistants: str, own: dict[str, Any] | None = None, **over: An
 def alone(chat: Chat, model: Any, prompt: str) -> list[int]:
     """What a model says to the prompt by itself."""
     ids = chat._encode([*chat.conversation, {"role": "user", "content": prompt}])
-    return model.generate(ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    return model.generate(ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=12, do_sample=False)[
+        0, ids.shape[1] :
+    ].tolist()
 
 
 def shown(chat: Chat, *lines: str) -> str:
@@ -68,7 +70,12 @@ def test_a_smaller_stage_that_answers_is_named_and_not_compared() -> None:
     assert [chat.turns[0].identical(answer) for answer in chat.turns[0].answers] == [None, None, True]
     assert "cascade: stage 0 answered, 0 tokens were taken over" in text
     assert str(cascade.explanation) in text and "P(acceptable)" in text and "going on" in text
-    assert next(line for line in text.splitlines() if line.startswith("cascade  ")).split()[-4:] == ["-", "-", "stage", "0"]
+    assert next(line for line in text.splitlines() if line.startswith("cascade  ")).split()[-4:] == [
+        "-",
+        "-",
+        "stage",
+        "0",
+    ]
     assert f"The 2 greedy answers of {PLAIN}, nasd are identical, token for token." in text
     assert "cascade is not compared: its stage 0, small, answered, not the large model." in text
     assert "differs" not in text
@@ -84,7 +91,10 @@ def test_the_large_models_answer_is_compared_like_any_other() -> None:
     assert cascade.tokens == plain.tokens and chat.turns[0].identical(plain) is True
     assert f"cascade: stage 1 answered, {second.kept_tokens} tokens were taken over" in text
     assert all(line in text for line in str(cascade.explanation).splitlines())
-    assert [STYLES[ACCEPTED] == "bold green" and "1;32m" in line for line in styled if "stage " in line][1:] == [False, True]
+    assert [STYLES[ACCEPTED] == "bold green" and "1;32m" in line for line in styled if "stage " in line][1:] == [
+        False,
+        True,
+    ]
     assert first.why.startswith("went on") and "answered: it is the last" in text
     assert "The 2 greedy answers are identical" in text and "not compared" not in text
 
@@ -120,7 +130,12 @@ def test_json_carries_the_decisions_as_data(tmp_path: Path) -> None:
     assert [visit["why"] for visit in saved["explanation"]["visits"]] == [visit.why for visit in told.visits]
     first = saved["explanation"]["visits"][0]
     assert first["quality"] == list(told.visits[0].quality) and first["stop_value"] > first["go_on_value"] > 0
-    assert (saved["acceptance_length"], saved["exact"], plain["explanation"], plain["exact"]) == (None, True, None, True)
+    assert (saved["acceptance_length"], saved["exact"], plain["explanation"], plain["exact"]) == (
+        None,
+        True,
+        None,
+        True,
+    )
 
 
 @pytest.mark.parametrize("price", [0.0, HIGH])
@@ -130,7 +145,9 @@ def test_a_cascade_keeps_caches_of_its_own(price: float) -> None:
     asked: list[dict[str, Any]] = []
     real = chat.model.generate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(chat.model.__dict__, "generate", lambda *given, **named: asked.append(named) or real(*given, **named))
+        patch.setitem(
+            chat.model.__dict__, "generate", lambda *given, **named: asked.append(named) or real(*given, **named)
+        )
         shown(chat, "/cache on", LONG)
         assert fastspec.report(chat.model).memory.hits == 0  # nothing of the warm-up is left
         shown(chat, "w12 w13", "w14")
@@ -147,7 +164,9 @@ def test_a_cascade_keeps_caches_of_its_own(price: float) -> None:
 
 
 @pytest.mark.parametrize("order", [("cascade", PLAIN), (PLAIN, "cascade")])
-def test_an_interrupt_between_stages_leaves_the_chat_usable(monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]) -> None:
+def test_an_interrupt_between_stages_leaves_the_chat_usable(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+) -> None:
     chat = cascade_chat(*order, price=HIGH, memory=10_000_000)
     shown(chat, "w9", "/reset")  # warm
     real = Predictor.score
@@ -201,14 +220,18 @@ def test_a_mixture_of_two_models_is_not_compared() -> None:
 def plain_chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
     """A chat without a cascade; `load_model` makes tiny models."""
     made = {"small": small_model}
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest, **options: (made.get(Path(name).name, target)(), tokenizer()))
+    monkeypatch.setattr(
+        "fastspec.models.load_model", lambda name, *rest, **options: (made.get(Path(name).name, target)(), tokenizer())
+    )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     chosen = Settings(model="tiny", resources=(), assistants=(PLAIN,), max_new_tokens=12)
     return Chat.open(chosen)
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_resource_is_read_from_yaml_with_the_chats_tokenizer(plain_chat: Chat, tmp_path: Path, capsys: Any, named: bool) -> None:
+def test_a_resource_is_read_from_yaml_with_the_chats_tokenizer(
+    plain_chat: Chat, tmp_path: Path, capsys: Any, named: bool
+) -> None:
     more = f"\ntokenizer: {tmp_path / 'small'}" if named else ""
     chat, path = plain_chat, cascade_file(tmp_path, small_model(), f"price: 0.0\nexplain: true{more}")
     expected = alone(chat, small_model(), "w10 w11")
@@ -225,10 +248,13 @@ def test_a_cascade_that_cannot_be_read_leaves_the_one_before(plain_chat: Chat, t
     before = chat.settings
     text = Path(path).read_text()
     cases: list[tuple[str, type[FastSpecError], str]] = [
-        ("size: 3", Unsupported, "unknown key size"), ("stages: [", Unsupported, "cannot be read"), ("", Unsupported, "keys and values"),
+        ("size: 3", Unsupported, "unknown key size"),
+        ("stages: [", Unsupported, "cannot be read"),
+        ("", Unsupported, "keys and values"),
         (text + "tokenizer: small\n", Unsupported, "could not load the tokenizer 'small'"),
-        (text + "thresholds: [2]\n", Unsupported, "probabilities"), (text.replace("name: small", "name: tiny"), CheckpointError, "tiny"),
-    ]  # fmt: skip
+        (text + "thresholds: [2]\n", Unsupported, "probabilities"),
+        (text.replace("name: small", "name: tiny"), CheckpointError, "tiny"),
+    ]
     for wrong, error, words in cases:
         Path(path).write_text(wrong)
         with pytest.raises(error, match=words):
@@ -245,7 +271,17 @@ def test_a_cascade_that_cannot_be_read_leaves_the_one_before(plain_chat: Chat, t
 
 def test_a_cascade_on_the_command_line(plain_chat: Chat, tmp_path: Path) -> None:
     path = cascade_file(tmp_path, small_model(), f"price: {HIGH}")
-    fixed = ["chat", "--model", "tiny", "--max-new-tokens", "8", "--resource", f"cascade={path}", "--assistant", "cascade,transformers"]
+    fixed = [
+        "chat",
+        "--model",
+        "tiny",
+        "--max-new-tokens",
+        "8",
+        "--resource",
+        f"cascade={path}",
+        "--assistant",
+        "cascade,transformers",
+    ]
     done = CliRunner().invoke(app, [*fixed, "--prompt", "w10 w11", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["turns"][0]["answers"]

@@ -34,7 +34,9 @@ def test_answers_stand_beside_each_other_where_there_is_room(chat: Chat, width: 
 
 
 def test_columns_show_every_answer_and_its_trees_below(chat: Chat) -> None:
-    chat.settings = chat.settings.replace(assistants=("nasd", "autoregressive", PLAIN), debug=True, columns=True, max_new_tokens=20)
+    chat.settings = chat.settings.replace(
+        assistants=("nasd", "autoregressive", PLAIN), debug=True, columns=True, max_new_tokens=20
+    )
     console = Console(record=True, width=120, file=io.StringIO())
     turn = respond(chat, "w10 w11 w10 w11", console)
     text = console.export_text()

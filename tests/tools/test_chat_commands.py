@@ -228,7 +228,9 @@ def test_a_draft_model_may_have_another_tokenizer(chat: Chat, monkeypatch, shift
     own = tokenizer()
     words = {f"w{(i + shift) % 97}": i for i in range(97)}  # the same words under other ids
     own.backend_tokenizer.model = models.WordLevel(words, unk_token="w3")
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(tiny_model(num_hidden_layers=1)), own))
+    monkeypatch.setattr(
+        "fastspec.models.load_model", lambda name, *rest: (target(tiny_model(num_hidden_layers=1)), own)
+    )
     execute(chat, "/resource speculative small")
     execute(chat, "/assistant speculative,transformers")
     respond(chat, "w9 w12", screen())

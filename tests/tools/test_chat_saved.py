@@ -42,9 +42,18 @@ def test_what_was_saved_is_read_as_it_was(tmp_path: Path) -> None:
 def test_settings_of_older_files_are_read(tmp_path: Path) -> None:
     """Files that name each field of an assistant's config by its command."""
     older = {
-        "gamma": 3, "ngram": None, "top_k_filler": 2, "stop_if_unknown": False, "storage": "onelevel", "early_exit": 4, "branches": None,
-        "drafts": "sampled", "tree_total_tokens": "auto", "tree_depth": 2, "tree_top_k": None,
-    }  # fmt: skip
+        "gamma": 3,
+        "ngram": None,
+        "top_k_filler": 2,
+        "stop_if_unknown": False,
+        "storage": "onelevel",
+        "early_exit": 4,
+        "branches": None,
+        "drafts": "sampled",
+        "tree_total_tokens": "auto",
+        "tree_depth": 2,
+        "tree_top_k": None,
+    }
     own = {"model": "m", "resources": [["eagle3", "h"]], "assistants": ["nasd"], "storage_per": "chat", "seed": 7}
     path = tmp_path / "older.json"
     path.write_text(json.dumps({"settings": own | older, "conversation": [], "turns": []}))
@@ -69,7 +78,9 @@ def test_load_goes_on_where_save_was(tmp_path: Path, model: str) -> None:
         assert status == 0, emitted
         found = json.loads(again.read_text())
         assert found["conversation"] == straight["conversation"] and len(found["turns"]) == 2
-        assert [each["tokens"] for each in found["turns"][1]["answers"]] == [each["tokens"] for each in straight["turns"][1]["answers"]]
+        assert [each["tokens"] for each in found["turns"][1]["answers"]] == [
+            each["tokens"] for each in straight["turns"][1]["answers"]
+        ]
         assert found["settings"]["assistants"] == ["nasd", "transformers"] and found["settings"]["max_new_tokens"] == 7
 
 
@@ -81,12 +92,22 @@ def test_load_refuses_options_that_the_file_has(tmp_path: Path, model: str) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no chat that /save wrote"), ("[]", "no chat"), ('{"settings": {}}', "no conversation and no turns"),
+        ("", "no chat that /save wrote"),
+        ("[]", "no chat"),
+        ('{"settings": {}}', "no conversation and no turns"),
         ('{"settings": {"model": 5}, "conversation": [], "turns": []}', "model is 5"),
-        ('{"settings": {"model": "a", "assistants": [], "resources": [], "colour": 1}, "conversation": [], "turns": []}', "colour"),
-        ('{"settings": {"model": "a", "assistants": [], "resources": []}, "conversation": [{"role": "user"}], "turns": []}', "content"),
+        (
+            '{"settings": {"model": "a", "assistants": [], "resources": [], "colour": 1}, "conversation": [], '
+            '"turns": []}',
+            "colour",
+        ),
+        (
+            '{"settings": {"model": "a", "assistants": [], "resources": []}, "conversation": [{"role": "user"}], '
+            '"turns": []}',
+            "content",
+        ),
     ],
-)  # fmt: skip
+)
 def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(Unsupported, match=words):

@@ -34,7 +34,9 @@ def chat() -> Chat:
 def eagles() -> Chat:
     model = target(bigram())
     fastspec.patch(model, eagle2=seer1(model), eagle3=seer(model))
-    return Chat(model, tokenizer(), Settings(model="tiny", resources=(), assistants=("eagle2", "eagle3"), max_new_tokens=12))
+    return Chat(
+        model, tokenizer(), Settings(model="tiny", resources=(), assistants=("eagle2", "eagle3"), max_new_tokens=12)
+    )
 
 
 def answered(chat: Chat, strategy: str, prompt: str = "w10 w11") -> tuple[list[int], list[int]]:
@@ -45,7 +47,9 @@ def answered(chat: Chat, strategy: str, prompt: str = "w10 w11") -> tuple[list[i
 
 
 @examples(8)
-@given(nodes=st.integers(1, 40), more=st.lists(st.integers(0, 5), max_size=2), name=st.sampled_from(["eagle2", "eagle3"]))
+@given(
+    nodes=st.integers(1, 40), more=st.lists(st.integers(0, 5), max_size=2), name=st.sampled_from(["eagle2", "eagle3"])
+)
 def test_trees_have_the_size_asked_for_or_are_refused(eagles: Chat, nodes: int, more: list[int], name: str) -> None:
     plain, _ = answered(eagles, PLAIN)
     try:
@@ -75,7 +79,9 @@ def test_an_automatic_tree_is_measured_before_the_answer_is_timed(eagles: Chat) 
         patch.setitem(eagles.model.__dict__, "generate", lambda **given: asked.append(given) or real(**given))
         _, trees = answered(eagles, "eagle3")
         answered(eagles, "eagle3")
-    assert [given["max_new_tokens"] for given in asked] == [4, 12, 12] and {given["assistant"] for given in asked} == {config}
+    assert [given["max_new_tokens"] for given in asked] == [4, 12, 12] and {given["assistant"] for given in asked} == {
+        config
+    }
     assert set(trees) == {fastspec.report(eagles.model).trees[config, 1].chosen}
     execute(eagles, "/tree default")
 
@@ -97,13 +103,21 @@ def test_early_exit_drafts_with_the_targets_own_layers(chat: Chat) -> None:
         execute(chat, "/early_exit off")
     assert chat.settings == before
     execute(chat, "/assistant autoregressive")
-    assert execute(chat, "/early_exit off") == "early_exit off" and chat.settings.field("speculative.early_exit") is None
+    assert (
+        execute(chat, "/early_exit off") == "early_exit off" and chat.settings.field("speculative.early_exit") is None
+    )
 
 
-def test_an_early_exit_that_another_model_has_not_leaves_speculative_out(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_exit_that_another_model_has_not_leaves_speculative_out(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     converse(chat, ["/early_exit 4", "/assistant speculative,transformers"], screen(), strict=True)
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(tiny_model(num_hidden_layers=3)), tokenizer()))
-    assert "speculative is left out: early_exit=4: the target has 3 layers, so at most 2" in execute(chat, "/model other")
+    monkeypatch.setattr(
+        "fastspec.models.load_model", lambda name, *rest: (target(tiny_model(num_hidden_layers=3)), tokenizer())
+    )
+    assert "speculative is left out: early_exit=4: the target has 3 layers, so at most 2" in execute(
+        chat, "/model other"
+    )
     assert chat.settings.assistants == (PLAIN,)
 
 
@@ -116,15 +130,27 @@ def test_without_stop_if_unknown_nasd_always_drafts(chat: Chat) -> None:
 
 
 COMMANDS_OF_STORAGES = (
-    "/reset", "/gamma 4", "/ngram 3", "/ngram default",
-    "/storage basic chat", "/storage suffix chat", "/storage onelevel", "/storage suffix", "/storage basic answer",
-)  # fmt: skip
+    "/reset",
+    "/gamma 4",
+    "/ngram 3",
+    "/ngram default",
+    "/storage basic chat",
+    "/storage suffix chat",
+    "/storage onelevel",
+    "/storage suffix",
+    "/storage basic answer",
+)
 
 
 @examples(8)
-@given(lines=st.lists(st.one_of(st.sampled_from(COMMANDS_OF_STORAGES), st.sampled_from(["w10", "w11 w12"])), min_size=4, max_size=9))
+@given(
+    lines=st.lists(
+        st.one_of(st.sampled_from(COMMANDS_OF_STORAGES), st.sampled_from(["w10", "w11 w12"])), min_size=4, max_size=9
+    )
+)
 def test_a_storage_is_kept_until_it_is_reset_or_changed(lines: list[str]) -> None:
-    """Drafted and accepted tokens are those of plain calls with a storage that is made anew exactly then; the warm-up leaves no trace."""
+    """Drafted and accepted tokens are those of plain calls with a storage that is made anew exactly then; the warm-up
+    leaves no trace."""
     chat, twin = make_chat(), fastspec.patch(target())
     execute(chat, "/storage basic chat")
     kept: Any = None
@@ -138,18 +164,28 @@ def test_a_storage_is_kept_until_it_is_reset_or_changed(lines: list[str]) -> Non
             continue
         config = chat.settings.assistant("nasd")
         if chat.settings.storage_per == "chat":
-            kept = kept or NasdDecoding(config).drafter(rows=1, capacity=0, device="cpu", ops=None, process=None).storages[0]
+            kept = (
+                kept
+                or NasdDecoding(config).drafter(rows=1, capacity=0, device="cpu", ops=None, process=None).storages[0]
+            )
             config = fastspec.Nasd(gamma=config.gamma, storage=kept)
         ids = chat._encode([{"role": "user", "content": line}])
         out = twin.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, assistant=config, return_dict_in_generate=True
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            do_sample=False,
+            assistant=config,
+            return_dict_in_generate=True,
         )
         answer = chat.answer(line, "nasd", AnswerStreamer(chat.tokenizer, screen()))
         assert answer.tokens == out.sequences[0, ids.shape[1] :].tolist()
         assert (answer.drafted, answer.accepted) == (out.fastspec.drafted, out.fastspec.accepted)
 
 
-def test_what_was_generated_once_is_drafted_in_the_next_turn_of_the_chat(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_generated_once_is_drafted_in_the_next_turn_of_the_chat(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     converse(chat, ["/storage suffix chat", "/assistant nasd", "/cache off"], screen(), strict=True)
     first = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))
     again = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))
@@ -175,7 +211,12 @@ def test_help_shows_the_values(chat: Chat) -> None:
         console = screen()
         console.print(execute(chat, f"/help {name}"))
         shown[name] = console.export_text().splitlines()[1]
-    ends = {"storage": "suffix, one per chat", "early_exit": "2", "tree": "12 nodes, depth 3, top_k 4", "stop_if_unknown": "off"}
+    ends = {
+        "storage": "suffix, one per chat",
+        "early_exit": "2",
+        "tree": "12 nodes, depth 3, top_k 4",
+        "stop_if_unknown": "off",
+    }
     assert all(shown[name].rstrip().endswith(f"  {end}") for name, end in ends.items())
 
 

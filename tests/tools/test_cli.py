@@ -1,4 +1,5 @@
-"""The command line on real input: one JSON object from the demo, what inspect says of the shipped head, and refusals."""
+"""The command line on real input: one JSON object from the demo, what inspect says of the shipped head, and
+refusals."""
 
 from __future__ import annotations
 
@@ -34,10 +35,24 @@ def saved(tmp_path_factory) -> Path:
 
 
 def test_demo_json_is_one_object_on_stdout_and_nothing_else(saved: Path) -> None:
-    """In a process of its own: transformers writes while it loads. tests/patches/test_smollm2.py has the demo's own model."""
+    """In a process of its own: transformers writes while it loads. tests/patches/test_smollm2.py has the demo's own
+    model."""
     files = ["--model", str(saved / "model"), "--head", str(saved / "head")]
-    command = [sys.executable, "-m", "fastspec", "demo", "--json", *files, "--max-new-tokens", "8", "--prompt", "w9 w12"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    command = [
+        sys.executable,
+        "-m",
+        "fastspec",
+        "demo",
+        "--json",
+        *files,
+        "--max-new-tokens",
+        "8",
+        "--prompt",
+        "w9 w12",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     check_demo(json.loads(done.stdout), str(saved / "model"), "w9 w12")
@@ -55,7 +70,11 @@ def test_demo_json_is_one_object_on_stdout_and_nothing_else(saved: Path) -> None
         (["inspect", HEAD, "--probe-prompt", "Hello"], 2, "--probe"),
         (["inspect", HEAD, "--device", "cpu"], 2, "--probe"),
         (["inspect", HEAD, "--target", "some/model", "--probe", "--device", "tpu"], 1, "device 'tpu' is unknown"),
-        (["train", "--target", "some/model", "--output", "out", "--prompts", "p.jsonl", "--device", "tpu"], 1, "device 'tpu' is unknown"),
+        (
+            ["train", "--target", "some/model", "--output", "out", "--prompts", "p.jsonl", "--device", "tpu"],
+            1,
+            "device 'tpu' is unknown",
+        ),
         (["tune", "--model", "some/model", "--backend", "torch"], 1, "backend 'torch' has no launches to tune"),
         (["tune", "--model", "some/model", "--backend", "cpp"], 1, "backend 'cpp' has no launches to tune"),
         (["tune", "--model", "some/model", "--device", "tpu", "--backend", "triton"], 1, "device 'tpu' is unknown"),

@@ -29,7 +29,9 @@ def saved(tmp_path_factory) -> Path:
 
 
 def test_warmup_calls_every_assistant(saved):
-    done = CliRunner().invoke(app, ["warmup", str(saved / "model"), "--eagle3", str(saved / "head"), "--length", "8", "--device", "cpu"])
+    done = CliRunner().invoke(
+        app, ["warmup", str(saved / "model"), "--eagle3", str(saved / "head"), "--length", "8", "--device", "cpu"]
+    )
     assert done.exit_code == 0, done.output
     assert "6 of 6 calls" in done.output  # three assistants, greedy and sampled
     assert "warmed up in" in done.output and "has no kernels to compile" in done.output

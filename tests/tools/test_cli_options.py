@@ -1,4 +1,5 @@
-"""What the commands share: versions, `python -m fastspec`, device and backend; and prompts, runs and warm-ups of the bench."""
+"""What the commands share: versions, `python -m fastspec`, device and backend; and prompts, runs and warm-ups of the
+bench."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def run(*arguments: str):
 def test_python_m_prints_the_version_of_our_distribution() -> None:
     done = subprocess.run([sys.executable, "-m", "fastspec", "--version"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"fastspec-transformers {fastspec.__version__} ({Path(fastspec.__file__).parent}), torch ")
+    assert done.stdout.startswith(
+        f"fastspec-transformers {fastspec.__version__} ({Path(fastspec.__file__).parent}), torch "
+    )
 
 
 ABSENT = ("cuda", 0, "no CUDA device"), ("cuda:2", 2, "cuda:0 to cuda:1"), ("gpu", 2, "accepted are")
@@ -63,8 +66,12 @@ def test_a_device_that_is_not_there_is_refused(name: str, count: int, words: str
         assert choose_device("cuda:1") == "cuda:1"
 
 
-@pytest.mark.parametrize("command", [["demo"], ["chat", "--prompt", "w9"], ["bench"], ["cascade", "train"], ["generate"]])
-def test_commands_that_load_a_model_take_a_device_and_a_backend(saved: Path, tmp_path: Path, command: list[str], monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "command", [["demo"], ["chat", "--prompt", "w9"], ["bench"], ["cascade", "train"], ["generate"]]
+)
+def test_commands_that_load_a_model_take_a_device_and_a_backend(
+    saved: Path, tmp_path: Path, command: list[str], monkeypatch
+) -> None:
     model = str(saved / "model")
     items = tmp_path / "items.jsonl"
     items.write_text(json.dumps({"id": "a", "prompt": "w9", "answer": 1}) + "\n")
@@ -78,7 +85,15 @@ def test_commands_that_load_a_model_take_a_device_and_a_backend(saved: Path, tmp
         raise Unsupported(f"asked for {backend}")
 
     monkeypatch.setattr(fastspec, "patch", patch)
-    refused = run(*command, *named, "--backend", "torch", "--device", "cpu", *(["--max-new-tokens", "1"] if "demo" in command else []))
+    refused = run(
+        *command,
+        *named,
+        "--backend",
+        "torch",
+        "--device",
+        "cpu",
+        *(["--max-new-tokens", "1"] if "demo" in command else []),
+    )
     assert refused.exit_code == 1 and "asked for torch" in refused.output, refused.output
 
 
@@ -116,7 +131,9 @@ def test_a_run_that_differs_is_not_hidden_by_the_median(saved: Path, monkeypatch
 def test_bench_alone_asks_the_bundled_prompts(saved: Path) -> None:
     rows = run_bench(model=str(saved / "model"), methods=["autoregressive"], max_new_tokens=2)
     asked = read_rows(BUNDLED)
-    assert len(asked) == 8 and [row["ids"] for row in rows if row["method"] == "transformers"] == [[row["id"]] for row in asked]
+    assert len(asked) == 8 and [row["ids"] for row in rows if row["method"] == "transformers"] == [
+        [row["id"]] for row in asked
+    ]
     assert len({row["category"] for row in asked}) == 6
 
 
@@ -124,7 +141,9 @@ def test_a_configuration_is_looked_for_where_the_model_is(saved: Path, monkeypat
     from transformers import AutoConfig
 
     seen, read = [], AutoConfig.from_pretrained
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **options: (seen.append(options), read(name, **options))[1])
+    monkeypatch.setattr(
+        AutoConfig, "from_pretrained", lambda name, **options: (seen.append(options), read(name, **options))[1]
+    )
     model, _ = load_model(str(saved / "t5"), revision="v1", attn_implementation="eager")
     assert model.config.is_encoder_decoder and {"revision": "v1"} in seen
 
@@ -132,7 +151,9 @@ def test_a_configuration_is_looked_for_where_the_model_is(saved: Path, monkeypat
 @pytest.mark.filterwarnings("ignore:the draft model reads")  # it is the target's twin
 def test_an_encoder_decoder_model_is_benched_and_chatted_with(saved: Path) -> None:
     methods, model = ["autoregressive", "nasd", "speculative"], str(saved / "t5")
-    rows = run_bench(texts=["w9 w12 w40", "w5 w6"], model=model, draft_model=model, methods=methods, max_new_tokens=9, batch=2)
+    rows = run_bench(
+        texts=["w9 w12 w40", "w5 w6"], model=model, draft_model=model, methods=methods, max_new_tokens=9, batch=2
+    )
     assert [row["method"] for row in rows] == ["transformers", *methods] and rows[3]["acceptance_length"] > 1
     assert all(row["identical"] for row in rows) and rows[0]["new_tokens"] > 9
     options = ["--assistant", "transformers,nasd", "--max-new-tokens", "9", "--prompt", "w9 w12", "--json"]

@@ -30,7 +30,9 @@ def test_counting_is_a_bar_in_a_terminal_and_lines_elsewhere() -> None:
 def test_a_training_run_shows_its_answers_and_its_steps(tmp_path: Path) -> None:
     console = terminal()
     rows: list[dict[str, Any]] = []
-    config = settings(tmp_path / "head", prompts=write_prompts(tmp_path / "p.jsonl", 40), answers=(), epochs=1.0, new_tokens=8)
+    config = settings(
+        tmp_path / "head", prompts=write_prompts(tmp_path / "p.jsonl", 40), answers=(), epochs=1.0, new_tokens=8
+    )
     shares: list[float] = []
     with training_bars(console) as bars:
         assert bars is not None

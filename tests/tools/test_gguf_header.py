@@ -21,7 +21,12 @@ def path(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
     writer.add_block_count(2)
     writer.add_tensor("output_norm.weight", numpy.ones(4, dtype=numpy.float32))
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
         write()
     return tmp_path / "small.gguf"
 
@@ -91,7 +96,12 @@ def varied(request, tmp_path):
         getattr(writer, f"add_{add}")(f"some.{name}", 5)
     writer.add_bool("some.bool", True)
     writer.add_tensor("output_norm.weight", numpy.arange(63, dtype=numpy.float32))
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
         write()
     return tmp_path / "varied.gguf"
 

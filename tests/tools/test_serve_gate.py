@@ -1,4 +1,5 @@
-"""What stands before a server's routes, by hand-made ASGI messages, and the command where the server's programs are missing."""
+"""What stands before a server's routes, by hand-made ASGI messages, and the command where the server's programs are
+missing."""
 
 from __future__ import annotations
 
@@ -34,9 +35,15 @@ class Client:
         self.got.append(message)
 
 
-def asked(gate: RequestMiddleware, client: Client, path: str = "/v1/completions", **headers: str) -> tuple[int | None, bytes]:
+def asked(
+    gate: RequestMiddleware, client: Client, path: str = "/v1/completions", **headers: str
+) -> tuple[int | None, bytes]:
     """Status and body of an answer; None where there is none."""
-    scope = {"type": "http", "path": path, "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    scope = {
+        "type": "http",
+        "path": path,
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
     asyncio.run(asyncio.wait_for(gate(scope, client.receive, client.send), 10))
     return (client.got[0]["status"], client.got[1]["body"]) if client.got else (None, b"")
 
@@ -99,7 +106,11 @@ def test_half_a_body_is_no_request():
     client = Client([b"hel"], leaves=True)
 
     async def sends_half() -> Any:
-        return {"type": "http.request", "body": client.parts.pop(), "more_body": True} if client.parts else {"type": "http.disconnect"}
+        return (
+            {"type": "http.request", "body": client.parts.pop(), "more_body": True}
+            if client.parts
+            else {"type": "http.disconnect"}
+        )
 
     client.receive = sends_half  # type: ignore[method-assign]
     assert asked(RequestMiddleware(echo, ("/v1/completions",), 5, None), client) == (None, b"")
@@ -120,7 +131,9 @@ def test_a_request_whose_client_goes_away_is_cancelled():
         seen.append((await receive())["type"])
 
     assert asked(RequestMiddleware(slow, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)) == (None, b"")
-    assert asked(RequestMiddleware(asks_who_is_there, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)) == (None, b"")
+    assert asked(
+        RequestMiddleware(asks_who_is_there, ("/v1/completions",), 5, None), Client([b"hello"], leaves=True)
+    ) == (None, b"")
     assert seen[0] == "cancelled"
 
 
@@ -139,7 +152,9 @@ def test_when_the_server_stops_a_client_is_told_or_its_stream_breaks_off(begun):
     async def stopped() -> Client:
         client = Client([b"hello"])
         scope = {"type": "http", "path": "/v1/completions", "headers": []}
-        task = asyncio.ensure_future(RequestMiddleware(slow, ("/v1/completions",), 5, None)(scope, client.receive, client.send))
+        task = asyncio.ensure_future(
+            RequestMiddleware(slow, ("/v1/completions",), 5, None)(scope, client.receive, client.send)
+        )
         await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait_for(task, 10)

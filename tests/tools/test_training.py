@@ -1,4 +1,5 @@
-"""Training on the CPU: a head that learns a small target, calls that go on where the last one stopped, and two processes."""
+"""Training on the CPU: a head that learns a small target, calls that go on where the last one stopped, and two
+processes."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ def test_acceptance_rises(material: Material, tmp_path: Path) -> None:
     before = trainer.validate()["top1"]
     trainer.run()
     assert trainer.validate()["top1"] > before + 0.5
-    assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "config.json", "README.md", "state.pt", "log.jsonl"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "README.md",
+        "state.pt",
+        "log.jsonl",
+    }
 
 
 def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
@@ -64,7 +71,9 @@ def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
 
 
 def test_a_head_learns_by_overlap(material: Material, tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path, epochs=1.7, loss="hybrid", learning_rate=1e-2), *material, Accelerator(cpu=True))
+    trainer = Trainer(
+        settings(tmp_path, epochs=1.7, loss="hybrid", learning_rate=1e-2), *material, Accelerator(cpu=True)
+    )
     before = trainer.validate()["top1"]
     trainer.run()
     assert trainer.validate()["top1"] > before + 0.5
@@ -72,7 +81,9 @@ def test_a_head_learns_by_overlap(material: Material, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_run_goes_on_from_its_last_checkpoint(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_run_goes_on_from_its_last_checkpoint(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Trainer(settings(tmp_path / "one", epochs=1.2), *material, Accelerator(cpu=True)).run()
     config = settings(tmp_path / "two", epochs=1.2, checkpoint_minutes=1e-9)
     killed = Trainer(config, *material, Accelerator(cpu=True))
@@ -111,12 +122,19 @@ def test_other_texts_or_sizes_are_refused_on_resuming(material: Material, tmp_pa
     with pytest.raises(Unsupported, match="texts"):
         Trainer(settings(tmp_path), model, heldout, texts, Accelerator(cpu=True))
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    state["identity"] |= {"loss": "", "decay": 0.0, "layers": 0, "anchors": 64}  # as a run that was begun with block heads there
+    state["identity"] |= {
+        "loss": "",
+        "decay": 0.0,
+        "layers": 0,
+        "anchors": 64,
+    }  # as a run that was begun with block heads there
     torch.save(state, tmp_path / "state.pt")
     with pytest.raises(Unsupported, match=r"loss 'kl' \(now 'tv'\): go on"):
         Trainer(settings(tmp_path, loss="tv"), *material, Accelerator(cpu=True))
     assert Trainer(settings(tmp_path), *material, Accelerator(cpu=True)).progress.step > 0
-    assert Trainer(settings(tmp_path, batch_tokens=256, resume=False), *material, Accelerator(cpu=True)).progress.step == 0
+    assert (
+        Trainer(settings(tmp_path, batch_tokens=256, resume=False), *material, Accelerator(cpu=True)).progress.step == 0
+    )
 
 
 @pytest.mark.slow
@@ -160,16 +178,26 @@ def test_the_command_trains_a_saved_model(tmp_path: Path) -> None:
     small_tokenizer().save_pretrained(tmp_path / "model")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 40)
     options = {
-        "target": tmp_path / "model", "prompts": prompts, "output": tmp_path / "head", "epochs": 1, "new-tokens": 16, "max-length": 128,
-        "batch-tokens": 512, "draft-vocab-size": 96, "mixed-precision": "no", "enlarge-minutes": 1,
-    }  # fmt: skip
+        "target": tmp_path / "model",
+        "prompts": prompts,
+        "output": tmp_path / "head",
+        "epochs": 1,
+        "new-tokens": 16,
+        "max-length": 128,
+        "batch-tokens": 512,
+        "draft-vocab-size": 96,
+        "mixed-precision": "no",
+        "enlarge-minutes": 1,
+    }
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     arguments += ["--continue-cut", "--second-answers", "--follow-ups", "--device", "cpu"]
     stopped = CliRunner().invoke(app, ["train", *arguments, "--stop-after", "0.00001"])
     assert stopped.exit_code == 0 and "run the same command again" in stopped.output, stopped.output
     done = CliRunner().invoke(app, ["train", *arguments])
     assert done.exit_code == 0 and "head written to" in done.output, done.output
-    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "head"), "--target", str(tmp_path / "model")]).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["inspect", str(tmp_path / "head"), "--target", str(tmp_path / "model")]).exit_code == 0
+    )
     missing = CliRunner().invoke(app, ["train", *arguments, "--heldout", "no-such.jsonl"])
     assert missing.exit_code == 1 and "no-such.jsonl: no such file" in missing.output
 
@@ -180,7 +208,12 @@ def test_a_named_gpu_is_the_current_one_unless_processes_share_the_work(monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert [entry._use(name) for name in (None, "cpu", "cuda", "cuda:1")] == [None, "cpu", "cuda", "cuda:1"] and chosen == ["cuda:1"]
+    assert [entry._use(name) for name in (None, "cpu", "cuda", "cuda:1")] == [
+        None,
+        "cpu",
+        "cuda",
+        "cuda:1",
+    ] and chosen == ["cuda:1"]
     with pytest.raises(Unsupported, match="'cuda:2' is not there"):
         entry._use("cuda:2")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -226,13 +259,19 @@ def test_two_processes_share_the_batches_and_the_weights(tmp_path: Path, gib: fl
     whole_run(tmp_path, "head")  # writes the prompts before two processes do
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launch, str(tmp_path / "two.py"), str(Path(__file__).parents[1]), str(tmp_path), str(gib)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "ACCELERATE_USE_CPU": "true"}
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    (seen0, losses0, head0, _, *read0), (seen1, _, head1, where, *read1) = (torch.load(tmp_path / f"rank{i}.pt") for i in (0, 1))
+    (seen0, losses0, head0, _, *read0), (seen1, _, head1, where, *read1) = (
+        torch.load(tmp_path / f"rank{i}.pt") for i in (0, 1)
+    )
     assert where == str(tmp_path / "head")
     assert len(seen0) == len(seen1) > 4
     one = len(seen0) // 4  # of four passes
-    assert one > 0 and not [batch for batch in seen0[:one] if batch in seen1[:one]], "within one pass the processes see different batches"
+    assert one > 0 and not [batch for batch in seen0[:one] if batch in seen1[:one]], (
+        "within one pass the processes see different batches"
+    )
     torch.testing.assert_close(head0, head1, rtol=0, atol=0)
     for rows, mine in (read0, read1):  # validation and a look at the sizes come on top
         assert rows < 2 * mine if gib else rows > 2.5 * mine, (rows, mine)
@@ -243,9 +282,18 @@ def test_a_folder_is_not_gone_on_with_by_other_prompts_of_the_same_size_or_anoth
     model, tokenizer = small_target(), small_tokenizer()
     prompts = Path(write_prompts(tmp_path / "prompts.jsonl", 12))
     given = {
-        "target": "given", "output": str(tmp_path / "head"), "prompts": str(prompts), "epochs": 0.2, "batch_tokens": 256, "max_length": 64,
-        "length_multiple": 16, "new_tokens": 8, "intermediate_size": 64, "progress": False, "mixed_precision": "no",
-    }  # fmt: skip
+        "target": "given",
+        "output": str(tmp_path / "head"),
+        "prompts": str(prompts),
+        "epochs": 0.2,
+        "batch_tokens": 256,
+        "max_length": 64,
+        "length_multiple": 16,
+        "new_tokens": 8,
+        "intermediate_size": 64,
+        "progress": False,
+        "mixed_precision": "no",
+    }
     assert train(TrainConfig(**given), target=model, tokenizer=tokenizer, device="cpu")
     for other in ({"learning_rate": 0.5}, {"ttt_steps": 3}):
         with pytest.raises(Unsupported, match=next(iter(other))):

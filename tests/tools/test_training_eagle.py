@@ -1,4 +1,5 @@
-"""Training a head of the original EAGLE-1/2 format: its loss by plain loops, its start, its files, and what it drafts."""
+"""Training a head of the original EAGLE-1/2 format: its loss by plain loops, its start, its files, and what it
+drafts."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ class Plain:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.kept.append((k, v))
         group = q.shape[2] // k.shape[2]
-        keys, values = (torch.cat(parts, 1).repeat_interleave(group, 2).transpose(1, 2) for parts in zip(*self.kept, strict=True))
+        keys, values = (
+            torch.cat(parts, 1).repeat_interleave(group, 2).transpose(1, 2) for parts in zip(*self.kept, strict=True)
+        )
         count, seen = q.shape[1], keys.shape[2]
         mask = torch.ones(count, seen, dtype=torch.bool).tril(seen - count)
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)
@@ -97,7 +100,8 @@ def row_by_row(
 ) -> tuple[list[float], list[list[bool]]]:
     """The loss and the hits of every step for one text ids [T], every drafting row by itself.
 
-    Row t drafts from the pairs (token s + 1, true feature of s) for s <= t, then from its own states, at positions t + 1, t + 2 and so on.
+    Row t drafts from the pairs (token s + 1, true feature of s) for s <= t, then from its own states, at positions t +
+    1, t + 2 and so on.
     """
     out = model.model(ids[None]).last_hidden_state[0]
     logits = model.lm_head(out)
@@ -159,7 +163,14 @@ def test_rows_before_every_answer_may_be_left_out(data: st.DataObject) -> None:
         head.zero_grad()
         loss, losses, hits = unrolled(ids, teacher, 1, least)
         loss.backward()
-        found.append([loss.detach(), losses, hits, *[parameter.grad for parameter in head.parameters() if parameter.grad is not None]])
+        found.append(
+            [
+                loss.detach(),
+                losses,
+                hits,
+                *[parameter.grad for parameter in head.parameters() if parameter.grad is not None],
+            ]
+        )
     for whole, less in zip(*found, strict=True):
         torch.testing.assert_close(less, whole, rtol=1e-4, atol=1e-6)
 
@@ -167,8 +178,8 @@ def test_rows_before_every_answer_may_be_left_out(data: st.DataObject) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3, shared LM head, norms", "eagle"])
 def test_compilation_changes_neither_loss_nor_gradients(kind: str, tmp_path: Path) -> None:
-    """Over batches of several shapes: parts are compiled once for any number of rows, and a second time for a first diagonal and for a
-    batch whose prompts' rows are left out."""
+    """Over batches of several shapes: parts are compiled once for any number of rows, and a second time for a first
+    diagonal and for a batch whose prompts' rows are left out."""
     model = small_target()
     more = {"eagle": {"kind": "eagle", "draft_vocab_size": 0, "decay": 0.8}, "eagle3": {"taps": (1, 2, 4)}}
     shared = {"taps": (1, 2, 4), "share_lm_head": True, "norms": True, "loss": "hybrid"}
@@ -181,7 +192,10 @@ def test_compilation_changes_neither_loss_nor_gradients(kind: str, tmp_path: Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=counted))
         compiled = TrainingTimeTest(trainer.head, 4, 0.8, loss=config.loss, compile=True)
-        for batch in (*batches(trainer.texts, trainer._plan(0)[:6], 16), *batches(trainer.texts, [np.arange(3), np.arange(9)], 16)):
+        for batch in (
+            *batches(trainer.texts, trainer._plan(0)[:6], 16),
+            *batches(trainer.texts, [np.arange(3), np.arange(9)], 16),
+        ):
             shapes.add(tuple(batch.ids.shape))
             inputs = (batch.ids, trainer.reader.read(batch.ids, batch.where), 1, batch.first)
             found = []
@@ -189,7 +203,9 @@ def test_compilation_changes_neither_loss_nor_gradients(kind: str, tmp_path: Pat
                 trainer.head.zero_grad()
                 loss, losses, hits = module(*inputs)
                 loss.backward()
-                found.append([loss.detach(), losses, hits, *(p.grad for p in trainer.head.parameters() if p.grad is not None)])
+                found.append(
+                    [loss.detach(), losses, hits, *(p.grad for p in trainer.head.parameters() if p.grad is not None)]
+                )
             for mine, theirs in zip(*found, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
     assert len(shapes) > 3 and counted.frame_count <= 10
@@ -201,7 +217,9 @@ def test_start_is_the_best_linear_guess() -> None:
     ids = torch.randint(2, VOCAB, (40, 16))
     where = torch.arange(ids.numel()).view_as(ids)[:, 3:-1].flatten()
     head = made_head(model, 0)
-    start_from_features(head, model, [TextBatch(ids[:13], where[: 12 * 13]), TextBatch(ids[13:], where[12 * 13 :] - 13 * 16)])
+    start_from_features(
+        head, model, [TextBatch(ids[:13], where[: 12 * 13]), TextBatch(ids[13:], where[12 * 13 :] - 13 * 16)]
+    )
     with torch.no_grad():
         features = model.model(ids).last_hidden_state
         known = torch.cat((model.model.embed_tokens(ids[:, 3:-1]), features[:, 2:-2]), -1).flatten(0, 1)
@@ -212,7 +230,8 @@ def test_start_is_the_best_linear_guess() -> None:
             return float((known @ (weight + change).T - goal).square().sum())
 
         best = torch.linalg.lstsq(known.double(), goal.double()).solution.T
-        # A ridge of 1 % of the mean square costs little beside the exact least squares, and no direction improves on it by much.
+        # A ridge of 1 % of the mean square costs little beside the exact least squares, and no direction improves on it
+        # by much.
         assert error(torch.zeros_like(weight)) < 1.05 * error(best.float() - weight)
         assert error(torch.zeros_like(weight)) < 0.9 * float((goal - goal.mean(0)).square().sum())
 
@@ -229,7 +248,7 @@ def test_acceptance_rises_and_drafting_gets_it(material: Material, trained: tupl
             for assistant in ("eagle2", "eagle"):
                 found = model.generate(
                     ids, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0, assistant=assistant
-                )  # fmt: skip
+                )
                 assert torch.equal(found, plain), "a head changes how fast the answer comes, never the answer"
                 lengths[name, assistant] = fastspec.report(model).last.acceptance_length
     for assistant in ("eagle2", "eagle"):
@@ -264,7 +283,9 @@ def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
         Trainer(settings(tmp_path / "one", epochs=1.5), *material, Accelerator(cpu=True))
 
 
-@pytest.mark.parametrize("bad", [{"taps": (1, 2)}, {"hidden_size": 32}, {"hidden_size": 64}, {"draft_vocab_size": 96}, {"kind": "eagle2"}])
+@pytest.mark.parametrize(
+    "bad", [{"taps": (1, 2)}, {"hidden_size": 32}, {"hidden_size": 64}, {"draft_vocab_size": 96}, {"kind": "eagle2"}]
+)
 def test_settings_that_cannot_be_are_refused(bad: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="eagle"):
         eagle(tmp_path, **bad)
@@ -274,9 +295,16 @@ def test_the_command_trains_it(tmp_path: Path) -> None:
     small_target().save_pretrained(tmp_path / "model")
     small_tokenizer().save_pretrained(tmp_path / "model")
     options = {
-        "target": tmp_path / "model", "kind": "eagle", "prompts": write_prompts(tmp_path / "prompts.jsonl", 40), "epochs": 1,
-        "output": tmp_path / "head", "new-tokens": 16, "max-length": 128, "batch-tokens": 512, "mixed-precision": "no",
-    }  # fmt: skip
+        "target": tmp_path / "model",
+        "kind": "eagle",
+        "prompts": write_prompts(tmp_path / "prompts.jsonl", 40),
+        "epochs": 1,
+        "output": tmp_path / "head",
+        "new-tokens": 16,
+        "max-length": 128,
+        "batch-tokens": 512,
+        "mixed-precision": "no",
+    }
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     done = CliRunner().invoke(app, ["train", *arguments])
     assert done.exit_code == 0 and "head written to" in done.output, done.output

@@ -88,9 +88,13 @@ def unread(reader: TargetReader) -> Iterator[None]:
 
 @examples(20)
 @given(
-    taps=st.sampled_from([(), (1, 2, 4), (3,)]), vocabulary=st.integers(1, 128), gib=st.sampled_from([ALL, 3e-4, 1.2e-4, 0.0]),
-    host=st.sampled_from([ALL, 1.2e-4]), seed=st.integers(0, 99), chunk=st.sampled_from([50, 300, 4096]),
-)  # fmt: skip
+    taps=st.sampled_from([(), (1, 2, 4), (3,)]),
+    vocabulary=st.integers(1, 128),
+    gib=st.sampled_from([ALL, 3e-4, 1.2e-4, 0.0]),
+    host=st.sampled_from([ALL, 1.2e-4]),
+    seed=st.integers(0, 99),
+    chunk=st.sampled_from([50, 300, 4096]),
+)
 def test_recalled_teachers_are_the_targets_own(
     material: Material, taps: tuple[int, ...], vocabulary: int, gib: float, host: float, seed: int, chunk: int
 ) -> None:
@@ -144,8 +148,12 @@ def test_kept_texts_are_read_once(material: Material, tmp_path: Path, monkeypatc
     assert trainer.progress.step == 21 and sum(passes) == len(trainer.texts)
 
 
-def test_texts_that_do_not_fit_are_read_every_time(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(settings(tmp_path, epochs=3.0, keep_features=2e-4, keep_features_host=2e-4), *material, Accelerator(cpu=True))
+def test_texts_that_do_not_fit_are_read_every_time(
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(
+        settings(tmp_path, epochs=3.0, keep_features=2e-4, keep_features_host=2e-4), *material, Accelerator(cpu=True)
+    )
     assert trainer.features is not None and set(trainer.features.shelves) == {DEVICE, HOST}
     place = trainer.features.place
     kept = int((place != NOWHERE).sum())
@@ -164,7 +172,11 @@ def test_a_run_learns_the_same_from_memory(material: Material, tmp_path: Path, k
     sizes: dict[str, Any] = {"draft_vocab_size": 0} if kind == "eagle" else {}
     runs = []
     for name, memory in (("one", {}), ("two", {"keep_features": ALL}), ("three", {"keep_features_host": ALL})):
-        runs.append(Trainer(settings(tmp_path / name, kind=kind, epochs=1.5, **memory, **sizes), *material, Accelerator(cpu=True)))
+        runs.append(
+            Trainer(
+                settings(tmp_path / name, kind=kind, epochs=1.5, **memory, **sizes), *material, Accelerator(cpu=True)
+            )
+        )
         runs[-1].run()
     one, *others = (dict(run.head.named_parameters()) for run in runs)
     assert len({run.progress.step for run in runs}) == 1 and runs[0].progress.step > 4
@@ -186,11 +198,18 @@ def test_the_target_reader_says_what_lies_outside_the_draft_vocabulary(material:
 
 def test_less_memory_than_a_text_takes_is_refused(material: Material) -> None:
     reader = TargetReader(material[0], (1, 2, 4), torch.arange(90))
-    with pytest.raises(Unsupported, match=r"keep_features is 1e-09 GiB, and the shortest text takes .*: allow more, or 0 for none"):
+    with pytest.raises(
+        Unsupported, match=r"keep_features is 1e-09 GiB, and the shortest text takes .*: allow more, or 0 for none"
+    ):
         KeptFeatures(reader, material[1], 1e-9, np.arange(60))
-    with pytest.raises(Unsupported, match=r"keep_features_host is 1e-09 GiB, and the shortest text takes .*: allow more, or 0 for none"):
+    with pytest.raises(
+        Unsupported, match=r"keep_features_host is 1e-09 GiB, and the shortest text takes .*: allow more, or 0 for none"
+    ):
         KeptFeatures(reader, material[1], 0.0, np.arange(60), 1e-9)
-    with pytest.raises(Unsupported, match=r"keep_features is 1e-09 GiB and keep_features_host is 2e-09 GiB, and the shortest text takes"):
+    with pytest.raises(
+        Unsupported,
+        match=r"keep_features is 1e-09 GiB and keep_features_host is 2e-09 GiB, and the shortest text takes",
+    ):
         KeptFeatures(reader, material[1], 1e-9, np.arange(60), 2e-9)
 
 
@@ -199,7 +218,11 @@ def test_memory_that_the_host_has_not_is_refused_before_it_is_taken(
 ) -> None:
     reader = TargetReader(material[0], (1, 2, 4), torch.arange(90))
     monkeypatch.setattr(features, "CGROUP", tmp_path)
-    for name, text in (("max", "9000\n"), ("current", "8000\n"), ("stat", "anon 5000\ninactive_file 2000\nactive_file 500\n")):
+    for name, text in (
+        ("max", "9000\n"),
+        ("current", "8000\n"),
+        ("stat", "anon 5000\ninactive_file 2000\nactive_file 500\n"),
+    ):
         (tmp_path / f"memory.{name}").write_text(text)
     assert features._host_room() == 9000 - 8000 + 2500, "what a container read of files is not in the way"
     (tmp_path / "memory.max").write_text("max\n")
@@ -207,7 +230,9 @@ def test_memory_that_the_host_has_not_is_refused_before_it_is_taken(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert GIB / 64 < features._host_room() < room / 2
     monkeypatch.setattr(features, "_host_room", lambda: 1000.0)
-    with pytest.raises(Unsupported, match=r"keep_features_host is 1 GiB, and the host has .* GiB left for each process"):
+    with pytest.raises(
+        Unsupported, match=r"keep_features_host is 1 GiB, and the host has .* GiB left for each process"
+    ):
         KeptFeatures(reader, material[1], 0.0, np.arange(60), ALL)
 
 
@@ -232,7 +257,9 @@ def test_a_run_that_kept_nothing_does_not_begin_to(material: Material, tmp_path:
 
 def test_processes_without_a_text_are_refused(material: Material, tmp_path: Path) -> None:
     texts = material[1].select(np.arange(60) < 2)
-    stand: Any = SimpleNamespace(accelerator=SimpleNamespace(num_processes=3, process_index=0), texts=texts, config=settings(tmp_path))
+    stand: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=3, process_index=0), texts=texts, config=settings(tmp_path)
+    )
     with pytest.raises(Unsupported, match="each of 3 processes its own texts, and there are 2"):
         Trainer._kept(stand)
 
@@ -240,7 +267,9 @@ def test_processes_without_a_text_are_refused(material: Material, tmp_path: Path
 @pytest.fixture(scope="module")
 def shared(material: Material, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
     folder = tmp_path_factory.mktemp("shared")
-    trainer = Trainer(settings(folder, epochs=6.0, share_lm_head=True, taps=(1, 2, 4)), *material, Accelerator(cpu=True))
+    trainer = Trainer(
+        settings(folder, epochs=6.0, share_lm_head=True, taps=(1, 2, 4)), *material, Accelerator(cpu=True)
+    )
     trainer.run()
     return trainer, folder
 
@@ -268,7 +297,9 @@ def test_a_shared_lm_head_is_the_targets_rows(material: Material, shared: tuple[
     assert torch.equal(found, plain) and length > 1.2
 
 
-def test_a_run_goes_on_from_a_head_with_a_shared_lm_head(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_head_with_a_shared_lm_head(
+    material: Material, shared: tuple[Trainer, Path], tmp_path: Path
+) -> None:
     trainer, folder = shared
     sizes = {"draft_vocab_size": 0, "intermediate_size": 0}
     second = Trainer(settings(tmp_path, start_from=str(folder), epochs=0.5, **sizes), *material, Accelerator(cpu=True))
@@ -288,7 +319,8 @@ def test_a_run_goes_on_from_a_head_with_a_shared_lm_head(material: Material, sha
 
 @pytest.mark.parametrize("rows", [False, True], ids=["own LM head", "shared LM head"])
 def test_a_head_with_the_norms_of_eagle_3_1(material: Material, tmp_path: Path, rows: bool) -> None:
-    """It learns, is written and read as what it is, drafts, and is gone on from; heads without them, and other kinds, are told apart."""
+    """It learns, is written and read as what it is, drafts, and is gone on from; heads without them, and other kinds,
+    are told apart."""
     model = material[0]
     config = settings(tmp_path / "one", epochs=6.0, norms=True, share_lm_head=rows, taps=(1, 2, 4), keep_features=ALL)
     trainer = Trainer(config, *material, Accelerator(cpu=True))
@@ -296,7 +328,9 @@ def test_a_head_with_the_norms_of_eagle_3_1(material: Material, tmp_path: Path, 
     trainer.run()
     assert trainer.validate()["top1"] > before + 0.2
     written = load_file(tmp_path / "one" / "model.safetensors")
-    assert all((written[f"fc_norm.{tap}.weight"].float() - 1).abs().max() > 0.01 for tap in range(3))  # learned, from one
+    assert all(
+        (written[f"fc_norm.{tap}.weight"].float() - 1).abs().max() > 0.01 for tap in range(3)
+    )  # learned, from one
     head = load_head(tmp_path / "one", model)
     assert head.config.fc_norm and head.config.norm_output and not head.config.norm_before_residual
     described = inspect_head(tmp_path / "one", model)
@@ -320,14 +354,20 @@ def test_a_head_with_the_norms_of_eagle_3_1(material: Material, tmp_path: Path, 
     own = Trainer(settings(tmp_path / "own", epochs=0.1), *material, Accelerator(cpu=True))
     own.run()
     with pytest.raises(Unsupported, match=r"other sizes than the run: norms True \(the head: False\)"):
-        Trainer(settings(tmp_path / "three", start_from=str(tmp_path / "own"), norms=True, **sizes), *material, Accelerator(cpu=True))
+        Trainer(
+            settings(tmp_path / "three", start_from=str(tmp_path / "own"), norms=True, **sizes),
+            *material,
+            Accelerator(cpu=True),
+        )
     with pytest.raises(Unsupported, match="has norms"):
         Trainer(replace(config, norms=False), *material, Accelerator(cpu=True))
     with pytest.raises(ValueError, match="norms belongs to kind"):
         settings(tmp_path, norms=True, kind="eagle", draft_vocab_size=0)
 
 
-def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_a_shared_lm_head_that_cannot_be_had_is_refused(
+    material: Material, shared: tuple[Trainer, Path], tmp_path: Path
+) -> None:
     model, folder = material[0], shared[1]
     weight = model.lm_head.weight
     try:
@@ -339,7 +379,9 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
             (torch.zeros(128, 32), r"of shape \[128, 32\]"),
         ):
             model.lm_head.weight = torch.nn.Parameter(wrong, requires_grad=False)
-            with pytest.raises(CheckpointError, match=rf"drafts with rows \[64\] of the target's LM head.* that is {told}.*: load the"):
+            with pytest.raises(
+                CheckpointError, match=rf"drafts with rows \[64\] of the target's LM head.* that is {told}.*: load the"
+            ):
                 load_head(folder, model)
             (reason,) = inspect_head(folder, model).misfits or ()
             assert "rows [64]" in reason
@@ -350,7 +392,10 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
     tensors = load_file(folder / "model.safetensors")
     for more, told in (
         ({"lm_head.weight": torch.zeros(96, 64)}, r"unknown lm_head\.weight"),
-        ({"lm_head_map.weight": torch.zeros(64, 32)}, r"lm_head_map\.weight has shape \[64, 32\] where config\.json wants \[64, 64\]"),
+        (
+            {"lm_head_map.weight": torch.zeros(64, 32)},
+            r"lm_head_map\.weight has shape \[64, 32\] where config\.json wants \[64, 64\]",
+        ),
     ):
         save_file(tensors | more, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=told):
@@ -362,8 +407,9 @@ def test_a_shared_lm_head_that_cannot_be_had_is_refused(material: Material, shar
 
 
 ROUNDINGS = 3
-"""How many times as far from a step in fp32 one on a GPU may be as one on the CPU in bf16, products and attention both, as there. Each
-rounds in its own order. How much of a gradient cancels, and so what a rounding is of what is left, is the same for both."""
+"""How many times as far from a step in fp32 one on a GPU may be as one on the CPU in bf16, products and attention both,
+as there. Each rounds in its own order. How much of a gradient cancels, and so what a rounding is of what is left, is
+the same for both."""
 
 
 class RoundedAttention(UnrolledAttention):
@@ -388,10 +434,16 @@ def on_the_cpu(trainer: Trainer, batch: TextBatch, teacher: Teacher) -> tuple[Tr
     head.load_state_dict(trainer.head.state_dict())
     head.bind(target.get_input_embeddings(), target.get_output_embeddings())
     teacher = Teacher(**{field.name: getattr(teacher, field.name).cpu() for field in fields(Teacher)})
-    return TrainingTimeTest(head.float(), trainer.config.ttt_steps, trainer.config.decay), batch.to(torch.device("cpu")), teacher
+    return (
+        TrainingTimeTest(head.float(), trainer.config.ttt_steps, trainer.config.decay),
+        batch.to(torch.device("cpu")),
+        teacher,
+    )
 
 
-def rounded_step(trainer: Trainer, batch: TextBatch, teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, ...]:
+def rounded_step(
+    trainer: Trainer, batch: TextBatch, teacher: Teacher, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, ...]:
     """The same step on the CPU, in bf16."""
     with monkeypatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
         patch.setattr(ttt, "UnrolledAttention", RoundedAttention)
@@ -401,7 +453,9 @@ def rounded_step(trainer: Trainer, batch: TextBatch, teacher: Teacher, monkeypat
 def test_a_step_on_the_cpu_is_the_trainer_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path, epochs=1.0, share_lm_head=True, taps=(1, 2, 4))
     model = small_target()
-    trainer = Trainer(config, model, small_texts(model, 16, config), small_texts(model, 4, config), Accelerator(cpu=True))
+    trainer = Trainer(
+        config, model, small_texts(model, 16, config), small_texts(model, 4, config), Accelerator(cpu=True)
+    )
     trainer.run()
     batch = next(batches(trainer.texts, plan_batches(trainer.texts.lengths, 900, 16, None), 16))
     teacher = trainer.reader.read(batch.ids, batch.where)
@@ -417,7 +471,9 @@ def test_a_step_on_the_cpu_is_the_trainer_s(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("compile", [False, True])
-def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(
+    tmp_path: Path, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape: dict[str, Any] = {"share_lm_head": True, "taps": (1, 2, 4)}
     config = settings(tmp_path, epochs=8.0, keep_features=ALL, mixed_precision="bf16", compile=compile, **shape)
     model = small_target().cuda()
@@ -433,9 +489,14 @@ def test_on_a_gpu_a_run_from_memory_gives_a_head_that_drafts(tmp_path: Path, com
         agree(teacher, trainer.reader.read(batch.ids, batch.where), batch, trainer.texts, rtol=1e-4, atol=1e-5)
         found = [step_of(trainer.module, batch, teacher, first) for first in (0, batch.first)]
         assert batch.first > 4  # rows of prompts take part in the first step alone
-        exact, rounded = step_of(*on_the_cpu(trainer, batch, teacher), 0), rounded_step(trainer, batch, teacher, monkeypatch)
+        exact, rounded = (
+            step_of(*on_the_cpu(trainer, batch, teacher), 0),
+            rounded_step(trainer, batch, teacher, monkeypatch),
+        )
         for right, near, *steps in zip(exact, rounded, *found, strict=True):
-            assert max((step - right).norm() for step in steps) < ROUNDINGS * (near - right).norm() + 1e-3 * right.norm()
+            assert (
+                max((step - right).norm() for step in steps) < ROUNDINGS * (near - right).norm() + 1e-3 * right.norm()
+            )
     ids = torch.arange(5, 15, device=model.device)[None]
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
     plain = model.generate(ids, **options)
@@ -457,7 +518,9 @@ def test_a_shared_lm_head_drafts_on_where_the_target_s_is_offloaded_later(shared
                 cpu_offload(model.lm_head, torch.device("cpu"))
 
 
-def test_other_programs_get_a_head_with_an_lm_head_of_its_own(material: Material, shared: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_other_programs_get_a_head_with_an_lm_head_of_its_own(
+    material: Material, shared: tuple[Trainer, Path], tmp_path: Path
+) -> None:
     model, folder = material[0], shared[1]
     head, states = load_head(folder, model), torch.randn(7, 64)
     assert readable(head, str(folder), str(tmp_path)) == str(tmp_path)
@@ -478,7 +541,8 @@ def read_by(folder: Path, model: Any) -> Any:
 def test_a_shared_lm_head_follows_the_target(
     material: Material, shared: tuple[Trainer, Path], captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head that was loaded for one target and given to another, an LM head that is replaced, and one that is changed in place."""
+    """A head that was loaded for one target and given to another, an LM head that is replaced, and one that is changed
+    in place."""
     folder, other = shared[1], small_target()
     loaded = load_head(folder, material[0])
     head = BoundHead.of(loaded)
@@ -487,7 +551,9 @@ def test_a_shared_lm_head_follows_the_target(
     fresh, former = read_by(folder, other), head.readout()
     moved = given.readout()
     assert torch.equal(moved.weight, fresh.weight) and not torch.equal(moved.weight, former.weight)
-    other.lm_head.weight.data.copy_(other.lm_head.weight.data.roll(3, 0))  # without a word to torch's counter of versions
+    other.lm_head.weight.data.copy_(
+        other.lm_head.weight.data.roll(3, 0)
+    )  # without a word to torch's counter of versions
     assert torch.equal(given.readout().weight, fresh.weight)
     given.renew()
     assert given.readout() is moved and torch.equal(moved.weight, read_by(folder, other).weight)

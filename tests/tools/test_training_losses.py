@@ -27,7 +27,9 @@ def by_hand(loss: str, logits: list[float], probs: list[float], inside: float) -
     alpha = sum(min(a, b) for a, b in zip(p, q, strict=True))
     soft = -sum(a * math.log(b) for a, b in zip(probs, q, strict=True))
     share = math.exp(-3 * alpha)
-    return {"kl": soft, "tv": 1 - alpha, "nla": -math.log(alpha), "hybrid": share * soft + (1 - share) * (1 - alpha)}[loss]
+    return {"kl": soft, "tv": 1 - alpha, "nla": -math.log(alpha), "hybrid": share * soft + (1 - share) * (1 - alpha)}[
+        loss
+    ]
 
 
 def drawn(seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -46,7 +48,8 @@ def test_rows_are_what_the_formulas_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "hybrid"])
 def test_gradients_are_the_slopes_of_the_formulas(name: str) -> None:
-    """By central differences of the plain formulas; the hybrid's share is held still, so that its slope is none of a formula."""
+    """By central differences of the plain formulas; the hybrid's share is held still, so that its slope is none of a
+    formula."""
     logits, probs, inside = drawn(1)
     logits = logits.double().requires_grad_()
     row_losses(name, logits, probs, inside).sum().backward()
@@ -78,7 +81,9 @@ def test_summed_rows_weigh_them() -> None:
     weight = torch.tensor([1.0, 0.0, 2.0, 0.5, 0.0])
     for name in ("kl", "tv"):
         rows = row_losses(name, logits, probs, inside)
-        torch.testing.assert_close(summed_rows(name, logits, probs, inside, weight), (rows * weight).sum(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            summed_rows(name, logits, probs, inside, weight), (rows * weight).sum(), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_settings_that_a_kind_does_not_have_are_refused(tmp_path: Any) -> None:

@@ -35,18 +35,24 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 def test_a_run_goes_on_from_a_head(material: Material, tmp_path: Path, kind: str) -> None:
     plain: dict[str, Any] = {"kind": kind, "draft_vocab_size": 0, "intermediate_size": 0}
     sizes = {**plain, **KINDS[kind]}
-    first = Trainer(settings(tmp_path / "one", epochs=2.0, learning_rate=1e-2, **sizes), *material, Accelerator(cpu=True))
+    first = Trainer(
+        settings(tmp_path / "one", epochs=2.0, learning_rate=1e-2, **sizes), *material, Accelerator(cpu=True)
+    )
     fresh = first.validate()
     first.run()
     trained = first.validate()
-    assert kind == "eagle" or sum(trained["accuracy"]) > sum(fresh["accuracy"]) + 0.1  # the start of kind "eagle" is perfect here
+    assert (
+        kind == "eagle" or sum(trained["accuracy"]) > sum(fresh["accuracy"]) + 0.1
+    )  # the start of kind "eagle" is perfect here
 
     options = {**plain, "start_from": str(tmp_path / "one"), "epochs": 1.0}
     second = Trainer(settings(tmp_path / "two", **options), *material, Accelerator(cpu=True))
     assert second.head.config == first.head.config and torch.equal(second.vocabulary, first.vocabulary)
     assert second.coverage == pytest.approx(first.coverage)
     for name, value in first.head.state_dict().items():
-        torch.testing.assert_close(second.head.state_dict()[name], value.bfloat16().float() if value.is_floating_point() else value)
+        torch.testing.assert_close(
+            second.head.state_dict()[name], value.bfloat16().float() if value.is_floating_point() else value
+        )
     began = second.validate()
     assert began["accuracy"] == pytest.approx(trained["accuracy"], abs=0.03)  # its files are bf16
     second.run(limit=1e-9)
@@ -63,7 +69,9 @@ def test_a_run_goes_on_from_a_head(material: Material, tmp_path: Path, kind: str
     with pytest.raises(Unsupported, match=f"a head of kind '{kind}' and the run trains '{other}'"):
         Trainer(settings(tmp_path / "three", **{**options, "kind": other}), *material, Accelerator(cpu=True))
     with pytest.raises(Unsupported, match="start_from"):
-        Trainer(settings(tmp_path / "two", **{**options, "start_from": "", **KINDS[kind]}), *material, Accelerator(cpu=True))
+        Trainer(
+            settings(tmp_path / "two", **{**options, "start_from": "", **KINDS[kind]}), *material, Accelerator(cpu=True)
+        )
 
 
 def test_a_head_that_could_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,9 @@ ROWS = [{"prompt": "w40 w41"}, {"turns": ["w50", "w60"]}]
 
 def enlarged(folder: Path, texts: Texts, **changes: object) -> Texts:
     config = settings(folder, prompts="none", shard_texts=16, **changes)
-    return Enlarger(target=small_target(), tokenizer=small_tokenizer(), ends=(END,), rows=ROWS, config=config, clock=TimeLimit()).run(texts)
+    return Enlarger(
+        target=small_target(), tokenizer=small_tokenizer(), ends=(END,), rows=ROWS, config=config, clock=TimeLimit()
+    ).run(texts)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ def test_answers_equal_generate() -> None:
     assert texts.greedy.all()
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
-        expected = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=[7, END], pad_token_id=0)[0].tolist()
+        expected = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=[7, END], pad_token_id=0)[
+            0
+        ].tolist()
         assert texts.text(index)[0].tolist() == expected
 
 
@@ -56,7 +60,9 @@ def test_answers_on_a_gpu_equal_generate_and_leave_the_model_unpatched() -> None
     texts = answer(model, prompts, np.zeros(150, bool), settings(Path("unused"), new_tokens=40), (7, END))
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device="cuda")
-        expected = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=[7, END], pad_token_id=0)[0].tolist()
+        expected = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=[7, END], pad_token_id=0)[
+            0
+        ].tolist()
         assert texts.text(index)[0].tolist() == expected
     assert session_of(model) is None
 
@@ -66,7 +72,9 @@ def test_answers_heed_no_settings_of_the_targets_own(is_patched: bool) -> None:
     model, prompts = small_target(3), [[5, 9, 77], [40]]
     asked = np.zeros(2, bool), settings(Path("unused"), new_tokens=40), (END,)
     plain = rows_of(answer(model, prompts, *asked))
-    own = model.generation_config = GenerationConfig(repetition_penalty=1.5, max_new_tokens=3, do_sample=True, eos_token_id=9)
+    own = model.generation_config = GenerationConfig(
+        repetition_penalty=1.5, max_new_tokens=3, do_sample=True, eos_token_id=9
+    )
     if is_patched:
         fastspec.patch(model)
     assert rows_of(answer(model, prompts, *asked)) == plain
@@ -80,7 +88,9 @@ def test_a_target_is_patched_once_for_all_shards_and_unpatched_behind_them(
     former, rows_of_call, chosen = regenerate.patched, regenerate._call, iter(range(3, 99))
     calls: list[int] = []
     monkeypatch.setattr(regenerate, "patched", lambda model: patches.append(model) or former(model))
-    monkeypatch.setattr(regenerate, "_rows", lambda target, length: next(chosen))  # as the rounds of the former shards hold memory
+    monkeypatch.setattr(
+        regenerate, "_rows", lambda target, length: next(chosen)
+    )  # as the rounds of the former shards hold memory
     monkeypatch.setattr(regenerate, "_call", lambda *given: calls.append(given[-1]) or rows_of_call(*given))
     model = small_target(3)
     model.generation_config.temperature = own = 0.75
@@ -93,14 +103,23 @@ def test_a_target_is_patched_once_for_all_shards_and_unpatched_behind_them(
         assert session_of(model) is None and model.generation_config.temperature == own
     assert len(calls) == 3 and len(set(calls)) == 1
     patches.clear()
-    more = Enlarger(target=model, tokenizer=small_tokenizer(), ends=(END,), rows=rows, config=config, clock=TimeLimit()).run(found)
+    more = Enlarger(
+        target=model, tokenizer=small_tokenizer(), ends=(END,), rows=rows, config=config, clock=TimeLimit()
+    ).run(found)
     assert len(calls) == 6 and len(set(calls[3:])) == 1
-    assert len(patches) == 1 and len(more) == 12 and session_of(model) is None and model.generation_config.temperature == own
+    assert (
+        len(patches) == 1
+        and len(more) == 12
+        and session_of(model) is None
+        and model.generation_config.temperature == own
+    )
 
 
 def test_sampled_answers_are_drawn_from_what_the_settings_leave() -> None:
     model, prompts = small_target(3, peak=0.05), [[5, 9, 77]] * 60
-    some = answer(model, prompts, np.ones(60, bool), settings(Path("unused"), new_tokens=2, temperature=0.8, top_p=0.6), ())
+    some = answer(
+        model, prompts, np.ones(60, bool), settings(Path("unused"), new_tokens=2, temperature=0.8, top_p=0.6), ()
+    )
     drawn = {tuple(tokens[3:]) for tokens, _ in rows_of(some)}
     logits = model(torch.tensor([[5, 9, 77]])).logits[0, -1] / 0.8
     kept = logits.topk(64)
@@ -115,9 +134,15 @@ def test_cut_answers_are_continued(texts: Texts, tmp_path: Path) -> None:
     found = rows_of(enlarged(tmp_path, texts, continue_cut=True))
     given = rows_of(texts)
     assert len(found) == len(given)
-    assert found[: len(given) - len(cut)] == [row for i, row in enumerate(given) if i not in cut], "the others stay as they were"
+    assert found[: len(given) - len(cut)] == [row for i, row in enumerate(given) if i not in cut], (
+        "the others stay as they were"
+    )
     for tokens, mask in found[len(given) - len(cut) :]:
-        before = next(row for i, row in enumerate(given) if i in cut and tokens[: len(row[0])] == row[0] and len(tokens) > len(row[0]))
+        before = next(
+            row
+            for i, row in enumerate(given)
+            if i in cut and tokens[: len(row[0])] == row[0] and len(tokens) > len(row[0])
+        )
         size = len(before[0])
         assert mask == before[1] + [True] * (len(tokens) - size)
         assert tokens[-1] == END or len(tokens) == size + 32
@@ -217,7 +242,9 @@ def test_answers_without_greedy_count_as_sampled(tmp_path: Path) -> None:
 
 
 def test_texts_survive_saving(tmp_path: Path) -> None:
-    texts = Texts.of([([1, 2, 3], [False, True, True]), ([4], [False]), ([5, 60000], [False, True])], np.array([True, False, True]))
+    texts = Texts.of(
+        [([1, 2, 3], [False, True, True]), ([4], [False]), ([5, 60000], [False, True])], np.array([True, False, True])
+    )
     texts.save(tmp_path / "x.npz")
     again = Texts.load(tmp_path / "x.npz")
     for name in Texts.__slots__:
@@ -237,15 +264,23 @@ def test_plan_covers_every_text_once() -> None:
 
 def test_texts_of_one_length_whose_answers_start_alike_go_together() -> None:
     rng = np.random.default_rng(3)
-    pairs = [([5] * n, [False] * a + [True] * (n - a)) for n, a in zip(rng.integers(65, 129, 90), rng.integers(0, 60, 90), strict=True)]
+    pairs = [
+        ([5] * n, [False] * a + [True] * (n - a))
+        for n, a in zip(rng.integers(65, 129, 90), rng.integers(0, 60, 90), strict=True)
+    ]
     texts = Texts.of([*pairs, ([5] * 70, [False] * 70), ([], [])])
     starts = texts.answer_starts
-    assert starts.tolist() == [mask.index(True) if any(mask) else len(mask) for _, mask in [*pairs, ([], [False] * 70), ([], [])]]
+    assert starts.tolist() == [
+        mask.index(True) if any(mask) else len(mask) for _, mask in [*pairs, ([], [False] * 70), ([], [])]
+    ]
     texts, starts = texts.select(texts.lengths > 70), starts[texts.lengths > 70]
     groups = plan_batches(texts.lengths, 1024, 64, np.random.default_rng(0), starts)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(texts)))
     apart = [starts[group].max() - starts[group].min() for group in groups]
-    alike = [starts[group].max() - starts[group].min() for group in plan_batches(texts.lengths, 1024, 64, np.random.default_rng(0))]
+    alike = [
+        starts[group].max() - starts[group].min()
+        for group in plan_batches(texts.lengths, 1024, 64, np.random.default_rng(0))
+    ]
     assert sum(apart) < 0.7 * sum(alike)
     again = plan_batches(texts.lengths, 1024, 64, np.random.default_rng(1), starts)
     assert not {tuple(sorted(group)) for group in groups} & {tuple(sorted(group)) for group in again}

@@ -1,8 +1,10 @@
-"""A pytest plugin that runs transformers' own generation tests on models patched with a default assistant; `run.py` starts it.
+"""A pytest plugin that runs transformers' own generation tests on models patched with a default assistant; `run.py`
+starts it.
 
-Every model is patched at its first `generate` call, whoever makes it. A call that the assistant serves is made a second time by plain
-decoding, with the same random numbers; where it is greedy and in fp32, all that the two return must agree. One that is left to transformers
-because it asks for attentions, hidden states or no cache is made without these too, and compared.
+Every model is patched at its first `generate` call, whoever makes it. A call that the assistant serves is made a second
+time by plain decoding, with the same random numbers; where it is greedy and in fp32, all that the two return must
+agree. One that is left to transformers because it asks for attentions, hidden states or no cache is made without these
+too, and compared.
 """
 
 from __future__ import annotations
@@ -41,10 +43,18 @@ SETTINGS: dict[str, Any] = {
 NOT_SERVED = {"output_attentions": False, "output_hidden_states": False, "use_cache": True}
 """Arguments that an assistant cannot have, and the values that it can."""
 TOLERANCE = 2e-5
-"""Share of a tensor's largest value: sums of 32 to 97 products in fp32, taken in another order, in each of up to 40 products and norms on
-the way to a logit, of which each may move the last bits (6e-8) by a few."""
+"""Share of a tensor's largest value: sums of 32 to 97 products in fp32, taken in another order, in each of up to 40
+products and norms on the way to a logit, of which each may move the last bits (6e-8) by a few."""
 COUNTED = ("rounds", "emitted", "drafted", "accepted")
-MARKERS = ("slow", "generate", "torch_compile_test", "torch_export_test", "accelerate_tests", "is_training_test", "is_tensor_parallel_test")
+MARKERS = (
+    "slow",
+    "generate",
+    "torch_compile_test",
+    "torch_export_test",
+    "accelerate_tests",
+    "is_training_test",
+    "is_tensor_parallel_test",
+)
 
 
 class Suite:
@@ -72,7 +82,8 @@ class Suite:
         return True
 
     def make(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> tuple[Any, bool]:
-        """A call of a patched model, made twice where the assistant serves it -> its output, and whether it was served."""
+        """A call of a patched model, made twice where the assistant serves it -> its output, and whether it was
+        served."""
         session, before, past = session_of(model), torch.get_rng_state(), copy.deepcopy(given_cache(kwargs))
         assert session is not None
         made = len(session.calls)
@@ -81,7 +92,11 @@ class Suite:
             return output, False
         after = torch.get_rng_state()
         torch.set_rng_state(before)
-        kwargs = kwargs if past is None else {name: value for name, value in kwargs.items() if name not in GIVEN} | {CACHE: past}
+        kwargs = (
+            kwargs
+            if past is None
+            else {name: value for name, value in kwargs.items() if name not in GIVEN} | {CACHE: past}
+        )
         plain = PLAIN(model, *args, **kwargs)
         torch.set_rng_state(after)
         settings = kwargs.get("generation_config") or model.generation_config
@@ -95,7 +110,11 @@ class Suite:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep the tests that come from GenerationTesterMixin."""
         mixin = importlib.import_module("tests.generation.test_utils").GenerationTesterMixin
-        kept = [item for item in items if issubclass(getattr(item, "cls", None) or object, mixin) and hasattr(mixin, item.name)]
+        kept = [
+            item
+            for item in items
+            if issubclass(getattr(item, "cls", None) or object, mixin) and hasattr(mixin, item.name)
+        ]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
         if self.left_padding:
@@ -108,9 +127,13 @@ class Suite:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.nodeid.split("::", 1)[1]] = report.outcome  # a file may have several classes of the same tests
+            self.outcomes[report.nodeid.split("::", 1)[1]] = (
+                report.outcome
+            )  # a file may have several classes of the same tests
         if report.failed:
-            self.errors[report.nodeid.split("::", 1)[1]] = str(getattr(report.longrepr, "reprcrash", report.longrepr))[:500]
+            self.errors[report.nodeid.split("::", 1)[1]] = str(getattr(report.longrepr, "reprcrash", report.longrepr))[
+                :500
+            ]
 
     def pytest_runtest_teardown(self) -> None:
         """Count what the test's models did, and let go of them."""
@@ -126,7 +149,11 @@ class Suite:
 
     def pytest_sessionfinish(self) -> None:
         told = {"tests": self.outcomes, "errors": self.errors}
-        counted = {"counts": dict(self.counts), "left to transformers": dict(self.left), "refused at patch": dict(self.unpatched)}
+        counted = {
+            "counts": dict(self.counts),
+            "left to transformers": dict(self.left),
+            "refused at patch": dict(self.unpatched),
+        }
         self.out.write_text(json.dumps({**told, **({} if SETTINGS[self.setting] is None else counted)}, indent=1))
 
 
@@ -137,18 +164,27 @@ def _call(suite: Suite, model: Any, *args: Any, **kwargs: Any) -> Any:
         session, state = session_of(model), torch.get_rng_state()
         assert session is not None
         left = session.unassisted.copy()
-        suite.make(model, args, {name: value for name, value in kwargs.items() if name not in asked}, "without what is not served")
+        suite.make(
+            model,
+            args,
+            {name: value for name, value in kwargs.items() if name not in asked},
+            "without what is not served",
+        )
         session.unassisted = left
         torch.set_rng_state(state)
     return output
 
 
 def _compare(ours: Any, plain: Any, exact: bool, mask: torch.Tensor | None) -> None:
-    """Raise AssertionError where two outputs of `generate` differ: in tokens, scores, logits, or keys and values of what is no padding."""
+    """Raise AssertionError where two outputs of `generate` differ: in tokens, scores, logits, or keys and values of
+    what is no padding."""
     assert type(ours) is type(plain), f"fastspec returned {type(ours).__name__}, plain decoding {type(plain).__name__}"
     if isinstance(ours, torch.Tensor):
         return _same("sequences", [ours], [plain], exact)
-    returned = [{part.name for part in dataclasses.fields(each) if getattr(each, part.name) is not None} for each in (ours, plain)]
+    returned = [
+        {part.name for part in dataclasses.fields(each) if getattr(each, part.name) is not None}
+        for each in (ours, plain)
+    ]
     assert returned[0] == returned[1], f"fastspec returned {sorted(returned[0])}, plain decoding {sorted(returned[1])}"
     for name in ("sequences", "scores", "logits"):
         held = [getattr(each, name) for each in (ours, plain)]
@@ -160,7 +196,8 @@ def _compare(ours: Any, plain: Any, exact: bool, mask: torch.Tensor | None) -> N
 
 
 def _held(cache: Any, part: str, mask: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """A part of every layer that has it: keys and values without padding, or the states of recurrent layers, several to a layer."""
+    """A part of every layer that has it: keys and values without padding, or the states of recurrent layers, several to
+    a layer."""
     for layer in cache.layers:
         held = getattr(layer, part, None)
         if part in ("keys", "values"):

@@ -2,12 +2,13 @@
 
     python tests/transformers_suite/run.py path/to/transformers --out results.jsonl
 
-The path is that of a checkout of transformers, of the installed version, of which `tests/` and `src/` are read. It takes
-`pip install parameterized httpx` besides fastspec, and where the checkout is of another version, the stand-ins that docs/lossless.md names.
-The tests of every family run unpatched and under each setting of `plugin.py`, with their inputs as they are, padded on the right, which an
-assistant leaves to transformers, and with the padding on the left. Where a test passes unpatched and not patched, the exit status is 1.
-Tests that compile the forward pass take minutes and are left out; `--compiled` runs these alone. Runs that the file of results has already,
-and that are not made again, stay in it.
+The path is that of a checkout of transformers, of the installed version, of which `tests/` and `src/` are read. It
+takes `pip install parameterized httpx` besides fastspec, and where the checkout is of another version, the stand-ins
+that docs/lossless.md names. The tests of every family run unpatched and under each setting of `plugin.py`, with their
+inputs as they are, padded on the right, which an assistant leaves to transformers, and with the padding on the left.
+Where a test passes unpatched and not patched, the exit status is 1. Tests that compile the forward pass take minutes
+and are left out; `--compiled` runs these alone. Runs that the file of results has already, and that are not made again,
+stay in it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,35 @@ import torch
 import transformers
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3", "gemma4", "gpt_oss", "olmo3", "glm4_moe",
-    "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3", "ministral", "cohere2", "exaone4", "smollm3",
-    "phi3", "olmo_hybrid", "smolvlm", "gemma3n", "gemma4_unified",
-)  # fmt: skip
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gpt_oss",
+    "olmo3",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "llava",
+    "mistral3",
+    "ministral",
+    "cohere2",
+    "exaone4",
+    "smollm3",
+    "phi3",
+    "olmo_hybrid",
+    "smolvlm",
+    "gemma3n",
+    "gemma4_unified",
+)
 SETTINGS = ("unpatched", "autoregressive", "nasd", "eagle3", "early_exit")
 INPUTS = {"as they are": (), "padded on the left": ("--left-padding",)}
 TESTS = Path(__file__).resolve().parent.parent
@@ -41,16 +67,35 @@ def run(checkout: Path, family: str, setting: str, options: tuple[str, ...], com
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcome.json"
         command = [
-            sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "-p", "transformers_suite.plugin",
-            "-q", "--tb=short", "--disable-warnings", "-o", "log_cli=0", "-k", "compil" if compiled else "not compil",
-            "--setting", setting, "--outcome", str(out), *options,
+            sys.executable,
+            "-m",
+            "pytest",
+            "--noconftest",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "transformers_suite.plugin",
+            "-q",
+            "--tb=short",
+            "--disable-warnings",
+            "-o",
+            "log_cli=0",
+            "-k",
+            "compil" if compiled else "not compil",
+            "--setting",
+            setting,
+            "--outcome",
+            str(out),
+            *options,
             f"tests/models/{family}/test_modeling_{family}.py",
-        ]  # fmt: skip
+        ]
         paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
         held = {"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         done = subprocess.run(command, cwd=checkout, env=os.environ | held, capture_output=True, text=True)
         if not out.exists():
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode} and no outcome:\n{done.stdout}\n{done.stderr}")
+            raise SystemExit(
+                f"{' '.join(command)} ended with {done.returncode} and no outcome:\n{done.stdout}\n{done.stderr}"
+            )
         outcome = json.loads(out.read_text())
         if not outcome["tests"]:
             raise SystemExit(f"{' '.join(command)} ran no test:\n{done.stdout}\n{done.stderr}")
@@ -69,7 +114,10 @@ def summary(outcome: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     broken = {name: errors.get(name, tests.get(name, "did not run")) for name in lost}
     row: dict[str, Any] = dict(Counter(tests.values())) | {"broken": broken}
     if outcome is plain:
-        return row | {"failed tests": errors, "skipped tests": sorted(name for name in tests if tests[name] == "skipped")}
+        return row | {
+            "failed tests": errors,
+            "skipped tests": sorted(name for name in tests if tests[name] == "skipped"),
+        }
     return row | {name: outcome[name] for name in ("counts", "left to transformers", "refused at patch")}
 
 
@@ -96,7 +144,11 @@ def main() -> int:
                 rows = [row for row in rows if any(row[name] != value for name, value in run_of.items())]
                 rows.append({**run_of, "versions": versions, **summary(outcome, plain)})
                 asked.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-                print({name: value for name, value in rows[-1].items() if isinstance(value, (str, int))}, *rows[-1]["broken"], flush=True)
+                print(
+                    {name: value for name, value in rows[-1].items() if isinstance(value, (str, int))},
+                    *rows[-1]["broken"],
+                    flush=True,
+                )
     return int(any(row["broken"] for row in rows))
 
 

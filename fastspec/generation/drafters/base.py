@@ -1,4 +1,5 @@
-"""What a drafter is, the strategy that makes one for every call, and the checks that a third party's drafter is held to.
+"""What a drafter is, the strategy that makes one for every call, and the checks that a third party's drafter is held
+to.
 
 A drafter of one's own has three methods and two numbers:
 
@@ -7,8 +8,8 @@ A drafter of one's own has three methods and two numbers:
     observe   what the target chose in it
     nodes, max_path   the largest tree, and the longest path in it
 
-All else has a default here, which is that of a drafter that needs nothing of the kind. The engine calls these methods, and asks no object
-what else it has.
+All else has a default here, which is that of a drafter that needs nothing of the kind. The engine calls these methods,
+and asks no object what else it has.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from fastspec.generation.tree import TokenTree, Verdict
 
 
 def why_uncallable(method: Callable[..., object], positions: Sequence[str], names: Sequence[str] = ()) -> str | None:
-    """Why a method cannot be called with these arguments by position and by name; None where it can, or where nobody can tell."""
+    """Why a method cannot be called with these arguments by position and by name; None where it can, or where nobody
+    can tell."""
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
@@ -54,44 +56,59 @@ def check_taps(taps: object, layers: int, name: str) -> None:
     """Raise Unsupported for what are no hidden states of a model of so many layers."""
     if taps is None:
         return
-    if not isinstance(taps, (tuple, list)) or not all(tap in range(layers + 1) and not isinstance(tap, bool) for tap in taps):
+    if not isinstance(taps, (tuple, list)) or not all(
+        tap in range(layers + 1) and not isinstance(tap, bool) for tap in taps
+    ):
         raise Unsupported(
-            f"assistant {name!r} has taps={taps!r}: accepted are None for no features, () for the last hidden state after the norm, and "
+            f"assistant {name!r} has taps={taps!r}: accepted are None for no features, () for the last hidden state "
+            "after the norm, and "
             f"a tuple of hidden states, from 0, the embeddings, to {layers}"
         )
 
 
 def check_tree(tree: object, root: Tensor, *, nodes: int, max_path: int, draws: bool, who: str) -> None:
-    """Raise Unsupported for what is no tree of at most `nodes` nodes and `max_path` nodes a path, a row for every root [B], or brings the
-    distributions of its drafts where `draws` does not say so. Nothing is read back from the device."""
+    """Raise Unsupported for what is no tree of at most `nodes` nodes and `max_path` nodes a path, a row for every root
+    [B], or brings the distributions of its drafts where `draws` does not say so. Nothing is read back from the
+    device."""
     if not isinstance(tree, TokenTree):
         kind = type(tree).__name__
-        raise Unsupported(f"{who}.propose gave a {kind}: fastspec.TokenTree.chain(tokens) and .from_parents(...) make trees")
+        raise Unsupported(
+            f"{who}.propose gave a {kind}: fastspec.TokenTree.chain(tokens) and .from_parents(...) make trees"
+        )
     tokens = tree.tokens
     if tokens.dim() != 2 or len(tokens) != len(root):
-        raise Unsupported(f"{who}.propose gave tokens of shape {list(tokens.shape)} for {len(root)} rows: they are [{len(root)}, N]")
+        raise Unsupported(
+            f"{who}.propose gave tokens of shape {list(tokens.shape)} for {len(root)} rows: they are [{len(root)}, N]"
+        )
     if tokens.dtype != root.dtype or tokens.device != root.device:
-        raise Unsupported(f"{who}.propose gave tokens in {tokens.dtype} on {tokens.device}: they are {root.dtype} on {root.device}")
+        raise Unsupported(
+            f"{who}.propose gave tokens in {tokens.dtype} on {tokens.device}: they are {root.dtype} on {root.device}"
+        )
     if not 1 <= tokens.shape[1] <= max(nodes, max_path) or tree.max_path > max_path:
         raise Unsupported(
-            f"{who}.propose gave a tree of {tokens.shape[1]} nodes and up to {tree.max_path} a path, and it says nodes={nodes} and "
+            f"{who}.propose gave a tree of {tokens.shape[1]} nodes and up to {tree.max_path} a path, and it says "
+            f"nodes={nodes} and "
             f"max_path={max_path}: room was made for these, the root counted"
         )
     if tree.q is not None and not draws:
         raise Unsupported(
-            f"{who}.propose gave drafts with the distributions that they were drawn from (TokenTree.q): they are drawn only where "
+            f"{who}.propose gave drafts with the distributions that they were drawn from (TokenTree.q): they are "
+            "drawn only where "
             "Decoding.drafter was given a `process`, and by a drafter whose traits say Traits(draws=True)"
         )
 
 
 def check_roots(tokens: Tensor, root: Tensor, going: Tensor, who: str) -> None:
-    """Raise Unsupported where a tree's root, tokens [B, N] at node 0, is not the last emitted token root [B] of a row that is going [B]."""
+    """Raise Unsupported where a tree's root, tokens [B, N] at node 0, is not the last emitted token root [B] of a row
+    that is going [B]."""
     wrong = ((tokens[:, 0] != root) & going).nonzero()
     if len(wrong):
         row = int(wrong[0])
         raise Unsupported(
-            f"{who}.propose gave a tree that begins with token {int(tokens[row, 0])} in row {row}, where {int(root[row])} was emitted "
-            "last: its root is `root` of `begin`, and then `verdict.bonus` of each `observe` for the rows that are `active`"
+            f"{who}.propose gave a tree that begins with token {int(tokens[row, 0])} in row {row}, where "
+            f"{int(root[row])} was emitted "
+            "last: its root is `root` of `begin`, and then `verdict.bonus` of each `observe` for the rows that are "
+            "`active`"
         )
 
 
@@ -100,8 +117,8 @@ Process = Callable[[Tensor], Tensor]
 
 
 class Place(Enum):
-    """Where a phase of a round runs. A DEVICE phase reads and writes tensors that stay where they are and waits for nothing, so that it
-    can be captured in a CUDA graph; a HOST phase runs Python between two launches."""
+    """Where a phase of a round runs. A DEVICE phase reads and writes tensors that stay where they are and waits for
+    nothing, so that it can be captured in a CUDA graph; a HOST phase runs Python between two launches."""
 
     HOST = "host"
     DEVICE = "device"
@@ -116,8 +133,8 @@ class Traits:
     reusable: bool = False
     """Whether `open` begins a later call of the same kind. A drafter that is not is made anew for every call."""
     reads_logits: bool = True
-    """Whether the drafter reads the target's logits, in `observe` or elsewhere. Where it does not, `observe` may be given the
-    likeliest tokens in their place (`Target.score`)."""
+    """Whether the drafter reads the target's logits, in `observe` or elsewhere. Where it does not, `observe` may be
+    given the likeliest tokens in their place (`Target.score`)."""
     draws: bool = False
     """Whether drafts are drawn at random, so that trees say from which distributions: `TokenTree.q`."""
 
@@ -137,23 +154,27 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Take the prompt: ids [B, T] with counts [B] real tokens, the target's features of them [B, T, F], and the first
-        emitted token root [B]."""
+        """Take the prompt: ids [B, T] with counts [B] real tokens, the target's features of them [B, T, F], and the
+        first emitted token root [B]."""
 
     @abstractmethod
     def propose(self, extent: int) -> TokenTree:
-        """The next tree, of at most `nodes` nodes; its root is the last emitted token. No row has more than `extent` committed tokens.
+        """The next tree, of at most `nodes` nodes; its root is the last emitted token. No row has more than `extent`
+        committed tokens.
 
-        Where `traits.draws`, a tree says from which distributions its drafts were drawn: `TokenTree.q`. One that is filled up with copies
-        says how many nodes are none: `TokenTree.drafted`."""
+        Where `traits.draws`, a tree says from which distributions its drafts were drawn: `TokenTree.q`. One that is
+        filled up with copies says how many nodes are none: `TokenTree.drafted`."""
 
     @abstractmethod
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Take the verdict on the last tree, and the target's raw logits [B, N, V] and features [B, N, F] of its nodes. All of it is
-        valid until the next pass of the target."""
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
+        """Take the verdict on the last tree, and the target's raw logits [B, N, V] and features [B, N, F] of its nodes.
+        All of it is valid until the next pass of the target."""
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each; asked only where `traits.reusable`."""
+        """Begin another call of the same rows, of at most `capacity` tokens each; asked only where
+        `traits.reusable`."""
         raise NotImplementedError(f"{type(self).__name__} is not made for a second call")
 
     def bind(self, target: Target) -> None:  # noqa: B027
@@ -173,13 +194,14 @@ class Drafter(ABC):
         return None
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        """Begin a row anew with a prompt of `count` tokens, with which `other` has begun: a drafter of the same decoding and of one row.
-        Asked only where `Decoding.continuous`."""
+        """Begin a row anew with a prompt of `count` tokens, with which `other` has begun: a drafter of the same
+        decoding and of one row. Asked only where `Decoding.continuous`."""
         raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
-        """Go on in a row with row `source` of another drafter of the same decoding, whose text has `count` committed tokens. Asked only
-        where it is overridden: open batches then take as many rows as they need (`fastspec.continuous`)."""
+        """Go on in a row with row `source` of another drafter of the same decoding, whose text has `count` committed
+        tokens. Asked only where it is overridden: open batches then take as many rows as they need
+        (`fastspec.continuous`)."""
         raise NotImplementedError(f"{type(self).__name__} cannot go on with a row of another")
 
     @property
@@ -192,7 +214,8 @@ class Drafter(ABC):
         return 0
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:  # noqa: B027
-        """Take the tokens [B, n] that the rows emitted in rounds without drafts; of a row that ended meanwhile, the first counts[b]."""
+        """Take the tokens [B, n] that the rows emitted in rounds without drafts; of a row that ended meanwhile, the
+        first counts[b]."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
@@ -212,8 +235,11 @@ class HostDrafter(Drafter):
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Take a digest of so many steps, read back."""
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Make the digest, read it back and take it. On a CPU, where that waits for nothing, it covers the accepted steps alone."""
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
+        """Make the digest, read it back and take it. On a CPU, where that waits for nothing, it covers the accepted
+        steps alone."""
         steps = int(verdict.accepted.max()) + 1 if logits.device.type == "cpu" else tree.max_path
         self.update(self.digest(tree, verdict, logits, active, steps).tolist(), steps)
 
@@ -222,16 +248,20 @@ class MixingDrafter(Drafter):
     """A drafter whose distribution is mixed into the target's: what the call emits follows the mixture."""
 
     @abstractmethod
-    def first(self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool) -> Tensor:
-        """Read the text ids [B, T], of which counts [B] tokens are real -> log-probabilities [B, V] of the first new token.
+    def first(
+        self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool
+    ) -> Tensor:
+        """Read the text ids [B, T], of which counts [B] tokens are real -> log-probabilities [B, V] of the first new
+        token.
 
-        logits and scores [B, V] are the target's, raw and processed; `process` is the call's processors, None where there are none, and
-        `sample` says whether the call draws.
+        logits and scores [B, V] are the target's, raw and processed; `process` is the call's processors, None where
+        there are none, and `sample` says whether the call draws.
         """
 
     @abstractmethod
     def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
-        """Log-probabilities [B, N, V] at the nodes of the last tree, from the target's raw logits and processed scores [B, N, V]."""
+        """Log-probabilities [B, N, V] at the nodes of the last tree, from the target's raw logits and processed scores
+        [B, N, V]."""
 
 
 class Decoding(ABC):
@@ -239,25 +269,32 @@ class Decoding(ABC):
 
     name: str
     taps: tuple[int, ...] | None
-    """Which of transformers' hidden states the drafter reads; None for no features, () for the last one after the norm."""
+    """Which of transformers' hidden states the drafter reads; None for no features, () for the last one after the
+    norm."""
     continuous: ClassVar[bool] = False
-    """Whether its drafters take a new prompt in place of a row that has ended (`Drafter.copy_row`). Such a decoding is asked for a drafter
-    of a single row besides, and where rows move (`Drafter.move_row`) and passes are captured for others of 2, 4 and 8 rows, in which
-    prompts begin together; where these are not reusable, for a new one every time."""
+    """Whether its drafters take a new prompt in place of a row that has ended (`Drafter.copy_row`). Such a decoding is
+    asked for a drafter of a single row besides, and where rows move (`Drafter.move_row`) and passes are captured for
+    others of 2, 4 and 8 rows, in which prompts begin together; where these are not reusable, for a new one every
+    time."""
     reads_source: ClassVar[bool] = False
-    """Whether its drafters read the source of an encoder-decoder model themselves (`reading`). Others are given the decoder's tokens."""
+    """Whether its drafters read the source of an encoder-decoder model themselves (`reading`). Others are given the
+    decoder's tokens."""
 
     @abstractmethod
-    def drafter(self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None) -> Drafter | None:
+    def drafter(
+        self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
+    ) -> Drafter | None:
         """Make the drafter of one generate call of `rows` rows and `capacity` tokens each; None decodes token by token.
 
-        `process` maps scores [R, V] as the call's processors do, where the call samples and they look at no history: drafts
-        may then be drawn from a distribution of the drafter's own (`Traits.draws`), given as `TokenTree.q`. Where it is None they are not.
+        `process` maps scores [R, V] as the call's processors do, where the call samples and they look at no history:
+        drafts may then be drawn from a distribution of the drafter's own (`Traits.draws`), given as `TokenTree.q`.
+        Where it is None they are not.
         """
 
     @property
     def before_norm(self) -> bool:
-        """Whether a tap after the target's last layer is before the final norm; transformers' hidden states have it after."""
+        """Whether a tap after the target's last layer is before the final norm; transformers' hidden states have it
+        after."""
         return False
 
     def reading(self, source: Source) -> Decoding:
@@ -266,22 +303,34 @@ class Decoding(ABC):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules beside the target that a drafter runs. A captured round is valid only for the weights that it was captured with."""
+        """The modules beside the target that a drafter runs. A captured round is valid only for the weights that it was
+        captured with."""
         return ()
 
 
 METHODS = {
-    "begin": ("ids", "counts", "features", "root"), "propose": ("extent",),
+    "begin": ("ids", "counts", "features", "root"),
+    "propose": ("extent",),
     "observe": ("tree", "verdict", "logits", "features", "active", "extent"),
-}  # fmt: skip
+}
 """The methods that every drafter has -> the arguments that each is called with, by position."""
 NUMBERS = ("nodes", "max_path")
 OPTIONAL = {
-    "static": "traits", "ends": "ends", "open": "open", "reserve": "reserve", "join": "copy_row", "rest": "pause", "sat_out": "catch_up",
-    "learn": "hint", "drafted": "TokenTree.drafted", "digest": "HostDrafter.digest", "take": "HostDrafter.update",
+    "static": "traits",
+    "ends": "ends",
+    "open": "open",
+    "reserve": "reserve",
+    "join": "copy_row",
+    "rest": "pause",
+    "sat_out": "catch_up",
+    "learn": "hint",
+    "drafted": "TokenTree.drafted",
+    "digest": "HostDrafter.digest",
+    "take": "HostDrafter.update",
     "mix": "MixingDrafter.mix",
-}  # fmt: skip
-"""Methods that are refused on a plain three-method drafter, where nobody would call them -> what a `Drafter` subclass has instead."""
+}
+"""Methods that are refused on a plain three-method drafter, where nobody would call them -> what a `Drafter` subclass
+has instead."""
 
 
 class LeastDrafter(Protocol):
@@ -298,7 +347,7 @@ class LeastDrafter(Protocol):
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int, /
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Takes what the target chose in the tree."""
 
 
@@ -310,13 +359,13 @@ class LeastDecoding(Protocol):
 
     def drafter(
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
-    ) -> Drafter | LeastDrafter | None:  # fmt: skip
+    ) -> Drafter | LeastDrafter | None:
         """Makes the drafter of a call."""
 
 
 class Adopted(Drafter):
-    """A third party's drafter of three methods. With `may_draw` its trees may bring `TokenTree.q`: it does not say beforehand
-    whether they do."""
+    """A third party's drafter of three methods. With `may_draw` its trees may bring `TokenTree.q`: it does not say
+    beforehand whether they do."""
 
     def __init__(self, theirs: LeastDrafter, may_draw: bool) -> None:
         self.traits = Traits(draws=may_draw)
@@ -330,7 +379,9 @@ class Adopted(Drafter):
         """The third party's tree, once it was checked."""
         return self.theirs.propose(extent)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
         """Hands the verdict on its tree to the third party's drafter."""
         self.theirs.observe(tree, verdict, logits, features, active, extent)
 
@@ -349,14 +400,16 @@ class _AdoptedDecoding(Decoding):
     def taps(self) -> tuple[int, ...] | None:  # type: ignore[override]
         return self.theirs.taps
 
-    def drafter(self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None) -> Drafter | None:
+    def drafter(
+        self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
+    ) -> Drafter | None:
         drafter = self.theirs.drafter(rows=rows, capacity=capacity, device=device, ops=ops, process=process)
         return adopt(drafter, may_draw=process is not None)
 
 
 def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
-    """A drafter as the engine takes it: one that derives from `Drafter` as it is, another if it has what a drafter must have. `may_draw`:
-    it was given a `process`, so that its drafts may be drawn at random.
+    """A drafter as the engine takes it: one that derives from `Drafter` as it is, another if it has what a drafter must
+    have. `may_draw`: it was given a `process`, so that its drafts may be drawn at random.
 
     Raises Unsupported that names what is missing, or what only a class that derives from `Drafter` may have."""
     if drafter is None:
@@ -372,7 +425,10 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
         return drafter
     more = [f"{name} ({OPTIONAL[name]})" for name in OPTIONAL if hasattr(drafter, name)]
     if more:
-        raise Unsupported(f"{kind} has more than a drafter's three methods: derive it from fastspec.Drafter; see there {', '.join(more)}")
+        raise Unsupported(
+            f"{kind} has more than a drafter's three methods: derive it from fastspec.Drafter; see there "
+            f"{', '.join(more)}"
+        )
     for name, method in methods.items():
         if method is not None and (why := why_uncallable(method, METHODS[name])) is not None:
             raise Unsupported(f"{kind} is no drafter: {why}; see fastspec.Drafter")
@@ -382,22 +438,28 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
 def _check_traits(drafter: Drafter) -> None:
     kind = type(drafter)
     if not isinstance(drafter.traits, Traits):
-        raise Unsupported(f"{kind.__name__}.traits={drafter.traits!r} must be fastspec.generation.drafters.base.Traits(...)")
+        raise Unsupported(
+            f"{kind.__name__}.traits={drafter.traits!r} must be fastspec.generation.drafters.base.Traits(...)"
+        )
     if drafter.traits.reusable and kind.open is Drafter.open:
-        raise Unsupported(f"{kind.__name__} says Traits(reusable=True), and lacks open(capacity), which begins a later call")
+        raise Unsupported(
+            f"{kind.__name__} says Traits(reusable=True), and lacks open(capacity), which begins a later call"
+        )
 
 
 def check_rows(drafter: Drafter | None, name: str) -> None:
     """Raise Unsupported for a drafter whose rows cannot begin anew one by one, of a decoding that says `continuous`."""
     if drafter is not None and type(drafter).copy_row is Drafter.copy_row:
         raise Unsupported(
-            f"assistant {name!r} says continuous = True, and its {type(drafter).__name__} lacks copy_row(row, other, count), which begins "
+            f"assistant {name!r} says continuous = True, and its {type(drafter).__name__} lacks copy_row(row, other, "
+            "count), which begins "
             "a row anew; see fastspec.Drafter"
         )
 
 
 def adopt_decoding(decoding: object) -> Decoding | None:
-    """A third party's decoding as the engine takes it, or None for what is none. Raises Unsupported that names what it lacks."""
+    """A third party's decoding as the engine takes it, or None for what is none. Raises Unsupported that names what it
+    lacks."""
     if isinstance(decoding, type):
         raise Unsupported(f"assistant={decoding.__name__} is a class: give an object of it, {decoding.__name__}(...)")
     name = getattr(decoding, "name", None)
@@ -411,7 +473,9 @@ def adopt_decoding(decoding: object) -> Decoding | None:
         return decoding
     more = [each for each in ("joins", "reading", "continuous") if hasattr(decoding, each)]
     if more:
-        raise Unsupported(f"assistant {name!r} has {', '.join(more)}: derive it from fastspec.Decoding (continuous, reading)")
+        raise Unsupported(
+            f"assistant {name!r} has {', '.join(more)}: derive it from fastspec.Decoding (continuous, reading)"
+        )
     theirs = cast(LeastDecoding, decoding)
     if (why := why_uncallable(theirs.drafter, (), ("rows", "capacity", "device", "ops", "process"))) is not None:
         raise Unsupported(f"assistant {name!r} cannot make a drafter: {why}; see fastspec.Decoding")

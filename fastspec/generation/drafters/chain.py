@@ -1,11 +1,13 @@
 """Speculative decoding with a draft model: it writes a chain of tokens, the target verifies them in one pass.
 
-Chen et al. (arXiv 2302.01318) and Leviathan et al. (arXiv 2211.17192). In sampled calls the drafts are drawn from the draft model's own
-distribution q, processed as the target's is, and judged by p / q; else they are its most likely tokens.
+Chen et al. (arXiv 2302.01318) and Leviathan et al. (arXiv 2211.17192). In sampled calls the drafts are drawn from the
+draft model's own distribution q, processed as the target's is, and judged by p / q; else they are its most likely
+tokens.
 
-Speculative cascades (Narasimhan et al., arXiv 2405.19261, algorithm 5): with q the draft model's distribution, p the target's and pi their
-mixture, a draft x ~ q is accepted with probability min(1, pi(x) / q(x)), else norm(max(pi - q, 0)) gives the token. So every token follows
-pi where pi takes the place of p at every node, behind the last draft and behind the prompt too: q is needed there as well.
+Speculative cascades (Narasimhan et al., arXiv 2405.19261, algorithm 5): with q the draft model's distribution, p the
+target's and pi their mixture, a draft x ~ q is accepted with probability min(1, pi(x) / q(x)), else norm(max(pi - q,
+0)) gives the token. So every token follows pi where pi takes the place of p at every node, behind the last draft and
+behind the prompt too: q is needed there as well.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from fastspec.generation.verify import pick_draft
 
 
 class Passes:
-    """Passes of a draft model that append tokens to its text, each with its commit; captured by width where the model's passes are."""
+    """Passes of a draft model that append tokens to its text, each with its commit; captured by width where the model's
+    passes are."""
 
     def __init__(self, draft: Target) -> None:
         self.draft = draft
@@ -52,19 +55,28 @@ class Passes:
 class ChainDrafter(Drafter):
     """Drafts of a draft model with a cache of its own, or (`share`) of one that writes into the target's cache.
 
-    The draft's cache ends before the last two tokens of the text; a round begins by feeding both, so that rows which accepted the whole
-    chain and rows which did not are fed alike. A shared cache ends before the root alone. `branches` - 1 further children, the next best,
-    stand beside every drafted token; then drafts are never drawn at random. Where drafts do not pay, rounds go without them (`Credit`): the
-    draft model reads what was emitted meanwhile when it is tried again. Its cache needs room for `length.room` tokens beyond the text,
-    and a tail of `length.unread`. Where `early` makes a draft model of the target, `draft` is None, and the cache is the target's.
+    The draft's cache ends before the last two tokens of the text; a round begins by feeding both, so that rows which
+    accepted the whole chain and rows which did not are fed alike. A shared cache ends before the root alone. `branches`
+    - 1 further children, the next best, stand beside every drafted token; then drafts are never drawn at random. Where
+    drafts do not pay, rounds go without them (`Credit`): the draft model reads what was emitted meanwhile when it is
+    tried again. Its cache needs room for `length.room` tokens beyond the text, and a tail of `length.unread`. Where
+    `early` makes a draft model of the target, `draft` is None, and the cache is the target's.
     """
 
     traits = Traits(reusable=True, reads_logits=False)
 
     def __init__(
-        self, draft: Target | None, length: Length, *, branches: int, vocab: int, draft_vocab: int, ops: Ops, process: Process | None,
+        self,
+        draft: Target | None,
+        length: Length,
+        *,
+        branches: int,
+        vocab: int,
+        draft_vocab: int,
+        ops: Ops,
+        process: Process | None,
         early: Callable[[Target], Target] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.length, self.branches, self.ops, self.early = length, branches, ops, early
         if draft is not None:
             self.draft, self.passes = draft, Passes(draft)
@@ -75,7 +87,8 @@ class ChainDrafter(Drafter):
         self.nodes, self.max_path = 1 + length.most * branches, length.most + 1
 
     def bind(self, target: Target) -> None:
-        """Draft with the target's own layers, where these write behind its committed tokens and have their keys and values already."""
+        """Draft with the target's own layers, where these write behind its committed tokens and have their keys and
+        values already."""
         if self.early is not None:
             self.draft, self.whole = self.early(target), target
             self.passes = Passes(self.draft)
@@ -122,7 +135,9 @@ class ChainDrafter(Drafter):
             scores = self._feed(fed, extent)
             scores = scores if self.process is None else self.process(scores)
             probs = torch.softmax(scores, -1)
-            if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its distribution
+            if (
+                self.length.cost
+            ):  # before the draw: a token that decided over its own being drafted would not follow its distribution
                 survival = survival * probs.amax(-1)
             if not pace.allows(survival):
                 break
@@ -140,8 +155,11 @@ class ChainDrafter(Drafter):
         above = torch.tensor(parents, device=self.root.device).expand(len(self.root), -1)
         return TokenTree.from_parents(torch.cat(tokens, 1), above, self.max_path)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
-        """Keep what the target accepted in the draft's cache, but for the last token of it, which may have been an alternative."""
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
+        """Keep what the target accepted in the draft's cache, but for the last token of it, which may have been an
+        alternative."""
         drafted = (tree.tokens.shape[1] - 1) // self.branches
         if self.length.cost:
             gained = mean_accepted(verdict.accepted, active)
@@ -158,11 +176,13 @@ class ChainDrafter(Drafter):
         self.alive = active
 
     def _unread(self) -> Tensor:
-        """The tokens [B, n + 1] that the draft's own cache lacks, the root the last. Those of rows that have ended are any."""
+        """The tokens [B, n + 1] that the draft's own cache lacks, the root the last. Those of rows that have ended are
+        any."""
         return torch.cat((self.unread, self.root[:, None]), 1)
 
     def _feed(self, tokens: Tensor, extent: int) -> Tensor:
-        """Append tokens [B, T] to the draft's text -> fp32 scores of what follows, over the target's vocabulary [B, V]."""
+        """Append tokens [B, T] to the draft's text -> fp32 scores of what follows, over the target's vocabulary [B,
+        V]."""
         return self._fitted(self.passes(self._known(tokens), extent))
 
     def _fitted(self, logits: Tensor) -> Tensor:
@@ -177,20 +197,22 @@ class ChainDrafter(Drafter):
         return pick_draft(scores, torch.rand(len(scores), device=scores.device), self.ops)[:, None]
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Tokens that the draft model has no embedding for are shown to it as another: its drafts are judged all the same."""
+        """Tokens that the draft model has no embedding for are shown to it as another: its drafts are judged all the
+        same."""
         return tokens.clamp(max=self.draft_vocab - 1)
 
 
 Blend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(p, q, p_raw, q_raw), each [..., V] fp32 probabilities -> pi [..., V]; p and q are processed, and one-hot in greedy calls."""
+"""(p, q, p_raw, q_raw), each [..., V] fp32 probabilities -> pi [..., V]; p and q are processed, and one-hot in greedy
+calls."""
 
 
 class MixedDrafter(ChainDrafter, MixingDrafter):
     """Chains of `gamma` drafts of a model with a cache of its own, and the mixture that judges them.
 
-    The loop asks `first` for the distribution of the first token, and passes how the call chooses; a round asks `mix` for the
-    distribution at the nodes of its tree. Both return log pi in place of the target's processed scores. The cache needs room for `gamma` +
-    2 tokens more than the call has, and a tail of 2 nodes.
+    The loop asks `first` for the distribution of the first token, and passes how the call chooses; a round asks `mix`
+    for the distribution at the nodes of its tree. Both return log pi in place of the target's processed scores. The
+    cache needs room for `gamma` + 2 tokens more than the call has, and a tail of 2 nodes.
     """
 
     traits = Traits(reusable=True, draws=True)
@@ -200,11 +222,13 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         self.blend = blend
         self.shaped: Process = _untouched
 
-    def first(self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool) -> Tensor:
+    def first(
+        self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool
+    ) -> Tensor:
         """Read the text ids [B, T], of which counts [B] tokens are real -> log pi [B, V] of the first new token.
 
-        logits and scores [B, V] are the target's, raw and processed; `process` is the call's processors, None where there are none, and
-        `sample` says whether the call draws.
+        logits and scores [B, V] are the target's, raw and processed; `process` is the call's processors, None where
+        there are none, and `sample` says whether the call draws.
         """
         self.shaped = process or _untouched
         self.process = self.shaped if sample else None
@@ -216,7 +240,8 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         self._restart(ids, counts, root)
 
     def propose(self, extent: int) -> TokenTree:
-        """A chain of drafts below the root; the draft model reads the last of them too, for its distribution of the token after."""
+        """A chain of drafts below the root; the draft model reads the last of them too, for its distribution of the
+        token after."""
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 2
         tokens, probs = [self.root[:, None]], [self._all_probs(self._feed(self._unread(), extent))]
@@ -229,27 +254,33 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         return TokenTree.chain(torch.cat(tokens, 1), self.max_path, q)
 
     def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
-        """log pi [B, N, V] at the nodes of the last tree, from the target's raw logits and processed scores [B, N, V] there."""
+        """log pi [B, N, V] at the nodes of the last tree, from the target's raw logits and processed scores [B, N, V]
+        there."""
         return self._mixed(logits, scores, self.q, self.q_raw)
 
     def _mixed(self, logits: Tensor, scores: Tensor, q: Tensor, q_raw: Tensor) -> Tensor:
         p = self._probs(scores)
         blended = self.blend(p, q, torch.softmax(logits.float(), -1), q_raw)
-        return (blended + 0 * p).log()  # a rule that compares may pass by a p that is NaN, and nothing may be drawn there
+        return (
+            blended + 0 * p
+        ).log()  # a rule that compares may pass by a p that is NaN, and nothing may be drawn there
 
     def _all_probs(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The draft model's scores [B, V] -> its distributions, processed and not."""
         return self._probs(self.shaped(scores)), torch.softmax(scores, -1)
 
     def _probs(self, scores: Tensor) -> Tensor:
-        """Processed scores [..., V] -> the distribution that a token is chosen by: all of it on one token in greedy calls."""
+        """Processed scores [..., V] -> the distribution that a token is chosen by: all of it on one token in greedy
+        calls."""
         if self.process is None:
             return one_hot(self.ops.pick(scores.float(), None), scores.shape[-1]).float()
         return torch.softmax(scores.float(), -1)
 
     def _drawn(self, probs: Tensor) -> Tensor:
         """Drafts [B, 1] of distributions [B, V]."""
-        return pick_draft(probs.log(), None if self.process is None else torch.rand(len(probs), device=probs.device), self.ops)[:, None]
+        return pick_draft(
+            probs.log(), None if self.process is None else torch.rand(len(probs), device=probs.device), self.ops
+        )[:, None]
 
 
 def _untouched(scores: Tensor) -> Tensor:

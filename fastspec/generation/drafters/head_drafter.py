@@ -1,8 +1,8 @@
 """Drafters with an EAGLE head: its cache of true features, and the static and dynamic trees that are grown from it.
 
-EAGLE (arXiv 2401.15077, section 4). Which nodes the tree has is fixed by their child ranks; only their tokens
-change. A level costs one pass of the head over just those of its nodes that have children; the root's children come from the
-pass that fed the last accepted tokens. Every index is laid out once, when the drafter is made.
+EAGLE (arXiv 2401.15077, section 4). Which nodes the tree has is fixed by their child ranks; only their tokens change. A
+level costs one pass of the head over just those of its nodes that have children; the root's children come from the pass
+that fed the last accepted tokens. Every index is laid out once, when the drafter is made.
 
 EAGLE-2 (arXiv 2406.16858, section 4) and EAGLE-3 (arXiv 2503.01840): `top_k` children of the root, then `depth` passes
 that expand the `top_k` best nodes of the last level, then a re-ranking of all candidates by cumulative log-probability.
@@ -35,29 +35,42 @@ from fastspec.kernels.drafting.reference import Candidates, own_bits
 
 
 class HeadDrafter(Drafter):
-    """Draft state of one generate call: `rows` sequences, `capacity` tokens each. All of it is changed in place, so that a
-    captured round finds it again. What grows a tree from it is the subclass's `propose`.
+    """Draft state of one generate call: `rows` sequences, `capacity` tokens each. All of it is changed in place, so
+    that a captured round finds it again. What grows a tree from it is the subclass's `propose`.
 
-    A pair (token t+1, feature t) enters the head's cache once, with the target's true feature; tree nodes are fed with the
-    head's own states and live in the provisional tail, `grown` slots of it, from which nothing is kept.
+    A pair (token t+1, feature t) enters the head's cache once, with the target's true feature; tree nodes are fed with
+    the head's own states and live in the provisional tail, `grown` slots of it, from which nothing is kept.
     """
 
     traits = Traits(Place.DEVICE, reusable=True, reads_logits=False)
 
     def __init__(
-        self, head: BoundHead, *, nodes: int, max_path: int, grown: int, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
-    ) -> None:  # fmt: skip
+        self,
+        head: BoundHead,
+        *,
+        nodes: int,
+        max_path: int,
+        grown: int,
+        rows: int,
+        capacity: int,
+        ops: Ops,
+        cut: Cut | None = None,
+    ) -> None:
         config = head.config
         kv_heads = config.num_key_value_heads // (1 if cut is None else cut.group.size())
         weight = head.module.fc.weight
         self.attention = FullAttentionState(
             config.num_hidden_layers, rows, kv_heads, config.head_dim, dtype=weight.dtype, device=weight.device
         )
-        self.state = SequenceState([self.attention], rows=rows, capacity=capacity, tail=max(grown, max_path), device=weight.device)
+        self.state = SequenceState(
+            [self.attention], rows=rows, capacity=capacity, tail=max(grown, max_path), device=weight.device
+        )
         self.head, self.ops, self.program = head, ops, HeadProgram(head, ops, self.attention, cut)
         self.nodes, self.max_path, self.grown = nodes, max_path, grown
         self.tables = self.program.tables(self.state.slots)
-        self.last, self.readout = (torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self.last, self.readout = (
+            torch.zeros(rows, config.hidden_size, dtype=weight.dtype, device=weight.device) for _ in range(2)
+        )
         self.root = torch.zeros(rows, dtype=torch.long, device=weight.device)
         self.widest = widest_part(rows, captures=ops.captures)
         # made once: what a round makes anew costs it a launch
@@ -87,7 +100,8 @@ class HeadDrafter(Drafter):
         return self.state.slots
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Feed the prompt's pairs: ids [B, T], counts [B] real tokens, features [B, T, F], root [B] the first new token."""
+        """Feed the prompt's pairs: ids [B, T], counts [B] real tokens, features [B, T, F], root [B] the first new
+        token."""
         self.root.copy_(root)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
@@ -114,7 +128,9 @@ class HeadDrafter(Drafter):
         for mine, theirs in ((self.root, other.root), (self.last, other.last), (self.readout, other.readout)):
             mine[row] = theirs[source]
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
         taken, counts, steps = self._pairs(features, verdict, active)
         self._extend(verdict.tokens(tree), taken, counts, self.reserve(extent) + self.max_path, steps)
@@ -128,20 +144,28 @@ class HeadDrafter(Drafter):
 
     def _extend(
         self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those behind the committed ones."""
         width, slots = tokens.shape[1], self.state.slots
         if steps is None:
             steps = self.state.lengths[:, None] + self.place[:width]
         if width > self.state.tail:
-            steps = steps.clamp(max=slots - 1)  # a padded chunk may reach behind the buffers: the last slot is never committed
-        layout = self.ops.attention_layout(self.state.lengths, None, width, width, slots if extent is None else extent, self.group)
+            steps = steps.clamp(
+                max=slots - 1
+            )  # a padded chunk may reach behind the buffers: the last slot is never committed
+        layout = self.ops.attention_layout(
+            self.state.lengths, None, width, width, slots if extent is None else extent, self.group
+        )
         x, residual = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
         found = self._step(x, residual, steps, steps, layout)
         self.ops.keep_last(*found, counts, self.last, self.readout, self.state.lengths, self.state.bound)
 
-    def _step(self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object) -> tuple[Tensor, Tensor]:
-        return self.program.step(x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {EVERYTHING: layout}))
+    def _step(
+        self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object
+    ) -> tuple[Tensor, Tensor]:
+        return self.program.step(
+            x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {EVERYTHING: layout})
+        )
 
 
 Process = Callable[[Tensor], Tensor]
@@ -150,10 +174,12 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One pass over the n nodes of a level that have children, and what becomes of their c likeliest (or first drawn) tokens.
+    """One pass over the n nodes of a level that have children, and what becomes of their c likeliest (or first drawn)
+    tokens.
 
-    `count` is c; `children` [m] picks the next level's m nodes from the n * c tokens. Of those, `fed` [n'] have children
-    themselves, below the nodes `above` [n'] of this pass; they take the tail's slots from `start` on and see `words` [n', W].
+    `count` is c; `children` [m] picks the next level's m nodes from the n * c tokens. Of those, `fed` [n'] have
+    children themselves, below the nodes `above` [n'] of this pass; they take the tail's slots from `start` on and see
+    `words` [n', W].
     """
 
     count: int
@@ -198,11 +224,13 @@ def lay_out(paths: tuple[Ranks, ...], *, drawn: bool, device: torch.device) -> t
 
 
 def draw_distinct(probs: Tensor, noise: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draw `count` tokens one after another without replacement: probs [..., V] fp32, noise [..., V] independent Exp(1).
+    """Draw `count` tokens one after another without replacement: probs [..., V] fp32, noise [..., V] independent
+    Exp(1).
 
-    The tokens come in the order in which exponential clocks of rates `probs` ring, which is that of such draws. Returns ids
-    [..., count] and q [..., count, V], the distribution of each draw: `probs` without the earlier draws, renormalised. Where
-    fewer than `count` tokens have a probability, the rest of q is zeros and the rest of ids names tokens that nobody drew.
+    The tokens come in the order in which exponential clocks of rates `probs` ring, which is that of such draws. Returns
+    ids [..., count] and q [..., count, V], the distribution of each draw: `probs` without the earlier draws,
+    renormalised. Where fewer than `count` tokens have a probability, the rest of q is zeros and the rest of ids names
+    tokens that nobody drew.
     """
     ids = torch.topk(probs / noise.clamp(min=torch.finfo(noise.dtype).tiny), count, dim=-1).indices
     left, q = probs, []
@@ -216,21 +244,35 @@ def draw_distinct(probs: Tensor, noise: Tensor, count: int) -> tuple[Tensor, Ten
 class StaticDrafter(HeadDrafter):
     """Static trees of nodes `paths` (breadth first, without the root), the drafter of EAGLE-1.
 
-    The child of rank r is its parent's r-th likeliest token. With `process`, which maps logits [R, V] to the scores that the
-    target samples from, the children are drawn without replacement from the head's distribution under them instead.
+    The child of rank r is its parent's r-th likeliest token. With `process`, which maps logits [R, V] to the scores
+    that the target samples from, the children are drawn without replacement from the head's distribution under them
+    instead.
     """
 
     def __init__(
-        self, head: BoundHead, paths: tuple[Ranks, ...], *, rows: int, capacity: int, ops: Ops, process: Process | None = None,
+        self,
+        head: BoundHead,
+        paths: tuple[Ranks, ...],
+        *,
+        rows: int,
+        capacity: int,
+        ops: Ops,
+        process: Process | None = None,
         cut: Cut | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         device = head.module.fc.weight.device
         self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
         self.process, self.traits = process, replace(self.traits, draws=process is not None)
         super().__init__(
-            head, nodes=len(parents), max_path=len(self.levels) + 1, grown=sum(len(level.fed) for level in self.levels),
-            rows=rows, capacity=capacity, ops=ops, cut=cut,
-        )  # fmt: skip
+            head,
+            nodes=len(parents),
+            max_path=len(self.levels) + 1,
+            grown=sum(len(level.fed) for level in self.levels),
+            rows=rows,
+            capacity=capacity,
+            ops=ops,
+            cut=cut,
+        )
         above = torch.tensor([parents], device=device).expand(rows, -1).contiguous()
         self.tree = TokenTree.from_parents(torch.zeros_like(above), above)
 
@@ -251,7 +293,9 @@ class StaticDrafter(HeadDrafter):
                 continue
             steps = level.start + torch.arange(width, device=below.device)
             words = level.words.expand(below.shape[0], -1, -1)
-            layout = self.ops.attention_layout(self.state.lengths, words, width, level.start + width, extent, self.group)
+            layout = self.ops.attention_layout(
+                self.state.lengths, words, width, level.start + width, extent, self.group
+            )
             positions = (self.state.lengths + depth)[:, None].expand(-1, width)
             slots = self.state.lengths[:, None] + steps
             x, residual = self.program.feed(below[:, level.fed], hidden[:, level.above])
@@ -261,7 +305,8 @@ class StaticDrafter(HeadDrafter):
         return TokenTree(torch.cat(tokens, 1), tree.parents, tree.depths, tree.ancestors, self.max_path, drawn)
 
     def _children(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, n, V] -> ids [B, n, count] in the order of their ranks and, where they are drawn, q [B, n, count, V]."""
+        """Logits [B, n, V] -> ids [B, n, count] in the order of their ranks and, where they are drawn, q [B, n, count,
+        V]."""
         if self.process is None:
             return self.ops.topk_logprobs(logits, count)[1], None
         scores = self.process(logits.flatten(0, 1).float()).view(logits.shape)
@@ -275,12 +320,15 @@ def refuse_wide(shape: TreeShape, ops: Ops) -> None:
         told = f"top_k={shape.top_k}, and its kernels draft at most {ops.most_children} children of a node"
     elif ops.most_candidates is not None and shape.candidates > ops.most_candidates:
         told = (
-            f"depth={shape.depth} and top_k={shape.top_k}, which grow {shape.candidates} candidates (top_k + depth * top_k ** 2), and "
+            f"depth={shape.depth} and top_k={shape.top_k}, which grow {shape.candidates} candidates (top_k + depth * "
+            "top_k ** 2), and "
             f"its kernels rank at most {ops.most_candidates}"
         )
     else:
         return
-    raise Unsupported(f'backend {ops.name!r} was given a tree of {told}: ask for a smaller tree, or patch with backend="torch"')
+    raise Unsupported(
+        f'backend {ops.name!r} was given a tree of {told}: ask for a smaller tree, or patch with backend="torch"'
+    )
 
 
 class EagleDrafter(HeadDrafter):
@@ -288,16 +336,25 @@ class EagleDrafter(HeadDrafter):
 
     def __init__(
         self, head: BoundHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         refuse_wide(shape, ops)
         grown = shape.depth * shape.top_k
         super().__init__(
-            head, nodes=shape.total_tokens, max_path=shape.max_path, grown=grown, rows=rows, capacity=capacity, ops=ops, cut=cut
-        )  # fmt: skip
+            head,
+            nodes=shape.total_tokens,
+            max_path=shape.max_path,
+            grown=grown,
+            rows=rows,
+            capacity=capacity,
+            ops=ops,
+            cut=cut,
+        )
         self.shape, device = shape, self.last.device
         k, index = shape.top_k, torch.arange(shape.candidates, device=device)
         self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)
-        self.fed_depths = (torch.arange(grown, device=device) // k).expand(rows, -1)  # of the nodes that the passes feed, in their order
+        self.fed_depths = (torch.arange(grown, device=device) // k).expand(
+            rows, -1
+        )  # of the nodes that the passes feed, in their order
         self.tokens = torch.zeros(rows, shape.candidates, dtype=torch.long, device=device)
         self.parents = torch.full((rows, shape.candidates), -1, device=device)
         """The candidate above each of the last tree's candidates [B, M], -1 for the root."""
@@ -305,21 +362,30 @@ class EagleDrafter(HeadDrafter):
         self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
         self.scores = torch.zeros(rows, shape.candidates, dtype=torch.float32, device=device)
         """Of the last tree's candidates [B, M] fp32: cumulative log-probabilities, in order of growth."""
-        edges = [0, k, *(k + passes * k * k for passes in range(1, shape.depth + 1))]  # k at the first level, k * k at the others
+        edges = [
+            0,
+            k,
+            *(k + passes * k * k for passes in range(1, shape.depth + 1)),
+        ]  # k at the first level, k * k at the others
         levels = [slice(*edge) for edge in pairwise(edges)]
         self.levels = [
-            Candidates(self.scores[:, at], self.tokens[:, at], None if below is None else self.parents[:, below], at.start)
+            Candidates(
+                self.scores[:, at], self.tokens[:, at], None if below is None else self.parents[:, below], at.start
+            )
             for at, below in zip_longest(levels, levels[1:])
         ]
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
         extent = self.reserve(extent) + self.grown
-        kept, above, depths, ancestors = self.ops.tree_build(*self._grow(extent), self.flat_depths, self.root, self.nodes)
+        kept, above, depths, ancestors = self.ops.tree_build(
+            *self._grow(extent), self.flat_depths, self.root, self.nodes
+        )
         return TokenTree(kept, above, depths, ancestors, self.max_path)
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Candidates in order of growth, pass by pass: scores [B, M] fp32, tokens [B, M], parents [B, M] (candidates; the root: -1)."""
+        """Candidates in order of growth, pass by pass: scores [B, M] fp32, tokens [B, M], parents [B, M] (candidates;
+        the root: -1)."""
         shape, ops, k = self.shape, self.ops, self.shape.top_k
         lengths = self.state.lengths
         fed = self.fed_depths

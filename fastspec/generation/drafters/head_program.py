@@ -35,13 +35,14 @@ from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.linear.reference import SILU, Addends, DeferredProduct, joined
 
 LEAST_BYTES = 256 * 1024 * 1024
-"""Weights of layers and LM head from which on a head is cut: a GPU with 3 TB/s reads as much in 85 us, and the joins of a pass take 40."""
+"""Weights of layers and LM head from which on a head is cut: a GPU with 3 TB/s reads as much in 85 us, and the joins of
+a pass take 40."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """What a process has of a layer of H channels: `qkv` of some heads [M, K], `out` [H, M], `gate_up` [2 * I, H] and `down` [H, I], with
-    their biases; those of sums are the first process's to add."""
+    """What a process has of a layer of H channels: `qkv` of some heads [M, K], `out` [H, M], `gate_up` [2 * I, H] and
+    `down` [H, I], with their biases; those of sums are the first process's to add."""
 
     qkv: tuple[Tensor, Tensor | None]
     out: tuple[Tensor, Tensor | None]
@@ -51,8 +52,8 @@ class LayerCut:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Cut:
-    """What a process has of a head, as its weights are now; `lm_head` [V_d / processes, H] is None where the head has no plain one of
-    its own, or one that does not divide."""
+    """What a process has of a head, as its weights are now; `lm_head` [V_d / processes, H] is None where the head has
+    no plain one of its own, or one that does not divide."""
 
     group: dist.ProcessGroup
     layers: tuple[LayerCut, ...]
@@ -93,8 +94,8 @@ _held: WeakKeyDictionary[EagleHead, tuple[object, Cut]] = WeakKeyDictionary()
 
 
 def cut_over(head: EagleHead, group: dist.ProcessGroup | None) -> Cut | None:
-    """This process's part of a head, or None of one that stays whole: where one process holds the target, where the head is small, and
-    where its heads or channels do not divide."""
+    """This process's part of a head, or None of one that stays whole: where one process holds the target, where the
+    head is small, and where its heads or channels do not divide."""
     config = head.config
     if group is None or _bytes(head) < LEAST_BYTES:
         return None
@@ -120,7 +121,9 @@ def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:
     def rows(*modules: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """Some outputs of each of these layers, side by side."""
         biases = [module.bias.detach().chunk(size)[rank] for module in modules if module.bias is not None]
-        return torch.cat([module.weight.detach().chunk(size)[rank] for module in modules]), torch.cat(biases) if biases else None
+        return torch.cat([module.weight.detach().chunk(size)[rank] for module in modules]), torch.cat(
+            biases
+        ) if biases else None
 
     def columns(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
         bias = None if module.bias is None or rank else module.bias.detach()
@@ -129,9 +132,14 @@ def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:
     layers = []
     for layer in cast(Iterable[Layer], head.layers):
         attn, mlp = layer.self_attn, layer.mlp
-        layers.append(LayerCut(
-            rows(attn.q_proj, attn.k_proj, attn.v_proj), columns(attn.o_proj), rows(mlp.gate_proj, mlp.up_proj), columns(mlp.down_proj)
-        ))  # fmt: skip
+        layers.append(
+            LayerCut(
+                rows(attn.q_proj, attn.k_proj, attn.v_proj),
+                columns(attn.o_proj),
+                rows(mlp.gate_proj, mlp.up_proj),
+                columns(mlp.down_proj),
+            )
+        )
     last = head.lm_head
     divides = last is not None and is_plain(last) and last.bias is None and head.config.draft_vocab_size % size == 0
     own = last.weight.detach().chunk(size)[rank] if last is not None and divides else None
@@ -139,19 +147,28 @@ def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:
 
 
 class HeadProgram:
-    """The passes of one head, or of this process's `cut` of it, whose layers keep their keys and values in `state`. Where the backend
-    packs, a whole head's weights that read one input are packed."""
+    """The passes of one head, or of this process's `cut` of it, whose layers keep their keys and values in `state`.
+    Where the backend packs, a whole head's weights that read one input are packed."""
 
     def __init__(self, bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
         config, head = bound.config, bound.module
-        self.head, self.binding, self.ops, self.config, self.state, self.cut = head, bound.binding, ops, config, state, cut
+        self.head, self.binding, self.ops, self.config, self.state, self.cut = (
+            head,
+            bound.binding,
+            ops,
+            config,
+            state,
+            cut,
+        )
         if cut is None and ops.packs:
             for layer in cast(Iterable[Layer], head.layers):
                 attn, mlp = layer.self_attn, layer.mlp
                 pack((attn.q_proj, attn.k_proj, attn.v_proj))
                 pack((mlp.gate_proj, mlp.up_proj))
         self.layers = [self._parts(index) for index in range(config.num_hidden_layers)]
-        self.whole = WholeLayers([replace(self.layers[0], input_norm=None), *self.layers[1:]], ops)  # `feed` norms what the first reads
+        self.whole = WholeLayers(
+            [replace(self.layers[0], input_norm=None), *self.layers[1:]], ops
+        )  # `feed` norms what the first reads
         self.fc = product(ops, (head.fc,))
         self.norm = None if head.norm is None else self._norm(head.norm)
         readout = bound.readout()
@@ -161,8 +178,8 @@ class HeadProgram:
         if cut is not None and cut.lm_head is not None:
             self.weight, self.vocabulary = None, cut.vocabulary(ops)
         self.look_up: Callable[[Tensor], Tensor] | None = None
-        """What looks tokens up in place of the bound embedding's own forward, as `vocabulary` may be something else than the bound module:
-        where several processes hold the target together."""
+        """What looks tokens up in place of the bound embedding's own forward, as `vocabulary` may be something else
+        than the bound module: where several processes hold the target together."""
 
     def _layer(self, index: int) -> Layer:
         return cast(Layer, self.head.layers[index])
@@ -177,14 +194,19 @@ class HeadProgram:
         return LayerParts(
             input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
             mixer=FullAttention(
-                ops, self.state, index, scale=config.head_dim**-0.5, eps=config.rms_norm_eps,
+                ops,
+                self.state,
+                index,
+                scale=config.head_dim**-0.5,
+                eps=config.rms_norm_eps,
                 qkv=product(ops, (attn.q_proj, attn.k_proj, attn.v_proj)) if cut is None else cut.qkv(index, ops),
                 out=product(ops, (attn.o_proj,), parts=True) if cut is None else cut.out(index, ops),
-                q_norm=None if attn.q_norm is None else attn.q_norm.weight, k_norm=None if attn.k_norm is None else attn.k_norm.weight,
+                q_norm=None if attn.q_norm is None else attn.q_norm.weight,
+                k_norm=None if attn.k_norm is None else attn.k_norm.weight,
             ),
             mlp_norm=self._norm(layer.post_attention_layernorm),
             mlp=gated(ops, mlp.gate_proj, mlp.up_proj, down) if cut is None else cut.mlp(index, ops),
-        )  # fmt: skip
+        )
 
     def packed(self) -> tuple[Tensor, Tensor] | None:
         """The first layer's packed query-key-value and gate-up weights, or None where they lie apart."""
@@ -232,7 +254,9 @@ class HeadProgram:
         self._norm(of_states)(hidden, out=x[..., width:])
         return self._first(x, hidden)
 
-    def feed_frontier(self, tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+    def feed_frontier(
+        self, tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`feed` of the nodes of `Ops.next_frontier`, and their ancestors."""
         table = self._table(hidden)
         if table is None:
@@ -242,7 +266,8 @@ class HeadProgram:
         return *self._first(x, hidden), words
 
     def _table(self, hidden: Tensor) -> Tensor | None:
-        """The embedding's table [V, H] where the ops may look tokens up themselves and norm them; heads of kind "eagle" have no norms."""
+        """The embedding's table [V, H] where the ops may look tokens up themselves and norm them; heads of kind "eagle"
+        have no norms."""
         embed = self.binding.embedding
         if self.config.kind == "eagle" or not is_plain(embed, nn.Embedding) or embed.max_norm is not None:
             return None
@@ -266,7 +291,8 @@ class HeadProgram:
         return x, x[..., hidden.shape[-1] :] if layer.norm_before_residual else hidden
 
     def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
-        """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B, T, H]."""
+        """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B,
+        T, H]."""
         change, total = self.whole(total, nodes, x=x) or self._one_by_one(x, total, nodes)
         if self.norm is None:
             state = total + joined(change)
@@ -292,7 +318,10 @@ class HeadProgram:
             return self.ops.linear(readout, self.weight, None)
         return self.vocabulary(readout)
 
-    def expand(self, readout: Tensor, scores: Tensor, count: int, out: Candidates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head made."""
+    def expand(
+        self, readout: Tensor, scores: Tensor, count: int, out: Candidates
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head
+        made."""
         x = readout if self.weight is not None else self.logits(readout)
         return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t, out)  # type: ignore[return-value]

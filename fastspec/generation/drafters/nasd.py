@@ -1,8 +1,9 @@
 """Drafts from a storage of n-grams: a tree of the likeliest continuations, as large as pays.
 
-NASD (github.com/romsto/Speculative-Decoding) drafts a chain of the likeliest continuations and counts, for every accepted
-token, the target's likeliest tokens besides; without these it is ANPD (Ou et al., NAACL 2024 industry track). Here a chain has
-branches where several continuations are known, as in the trees of SuffixDecoding (arXiv 2411.04975, section 3).
+NASD (github.com/romsto/Speculative-Decoding) drafts a chain of the likeliest continuations and counts, for every
+accepted token, the target's likeliest tokens besides; without these it is ANPD (Ou et al., NAACL 2024 industry track).
+Here a chain has branches where several continuations are known, as in the trees of SuffixDecoding (arXiv 2411.04975,
+section 3).
 """
 
 from __future__ import annotations
@@ -25,27 +26,31 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
 DOUBT, DOUBT_OF_ONE = 1.0, 4.0
-"""Of what follows a context so many counts are taken to belong to tokens that were not seen there yet: DOUBT / sqrt(l) for a context of l
-tokens, DOUBT_OF_ONE for one of a single token."""
+"""Of what follows a context so many counts are taken to belong to tokens that were not seen there yet: DOUBT / sqrt(l)
+for a context of l tokens, DOUBT_OF_ONE for one of a single token."""
 SURELY_NOT = 99.0
 """The same for a token that is drafted although nothing is known of what follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A tree before it is laid out: nodes in falling order of the chance to be reached, node 0 the root with chance 1."""
+    """A tree before it is laid out: nodes in falling order of the chance to be reached, node 0 the root with chance
+    1."""
 
     tokens: list[int]
     parents: list[int]
     chances: list[float]
 
 
-def grow(storage: Storage, cursor: Cursor, root: int, *, gamma: int, nodes: int, ends: frozenset[int], guess: bool = False) -> Growth:
+def grow(
+    storage: Storage, cursor: Cursor, root: int, *, gamma: int, nodes: int, ends: frozenset[int], guess: bool = False
+) -> Growth:
     """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, behind the cursor, which stands behind root.
 
-    A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and among
-    equals the one found first, so the tree is a function of the text and the storage, and each prefix of the list is a tree.
-    Nothing is drafted after an end token. Where nothing is known nothing is drafted either or, with `guess`, the last token again.
+    A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and
+    among equals the one found first, so the tree is a function of the text and the storage, and each prefix of the list
+    is a tree. Nothing is drafted after an end token. Where nothing is known nothing is drafted either or, with `guess`,
+    the last token again.
     """
     tree = Growth([root], [0], [1.0])
     cursors, depths = [cursor], [0]
@@ -84,12 +89,18 @@ def best_size(growths: list[Growth], costs: dict[int, float]) -> int:
 def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.device) -> TokenTree:
     """The first `nodes` nodes of every row as a TokenTree, in one transfer.
 
-    All rows of a tree have the same number of nodes. A row that knows fewer gets copies of the root's first child (or of the root,
-    where it has none) as further children of the root. That is exact: these too are functions of the prefix, and a walk scores them
-    like any draft; a copy of a child is never walked, because the first of equal siblings is.
+    All rows of a tree have the same number of nodes. A row that knows fewer gets copies of the root's first child (or
+    of the root, where it has none) as further children of the root. That is exact: these too are functions of the
+    prefix, and a walk scores them like any draft; a copy of a child is never walked, because the first of equal
+    siblings is.
     """
     words = -(-nodes // 64)
-    planes: tuple[list[int], ...] = ([], [], [], [])  # tokens, parents, depths, ancestors: each lies contiguous in the one tensor
+    planes: tuple[list[int], ...] = (
+        [],
+        [],
+        [],
+        [],
+    )  # tokens, parents, depths, ancestors: each lies contiguous in the one tensor
     for growth in growths:
         tokens, parents = growth.tokens[:nodes], growth.parents[:nodes]
         spare = nodes - len(tokens)
@@ -100,7 +111,9 @@ def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.devi
             depths.append(depths[parent] + 1)
             seen.append(seen[parent] | 1 << node)
         ancestors = [word for bits in seen for word in _signed(bits, words)] if nodes > 63 else seen
-        for plane, values in zip(planes, (tokens + [tokens[min(1, len(tokens) - 1)]] * spare, parents, depths, ancestors), strict=True):
+        for plane, values in zip(
+            planes, (tokens + [tokens[min(1, len(tokens) - 1)]] * spare, parents, depths, ancestors), strict=True
+        ):
             plane += values
     size = len(planes[0])
     packed = torch.tensor([value for plane in planes for value in plane], device="cpu").to(device)
@@ -124,15 +137,17 @@ GRANTED = 4.0
 class NasdDrafter(HostDrafter):
     """Draft state of one generate call: a storage and a cursor per row, on the host.
 
-    `storages` holds one storage per row, or the same one for every row. A tree has 1, 4, 8, ... or `nodes` nodes: the number that promises
-    most in this round. With `stop_if_unknown=False` it always has `nodes`.
+    `storages` holds one storage per row, or the same one for every row. A tree has 1, 4, 8, ... or `nodes` nodes: the
+    number that promises most in this round. With `stop_if_unknown=False` it always has `nodes`.
 
-    A round whose drafts come from the host waits for the host. With a target so small that this costs much, rounds go without
-    look-ups for a while (`Credit`) where what was accepted does not pay for them; their tokens are counted behind the last one, without
-    the target's likeliest ones beside them.
+    A round whose drafts come from the host waits for the host. With a target so small that this costs much, rounds go
+    without look-ups for a while (`Credit`) where what was accepted does not pay for them; their tokens are counted
+    behind the last one, without the target's likeliest ones beside them.
     """
 
-    def __init__(self, config: Nasd, storages: list[Storage], device: torch.device, weight_bytes: int = SMOLLM2_BYTES) -> None:
+    def __init__(
+        self, config: Nasd, storages: list[Storage], device: torch.device, weight_bytes: int = SMOLLM2_BYTES
+    ) -> None:
         cost = COSTS.get(device.type, COSTS["cuda"])
         self.config, self.storages, self.device = config, storages, device
         self.nodes = cost.nodes if config.total_tokens is None else config.total_tokens
@@ -187,16 +202,25 @@ class NasdDrafter(HostDrafter):
         """Draft from what is known; the tree of a row that has ended is filled up with copies of its root."""
         config = self.config
         growths = [
-            grow(storage, cursor, root, gamma=config.gamma, nodes=self.nodes, ends=self.ends, guess=not config.stop_if_unknown)
-            if active else Growth([root], [0], [0.0])
+            grow(
+                storage,
+                cursor,
+                root,
+                gamma=config.gamma,
+                nodes=self.nodes,
+                ends=self.ends,
+                guess=not config.stop_if_unknown,
+            )
+            if active
+            else Growth([root], [0], [0.0])
             for storage, cursor, root, active in zip(self.storages, self.cursors, self.roots, self.active, strict=True)
-        ]  # fmt: skip
+        ]
         size = best_size(growths, self.costs)
         return lay_out(growths, size, min(size, self.max_path), self.device)
 
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
-        """[B, 2 + steps * (1 + likely)]: whether a row goes on, its accepted tokens, and for each step the likeliest tokens, the best of
-        them last, and the token emitted."""
+        """[B, 2 + steps * (1 + likely)]: whether a row goes on, its accepted tokens, and for each step the likeliest
+        tokens, the best of them last, and the token emitted."""
         emitted = verdict.tokens(tree)[:, :steps, None]
         likely = min(self.config.top_k_filler, logits.shape[2]) if self.config.top_k_filler > 1 else 0
         if likely:
@@ -206,7 +230,8 @@ class NasdDrafter(HostDrafter):
         return torch.cat((active[:, None].long(), verdict.accepted[:, None], emitted.flatten(1)), 1)
 
     def update(self, digest: list[list[int]], steps: int) -> None:
-        """Count the emitted tokens of the active rows, up to their end tokens, each with the target's likeliest tokens in its place."""
+        """Count the emitted tokens of the active rows, up to their end tokens, each with the target's likeliest tokens
+        in its place."""
         gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
         if gains:
             self.credit.judge(sum(gains) / len(gains), self.look)
@@ -227,7 +252,8 @@ def check_tokens(storage: Storage | str, vocabulary: int) -> None:
     """Raise Unsupported where a storage of ours would draft tokens that a model of so many does not have."""
     if isinstance(storage, (NgramStorage, SuffixStorage)) and storage.tallies.largest() >= vocabulary:
         raise Unsupported(
-            f"Nasd: storage={storage!r} holds the token {storage.tallies.largest()}, and the model's tokens end at {vocabulary - 1}: it "
+            f"Nasd: storage={storage!r} holds the token {storage.tallies.largest()}, and the model's tokens end at "
+            f"{vocabulary - 1}: it "
             "was filled with another model's texts; load the one made with this model, or make a new one"
         )
 
@@ -243,7 +269,9 @@ class NasdDecoding(Decoding):
     name: str = "nasd"
     taps: None = None
 
-    def drafter(self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None) -> NasdDrafter:
+    def drafter(
+        self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
+    ) -> NasdDrafter:
         """The drafter of one call."""
         return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device), self.weight_bytes)
 

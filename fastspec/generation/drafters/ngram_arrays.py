@@ -1,6 +1,7 @@
 """Storages of n-grams as arrays and as files.
 
-A context takes some 16 bytes and the half-filled slots, and 12 for each token counted after it; a dictionary alone takes 184 and more.
+A context takes some 16 bytes and the half-filled slots, and 12 for each token counted after it; a dictionary alone
+takes 184 and more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, Unsupported
 
 WIDTH = 8
-"""Continuations kept per context: a context such as a comma would else collect thousands, and drafting ranks them all."""
+"""Continuations kept per context: a context such as a comma would else collect thousands, and drafting ranks them
+all."""
 BITS = 24
 """Bits of a token; vocabularies end far below 2**24."""
 MOST = 2**30
@@ -34,10 +36,11 @@ _times = itemgetter(1)
 
 
 class Edges:
-    """(node, token) -> the number of that edge: 1, 2, ... in the order they were added. Numbers of nodes are the caller's.
+    """(node, token) -> the number of that edge: 1, 2, ... in the order they were added. Numbers of nodes are the
+    caller's.
 
-    `keys` holds node << BITS | token by number, `slots` the numbers by hash with linear probing, 0 where a slot is free; at most half
-    of the slots are taken.
+    `keys` holds node << BITS | token by number, `slots` the numbers by hash with linear probing, 0 where a slot is
+    free; at most half of the slots are taken.
     """
 
     __slots__ = ("keys", "mask", "slots")
@@ -62,7 +65,8 @@ class Edges:
         return 0
 
     def add(self, node: int, token: int) -> int:
-        """The number of an edge, which is made where there is none. The search is that of `find`, written out: the slot is wanted too."""
+        """The number of an edge, which is made where there is none. The search is that of `find`, written out: the slot
+        is wanted too."""
         keys, slots, mask = self.keys, self.slots, self.mask
         key = node << BITS | token
         slot = key * MIX >> 32 & mask
@@ -97,8 +101,8 @@ class Edges:
 class Tallies:
     """Tokens that were counted after each context; contexts are numbered 0, 1, ... as `append` made them.
 
-    A tally is a chain of entries, the token that was counted last in front: `heads` has the first entry of a context, `later` the next
-    one of an entry, -1 where there is none.
+    A tally is a chain of entries, the token that was counted last in front: `heads` has the first entry of a context,
+    `later` the next one of an entry, -1 where there is none.
     """
 
     __slots__ = ("counts", "heads", "later", "tokens")
@@ -121,7 +125,8 @@ class Tallies:
             self.heads[context] = self._entry(token, times, self.heads[context])
 
     def count(self, context: int, counted: Sequence[int]) -> None:
-        """Count tokens, one after the other. A new one in a full tally takes the place of the least counted, the oldest among equals."""
+        """Count tokens, one after the other. A new one in a full tally takes the place of the least counted, the oldest
+        among equals."""
         heads, tokens, counts, later = self.heads, self.tokens, self.counts, self.later
         for token in counted:
             first = at = heads[context]
@@ -201,7 +206,9 @@ def unpack_tallies(tensors: dict[str, Tensor], expected: int) -> list[list[Entry
     """The inverse of `pack_tallies`, for `expected` tallies. Raises Damaged."""
     sizes, tokens, counts = (tensors[name].tolist() for name in TALLIES)
     if len(sizes) != expected or len(tokens) != len(counts) or sum(sizes) != len(tokens):
-        raise Damaged(f"{len(sizes)} tallies of {sum(sizes)}, {expected} contexts, {len(tokens)} tokens, {len(counts)} counts")
+        raise Damaged(
+            f"{len(sizes)} tallies of {sum(sizes)}, {expected} contexts, {len(tokens)} tokens, {len(counts)} counts"
+        )
     if min(sizes, default=0) < 0 or max(sizes, default=0) > WIDTH:
         raise Damaged(f"a tally with more than {WIDTH} continuations")
     if not all(0 <= token < 1 << BITS for token in tokens) or not all(0 < times <= MOST for times in counts):
@@ -217,7 +224,12 @@ def write_storage(path: str | Path, kind: str, options: dict[str, int], tensors:
     """Write lists of whole numbers. Raises CheckpointError when the file cannot be written."""
     flat = {name: torch.tensor(values, dtype=torch.long, device="cpu") for name, (values, _) in tensors.items()}
     packed = {name: values.view(-1, tensors[name][1]) if tensors[name][1] else values for name, values in flat.items()}
-    header = {"format": "fastspec-storage", "version": str(VERSION), "kind": kind, **{name: str(value) for name, value in options.items()}}
+    header = {
+        "format": "fastspec-storage",
+        "version": str(VERSION),
+        "kind": kind,
+        **{name: str(value) for name, value in options.items()},
+    }
     try:
         save_file(packed, str(path), metadata=header)
     except (OSError, SafetensorError) as error:
@@ -228,8 +240,8 @@ def write_storage(path: str | Path, kind: str, options: dict[str, int], tensors:
 def read_storage(
     path: str | Path, kind: str, options: tuple[str, ...], shapes: dict[str, int]
 ) -> Iterator[tuple[dict[str, int], dict[str, Tensor]]]:
-    """(options, tensors) of a file, for a block that checks and takes them; `shapes` maps a tensor's name to its dimensions. All that
-    goes wrong, in the block too, is a CheckpointError that names the file."""
+    """(options, tensors) of a file, for a block that checks and takes them; `shapes` maps a tensor's name to its
+    dimensions. All that goes wrong, in the block too, is a CheckpointError that names the file."""
     try:
         with safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}

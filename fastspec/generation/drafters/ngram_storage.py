@@ -1,12 +1,13 @@
 """Storages of n-grams: which tokens followed which contexts, counted by context or found in a suffix automaton.
 
-NASD (github.com/romsto/Speculative-Decoding, n-gram assisted speculative decoding) counts, for every context, the tokens that
-followed it, and the target's likeliest tokens after it besides; ANPD (Ou et al., NAACL 2024 industry track) is the same without
-the latter. A storage is read and written on the host, a token at a time, through cursors: a cursor stands behind a text.
+NASD (github.com/romsto/Speculative-Decoding, n-gram assisted speculative decoding) counts, for every context, the
+tokens that followed it, and the target's likeliest tokens after it besides; ANPD (Ou et al., NAACL 2024 industry track)
+is the same without the latter. A storage is read and written on the host, a token at a time, through cursors: a cursor
+stands behind a text.
 
-The automaton (Blumer et al., 1985, built online, for several texts) has one state per set of strings that end at the same places, so it
-holds every substring in at most twice as many states as tokens. Drafting from matches of any length, with continuations by frequency,
-is what SuffixDecoding (arXiv 2411.04975) does with a suffix tree.
+The automaton (Blumer et al., 1985, built online, for several texts) has one state per set of strings that end at the
+same places, so it holds every substring in at most twice as many states as tokens. Drafting from matches of any length,
+with continuations by frequency, is what SuffixDecoding (arXiv 2411.04975) does with a suffix tree.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class Storage(Protocol):
         """The cursor of an empty text."""
 
     def feed(self, cursor: Cursor, token: int, fillers: Sequence[int] = ()) -> Cursor:
-        """Count token, and each of the fillers, after the text at the cursor -> the cursor behind token. The last of the
-        fillers is taken to be the likeliest."""
+        """Count token, and each of the fillers, after the text at the cursor -> the cursor behind token. The last of
+        the fillers is taken to be the likeliest."""
 
     def step(self, cursor: Cursor, token: int) -> Cursor:
         """The cursor behind token, nothing being counted: what a draft does."""
 
     def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
-        """The length of the longest known context at the cursor and its continuations (token, count), the best first; (0, [])
-        where none is known."""
+        """The length of the longest known context at the cursor and its continuations (token, count), the best first;
+        (0, []) where none is known."""
 
     def reset(self) -> None:
         """Forget everything. Cursors made before must not be used again."""
@@ -66,12 +67,12 @@ class Storage(Protocol):
 class NgramStorage:
     """Counts of what followed each context of 1 to n - 1 tokens; the longest known context answers.
 
-    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). Keeps the `arrays.WIDTH` best continuations of a context.
-    The contexts are the nodes of a trie that is entered with the last token, so that a context lies behind all that are shorter: node 0
-    is the empty one, and every other has the number of the edge to it.
+    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). Keeps the `arrays.WIDTH` best
+    continuations of a context. The contexts are the nodes of a trie that is entered with the last token, so that a
+    context lies behind all that are shorter: node 0 is the empty one, and every other has the number of the edge to it.
 
         storage = fastspec.NgramStorage(n=4)
-        model.generate(**inputs, assistant=fastspec.Nasd(storage=storage))     # learns, and drafts from all earlier calls
+        model.generate(**inputs, assistant=fastspec.Nasd(storage=storage))  # learns, and drafts from all earlier calls
         storage.save("words.safetensors"); storage = fastspec.NgramStorage.load("words.safetensors")
     """
 
@@ -79,7 +80,9 @@ class NgramStorage:
 
     def __init__(self, n: int = 4, *, back_off: bool = True) -> None:
         if not isinstance(n, int) or isinstance(n, bool) or not 2 <= n <= 64:
-            raise Unsupported(f"NgramStorage: n must be a whole number from 2 to 64, not {n!r}: a context has n - 1 tokens")
+            raise Unsupported(
+                f"NgramStorage: n must be a whole number from 2 to 64, not {n!r}: a context has n - 1 tokens"
+            )
         self.n, self.back_off = n, back_off
         self._least = 1 if back_off else n - 1
         self.reset()
@@ -132,7 +135,8 @@ class NgramStorage:
 
     @classmethod
     def load(cls, path: str | Path) -> NgramStorage:
-        """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a newer version."""
+        """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a
+        newer version."""
         with read_storage(path, cls.kind, ("n", "back_off"), {"contexts": 2}) as (options, tensors):
             storage = cls(options["n"], back_off=bool(options["back_off"]))
             contexts = tensors["contexts"].tolist()
@@ -170,8 +174,8 @@ class NgramStorage:
 
 
 class SuffixCursor(NamedTuple):
-    """Where a text stands: `state` holds its longest known suffix of at most `max_match` tokens, which has `length` tokens;
-    `last` is the state of the whole text, -1 behind a draft."""
+    """Where a text stands: `state` holds its longest known suffix of at most `max_match` tokens, which has `length`
+    tokens; `last` is the state of the whole text, -1 behind a draft."""
 
     state: int
     length: int
@@ -179,11 +183,13 @@ class SuffixCursor(NamedTuple):
 
 
 class SuffixStorage:
-    """Counts of what followed each text of `min_match` to `max_match` tokens, wherever it was seen; the longest match answers.
+    """Counts of what followed each text of `min_match` to `max_match` tokens, wherever it was seen; the longest match
+    answers.
 
-    Held per state: the length of its longest string, its suffix link (the state of its longest suffix that ends at more places), its
-    transitions, and the tally of what followed. State 0 is the empty text. A transition is an edge: `targets` has the state that it leads
-    to, `newest` the last one of a state, and `older` the one that the same state got before it, 0 where there is none.
+    Held per state: the length of its longest string, its suffix link (the state of its longest suffix that ends at more
+    places), its transitions, and the tally of what followed. State 0 is the empty text. A transition is an edge:
+    `targets` has the state that it leads to, `newest` the last one of a state, and `older` the one that the same state
+    got before it, 0 where there is none.
     """
 
     kind = "suffix"
@@ -237,7 +243,8 @@ class SuffixStorage:
         return 0, []
 
     def _place(self, cursor: SuffixCursor) -> tuple[int, int]:
-        """State and length of a cursor's match; the state may have been split since, its shorter strings now up the links."""
+        """State and length of a cursor's match; the state may have been split since, its shorter strings now up the
+        links."""
         state, length = cursor.state, cursor.length
         while state and self.lengths[self.links[state]] >= length:
             state = self.links[state]
@@ -266,7 +273,8 @@ class SuffixStorage:
         return new
 
     def _reached(self, state: int, token: int, edge: int) -> int:
-        """The state of the strings of `state` with token, to which the edge leads: that state, or one that is split from it."""
+        """The state of the strings of `state` with token, to which the edge leads: that state, or one that is split
+        from it."""
         known = self.targets[edge]
         if self.lengths[known] == self.lengths[state] + 1:
             return known
@@ -311,7 +319,8 @@ class SuffixStorage:
 
     @classmethod
     def load(cls, path: str | Path) -> SuffixStorage:
-        """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a newer version."""
+        """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a
+        newer version."""
         with read_storage(path, cls.kind, ("min_match", "max_match"), {"states": 2, "edges": 2}) as (options, tensors):
             storage = cls(options["min_match"], options["max_match"])
             states, edges = tensors["states"].tolist(), tensors["edges"].tolist()
@@ -319,7 +328,9 @@ class SuffixStorage:
                 raise Damaged("state 0 is not the empty text")
             lengths = [length for length, _ in states]
             for state, (length, link) in enumerate(states[1:], 1):
-                if not 0 <= link < len(states) or not lengths[link] < length < MOST:  # so that every chain of links ends
+                if (
+                    not 0 <= link < len(states) or not lengths[link] < length < MOST
+                ):  # so that every chain of links ends
                     raise Damaged(f"state {state} of length {length} links to {link}")
                 storage._state(length, link)
             for state, token, target in edges:

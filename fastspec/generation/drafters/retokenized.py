@@ -1,11 +1,13 @@
 """Drafters whose draft model has another tokenizer: they hand over text, or tokens that both vocabularies have.
 
-The text so far is encoded anew for the draft model, its continuation is decoded and encoded for the target. The drafts are a function of
-the text and of rounds that are over, so that one draw per node keeps greedy and sampled calls exact, whatever the two encodings lose.
+The text so far is encoded anew for the draft model, its continuation is decoded and encoded for the target. The drafts
+are a function of the text and of rounds that are over, so that one draw per node keeps greedy and sampled calls exact,
+whatever the two encodings lose.
 
-Token-level intersection: Timor et al. (arXiv 2502.05202). The draft model's distribution, restricted to the shared tokens and
-renormalised, is a distribution over the target's vocabulary; it is processed as the target's and judged by p / q. What the draft model
-reads only decides how good the drafts are: any text of its own that is a function of the prefix is exact.
+Token-level intersection: Timor et al. (arXiv 2502.05202). The draft model's distribution, restricted to the shared
+tokens and renormalised, is a distribution over the target's vocabulary; it is processed as the target's and judged by p
+/ q. What the draft model reads only decides how good the drafts are: any text of its own that is a function of the
+prefix is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from fastspec.generation.verify import pick_draft
 
 
 class Tokenizer(Protocol):
-    """A tokenizer of transformers, or one that is called like it. It may lack the roles of tokens (`bos_token_id`, ...)."""
+    """A tokenizer of transformers, or one that is called like it. It may lack the roles of tokens (`bos_token_id`,
+    ...)."""
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Sequence[int]]:
         """The tokens of a text: "input_ids"."""
@@ -55,18 +58,27 @@ ANEW, TRIES = 64, 8
 
 
 class RetokenizingDrafter(Drafter):
-    """The texts of a call's rows, and a draft model with a cache of its own rows, `room` tokens each, and one node of a tree behind.
+    """The texts of a call's rows, and a draft model with a cache of its own rows, `room` tokens each, and one node of a
+    tree behind.
 
-    Texts are read with `tokenizer`, the target's, and `draft_tokenizer`; both decode lists of ids and encode text when called. `known` are
-    the draft model's ids of target tokens that mean the same. A text that does not encode or outgrows `room` is not drafted for.
+    Texts are read with `tokenizer`, the target's, and `draft_tokenizer`; both decode lists of ids and encode text when
+    called. `known` are the draft model's ids of target tokens that mean the same. A text that does not encode or
+    outgrows `room` is not drafted for.
     """
 
     traits = Traits(reusable=True, reads_logits=False)
 
     def __init__(
-        self, draft: Target, length: Length, *, room: int, tokenizer: Tokenizer, draft_tokenizer: Tokenizer, known: dict[int, int],
+        self,
+        draft: Target,
+        length: Length,
+        *,
+        room: int,
+        tokenizer: Tokenizer,
+        draft_tokenizer: Tokenizer,
+        known: dict[int, int],
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.draft, self.length, self.room, self.device, self.known = draft, length, room, device, known
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.opening = _opening(draft_tokenizer)
@@ -82,7 +94,10 @@ class RetokenizingDrafter(Drafter):
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take the text ids [B, T] with counts [B] real tokens, and its first new token root [B]."""
-        self.history = [[*row[:count], first] for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)]
+        self.history = [
+            [*row[:count], first]
+            for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)
+        ]
         self.read: list[list[int]] = [[] for _ in self.history]
         self.fed: list[list[int]] = [[] for _ in self.history]
         """What the draft's cache holds."""
@@ -104,14 +119,18 @@ class RetokenizingDrafter(Drafter):
         for history, more, count in zip(self.history, tokens.tolist(), counts, strict=True):
             history += more[:count]
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int) -> None:
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
         """Append what the target emitted."""
         if self.length.cost:
             gained = mean_accepted(verdict.accepted, active)
             self.calibration.judge(gained)
             self.credit.judge(gained, self.length.price(self.written))
         self.active = active
-        read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1).tolist()  # one read-back
+        read_back = torch.cat(
+            (active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1
+        ).tolist()  # one read-back
         for history, (going, count, *tokens) in zip(self.history, read_back, strict=True):
             history += tokens[: count + 1] if going else []
 
@@ -130,7 +149,8 @@ class RetokenizingDrafter(Drafter):
         return able
 
     def _encoded(self, row: int) -> list[int]:
-        """A row's text in the draft model's tokens, begun as its tokenizer begins one. What lies far behind is not encoded again."""
+        """A row's text in the draft model's tokens, begun as its tokenizer begins one. What lies far behind is not
+        encoded again."""
         history = self.history[row]
         if len(history) > self.due[row]:
             self._settle(row)
@@ -138,7 +158,8 @@ class RetokenizingDrafter(Drafter):
         return [*self.opening, *ids, *self._end(history[start:])]
 
     def _settle(self, row: int) -> None:
-        """Encode more of a row's text for good, where it can be cut so that the parts are the whole; else try again much later."""
+        """Encode more of a row's text for good, where it can be cut so that the parts are the whole; else try again
+        much later."""
         history, (start, ids) = self.history[row], self.settled[row]
         whole = decoded(self.tokenizer, history[start:])
         want, last = encoded(self.draft_tokenizer, whole), len(history) - ANEW
@@ -151,8 +172,8 @@ class RetokenizingDrafter(Drafter):
                 return
 
     def _end(self, history: Sequence[int]) -> list[int]:
-        """A text's end in the draft model's tokens. Where it ends within a character, the last tokens are their own counterparts, if they
-        have any."""
+        """A text's end in the draft model's tokens. Where it ends within a character, the last tokens are their own
+        counterparts, if they have any."""
         for behind in range(LONGEST_CHARACTER):
             end = len(history) - behind
             text = decoded(self.tokenizer, history[:end]) if end > 0 else ""
@@ -167,7 +188,8 @@ class RetokenizingDrafter(Drafter):
     def _catch_up(self) -> Tensor:
         """Feed what the draft's cache lacks of the rows' texts -> logits of what follows them [B, its vocabulary].
 
-        Every row feeds as many of its last tokens as any row lacks: then none is filled up beyond the room of the cache.
+        Every row feeds as many of its last tokens as any row lacks: then none is filled up beyond the room of the
+        cache.
         """
         lacks = max(len(read) - _common(fed, read) for fed, read in zip(self.fed, self.read, strict=True))
         parts = [read[-lacks:] for read in self.read]
@@ -177,7 +199,8 @@ class RetokenizingDrafter(Drafter):
         return self.draft.prefill(ids, torch.tensor([len(part) for part in parts], device=self.device))[0]
 
     def _feed(self, token: Tensor, behind: int) -> Tensor:
-        """Append the draft model's token [B], with `behind` drafts between the text and it -> logits of what follows."""
+        """Append the draft model's token [B], with `behind` drafts between the text and it -> logits of what
+        follows."""
         return self.passes(token[:, None], max(map(len, self.read)) + behind)
 
     def _keep(self, rows: Sequence[Sequence[int]]) -> None:
@@ -186,7 +209,8 @@ class RetokenizingDrafter(Drafter):
 
 
 def room_for(capacity: int, length: Length) -> int:
-    """How many of the draft model's tokens there is room for: a text may be longer in them than in the target's, twice as long at most."""
+    """How many of the draft model's tokens there is room for: a text may be longer in them than in the target's, twice
+    as long at most."""
     return 2 * capacity + length.most + 2
 
 
@@ -213,20 +237,28 @@ class TextDrafter(RetokenizingDrafter):
     """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones."""
 
     def propose(self, extent: int) -> TokenTree:
-        """One chain per row; a row whose continuation encodes to fewer tokens is filled up with token 0, a guess like any other. The root
-        alone where no row can be drafted for."""
+        """One chain per row; a row whose continuation encodes to fewer tokens is filled up with token 0, a guess like
+        any other. The root alone where no row can be drafted for."""
         able, self.written = self._encode_all(), 0
         written = self._write(torch.tensor(able, device=self.device)) if any(able) else []
         drafted = [self._as_target(row, written[row]) if going else [] for row, going in enumerate(able)]
         width = max(map(len, drafted))
         if not width:
             return TokenTree.root_only(self._roots())
-        tokens = [[history[-1], *draft, *[0] * (width - len(draft))] for history, draft in zip(self.history, drafted, strict=True)]
+        tokens = [
+            [history[-1], *draft, *[0] * (width - len(draft))]
+            for history, draft in zip(self.history, drafted, strict=True)
+        ]
         return TokenTree.chain(torch.tensor(tokens, device=self.device), self.max_path)
 
     def _write(self, going: Tensor) -> list[list[int]]:
-        """The draft model's tokens behind every row's text, as many as pay over the rows that can be drafted for, going [B]."""
-        logits, survival, pace = self._catch_up(), going.float(), Pace(self.length, self.calibration, max(1, sum(self.alive)))
+        """The draft model's tokens behind every row's text, as many as pay over the rows that can be drafted for, going
+        [B]."""
+        logits, survival, pace = (
+            self._catch_up(),
+            going.float(),
+            Pace(self.length, self.calibration, max(1, sum(self.alive))),
+        )
         own: list[Tensor] = []
         while True:
             if self.length.cost:
@@ -246,10 +278,15 @@ class TextDrafter(RetokenizingDrafter):
         """Target tokens of what the draft model wrote behind a row's text, by the end of it that was encoded anew."""
         end = self.read[row][len(self.opening) + len(self.settled[row][1]) :]
         before, after = (decoded(self.draft_tokenizer, ids) for ids in (end, [*end, *written]))
-        return self._joined(self.history[row], after[len(before) :])[: self.length.most] if after.startswith(before) else []
+        return (
+            self._joined(self.history[row], after[len(before) :])[: self.length.most]
+            if after.startswith(before)
+            else []
+        )
 
     def _joined(self, history: Sequence[int], more: str) -> list[int]:
-        """`more` as target tokens after `history`: encoded together with the last of them where that gives these back."""
+        """`more` as target tokens after `history`: encoded together with the last of them where that gives these
+        back."""
         tail = list(history[-OVERLAP:])
         whole = encoded(self.tokenizer, decoded(self.tokenizer, tail) + more)
         return whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)
@@ -264,21 +301,39 @@ SPACES = str.maketrans({"Ġ": " ", "▁": " "})
 class SharedDrafter(RetokenizingDrafter):
     """Chains of target tokens drawn from a draft model.
 
-    `shared` are pairs (target id, draft id) of tokens that mean the same, as `shared_tokens` finds them; pairs that one of the models has
-    no logit for are left out. After a drafted token the draft model goes on with its own id of it. Nodes that are not drawn (a text that is
-    not drafted for, shared tokens that hold too little, a row that ended) have a q of zeros.
+    `shared` are pairs (target id, draft id) of tokens that mean the same, as `shared_tokens` finds them; pairs that one
+    of the models has no logit for are left out. After a drafted token the draft model goes on with its own id of it.
+    Nodes that are not drawn (a text that is not drafted for, shared tokens that hold too little, a row that ended) have
+    a q of zeros.
     """
 
     traits = Traits(reusable=True, reads_logits=False, draws=True)
 
     def __init__(
-        self, draft: Target, length: Length, shared: Sequence[tuple[int, int]], *, room: int, tokenizer: Tokenizer,
-        draft_tokenizer: Tokenizer, vocab: int, draft_vocab: int, ops: Ops, process: Process, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        draft: Target,
+        length: Length,
+        shared: Sequence[tuple[int, int]],
+        *,
+        room: int,
+        tokenizer: Tokenizer,
+        draft_tokenizer: Tokenizer,
+        vocab: int,
+        draft_vocab: int,
+        ops: Ops,
+        process: Process,
+        device: torch.device,
+    ) -> None:
         pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]
         super().__init__(
-            draft, length, room=room, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer, known=dict(pairs), device=device
-        )  # fmt: skip
+            draft,
+            length,
+            room=room,
+            tokenizer=tokenizer,
+            draft_tokenizer=draft_tokenizer,
+            known=dict(pairs),
+            device=device,
+        )
         self.ops, self.process = ops, process
         self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
         self.own_id = torch.zeros(vocab, dtype=torch.long, device=device).scatter(0, self.ours, self.theirs)
@@ -296,7 +351,9 @@ class SharedDrafter(RetokenizingDrafter):
             going = going & (share >= SHARE) & (scores > -torch.inf).any(-1)
             scores = scores.masked_fill(~going[:, None], 0)
             probs = torch.softmax(scores, -1) * going[:, None]
-            if self.length.cost:  # before the draw: a token that decided over its own being drafted would not follow its distribution
+            if (
+                self.length.cost
+            ):  # before the draw: a token that decided over its own being drafted would not follow its distribution
                 survival = survival * probs.amax(-1) * share
             if not pace.allows(survival) or not bool(going.any()):
                 break
@@ -315,22 +372,25 @@ class SharedDrafter(RetokenizingDrafter):
         return TokenTree.chain(torch.stack(tokens, 1), self.max_path, torch.stack((q[0], *q), 1))
 
     def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft model's logits [B, its vocabulary] -> processed fp32 scores over the target's [B, V], -inf where a token is not
-        shared, and the part of its probability that the shared tokens hold [B]."""
+        """The draft model's logits [B, its vocabulary] -> processed fp32 scores over the target's [B, V], -inf where a
+        token is not shared, and the part of its probability that the shared tokens hold [B]."""
         logits = logits.float()
         among = logits[:, self.theirs]
         scores = logits.new_full((len(logits), len(self.foreign)), -torch.inf).index_copy(1, self.ours, among)
         share = (among.logsumexp(-1) - logits.logsumexp(-1)).exp()
-        return self.process(scores).masked_fill(self.foreign, -torch.inf), share  # processors may put a finite score for -inf
+        return self.process(scores).masked_fill(
+            self.foreign, -torch.inf
+        ), share  # processors may put a finite score for -inf
 
 
 def shared_tokens(tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> list[tuple[int, int]]:
     """Pairs (target id, draft id) of tokens that two tokenizers have in common, by the target's ids.
 
-    Two ordinary tokens are the same where they have the same string form, "Ġ" and "▁" both read as a space, and add the same text to
-    a text before them: "the" that continues a word is not "the" that begins one. Special tokens are the same with the same form, if they
-    are special in both; the tokens for what is unknown are not. End tokens of different forms are the same where neither has its form in
-    the other vocabulary. No pairs where one of the tokenizers lists no vocabulary.
+    Two ordinary tokens are the same where they have the same string form, "Ġ" and "▁" both read as a space, and add the
+    same text to a text before them: "the" that continues a word is not "the" that begins one. Special tokens are the
+    same with the same form, if they are special in both; the tokens for what is unknown are not. End tokens of
+    different forms are the same where neither has its form in the other vocabulary. No pairs where one of the
+    tokenizers lists no vocabulary.
     """
     if not all(callable(getattr(each, "get_vocab", None)) for each in (tokenizer, draft_tokenizer)):
         return []
@@ -339,7 +399,9 @@ def shared_tokens(tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> list[tupl
     both = sorted((ours[form], theirs[form]) for form in ours.keys() & theirs.keys())
     pairs = [(a, b) for a, b in both if a in our_special and b in their_special]
     plain = [(a, b) for a, b in both if a not in our_special and b not in their_special]
-    before = next(((a, b) for a, b in plain if _word(tokenizer, a) and _word(tokenizer, a) == _word(draft_tokenizer, b)), None)
+    before = next(
+        ((a, b) for a, b in plain if _word(tokenizer, a) and _word(tokenizer, a) == _word(draft_tokenizer, b)), None
+    )
     heads = ([], []) if before is None else ([before[0]], [before[1]])
     for a, b in plain:
         added = _added(tokenizer, heads[0], a)

@@ -16,8 +16,8 @@ ASYNCHRONOUS_AFTER = 8
 
 
 class Batch:
-    """The prompts of a call on the host: each answer and whether it goes on. Prompts are counted through the whole call, and
-    rows of the rounds hold them in turns, where there are fewer."""
+    """The prompts of a call on the host: each answer and whether it goes on. Prompts are counted through the whole
+    call, and rows of the rounds hold them in turns, where there are fewer."""
 
     def __init__(self, request: Request, stats: Stats) -> None:
         rows = request.prompts.shape[0]
@@ -34,11 +34,13 @@ class Batch:
         self.active = [True] * rows
         """Of each prompt, whether its answer goes on; also of those that wait."""
         self.alone = bool(request.ends) or request.rows is not None
-        """Whether `stop` ends an answer by itself. Otherwise all answers go on until each of them was stopped once, as in transformers."""
+        """Whether `stop` ends an answer by itself. Otherwise all answers go on until each of them was stopped once, as
+        in transformers."""
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
         self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
         self.uncounted: list[tuple[Stats, int, int, int, int, int, bool]] = []
-        """Rounds of answers that go on until each of them was stopped, whose common end is not known yet: what `count` was called with."""
+        """Rounds of answers that go on until each of them was stopped, whose common end is not known yet: what `count`
+        was called with."""
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
         self.reads_together = True
         """Whether one pass may read several of the prompts that wait; not where one could not."""
@@ -77,11 +79,17 @@ class Batch:
         """Take a prompt's first token, of scores and logits [1, V]."""
         if self.request.measure:
             self.measures[prompt].append(measure(logits, torch.tensor(tokens, device=logits.device)))
-        self.take(prompt, tokens, 0, scores if self.request.keep_scores else None, logits if self.request.keep_logits else None)
+        self.take(
+            prompt,
+            tokens,
+            0,
+            scores if self.request.keep_scores else None,
+            logits if self.request.keep_logits else None,
+        )
 
     def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
-        """Append tokens to a prompt's answer until it ends; scores and logits are [len(tokens), V]. Raises NoDistribution where it goes
-        on behind the last of them, and that is `NO_TOKEN`."""
+        """Append tokens to a prompt's answer until it ends; scores and logits are [len(tokens), V]. Raises
+        NoDistribution where it goes on behind the last of them, and that is `NO_TOKEN`."""
         request, answer = self.request, self.out.tokens[prompt]
         if request.steps is not None:
             self._take_steps(request.steps, prompt, tokens, accepted)
@@ -120,7 +128,9 @@ class Batch:
         answer += more
         self.active[prompt] = not steps.over
         if self.request.emit is not None and more:
-            self.request.emit(prompt, more, min(accepted, len(more)), steps.over or steps.lengths[prompt] == len(answer))
+            self.request.emit(
+                prompt, more, min(accepted, len(more)), steps.over or steps.lengths[prompt] == len(answer)
+            )
 
     @property
     def padded(self) -> list[bool]:
@@ -140,18 +150,22 @@ class Batch:
         return more[-1] in self.ends[prompt] or (self.alone and self.stopped(prompt, self.out.tokens[prompt] + more))
 
     def goes_on(self, longest: int) -> bool:
-        """Whether the round after the next one may be launched before the next one is read. It may if the call asks for nothing but tokens,
-        and if some row cannot reach its limit in the next round, which emits `longest` tokens at most. A round that nobody needs takes
-        as long as any, so the first ASYNCHRONOUS_AFTER rounds of a call are read one by one."""
+        """Whether the round after the next one may be launched before the next one is read. It may if the call asks for
+        nothing but tokens, and if some row cannot reach its limit in the next round, which emits `longest` tokens at
+        most. A round that nobody needs takes as long as any, so the first ASYNCHRONOUS_AFTER rounds of a call are read
+        one by one."""
         request = self.request
         plain = request.watch is None and not (request.keep_scores or request.keep_logits or request.measure)
         if not plain or self.stats.rounds < ASYNCHRONOUS_AFTER:
             return False
-        return any(self.active[prompt] and len(self.out.tokens[prompt]) + longest < self.limits[prompt] for prompt in self.places)
+        return any(
+            self.active[prompt] and len(self.out.tokens[prompt]) + longest < self.limits[prompt]
+            for prompt in self.places
+        )
 
     def grow(self, more: list[int], ran: list[bool], follows: int) -> None:
-        """Add what a round committed, `more` tokens a row, to the lengths of the rows that `ran`. Those that ended in it still take part in
-        the round that was launched already, if any, which commits up to `follows` tokens."""
+        """Add what a round committed, `more` tokens a row, to the lengths of the rows that `ran`. Those that ended in
+        it still take part in the round that was launched already, if any, which commits up to `follows` tokens."""
         for row, (count, was, goes_on) in enumerate(zip(more, ran, self.running, strict=True)):
             if was:
                 self.lengths[row] += count if goes_on else count + follows

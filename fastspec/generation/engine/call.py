@@ -1,4 +1,5 @@
-"""The call as the rounds see it: the request, the tensors that all rounds share, rounds without drafts, and the outcome."""
+"""The call as the rounds see it: the request, the tensors that all rounds share, rounds without drafts, and the
+outcome."""
 
 from __future__ import annotations
 
@@ -23,19 +24,21 @@ Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
 class Request:
     """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
 
-    `context` is the whole text in the same form, where the target's cache holds a part of it already: drafters that read no features
-    get it; with an encoder-decoder model they get the source and then the decoder's tokens. `history[b]` [T_b] is what a
-    history-dependent processor sees of row b before its first new token, `limit` the number of new tokens, `ends` the end
-    tokens. Rows that `stop` ends before the others go on, as in transformers, where there are no end tokens and no prompts that wait; else
-    they are over. `process_at` is called level by level of the walk where processors look at the history; all others
-    belong to the rounds. With `steps` the rows decode in lockstep, and these choose every token and say when a row has ended: `ends`,
-    `stop`, `process_at` and `keep_scores` are not used. `stop(row, new_tokens)` is asked after every token, and
-    `emit(row, tokens, accepted, done)` is called for every round; before that `watch(tree, verdict, logits)` sees the round's tree and
-    the target's raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as
-    drafts first. `measure` asks for `fastspec.generation.verify.measure` of every new token.
+    `context` is the whole text in the same form, where the target's cache holds a part of it already: drafters that
+    read no features get it; with an encoder-decoder model they get the source and then the decoder's tokens.
+    `history[b]` [T_b] is what a history-dependent processor sees of row b before its first new token, `limit` the
+    number of new tokens, `ends` the end tokens. Rows that `stop` ends before the others go on, as in transformers,
+    where there are no end tokens and no prompts that wait; else they are over. `process_at` is called level by level of
+    the walk where processors look at the history; all others belong to the rounds. With `steps` the rows decode in
+    lockstep, and these choose every token and say when a row has ended: `ends`, `stop`, `process_at` and `keep_scores`
+    are not used. `stop(row, new_tokens)` is asked after every token, and `emit(row, tokens, accepted, done)` is called
+    for every round; before that `watch(tree, verdict, logits)` sees the round's tree and the target's raw logits [B, N,
+    V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as drafts first.
+    `measure` asks for `fastspec.generation.verify.measure` of every new token.
 
-    `rows` prompts are decoded at a time, None: all of them. The others wait, and take the place of those that have ended: `entry(count)`
-    then gives a target and a drafter of so many rows for prompts to begin in. Such calls have no context and no answers.
+    `rows` prompts are decoded at a time, None: all of them. The others wait, and take the place of those that have
+    ended: `entry(count)` then gives a target and a drafter of so many rows for prompts to begin in. Such calls have no
+    context and no answers.
 
     `prefill(target)` takes the place of `Target.prefill` for all prompts, where these are more than tokens.
     """
@@ -60,7 +63,8 @@ class Request:
     prefill: Callable[[Target], tuple[Tensor, Tensor]] | None = None
 
     def read(self, target: Target) -> tuple[Tensor, Tensor]:
-        """Let a target stand behind the prompts -> logits of their last tokens [B, V] and the features of all [B, T, F]."""
+        """Let a target stand behind the prompts -> logits of their last tokens [B, V] and the features of all [B, T,
+        F]."""
         return target.prefill(self.prompts, self.counts) if self.prefill is None else self.prefill(target)
 
     @property
@@ -79,8 +83,9 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """New tokens per row, trimmed; per row and new token its processed scores and raw logits [V] where asked for, and per row the
-    measures [T, 3] of its new tokens. `kept` counts the tokens of each row's given answer that the target has emitted too."""
+    """New tokens per row, trimmed; per row and new token its processed scores and raw logits [V] where asked for, and
+    per row the measures [T, 3] of its new tokens. `kept` counts the tokens of each row's given answer that the target
+    has emitted too."""
 
     tokens: list[list[int]]
     scores: list[list[Tensor]] = field(default_factory=list)
@@ -91,7 +96,8 @@ class Outcome:
 
 
 class RoundState:
-    """What all rounds of a call share and change in place: every program of the call, and every graph, reads the same tensors."""
+    """What all rounds of a call share and change in place: every program of the call, and every graph, reads the same
+    tensors."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.root = torch.zeros(rows, dtype=torch.long, device=device)

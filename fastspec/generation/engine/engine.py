@@ -1,4 +1,5 @@
-"""The engine of calls of one kind: a target, a drafter, the programs of their rounds, and the graphs captured of these."""
+"""The engine of calls of one kind: a target, a drafter, the programs of their rounds, and the graphs captured of
+these."""
 
 from __future__ import annotations
 
@@ -26,20 +27,31 @@ TargetT = TypeVar("TargetT", bound=Target)
 class Engine(Generic[TargetT]):
     """A target and a drafter of `rows` rows, and all programs of their rounds, which share one state.
 
-    `sample`, `process`, `settings` and `place` say how tokens are chosen, as for `Choice`; a drafter that mixes makes it a `MixedChoice`.
-    `measures` and `pad_token` are those of `RoundProgram`.
+    `sample`, `process`, `settings` and `place` say how tokens are chosen, as for `Choice`; a drafter that mixes makes
+    it a `MixedChoice`. `measures` and `pad_token` are those of `RoundProgram`.
     """
 
     def __init__(
-        self, target: TargetT, drafter: Drafter | None, ops: Ops, *, rows: int, sample: bool, process: Process | None,
-        settings: SamplingSettings | None = None, place: Place = Place.DEVICE, measures: bool = False, pad_token: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        target: TargetT,
+        drafter: Drafter | None,
+        ops: Ops,
+        *,
+        rows: int,
+        sample: bool,
+        process: Process | None,
+        settings: SamplingSettings | None = None,
+        place: Place = Place.DEVICE,
+        measures: bool = False,
+        pad_token: int | None = None,
+    ) -> None:
         self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
         self.choice = Choice(ops, sample=sample, process=process, settings=settings, place=place)
         if isinstance(drafter, MixingDrafter):
             self.choice = MixedChoice(ops, drafter, sample=sample, process=process)
         self.main, self.plain, self.given = (
-            RoundProgram(target, each, ops, self.state, measures=measures, pad_token=pad_token) for each in (drafter, None, None)
+            RoundProgram(target, each, ops, self.state, measures=measures, pad_token=pad_token)
+            for each in (drafter, None, None)
         )
         """The call's own rounds, those without its drafter, and those that verify a given text."""
         self.current = self.main
@@ -78,9 +90,10 @@ class Engine(Generic[TargetT]):
 
     def admit(
         self, row: int, target: Target, drafter: Drafter | None, root: Tensor, count: int, source: int | None = None
-    ) -> None:  # fmt: skip
-        """Give a row another prompt, of `count` tokens, which row `source` of this target and this drafter has read (None: their only one).
-        root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to leave. No round may be in flight."""
+    ) -> None:
+        """Give a row another prompt, of `count` tokens, which row `source` of this target and this drafter has read
+        (None: their only one). root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to
+        leave. No round may be in flight."""
         self.fallback.tell(self.drafter)
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
@@ -91,8 +104,8 @@ class Engine(Generic[TargetT]):
         self.state.root[row] = root[0].clamp(min=0)
 
     def take_rows(self, other: Engine[TargetT], rows: Sequence[int]) -> list[int]:
-        """Copy these rows of another engine into the first rows of this one -> how many committed tokens each of this one's rows has then.
-        What its other rows held is lost."""
+        """Copy these rows of another engine into the first rows of this one -> how many committed tokens each of this
+        one's rows has then. What its other rows held is lost."""
         other.end()
         root, lengths = self.state.root.clone(), other.target.lengths.tolist()
         for row, source in enumerate(rows):
@@ -105,20 +118,25 @@ class Engine(Generic[TargetT]):
         return found
 
     def step(self, longest: int, stats: Stats, verifier: Verifier | None = None, asynchronous: bool = False) -> Emitted:
-        """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts, and the tokens.
+        """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts,
+        and the tokens.
 
-        `verifier` decides in place of `choice`. With `asynchronous` the next round is launched before this one is read, where it can be:
-        rows that this round ends go on for one more, and only the tokens of this one can be read.
+        `verifier` decides in place of `choice`. With `asynchronous` the next round is launched before this one is read,
+        where it can be: rows that this round ends go on for one more, and only the tokens of this one can be read.
         """
         if not self.fallback.is_next(self.current.drafter):
             return self._step(self.current, longest, stats, verifier or self.choice, asynchronous)
-        emitted = self._step(self.plain, longest, stats, verifier or self.choice, asynchronous and self.fallback.left > 1)
+        emitted = self._step(
+            self.plain, longest, stats, verifier or self.choice, asynchronous and self.fallback.left > 1
+        )
         self.fallback.count(emitted, self.state)
         if not self.fallback.left:
             self.fallback.tell(self.drafter)
         return emitted
 
-    def _step(self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool) -> Emitted:
+    def _step(
+        self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
+    ) -> Emitted:
         key = program, verifier.place
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
         self.last, emitted = schedule.step(verifier, longest, stats, asynchronous)

@@ -1,4 +1,5 @@
-"""A batch without an end: prompts arrive while it runs, each with its own settings, and its number of rows follows the load."""
+"""A batch without an end: prompts arrive while it runs, each with its own settings, and its number of rows follows the
+load."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ from fastspec.kernels.verification.reference import SamplingSettings
 class Rule:
     """How the tokens of one prompt are chosen: the likeliest, or with `sample` drawn by the numbers of `seed`.
 
-    `settings` are all that the processors do, else `process` is what they do to scores [R, V] where they look at no history, or
-    `process_at` where they do; then `history` [T] is what they see before the first new token.
+    `settings` are all that the processors do, else `process` is what they do to scores [R, V] where they look at no
+    history, or `process_at` where they do; then `history` [T] is what they see before the first new token.
     """
 
     sample: bool = False
@@ -76,12 +77,16 @@ class Prompt(Protocol):
 class OpenBatch(Batch):
     """A batch of so many rows that prompts join as they arrive: each is known by the row that it is in.
 
-    What one of them raises, in a callback or while it is read, ends that one alone. Rows without a prompt hold a text of one token.
+    What one of them raises, in a callback or while it is read, ends that one alone. Rows without a prompt hold a text
+    of one token.
     """
 
     def __init__(self, rows: int, stats: Stats, device: torch.device) -> None:
         blank = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        super().__init__(Request(blank, torch.ones_like(blank)[:, 0], [], 0, frozenset(), None, stop=self._stop, emit=self._emit), stats)
+        super().__init__(
+            Request(blank, torch.ones_like(blank)[:, 0], [], 0, frozenset(), None, stop=self._stop, emit=self._emit),
+            stats,
+        )
         self.alone = True
         self.prompts: list[Prompt | None] = []
         """What each row holds, or is about to."""
@@ -91,7 +96,8 @@ class OpenBatch(Batch):
         """What was raised in the middle of a round, by row."""
 
     def resize(self, rows: int) -> list[int]:
-        """Go on with so many rows, the first of which hold the prompts that there are -> the rows that these were in."""
+        """Go on with so many rows, the first of which hold the prompts that there are -> the rows that these were
+        in."""
         kept = [row for row, prompt in enumerate(self.prompts) if prompt is not None]
         asked = {row: index for index, row in enumerate(kept)}
         idle = rows - len(kept)
@@ -156,7 +162,8 @@ class OpenBatch(Batch):
             self.errors.setdefault(row, error)
 
     def cancel(self) -> None:
-        """Let go of prompts that nobody waits for any more. What a row emits in a round that was launched is not read."""
+        """Let go of prompts that nobody waits for any more. What a row emits in a round that was launched is not
+        read."""
         for row, prompt in enumerate(self.prompts):
             if prompt is not None and prompt.is_cancelled:
                 self._leave(row, None)
@@ -197,8 +204,9 @@ class OpenBatch(Batch):
 class OwnRules(Verifier):
     """The choice by the rule of each row's prompt.
 
-    While all rows take the likeliest tokens that is one argmax, which a captured round may hold; any other rule is the host's to apply, row
-    by row. Draws are by `uniform_at`, so that a seed gives its tokens whatever the trees and the other rows are. Drafts must not be drawn.
+    While all rows take the likeliest tokens that is one argmax, which a captured round may hold; any other rule is the
+    host's to apply, row by row. Draws are by `uniform_at`, so that a seed gives its tokens whatever the trees and the
+    other rows are. Drafts must not be drawn.
     """
 
     def __init__(self, batch: OpenBatch, target: Target, ops: Ops) -> None:
@@ -212,7 +220,11 @@ class OwnRules(Verifier):
     def _ruled(self) -> list[tuple[int, Rule]]:
         """Rows that go on and whose rule is not the plain one."""
         held = zip(self.batch.active, self.batch.prompts, strict=True)
-        return [(row, prompt.rule) for row, (on, prompt) in enumerate(held) if on and prompt is not None and not prompt.rule.is_plain]
+        return [
+            (row, prompt.rule)
+            for row, (on, prompt) in enumerate(held)
+            if on and prompt is not None and not prompt.rule.is_plain
+        ]
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The first token of one prompt, by its own rule. What its processors raise goes to the caller."""
@@ -240,12 +252,17 @@ class OwnRules(Verifier):
             if rule.process_at is not None:
                 with self.batch.guarded(row):
                     walked = self._walked(row, rule, rule.process_at, scored, positions)
-                    for mine, theirs in ((verdict.path, walked.path), (verdict.accepted, walked.accepted), (verdict.bonus, walked.bonus)):
+                    for mine, theirs in (
+                        (verdict.path, walked.path),
+                        (verdict.accepted, walked.accepted),
+                        (verdict.bonus, walked.bonus),
+                    ):
                         mine[row] = theirs[0]
         return VerifiedTree(scored, verdict, None)
 
     def _picks(self, rule: Rule, scores: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [1, N] of one prompt, of scores [1, N, V] and the positions [1, N] of the tokens that are chosen there."""
+        """Tokens [1, N] of one prompt, of scores [1, N, V] and the positions [1, N] of the tokens that are chosen
+        there."""
         settings = rule.settings if rule.sample else None
         if rule.process is not None and settings is None:
             scores = rule.process(scores[0].float())[None]
@@ -258,9 +275,15 @@ class OwnRules(Verifier):
         answer, history = batch.out.tokens[row], rule.history
         assert history is not None
         verdict, _ = walk_with_history(
-            alone, scored.logits[one], self._uniform(rule, positions[one]), [torch.cat((history, history.new_tensor(answer)))], process_at,
-            [batch.limits[row] - len(answer)], lambda _, more: batch.over(row, more), self.ops,
-        )  # fmt: skip
+            alone,
+            scored.logits[one],
+            self._uniform(rule, positions[one]),
+            [torch.cat((history, history.new_tensor(answer)))],
+            process_at,
+            [batch.limits[row] - len(answer)],
+            lambda _, more: batch.over(row, more),
+            self.ops,
+        )
         return verdict
 
     def _uniform(self, rule: Rule, positions: Tensor) -> Tensor | None:
@@ -273,15 +296,21 @@ PATIENCE = 16
 
 
 class RowCounts(Generic[TargetT]):
-    """Rounds of as many rows as the load needs: 1, 2, 4, ... or `rows`. Those of `rows` are made at once, the others when they are first
-    needed, and all are kept: together keys and values take the memory of twice `rows` at most.
+    """Rounds of as many rows as the load needs: 1, 2, 4, ... or `rows`. Those of `rows` are made at once, the others
+    when they are first needed, and all are kept: together keys and values take the memory of twice `rows` at most.
 
-    `make(count, other)` makes rounds of `count` rows, whose prompts are read in the same target as those of `other`, if any. Beside
-    others it may give None: then these go on. Without `narrows`, and with a drafter whose rows do not move, there are always `rows`.
+    `make(count, other)` makes rounds of `count` rows, whose prompts are read in the same target as those of `other`, if
+    any. Beside others it may give None: then these go on. Without `narrows`, and with a drafter whose rows do not move,
+    there are always `rows`.
     """
 
     def __init__(
-        self, make: Callable[[int, Rounds[TargetT] | None], Rounds[TargetT] | None], batch: OpenBatch, rows: int, *, narrows: bool
+        self,
+        make: Callable[[int, Rounds[TargetT] | None], Rounds[TargetT] | None],
+        batch: OpenBatch,
+        rows: int,
+        *,
+        narrows: bool,
     ) -> None:
         self.make, self.batch, self.rows = make, batch, rows
         self.steps = [*(1 << power for power in range((rows - 1).bit_length())), rows] if narrows else [rows]
@@ -312,7 +341,8 @@ class RowCounts(Generic[TargetT]):
             each.engine.reserve(room)
 
     def turn(self) -> None:
-        """A turn of the rounds that the load needs. Before these change no round is launched ahead, since prompts move between two."""
+        """A turn of the rounds that the load needs. Before these change no round is launched ahead, since prompts move
+        between two."""
         self.needed.append(self.batch.held + len(self.batch.queue))
         width = next((step for step in self.steps if step >= max(self.needed)), self.rows)
         stays = width == len(self.batch.prompts) or self.current.joining is not None

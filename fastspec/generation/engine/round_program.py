@@ -7,8 +7,8 @@
     round   = commit(judged)         its keys and values are kept, and its tokens emitted                 [B, 1 + P]
     observe(round, extent)           what the target chose in the tree goes to the drafter
 
-Nothing here knows whether it is captured, and nothing is read back: `schedule.py` runs these phases. What a round leaves is valid until
-the next one.
+Nothing here knows whether it is captured, and nothing is read back: `schedule.py` runs these phases. What a round
+leaves is valid until the next one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
-    """A scored tree with its verdict. `scores` are what the verdict was made of, fp32 as the processors leave them: at every node
-    [B, N, V], or with `along_path` at every step of the verdict's path [B, P, V]; None where nobody may ask for them."""
+    """A scored tree with its verdict. `scores` are what the verdict was made of, fp32 as the processors leave them: at
+    every node [B, N, V], or with `along_path` at every step of the verdict's path [B, P, V]; None where nobody may ask
+    for them."""
 
     scored: Scored
     verdict: Verdict
@@ -60,10 +61,10 @@ class VerifiedTree:
 class Committed:
     """What a round leaves behind: the tokens that it emitted, and what else the call asks for.
 
-    `emitted` [B, 1 + P] int64 is what the host reads back: how many drafts each row accepted, or -1 - so many where no token could be
-    drawn behind them, then its tokens. Behind them stand the
-    integers that a `HostDrafter` learns from, where the round was captured together with them. `verdict` has its tokens at hand, and
-    `measures` [B, P, 3] are those of `fastspec.generation.verify.measure`, where the call asks for them.
+    `emitted` [B, 1 + P] int64 is what the host reads back: how many drafts each row accepted, or -1 - so many where no
+    token could be drawn behind them, then its tokens. Behind them stand the integers that a `HostDrafter` learns from,
+    where the round was captured together with them. `verdict` has its tokens at hand, and `measures` [B, P, 3] are
+    those of `fastspec.generation.verify.measure`, where the call asks for them.
     """
 
     verdict: Verdict
@@ -118,14 +119,28 @@ Marked: TypeAlias = tuple[Value, Marks]
 class RoundProgram:
     """The phases of a round of one target and one drafter; None drafts nothing, and every round is one token.
 
-    With `measures` a round keeps `measure` of its tokens. With `pad_token`, in a call that decodes in lockstep, rows that have
-    ended go on and emit this token, which the drafter does not observe.
+    With `measures` a round keeps `measure` of its tokens. With `pad_token`, in a call that decodes in lockstep, rows
+    that have ended go on and emit this token, which the drafter does not observe.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, ops: Ops, state: RoundState, *, measures: bool = False, pad_token: int | None = None
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        ops: Ops,
+        state: RoundState,
+        *,
+        measures: bool = False,
+        pad_token: int | None = None,
     ) -> None:
-        self.target, self.drafter, self.ops, self.state, self.measures, self.pad_token = target, drafter, ops, state, measures, pad_token
+        self.target, self.drafter, self.ops, self.state, self.measures, self.pad_token = (
+            target,
+            drafter,
+            ops,
+            state,
+            measures,
+            pad_token,
+        )
         self.clock: Clock | None = None
         """Takes the phases of every round down where a profile is wanted."""
 
@@ -150,8 +165,8 @@ class RoundProgram:
         return self.clock, self.target.buffers, None if self.drafter is None else self.drafter.buffers
 
     def open(self, longest: int) -> int:
-        """Begin a round where no row has more than `longest` committed tokens: make room for these and for what the round commits -> how
-        many of them are in bounds."""
+        """Begin a round where no row has more than `longest` committed tokens: make room for these and for what the
+        round commits -> how many of them are in bounds."""
         room = rounded(longest + self.longest)
         if self.drafter is not None:
             self.drafter.reserve(room)
@@ -187,10 +202,12 @@ class RoundProgram:
         return tree
 
     def _check(self, tree: TokenTree, drafter: Drafter) -> None:
-        """Refuse a tree that is none, or that does not begin where the text ends: the target would go on from there. On a device only
-        three-method drafters are asked for the latter, since it is read back."""
+        """Refuse a tree that is none, or that does not begin where the text ends: the target would go on from there. On
+        a device only three-method drafters are asked for the latter, since it is read back."""
         state, who = self.state, type(drafter.theirs if isinstance(drafter, Adopted) else drafter).__name__
-        check_tree(tree, state.root, nodes=drafter.nodes, max_path=drafter.max_path, draws=drafter.traits.draws, who=who)
+        check_tree(
+            tree, state.root, nodes=drafter.nodes, max_path=drafter.max_path, draws=drafter.traits.draws, who=who
+        )
         if state.root.device.type == "cpu" or isinstance(drafter, Adopted):
             check_roots(tree.tokens, state.root, state.active & ~state.ended, who)
 
@@ -204,7 +221,9 @@ class RoundProgram:
         """Keep the verdict's path in the target's cache, and emit its tokens; the last of them are the next roots."""
         scored, verdict, state = judged.scored, judged.verdict, self.state
         self.target.commit(verdict, state.active)
-        emitted = self.ops.emit(scored.tree.tokens, verdict.path, verdict.accepted, verdict.bonus, state.active, state.root)
+        emitted = self.ops.emit(
+            scored.tree.tokens, verdict.path, verdict.accepted, verdict.bonus, state.active, state.root
+        )
         tokens, measures = emitted[:, 1:], None
         if self.measures:
             at = verdict.path[..., None].expand(-1, -1, scored.logits.shape[-1])
@@ -256,7 +275,8 @@ class RoundProgram:
         return self.clock.watch(phases)
 
     def on_copy(self, phases: Callable[[TokenTree, int], Value], max_path: int, *parts: Tensor) -> Marked[Value]:
-        """Phases on the copy of a tree that a graph reads, in bounds of any length: its tokens, parents, depths and ancestors."""
+        """Phases on the copy of a tree that a graph reads, in bounds of any length: its tokens, parents, depths and
+        ancestors."""
 
         def run() -> Value:
             self.mark("copy")

@@ -71,8 +71,8 @@ class Joining:
             self.features.append(features)
 
     def begin(self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed scores [1, V]: `first`,
-        where they are known."""
+        """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed
+        scores [1, V]: `first`, where they are known."""
         text = self.ids, torch.tensor([self.done], device=self.ids.device)
         root, scores = first or verifier.first(self.logits, text, [self.prompt])
         if self.drafter is not None:
@@ -84,29 +84,37 @@ class Joining:
 class Rounds(Generic[TargetT]):
     """The rounds of a batch, a turn at a time.
 
-    Before a round prompts that wait take the rows that are free: `entry(count)` gives a target and a drafter of so many rows for them to
-    begin in. While other rows go on, no more than `chunk` tokens of prompts are read between two rounds, so that these do not wait for a
-    long one; None: any number, of a call that nobody hears of before its end.
+    Before a round prompts that wait take the rows that are free: `entry(count)` gives a target and a drafter of so many
+    rows for them to begin in. While other rows go on, no more than `chunk` tokens of prompts are read between two
+    rounds, so that these do not wait for a long one; None: any number, of a call that nobody hears of before its end.
 
-    Where passes are captured, up to `together` short prompts are read in one, since each pass takes the host some time, however short.
+    Where passes are captured, up to `together` short prompts are read in one, since each pass takes the host some time,
+    however short.
     """
 
     def __init__(
-        self, engine: Engine[TargetT], batch: Batch, verifier: Verifier, entry: Entry | None, chunk: int | None = None,
+        self,
+        engine: Engine[TargetT],
+        batch: Batch,
+        verifier: Verifier,
+        entry: Entry | None,
+        chunk: int | None = None,
         together: int = TOGETHER,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.engine, self.batch, self.verifier, self.entry, self.chunk = engine, batch, verifier, entry, chunk
         drafter = engine.drafter
         moves = drafter is None or (drafter.moves and not isinstance(drafter, MixingDrafter))
         self.together = together if moves and engine.target.captures else 1
-        self.gathered = 1 if chunk is not None else min(self.together, max(1, len(engine.state.running) // ROWS_FOR_ONE))
+        self.gathered = (
+            1 if chunk is not None else min(self.together, max(1, len(engine.state.running) // ROWS_FOR_ONE))
+        )
         """Rows that are free before prompts join, where so many wait and others go on."""
         self.joining: Joining | None = None
         """The prompt of which a part was read."""
 
     def turn(self, stays: bool = True) -> None:
-        """Let prompts join, and run a round if any row goes on. Without `stays` the prompts move to another `Rounds` after this turn, so
-        that no round may be launched before this one is read."""
+        """Let prompts join, and run a round if any row goes on. Without `stays` the prompts move to another `Rounds`
+        after this turn, so that no round may be launched before this one is read."""
         engine, batch = self.engine, self.batch
         if self.joining is not None and not batch.expects(self.joining.row):
             self.joining = None
@@ -134,8 +142,14 @@ class Rounds(Generic[TargetT]):
                 spent += self._read(room)
 
     def _waits_to_prefill_whole(self, room: int) -> bool:
-        """True if the next prompt fits whole into the next pass but not into the `room` tokens that are left of this one."""
-        return self.joining is None and self.together > 1 and self.chunk is not None and room < self.batch.ahead(1)[0] <= self.chunk
+        """True if the next prompt fits whole into the next pass but not into the `room` tokens that are left of this
+        one."""
+        return (
+            self.joining is None
+            and self.together > 1
+            and self.chunk is not None
+            and room < self.batch.ahead(1)[0] <= self.chunk
+        )
 
     def _read(self, room: int | None) -> int:
         """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails."""
@@ -185,13 +199,17 @@ class Rounds(Generic[TargetT]):
             logits, features = target.prefill(ids, counts)
         except Exception as error:
             return self._one_by_one([(each, None) for each in taken], error)
-        firsts = [self._first(each, logits[place : place + 1], counts[place : place + 1]) for place, each in enumerate(taken)]
+        firsts = [
+            self._first(each, logits[place : place + 1], counts[place : place + 1]) for place, each in enumerate(taken)
+        ]
         roots = torch.cat([counts.new_zeros(1) if first is None else first[0] for first in firsts])
         if drafter is not None:
             try:
                 drafter.begin(ids, counts, features, roots.clamp(min=0))
             except Exception as error:
-                return self._one_by_one([pair for pair in zip(taken, firsts, strict=True) if pair[1] is not None], error)
+                return self._one_by_one(
+                    [pair for pair in zip(taken, firsts, strict=True) if pair[1] is not None], error
+                )
         tokens = roots.tolist()
         for place, ((row, prompt, own), first) in enumerate(zip(taken, firsts, strict=True)):
             if first is None:
@@ -204,16 +222,20 @@ class Rounds(Generic[TargetT]):
         return ids.numel()
 
     def _one_by_one(self, pairs: Sequence[tuple[Waiting, tuple[Tensor, Tensor] | None]], error: Exception) -> int:
-        """Read alone what could not be read together, so that what one prompt raises is that one's -> the tokens. Where none of them raises
-        anything, together is what does not work here: it is not tried again, which is said, by an error of these where warnings are."""
+        """Read alone what could not be read together, so that what one prompt raises is that one's -> the tokens. Where
+        none of them raises anything, together is what does not work here: it is not tried again, which is said, by an
+        error of these where warnings are."""
         read = [self._read_alone(waiting, None, first) for waiting, first in pairs]
         if all(read):
             self.batch.reads_together = False
             try:
                 warnings.warn(
-                    f"fastspec: {len(pairs)} prompts could not be read in one pass ({type(error).__name__}: {error}); each was read alone, "
-                    "as all that come are from here on", RuntimeWarning, stacklevel=2,
-                )  # fmt: skip
+                    f"fastspec: {len(pairs)} prompts could not be read in one pass ({type(error).__name__}: "
+                    f"{error}); each was read alone, "
+                    "as all that come are from here on",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             except RuntimeWarning as raised:
                 for (_, prompt, _), _ in pairs:
                     self.batch.refuse(prompt, raised)
@@ -236,7 +258,8 @@ class Rounds(Generic[TargetT]):
 
 
 def read_row(row: list[int]) -> list[int]:
-    """What a row emitted, as `Ops.emit` tells of it, with NO_TOKEN where none could be drawn behind the accepted drafts."""
+    """What a row emitted, as `Ops.emit` tells of it, with NO_TOKEN where none could be drawn behind the accepted
+    drafts."""
     if row[0] >= 0:
         return row
     accepted = -1 - row[0]
@@ -249,11 +272,17 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
     emitted = [read_row(row) for row in emitted]
     if request.watch is not None:
         request.watch(last.tree, last.verdict, last.logits)
-    measures = None if last.committed.measures is None else last.committed.measures.clone()  # the next replay writes over them
+    measures = (
+        None if last.committed.measures is None else last.committed.measures.clone()
+    )  # the next replay writes over them
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
     asked = request.keep_scores or request.keep_logits
     paths = [last.verdict.path[row, : accepted + 1] for row, (accepted, *_) in enumerate(emitted)] if asked else []
-    scores = [last.scores_along(row, path) for row, path in enumerate(paths)] if request.keep_scores else [None] * len(emitted)
+    scores = (
+        [last.scores_along(row, path) for row, path in enumerate(paths)]
+        if request.keep_scores
+        else [None] * len(emitted)
+    )
     for row, (prompt, (accepted, *tokens)) in enumerate(zip(batch.places, emitted, strict=True)):
         if not batch.active[prompt]:
             continue
@@ -281,7 +310,9 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     with timed(stats, "prefill"):
         first = request.begins()
         logits, features = first.read(target)
-        text = request.context if request.context is not None and not features.shape[-1] else (first.prompts, first.counts)
+        text = (
+            request.context if request.context is not None and not features.shape[-1] else (first.prompts, first.counts)
+        )
         root, scores = verifier.first(logits, text, batch.places)
         begun = root.clamp(min=0)  # of a row without a token the call hears below
         if drafter is not None and request.answers is None:

@@ -1,12 +1,11 @@
 """Who runs the phases of a round, chosen by where they run. None of these knows how a round drafts.
 
-    captured | draft  | verify | schedule
-    no       | any    | any    | Eager           one phase after another
-    yes      | DEVICE | DEVICE | WholeGraph      one graph, asynchronous where nothing is read but tokens
-    yes      | DEVICE | HOST   | SplitGraph      a graph on either side of the host's decision
-    yes      | HOST   | DEVICE | GraphFromScore  the host drafts, and what follows is a graph for each shape of the tree
-    yes      | HOST   | HOST   | GraphOfScore    the host drafts and decides, and scoring alone is a graph; so too where drafts bring
-                                                distributions, which a larger graph would have to copy
+captured | draft  | verify | schedule no       | any    | any    | Eager           one phase after another yes      |
+DEVICE | DEVICE | WholeGraph      one graph, asynchronous where nothing is read but tokens yes      | DEVICE | HOST   |
+SplitGraph      a graph on either side of the host's decision yes      | HOST   | DEVICE | GraphFromScore  the host
+drafts, and what follows is a graph for each shape of the tree yes      | HOST   | HOST   | GraphOfScore    the host
+drafts and decides, and scoring alone is a graph; so too where drafts bring
+                                            distributions, which a larger graph would have to copy
 """
 
 from __future__ import annotations
@@ -41,9 +40,11 @@ class Schedule(ABC):
         self.program = program
 
     def step(self, verifier: Verifier, longest: int, stats: Stats, asynchronous: bool) -> tuple[Round, Emitted]:
-        """One round, where no row has more than `longest` committed tokens -> what it left, and what the host read of it.
+        """One round, where no row has more than `longest` committed tokens -> what it left, and what the host read of
+        it.
 
-        With `asynchronous` the next round may be launched before this one is waited for: then only the tokens of this one can be read."""
+        With `asynchronous` the next round may be launched before this one is waited for: then only the tokens of this
+        one can be read."""
         found = self.run(verifier, longest, stats)
         if self.program.clock is not None:
             self.program.clock.close()
@@ -106,8 +107,8 @@ class Eager(Schedule):
 class WholeGraph(Schedule):
     """The whole round as one graph, which may be launched before the round in front of it is read.
 
-    All that a round needs is on the device, so the host's work on one round goes on during the next. A row that ends goes on for one more
-    round, whose tokens nobody reads.
+    All that a round needs is on the device, so the host's work on one round goes on during the next. A row that ends
+    goes on for one more round, whose tokens nobody reads.
     """
 
     def __init__(self, program: RoundProgram) -> None:
@@ -141,7 +142,9 @@ class WholeGraph(Schedule):
         emitted = done.committed.emitted
         if not self.spare:
             self.spare = [torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda) for _ in range(2)]
-        host = self.spare.pop(0).copy_(emitted, non_blocking=True)  # before the next replay writes over it: they follow each other
+        host = self.spare.pop(0).copy_(
+            emitted, non_blocking=True
+        )  # before the next replay writes over it: they follow each other
         self.spare.append(host)
         landed = torch.cuda.Event() if emitted.is_cuda else None
         if landed is not None:
@@ -167,7 +170,9 @@ class WholeGraph(Schedule):
     def _ready(self, longest: int) -> bool:
         """Whether a round can be launched without a wait: from its graph, in the buffers as they are."""
         program = self.program
-        return program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest + program.longest))
+        return (
+            program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest + program.longest))
+        )
 
 
 class SplitGraph(Schedule):
@@ -254,7 +259,9 @@ def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
     return GraphFromScore(program) if verifier.place is Place.DEVICE and not program.draws else GraphOfScore(program)
 
 
-def _run(graph: Captured[Marked[Value]], program: RoundProgram, phases: Callable[[], Value], stats: Stats | None = None) -> Value:
+def _run(
+    graph: Captured[Marked[Value]], program: RoundProgram, phases: Callable[[], Value], stats: Stats | None = None
+) -> Value:
     """Phases from their graph; what they leave lies where the graph has it."""
     before = graph.replays
     value, marks = graph(partial(program.marked, phases), program.key)

@@ -1,4 +1,5 @@
-"""Who decides which tokens a call emits: on the device in one go, or on the host where processors, criteria or a mixture ask for it."""
+"""Who decides which tokens a call emits: on the device in one go, or on the host where processors, criteria or a
+mixture ask for it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Verifier(ABC):
 
     @abstractmethod
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The first tokens of these prompts, whose text was read, from raw logits [B, V] -> tokens [B], processed scores [B, V] fp32."""
+        """The first tokens of these prompts, whose text was read, from raw logits [B, V] -> tokens [B], processed
+        scores [B, V] fp32."""
 
     @abstractmethod
     def __call__(self, scored: Scored) -> VerifiedTree:
@@ -38,13 +40,20 @@ class Verifier(ABC):
 class Choice(Verifier):
     """The target's own choice at all nodes at once: the likeliest tokens, or with `sample` one draw per node.
 
-    `process` maps scores [R, V] as the call's processors do, None without any. Where temperature, top-k, top-p and min-p are all that they
-    do, `settings` holds these: tokens are then drawn under them from the logits, and no scores are processed, unless drafts bring a
-    distribution of their own. `place` is HOST where processors wait for the device.
+    `process` maps scores [R, V] as the call's processors do, None without any. Where temperature, top-k, top-p and
+    min-p are all that they do, `settings` holds these: tokens are then drawn under them from the logits, and no scores
+    are processed, unless drafts bring a distribution of their own. `place` is HOST where processors wait for the
+    device.
     """
 
     def __init__(
-        self, ops: Ops, *, sample: bool, process: Process | None, settings: SamplingSettings | None = None, place: Place = Place.DEVICE
+        self,
+        ops: Ops,
+        *,
+        sample: bool,
+        process: Process | None,
+        settings: SamplingSettings | None = None,
+        place: Place = Place.DEVICE,
     ) -> None:
         self.ops, self.sample, self.process, self.settings, self.place = ops, sample, process, settings, place
 
@@ -73,7 +82,9 @@ class Choice(Verifier):
         scores = self.processed(scored.logits) if settings is None else scored.logits
         return self._walked(scored, scores, uniform, settings)
 
-    def _walked(self, scored: Scored, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None) -> VerifiedTree:
+    def _walked(
+        self, scored: Scored, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None
+    ) -> VerifiedTree:
         tree = scored.tree
         if tree.q is not None and uniform is not None:
             return VerifiedTree(scored, walk_drawn(tree, scores, tree.q, uniform, self.ops), scores)
@@ -114,7 +125,9 @@ class WithHistory(Verifier):
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """First tokens of prompts, by processors that see their history."""
-        scores = self.process_at(list(prompts), torch.stack([self.history[prompt] for prompt in prompts]), logits.float())
+        scores = self.process_at(
+            list(prompts), torch.stack([self.history[prompt] for prompt in prompts]), logits.float()
+        )
         return self.choice.pick(scores), scores.float()
 
     def __call__(self, scored: Scored) -> VerifiedTree:
@@ -155,12 +168,14 @@ class InLockstep(Verifier):
 
 
 def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
-    """Who chooses the tokens of a call: plain decoding's steps or processors that look at the history, where it has them, else `choice`.
-    Raises Unsupported for what a mixture cannot be combined with."""
+    """Who chooses the tokens of a call: plain decoding's steps or processors that look at the history, where it has
+    them, else `choice`. Raises Unsupported for what a mixture cannot be combined with."""
     if isinstance(choice, MixedChoice) and (request.process_at is not None or request.answers is not None):
         raise Unsupported(
-            "a mixture of two models' distributions takes no processors that look at the tokens so far (repetition_penalty, "
-            "no_repeat_ngram_size, ...) and no answers to verify: leave them out, or decode the large model's own distribution"
+            "a mixture of two models' distributions takes no processors that look at the tokens so far "
+            "(repetition_penalty, "
+            "no_repeat_ngram_size, ...) and no answers to verify: leave them out, or decode the large model's own "
+            "distribution"
         )
     if request.steps is not None:
         return InLockstep(choice, request.steps)

@@ -1,4 +1,5 @@
-"""A drafting head as read: files of every published form translated into one, with every check done before anything runs.
+"""A drafting head as read: files of every published form translated into one, with every check done before anything
+runs.
 
 A key that is missing, unknown, misshapen or not finite is an error.
 """
@@ -23,12 +24,13 @@ from fastspec.generation.heads.others import refuse_others
 class HeadCheckpoint:
     """A head before it is built, whatever it was read from.
 
-    `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is the head's own
-    embedding, if it brought one. Where `taps_known` is False the checkpoint leaves the taps to the target's depth: `config.taps` then
-    only counts them. `nested_taps` are the numbers that `eagle_config` gives them, until that depth is known. With `rope_interleaved` the
-    rows of `state` are those of a rotation of neighbouring channels. `flags` maps a switch to its value and what decided it; `notes` are
-    for a person, and `assumed` for everyone who uses the head: what was read into a file that leaves it open. `module` is the head itself
-    where it was given as one.
+    `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is
+    the head's own embedding, if it brought one. Where `taps_known` is False the checkpoint leaves the taps to the
+    target's depth: `config.taps` then only counts them. `nested_taps` are the numbers that `eagle_config` gives them,
+    until that depth is known. With `rope_interleaved` the rows of `state` are those of a rotation of neighbouring
+    channels. `flags` maps a switch to its value and what decided it; `notes` are for a person, and `assumed` for
+    everyone who uses the head: what was read into a file that leaves it open. `module` is the head itself where it was
+    given as one.
     """
 
     where: str
@@ -46,7 +48,8 @@ class HeadCheckpoint:
 
     @classmethod
     def of(cls, module: EagleHead) -> HeadCheckpoint:
-        """A module, checked like a file. Raises CheckpointError for values that are not finite, and draft ids that are no tokens."""
+        """A module, checked like a file. Raises CheckpointError for values that are not finite, and draft ids that are
+        no tokens."""
         where, config, state = "this EagleHead", module.config, module.state_dict()
         _check_values(dict(module.named_parameters()), where)
         tokens = module.drafted()
@@ -84,7 +87,11 @@ class HeadCheckpoint:
     @property
     def last_drafted(self) -> int:
         """The highest of the target's ids that the head drafts."""
-        d2t = self.state["d2t"] if "d2t" in self.state else torch.zeros(self.config.draft_vocab_size, dtype=torch.int64, device="cpu")
+        d2t = (
+            self.state["d2t"]
+            if "d2t" in self.state
+            else torch.zeros(self.config.draft_vocab_size, dtype=torch.int64, device="cpu")
+        )
         return int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
 
     @property
@@ -96,8 +103,8 @@ class HeadCheckpoint:
 def translate(files: HeadFiles) -> HeadCheckpoint:
     """A head's files in the one form that fastspec runs.
 
-    Raises CheckpointError for keys that are missing or unknown, shapes that contradict config.json, NaN or infinite weights, a `d2t` that
-    is no map into the target's vocabulary, and architectures that `EagleHead` does not cover.
+    Raises CheckpointError for keys that are missing or unknown, shapes that contradict config.json, NaN or infinite
+    weights, a `d2t` that is no map into the target's vocabulary, and architectures that `EagleHead` does not cover.
     """
     where, notes = files.where, list[str]()
     refuse_others(files.config, files.tensors, where)
@@ -139,12 +146,16 @@ def _check_values(state: dict[str, Tensor], where: str) -> None:
     weights = {name: tensor for name, tensor in state.items() if name not in ("d2t", "t2d")}
     for name, tensor in weights.items():
         if tensor.dtype not in FLOATS:
-            raise CheckpointError(f"{where}: {name} is {tensor.dtype}; quantised heads are not supported, use the 16- or 32-bit one")
+            raise CheckpointError(
+                f"{where}: {name} is {tensor.dtype}; quantised heads are not supported, use the 16- or 32-bit one"
+            )
     for name, tensor in weights.items():
         if tensor.ndim not in (1, 2):
             raise CheckpointError(f"{where}: {name} has shape {list(tensor.shape)}; weights are vectors and matrices")
         if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{where}: {name} contains NaN or infinite values; the file is damaged or training diverged")
+            raise CheckpointError(
+                f"{where}: {name} contains NaN or infinite values; the file is damaged or training diverged"
+            )
 
 
 def _trim_spec_exit(found: Description, state: dict[str, Tensor], notes: list[str]) -> None:
@@ -164,7 +175,9 @@ def _take_embedding(found: Description, state: dict[str, Tensor], notes: list[st
     config, embedding = found.config, state.pop("embed_tokens.weight", None)
     size = (config.vocab_size, config.hidden_size)
     if embedding is not None and embedding.shape != size:
-        raise CheckpointError(f"{where}: embed_tokens.weight has shape {list(embedding.shape)}; config.json wants {list(size)}")
+        raise CheckpointError(
+            f"{where}: embed_tokens.weight has shape {list(embedding.shape)}; config.json wants {list(size)}"
+        )
     if config.kind == "eagle3":
         return embedding
     lm_head = state.get("lm_head.weight")
@@ -177,7 +190,8 @@ def _take_embedding(found: Description, state: dict[str, Tensor], notes: list[st
 
 
 def _take_vocabulary_map(config: HeadConfig, state: dict[str, Tensor], notes: list[str], where: str) -> None:
-    """Check d2t against the sizes and t2d, turn absolute tables into offsets, drop t2d, and supply the identity where it is implied."""
+    """Check d2t against the sizes and t2d, turn absolute tables into offsets, drop t2d, and supply the identity where
+    it is implied."""
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     draft, vocab = config.draft_vocab_size, config.vocab_size
     if d2t is None:
@@ -185,7 +199,9 @@ def _take_vocabulary_map(config: HeadConfig, state: dict[str, Tensor], notes: li
             state["d2t"] = torch.zeros(draft, dtype=torch.int64, device="cpu")
         return
     if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
-        raise CheckpointError(f"{where}: d2t is {d2t.dtype} of shape {list(d2t.shape)}; expected integers of shape [{draft}]")
+        raise CheckpointError(
+            f"{where}: d2t is {d2t.dtype} of shape {list(d2t.shape)}; expected integers of shape [{draft}]"
+        )
     if t2d is not None and t2d.shape != (vocab,):
         raise CheckpointError(f"{where}: t2d has shape {list(t2d.shape)}; expected [{vocab}], the target's vocabulary")
     rank, offsets = torch.arange(draft, device="cpu"), d2t.to(torch.int64)
@@ -197,7 +213,9 @@ def _take_vocabulary_map(config: HeadConfig, state: dict[str, Tensor], notes: li
         state["d2t"] = offsets - rank
         notes.append("d2t holds token ids where offsets are usual; converted")
     else:
-        raise CheckpointError(f"{where}: d2t (target id = draft id + d2t[draft id]) is not a map into the target's vocabulary: {wrong}")
+        raise CheckpointError(
+            f"{where}: d2t (target id = draft id + d2t[draft id]) is not a map into the target's vocabulary: {wrong}"
+        )
 
 
 def _not_a_map(ids: Tensor, mask: Tensor | None, vocab: int) -> str | None:
@@ -226,7 +244,9 @@ def _check_keys(config: HeadConfig, state: dict[str, Tensor], where: str) -> Non
     missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or unknown:
         parts = [f"missing {some(missing)}"] * bool(missing) + [f"unknown {some(unknown)}"] * bool(unknown)
-        raise CheckpointError(f"{where}: the weights are not those of the head that config.json describes: {'; '.join(parts)}")
+        raise CheckpointError(
+            f"{where}: the weights are not those of the head that config.json describes: {'; '.join(parts)}"
+        )
     wrong = [
         f"{name} has shape {list(state[name].shape)} where config.json wants {list(tensor.shape)}"
         for name, tensor in expected.items()

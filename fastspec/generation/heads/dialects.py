@@ -1,8 +1,9 @@
 """What a head's config.json and parameter names say, in each of the forms that heads are published in.
 
-One `describe` for all of them: the dialect is a name and a handful of defaults, not a class. Formats read: the original EAGLE-1/2 and
-EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators, AngelSlim, ModelOpt and NeMo Automodel, and what
-`fastspec train` writes. What decides each flag, and which of these formats contradict each other, is in docs/checkpoints.md.
+One `describe` for all of them: the dialect is a name and a handful of defaults, not a class. Formats read: the original
+EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators, AngelSlim, ModelOpt and NeMo
+Automodel, and what `fastspec train` writes. What decides each flag, and which of these formats contradict each other,
+is in docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 TRAINED_THETA = 10000.0
 OWN = "fastspec"
 """What `trained_by` says in the config.json of heads that `fastspec train` wrote, and the name of their dialect."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Conventions of one program that writes heads, where config.json leaves them open or means something else than others."""
+    """Conventions of one program that writes heads, where config.json leaves them open or means something else than
+    others."""
 
     name: str
     norm_before_residual: bool = False
@@ -53,8 +57,10 @@ DIALECTS = {
         Dialect(name=OWN, taps_by_rule=True, last_tap_normed=True),
         Dialect(
             name="specforge",
-            theta_note=f"SpecForge before November 2025 trained with rope_theta {TRAINED_THETA:g} whatever the config says; probe it",
-            norm_output_note="SpecForge from May to September 2026 wrote norm_output true, its default, for heads that feed back the state "
+            theta_note=f"SpecForge before November 2025 trained with rope_theta {TRAINED_THETA:g} whatever the "
+            "config says; probe it",
+            norm_output_note="SpecForge from May to September 2026 wrote norm_output true, its default, for heads "
+            "that feed back the state "
             "before the norm; such a head drafts better with norm_output=False: probe it",
         ),
         Dialect(name="speculators", norm_before_residual=True),
@@ -67,9 +73,9 @@ DIALECTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The reading of one head; `taps_known` is False where the default taps wait for the target's number of layers, and `nested_taps`
-    are those that `eagle_config` names, whose counting the target's depth may decide. `rope_interleaved`: rotation turns neighbouring
-    channels, and not halves."""
+    """The reading of one head; `taps_known` is False where the default taps wait for the target's number of layers, and
+    `nested_taps` are those that `eagle_config` names, whose counting the target's depth may decide. `rope_interleaved`:
+    rotation turns neighbouring channels, and not halves."""
 
     dialect: Dialect
     config: HeadConfig
@@ -116,14 +122,17 @@ def dialect_of(fields: Fields, published: Iterable[str], state: Mapping[str, Ten
 
 def is_eagle3(state: Mapping[str, Tensor]) -> bool:
     """EAGLE-1/2 heads have none of these: a norm of the hidden state, a final norm, a map of the draft vocabulary."""
-    return any(key in state for key in ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t"))
+    return any(
+        key in state for key in ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t")
+    )
 
 
 def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[str, Tensor], where: str) -> Description:
     """Read a head's sizes and flags.
 
-    `raw` is config.json, `published` the keys as stored, `state` the tensors under normalised keys, with embed_tokens and t2d.
-    Raises CheckpointError for fields that are missing, out of range or mean something that `EagleHead` cannot do.
+    `raw` is config.json, `published` the keys as stored, `state` the tensors under normalised keys, with embed_tokens
+    and t2d. Raises CheckpointError for fields that are missing, out of range or mean something that `EagleHead` cannot
+    do.
     """
     fields = Fields.of(raw, where)
     dialect = DIALECTS[dialect_of(fields, published, state)]
@@ -168,7 +177,8 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
 
 
 def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool, notes: list[str]) -> dict[str, Any]:
-    """Sizes of the head, of the weights where config.json leaves them out, or speaks of the target's as exporters make it."""
+    """Sizes of the head, of the weights where config.json leaves them out, or speaks of the target's as exporters make
+    it."""
     hidden, heads, vocab = fields.size("hidden_size"), fields.size("num_attention_heads"), fields.size("vocab_size")
     head_dim = fields.size("head_dim", _rows(state, "layers.0.self_attn.q_proj.weight", hidden) // heads)
     key_rows = _rows(state, "layers.0.self_attn.k_proj.weight", heads * head_dim)
@@ -197,7 +207,8 @@ def _rows(state: Mapping[str, Tensor], name: str, default: int) -> int:
 
 
 def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, notes: list[str]) -> int:
-    """The width of the states that a head reads where config.json leaves it out: the head's own, or for a narrow one a share of fc."""
+    """The width of the states that a head reads where config.json leaves it out: the head's own, or for a narrow one a
+    share of fc."""
     fc = state.get("fc.weight")
     named = fields.layer.get(TAPS) or fields.nested.get(TAPS)
     count = len(named) if named else 3
@@ -222,14 +233,20 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
         return False
     no_rope = fields.layer.get("no_rope_layers")
     if isinstance(no_rope, list) and no_rope and not no_rope[0]:
-        raise CheckpointError(f"{fields.where}/config.json: no_rope_layers names a layer without rotation, which heads do not have")
+        raise CheckpointError(
+            f"{fields.where}/config.json: no_rope_layers names a layer without rotation, which heads do not have"
+        )
     if fields.layer.get("use_qk_norm") is True and not any("q_norm" in key for key in state):
         raise CheckpointError(
-            f"{fields.where}/config.json: use_qk_norm norms queries and keys without weights (Llama 4), which fastspec does not run in "
+            f"{fields.where}/config.json: use_qk_norm norms queries and keys without weights (Llama 4), which "
+            "fastspec does not run in "
             "heads: use one without it"
         )
     flags["rope_interleaved"] = Flag(True, "Llama 4's rotation")
-    notes.append("programs differ in how a Llama 4 head rotates: neighbouring channels, which is used, or halves (rope_interleaved=False)")
+    notes.append(
+        "programs differ in how a Llama 4 head rotates: neighbouring channels, which is used, or halves "
+        "(rope_interleaved=False)"
+    )
     return True
 
 
@@ -247,7 +264,8 @@ def _refuse_other_layers(fields: Fields, layers: int) -> None:
     untyped = not types and (cfg.get("model_type") == "mistral" or cfg.get("use_sliding_window") is True)
     if ("sliding_attention" in types or untyped) and window < fields.size("max_position_embeddings", 2048):
         raise CheckpointError(
-            f"{where}/config.json: the head was trained with a sliding window (sliding_attention, {window} tokens), which fastspec "
+            f"{where}/config.json: the head was trained with a sliding window (sliding_attention, {window} tokens), "
+            "which fastspec "
             "does not run; use a head whose layers are 'full_attention'"
         )
 
@@ -261,7 +279,8 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
     if kind in dialect.trained_theta:
         if theta not in (None, TRAINED_THETA):
             notes.append(
-                f"config.json says rope_theta {theta}, but {dialect.name} trains this RoPE type with {TRAINED_THETA:g}; that is used"
+                f"config.json says rope_theta {theta}, but {dialect.name} trains this RoPE type with "
+                f"{TRAINED_THETA:g}; that is used"
             )
         theta, source = TRAINED_THETA, f"{dialect.name}'s trainer"
     elif theta is None:
@@ -272,14 +291,19 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
         notes.append("rope_type 'mrope' is read as 'default': the two agree on text")
         kind = "default"
     if kind in ("dynamic", "longrope"):
-        notes.append(f"rope_type {kind!r} is used with the frequencies of contexts up to max_position_embeddings, at any length")
-    rope: dict[str, Any] = {k: v for k, v in given.items() if v is not None and k not in ("type", "mrope_section", "mrope_interleaved")}
+        notes.append(
+            f"rope_type {kind!r} is used with the frequencies of contexts up to max_position_embeddings, at any length"
+        )
+    rope: dict[str, Any] = {
+        k: v for k, v in given.items() if v is not None and k not in ("type", "mrope_section", "mrope_interleaved")
+    }
     for name in ("partial_rotary_factor", "original_max_position_embeddings"):
         if rope.get(name) is None and cfg.get(name) is not None:
             rope[name] = cfg[name]
     if rope.get("partial_rotary_factor", 1.0) > 1:
         raise CheckpointError(
-            f"{fields.where}/config.json: partial_rotary_factor is {rope['partial_rotary_factor']}; it is a share, at most 1"
+            f"{fields.where}/config.json: partial_rotary_factor is {rope['partial_rotary_factor']}; it is a share, "
+            "at most 1"
         )
     if kind == "linear" and rope.get("factor") is None:
         raise CheckpointError(f"{fields.where}/config.json: rope_type 'linear' needs a factor")
@@ -292,17 +316,22 @@ def _rope_of_layer(fields: Fields, given: Mapping[str, Any], layers: int) -> Map
     by_type = {name: rope for name, rope in given.items() if isinstance(rope, Mapping)}
     if not by_type:
         return given
-    types = (fields.layer.get("layer_types") or [])[:layers] or (["full_attention"] if "full_attention" in by_type else list(by_type))
+    types = (fields.layer.get("layer_types") or [])[:layers] or (
+        ["full_attention"] if "full_attention" in by_type else list(by_type)
+    )
     named = [by_type[name] for name in types if name in by_type]
     if len(named) != len(types) or any(rope != named[0] for rope in named):
         raise CheckpointError(
-            f"{fields.where}/config.json: rope_parameters are of {sorted(by_type)}, the head's layers {sorted(set(types))}; accepted is "
+            f"{fields.where}/config.json: rope_parameters are of {sorted(by_type)}, the head's layers "
+            f"{sorted(set(types))}; accepted is "
             "one RoPE for all its layers"
         )
     return named[0]
 
 
-def _switches_from_keys(state: Mapping[str, Tensor], sizes: Mapping[str, Any], fields: Fields, flags: dict[str, Flag]) -> dict[str, bool]:
+def _switches_from_keys(
+    state: Mapping[str, Tensor], sizes: Mapping[str, Any], fields: Fields, flags: dict[str, Flag]
+) -> dict[str, bool]:
     def present(pattern: str) -> bool:
         return any(re.search(pattern, key) for key in state)
 
@@ -321,19 +350,27 @@ def _switches_from_keys(state: Mapping[str, Tensor], sizes: Mapping[str, Any], f
         declared = fields.find(field)
         if declared is not None and declared.value is True and not switches[name]:
             switches[name], flags[name] = True, Flag(True, declared.source)
-    like_target = sizes["draft_vocab_size"] == sizes["vocab_size"] and sizes["hidden_size"] == sizes["target_hidden_size"]
+    like_target = (
+        sizes["draft_vocab_size"] == sizes["vocab_size"] and sizes["hidden_size"] == sizes["target_hidden_size"]
+    )
     switches["target_rows"] = eagle3 and "lm_head_map.weight" in state
     switches["own_lm_head"] = eagle3 and ("lm_head.weight" in state or not like_target) and not switches["target_rows"]
     flags |= {name: Flag(switches[name], "weights") for name in ("own_lm_head", "target_rows")}
     return switches
 
 
-def _switches_from_config(fields: Fields, dialect: Dialect, flags: dict[str, Flag], notes: list[str]) -> dict[str, bool]:
-    before = fields.find("norm_before_residual") or Flag(dialect.norm_before_residual, f"absent, default of {dialect.name}")
+def _switches_from_config(
+    fields: Fields, dialect: Dialect, flags: dict[str, Flag], notes: list[str]
+) -> dict[str, bool]:
+    before = fields.find("norm_before_residual") or Flag(
+        dialect.norm_before_residual, f"absent, default of {dialect.name}"
+    )
     output = fields.find("norm_output") or fields.find("return_hidden_post_norm") or Flag(False, "absent")
     last = fields.find("use_last_layernorm")
     if last is not None and last.value is False:
-        raise CheckpointError(f"{fields.where}: the head has no norm before its LM head (use_last_layernorm is false); not supported")
+        raise CheckpointError(
+            f"{fields.where}: the head has no norm before its LM head (use_last_layernorm is false); not supported"
+        )
     if output.value and dialect.norm_output_note is not None:
         notes.append(dialect.norm_output_note)
     flags["norm_before_residual"], flags["norm_output"] = before, output
@@ -344,33 +381,42 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
     uses, fc = fields.find("use_aux_hidden_state"), state.get("fc.weight")
     if uses is not None and uses.value is False:
         raise CheckpointError(
-            f"{fields.where}: a head without auxiliary hidden states (use_aux_hidden_state is false) reads the target's last state alone, "
-            "which fastspec does not run in EAGLE-3 heads: use one that reads intermediate layers, or train one with `fastspec train`"
+            f"{fields.where}: a head without auxiliary hidden states (use_aux_hidden_state is false) reads the "
+            "target's last state alone, "
+            "which fastspec does not run in EAGLE-3 heads: use one that reads intermediate layers, or train one with "
+            "`fastspec train`"
         )
     if fc is None or fc.ndim != 2:
         raise CheckpointError(
-            f"{fields.where}: fc.weight is missing or not a matrix; EAGLE-3 heads that read intermediate layers have it, and heads without "
+            f"{fields.where}: fc.weight is missing or not a matrix; EAGLE-3 heads that read intermediate layers have "
+            "it, and heads without "
             "auxiliary hidden states, which fastspec does not run, have none"
         )
     if fc.shape[1] % target_hidden:
         raise CheckpointError(
-            f"{fields.where}: fc.weight takes {fc.shape[1]} inputs, which is no multiple of the target's hidden size {target_hidden}; "
+            f"{fields.where}: fc.weight takes {fc.shape[1]} inputs, which is no multiple of the target's hidden size "
+            f"{target_hidden}; "
             "check target_hidden_size in config.json"
         )
     return fc.shape[1] // target_hidden
 
 
 def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Indices into hidden_states, or None where the target's depth decides, and the numbers that `eagle_config` gives."""
+    """Indices into hidden_states, or None where the target's depth decides, and the numbers that `eagle_config`
+    gives."""
     top, nested = fields.layer.get(TAPS), fields.nested.get(TAPS)
     ids = top or nested
     if not ids:
         flags["taps"] = Flag("2, L/2, L-3", "absent, EAGLE-3's default")
         if count != 3:
-            raise CheckpointError(f"{fields.where}: fc.weight reads {count} layers but config.json does not name them ({TAPS})")
+            raise CheckpointError(
+                f"{fields.where}: fc.weight reads {count} layers but config.json does not name them ({TAPS})"
+            )
         return None, None
     if len(ids) != count:
-        raise CheckpointError(f"{fields.where}: {TAPS} is {ids}; fc.weight reads {count} layers, so {count} layer numbers are expected")
+        raise CheckpointError(
+            f"{fields.where}: {TAPS} is {ids}; fc.weight reads {count} layers, so {count} layer numbers are expected"
+        )
     if top:
         flags["taps"] = Flag(tuple(top), "config")
         return tuple(top), None
@@ -379,10 +425,11 @@ def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int
 
 
 def counted(ids: tuple[int, ...], num_layers: int | None) -> tuple[tuple[int, ...], Flag]:
-    """Indices into hidden_states of the numbers that `eagle_config` gives, for a target of `num_layers` (None: unknown).
+    """Indices into hidden_states of the numbers that `eagle_config` gives, for a target of `num_layers` (None:
+    unknown).
 
-    They name layer outputs, one less, as SpecForge's do, unless they begin with 2 or would lead past the target's last layer, as in heads
-    whose authors count like the top-level list.
+    They name layer outputs, one less, as SpecForge's do, unless they begin with 2 or would lead past the target's last
+    layer, as in heads whose authors count like the top-level list.
     """
     if ids[0] == 2 or (num_layers is not None and max(ids) == num_layers):
         return ids, Flag(ids, "eagle_config, counted as hidden_states")

@@ -77,7 +77,8 @@ class Fields:
         return cls(raw, layer, nested, where)
 
     def find(self, name: str) -> Flag | None:
-        """The value of a field at the top, else in `eagle_config`, else in the layer's config; None where absent or null."""
+        """The value of a field at the top, else in `eagle_config`, else in the layer's config; None where absent or
+        null."""
         for level, source in ((self.top, "config"), (self.nested, "eagle_config"), (self.layer, "layer config")):
             if level.get(name) is not None:
                 return Flag(level[name], source)

@@ -21,7 +21,8 @@ FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 
 
 class HeadFiles(NamedTuple):
-    """Contents of a head's directory: the fields of config.json, and the tensors under the names that they were published with."""
+    """Contents of a head's directory: the fields of config.json, and the tensors under the names that they were
+    published with."""
 
     where: str
     config: dict[str, Any]
@@ -37,7 +38,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist; a head is a directory with config.json and its weights") from error
+        raise CheckpointError(
+            f"{path} does not exist; a head is a directory with config.json and its weights"
+        ) from error
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download the head again") from error
     if not isinstance(found, dict):
@@ -50,7 +53,9 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     if not present:
         present = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
         if len(present) != 1:
-            raise CheckpointError(f"{directory} holds {len(present)} weight files without an index; expected one of {', '.join(FILES)}")
+            raise CheckpointError(
+                f"{directory} holds {len(present)} weight files without an index; expected one of {', '.join(FILES)}"
+            )
     return _read_shards(present[0]) if present[0].suffix == ".json" else _read_file(present[0])
 
 
@@ -81,7 +86,8 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(
-            f"{path} cannot be read as plain tensors: it is damaged, or holds pickled code, which fastspec never executes; "
+            f"{path} cannot be read as plain tensors: it is damaged, or holds pickled code, which fastspec never "
+            "executes; "
             "download it again, or convert it to safetensors"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
@@ -90,7 +96,8 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         kind = "on the device meta, without values" if tensor.is_meta else str(tensor.layout)
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise CheckpointError(
-                f"{path}: {name} is {'quantised' if tensor.is_quantized else kind}; accepted are dense tensors with their values: save the "
+                f"{path}: {name} is {'quantised' if tensor.is_quantized else kind}; accepted are dense tensors with "
+                "their values: save the "
                 "head from a loaded model, as safetensors"
             )
     return state

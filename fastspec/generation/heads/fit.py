@@ -1,4 +1,5 @@
-"""A head fitted to a target: the switches that a caller sets, the taps that the target's depth decides, and the sizes that must agree."""
+"""A head fitted to a target: the switches that a caller sets, the taps that the target's depth decides, and the sizes
+that must agree."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from fastspec.generation.heads.dialects import DIALECTS, counted
 from fastspec.generation.heads.fields import Flag
 
 ADDED = 1024
-"""Rows that a target's vocabulary may have more or fewer than a head was made for: tokens that were added, and padding."""
+"""Rows that a target's vocabulary may have more or fewer than a head was made for: tokens that were added, and
+padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,8 @@ class Reading:
 
 
 def fitted(checkpoint: HeadCheckpoint, sizes: Sizes, reading: Reading) -> HeadCheckpoint:
-    """A checkpoint as a target of these sizes reads it. Raises CheckpointError, naming the sizes that disagree, where it does not fit."""
+    """A checkpoint as a target of these sizes reads it. Raises CheckpointError, naming the sizes that disagree, where
+    it does not fit."""
     checkpoint = with_taps(override(checkpoint, reading), sizes.num_layers)
     found = misfits(checkpoint, sizes)
     if found:
@@ -44,7 +47,8 @@ def fitted(checkpoint: HeadCheckpoint, sizes: Sizes, reading: Reading) -> HeadCh
 
 
 def override(checkpoint: HeadCheckpoint, reading: Reading, source: str = "given") -> HeadCheckpoint:
-    """The checkpoint with other switches. Weights are shared, not copied. Raises CheckpointError for switches that no head has."""
+    """The checkpoint with other switches. Weights are shared, not copied. Raises CheckpointError for switches that no
+    head has."""
     given = reading.given()
     if not given:
         return checkpoint
@@ -80,8 +84,9 @@ def override(checkpoint: HeadCheckpoint, reading: Reading, source: str = "given"
 
 
 def with_taps(checkpoint: HeadCheckpoint, num_layers: int) -> HeadCheckpoint:
-    """The checkpoint with the taps that a target of `num_layers` decides: EAGLE-3's default (2, L // 2, L - 3) where it names none itself,
-    how those of `eagle_config` are counted, and the side of the target's final norm on which a tap after its last layer is."""
+    """The checkpoint with the taps that a target of `num_layers` decides: EAGLE-3's default (2, L // 2, L - 3) where it
+    names none itself, how those of `eagle_config` are counted, and the side of the target's final norm on which a tap
+    after its last layer is."""
     if checkpoint.module is not None:
         return checkpoint
     if not checkpoint.taps_known:
@@ -101,7 +106,8 @@ def _with_default(checkpoint: HeadCheckpoint, num_layers: int) -> HeadCheckpoint
     taps = (2, num_layers // 2, num_layers - 3)
     if not taps[0] < taps[1] < taps[2]:
         raise CheckpointError(
-            f"{checkpoint.where}: the head names no taps, and the default (2, L // 2, L - 3) needs a target of at least 7 layers, "
+            f"{checkpoint.where}: the head names no taps, and the default (2, L // 2, L - 3) needs a target of at "
+            "least 7 layers, "
             f"not {num_layers}; give taps=(...) or add eagle_aux_hidden_state_layer_ids to config.json"
         )
     assumed = (
@@ -117,7 +123,8 @@ def _with_default(checkpoint: HeadCheckpoint, num_layers: int) -> HeadCheckpoint
 def _with_counted(checkpoint: HeadCheckpoint, ids: tuple[int, ...], num_layers: int) -> HeadCheckpoint:
     taps, flag = counted(ids, num_layers)
     assumed = (
-        f"{checkpoint.where} reads the layers {ids} by eagle_config, which programs count in two ways; hidden_states {taps} are assumed: "
+        f"{checkpoint.where} reads the layers {ids} by eagle_config, which programs count in two ways; hidden_states "
+        f"{taps} are assumed: "
         f"{HOW}"
     )
     return replace(
@@ -134,7 +141,8 @@ def misfits(checkpoint: HeadCheckpoint, sizes: Sizes) -> tuple[str, ...]:
     another = "use the head made for this target"
     if config.target_hidden_size != sizes.hidden_size:
         found.append(
-            f"the head reads hidden states of size {config.target_hidden_size}, the target's have size {sizes.hidden_size}: {another}"
+            f"the head reads hidden states of size {config.target_hidden_size}, the target's have size "
+            f"{sizes.hidden_size}: {another}"
         )
     found.extend(_of_vocabulary(checkpoint, sizes))
     if max(config.taps, default=0) > sizes.num_layers:
@@ -143,19 +151,22 @@ def misfits(checkpoint: HeadCheckpoint, sizes: Sizes) -> tuple[str, ...]:
         )
     if not checkpoint.has_embedding and config.hidden_size != shared:
         found.append(
-            f"the head is {config.hidden_size} wide and has no embedding of its own, the target's is {shared} wide: export it with its "
+            f"the head is {config.hidden_size} wide and has no embedding of its own, the target's is {shared} wide: "
+            "export it with its "
             "embed_tokens.weight, which a head of another width than its target needs"
         )
     if (config.kind == "eagle" or not config.own_lm_head) and config.hidden_size != shared:
         found.append(
-            f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states {shared} wide: export it with "
+            f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states "
+            f"{shared} wide: export it with "
             "its lm_head.weight"
         )
     return tuple(found)
 
 
 def _of_vocabulary(checkpoint: HeadCheckpoint, sizes: Sizes) -> list[str]:
-    """A target with added tokens takes a head whose drafts are all among its tokens, and which can read the added ones."""
+    """A target with added tokens takes a head whose drafts are all among its tokens, and which can read the added
+    ones."""
     config, apart = checkpoint.config, sizes.vocab_size - checkpoint.config.vocab_size
     if apart == 0:
         return []

@@ -1,4 +1,5 @@
-"""The way of a head from its files to the value that drafts: read, translated, fitted, built, bound. Each step is a module below."""
+"""The way of a head from its files to the value that drafts: read, translated, fitted, built, bound. Each step is a
+module below."""
 
 from __future__ import annotations
 
@@ -17,17 +18,21 @@ from fastspec.generation.heads.fit import Reading, fitted
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 
 ScaledRope = Callable[[HeadConfig], tuple[Tensor, float]]
-"""Rotary frequencies (fp32, [R / 2]) and the factor on cos and sin of a RoPE type that `EagleHead` does not know by itself."""
+"""Rotary frequencies (fp32, [R / 2]) and the factor on cos and sin of a RoPE type that `EagleHead` does not know by
+itself."""
 
 
 def read_checkpoint(source: Path | EagleHead) -> HeadCheckpoint:
-    """A head's directory or module as a checkpoint. Raises CheckpointError like `read_files`, `translate` and `HeadCheckpoint.of`."""
+    """A head's directory or module as a checkpoint. Raises CheckpointError like `read_files`, `translate` and
+    `HeadCheckpoint.of`."""
     return HeadCheckpoint.of(source) if isinstance(source, EagleHead) else translate(read_files(source))
 
 
-def load(source: Path | EagleHead, target: TargetParts, reading: Reading, scaled_rope: ScaledRope) -> tuple[BoundHead, str | None]:
-    """A head for a target, on its device and in its dtype, and what was assumed of it (`HeadCheckpoint.assumed`); a module is bound as it
-    is. Raises CheckpointError for one that does not fit."""
+def load(
+    source: Path | EagleHead, target: TargetParts, reading: Reading, scaled_rope: ScaledRope
+) -> tuple[BoundHead, str | None]:
+    """A head for a target, on its device and in its dtype, and what was assumed of it (`HeadCheckpoint.assumed`); a
+    module is bound as it is. Raises CheckpointError for one that does not fit."""
     checkpoint = fitted(read_checkpoint(source), target.sizes, reading)
     return bound(checkpoint, target, scaled_rope), checkpoint.assumed
 
@@ -45,9 +50,12 @@ def bound(checkpoint: HeadCheckpoint, target: TargetParts, scaled_rope: ScaledRo
 
 
 def build_head(checkpoint: HeadCheckpoint) -> EagleHead:
-    """The module, in the dtype of `fc.weight`, its parameters being the checkpoint's tensors; it still has to be bound."""
+    """The module, in the dtype of `fc.weight`, its parameters being the checkpoint's tensors; it still has to be
+    bound."""
     if not checkpoint.taps_known:
-        raise CheckpointError(f"{checkpoint.where} names no taps: call with_taps(checkpoint, num_layers) with the target's depth first")
+        raise CheckpointError(
+            f"{checkpoint.where} names no taps: call with_taps(checkpoint, num_layers) with the target's depth first"
+        )
     with torch.device("meta"):
         head = EagleHead(checkpoint.config)
     state = _in_halves(checkpoint) if checkpoint.rope_interleaved else checkpoint.state
@@ -56,8 +64,8 @@ def build_head(checkpoint: HeadCheckpoint) -> EagleHead:
 
 
 def _in_halves(checkpoint: HeadCheckpoint) -> dict[str, Tensor]:
-    """Weights of a head that rotates neighbouring channels, with each head's channels put in the order in which halves are rotated: queries
-    and keys have the same products."""
+    """Weights of a head that rotates neighbouring channels, with each head's channels put in the order in which halves
+    are rotated: queries and keys have the same products."""
     config = checkpoint.config
     size = config.head_dim
     turned = int(size * config.rope_parameters.get("partial_rotary_factor", 1.0))

@@ -1,7 +1,8 @@
 """A head that drafts in a lower precision than its target computes in.
 
-Drafts are judged by the target, so a head's rounding can cost accepted tokens and never changes what is said. What it brings is time: on
-the CPU a draft pass takes as long as reading the head's weights, and half as many bytes are read in half the time.
+Drafts are judged by the target, so a head's rounding can cost accepted tokens and never changes what is said. What it
+brings is time: on the CPU a draft pass takes as long as reading the head's weights, and half as many bytes are read in
+half the time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from fastspec.generation.heads.module import EagleHead, RMSNorm
 
 
 def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
-    """The head that drafts for an fp32 head where a backend drafts in `dtype`: a twin with weights of that dtype, which the head keeps.
+    """The head that drafts for an fp32 head where a backend drafts in `dtype`: a twin with weights of that dtype, which
+    the head keeps.
 
-    The head itself for None, for a head of another dtype, for one that drafts with the target's whole LM head, and for one of whose modules
-    any is more than its weights (hooks, parametrizations, other classes).
+    The head itself for None, for a head of another dtype, for one that drafts with the target's whole LM head, and for
+    one of whose modules any is more than its weights (hooks, parametrizations, other classes).
     """
     module = head.module
     borrows = module.lm_head is None and module.lm_head_map is None
@@ -35,9 +37,11 @@ def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
 
 @torch.no_grad()
 def follow(twin: BoundHead) -> bool:
-    """Give a twin its head's weights anew, in place: the head may have been trained since, which nothing tells reliably.
+    """Give a twin its head's weights anew, in place: the head may have been trained since, which nothing tells
+    reliably.
 
-    False, and nothing has happened, where the head's weights have other shapes than the twin's. A head that is no twin is left as it is.
+    False, and nothing has happened, where the head's weights have other shapes than the twin's. A head that is no twin
+    is left as it is.
     """
     if twin.source is None:
         return True
@@ -82,7 +86,12 @@ def _is_weights(head: EagleHead) -> bool:
             if not is_plain(module):
                 return False
         elif isinstance(module, RMSNorm):
-            if type(module.weight) is not nn.Parameter or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            if (
+                type(module.weight) is not nn.Parameter
+                or module._forward_hooks
+                or module._forward_pre_hooks
+                or "forward" in vars(module)
+            ):
                 return False
         elif any(True for _ in module.parameters(recurse=False)):
             return False

@@ -1,13 +1,15 @@
 """The drafting heads of EAGLE-1, EAGLE-2 and EAGLE-3, as one module.
 
-A head turns the target's hidden state at position t and the token at t + 1 into an estimate of the hidden state at t + 1, again and
-again. It holds no KV cache and no mask: every attention goes through the callback `attend` of whoever calls `step`. Training and tests run
-this module; drafting runs its weights through a backend's ops (`generation/drafters/head_program.py`).
+A head turns the target's hidden state at position t and the token at t + 1 into an estimate of the hidden state at t +
+1, again and again. It holds no KV cache and no mask: every attention goes through the callback `attend` of whoever
+calls `step`. Training and tests run this module; drafting runs its weights through a backend's ops
+(`generation/drafters/head_program.py`).
 
-Letters: B rows, T positions, H head width, H_t target width, Hq / Hkv query / key heads, D head_dim, V vocabulary, V_d draft vocabulary.
+Letters: B rows, T positions, H head width, H_t target width, Hq / Hkv query / key heads, D head_dim, V vocabulary, V_d
+draft vocabulary.
 
-Sources: EAGLE (arXiv 2401.15077, section 4), EAGLE-3 (arXiv 2503.01840, section 3). Parameter names follow the checkpoints in
-circulation, with `layers.0.` for what the original EAGLE-3 format calls `midlayer.`.
+Sources: EAGLE (arXiv 2401.15077, section 4), EAGLE-3 (arXiv 2503.01840, section 3). Parameter names follow the
+checkpoints in circulation, with `layers.0.` for what the original EAGLE-3 format calls `midlayer.`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], Callable[..
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, heads, D] in the half-split order, in fp32; cos and sin [B, T, 1, R / 2], R <= D dimensions turn."""
+    """Rotary embedding of x [B, T, heads, D] in the half-split order, in fp32; cos and sin [B, T, 1, R / 2], R <= D
+    dimensions turn."""
     half = cos.shape[-1]
     wide = x.float()
     a, b = wide[..., :half], wide[..., half : 2 * half]
@@ -35,7 +38,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor | None:
-    """fp32 frequencies [R / 2] of the default and linear types; None for types that `EagleHead.set_rope` must supply."""
+    """fp32 frequencies [R / 2] of the default and linear types; None for types that `EagleHead.set_rope` must
+    supply."""
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "linear"):
         return None
@@ -53,11 +57,12 @@ def _default_rope() -> dict[str, Any]:
 class HeadConfig:
     """Sizes and switches of one head; every checkpoint dialect is read into this one form.
 
-    `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into transformers'
-    `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature is the last hidden state
-    after the target's final norm. `last_tap_before_norm`: a tap after the target's last layer is before that norm, where `hidden_states`
-    has it after the norm. `own_lm_head` is False for heads that use the target's LM head: whole, or with `target_rows`
-    its rows of the drafted tokens, behind a matrix [H, H] of the head's own.
+    `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into
+    transformers' `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature
+    is the last hidden state after the target's final norm. `last_tap_before_norm`: a tap after the target's last layer
+    is before that norm, where `hidden_states` has it after the norm. `own_lm_head` is False for heads that use the
+    target's LM head: whole, or with `target_rows` its rows of the drafted tokens, behind a matrix [H, H] of the head's
+    own.
     """
 
     kind: str = "eagle3"
@@ -88,14 +93,24 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in ("eagle3", "eagle"):
-            raise ValueError(f'HeadConfig.kind is {self.kind!r}; accepted are "eagle3" and "eagle" (EAGLE-1 and EAGLE-2 heads)')
-        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+            raise ValueError(
+                f'HeadConfig.kind is {self.kind!r}; accepted are "eagle3" and "eagle" (EAGLE-1 and EAGLE-2 heads)'
+            )
+        sizes = (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        )
         for name in (*sizes, "draft_vocab_size", "target_hidden_size", "num_hidden_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"HeadConfig.{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
@@ -108,24 +123,35 @@ class HeadConfig:
 
     def _check_eagle(self) -> None:
         if self.taps:
-            raise ValueError(f'taps is {self.taps}; heads of kind "eagle" read the last hidden state, so taps must be ()')
+            raise ValueError(
+                f'taps is {self.taps}; heads of kind "eagle" read the last hidden state, so taps must be ()'
+            )
         if self.hidden_size != self.target_hidden_size or self.draft_vocab_size != self.vocab_size:
-            raise ValueError('heads of kind "eagle" use the target\'s LM head: hidden_size and draft_vocab_size must be the target\'s')
+            raise ValueError(
+                'heads of kind "eagle" use the target\'s LM head: hidden_size and draft_vocab_size must be the '
+                "target's"
+            )
         if self.fc_norm or self.input_norm or self.norm_output or self.norm_before_residual:
             raise ValueError('fc_norm, input_norm, norm_output and norm_before_residual belong to kind "eagle3"')
         if self.target_rows:
-            raise ValueError('target_rows belongs to kind "eagle3"; heads of kind "eagle" use the target\'s whole LM head')
+            raise ValueError(
+                'target_rows belongs to kind "eagle3"; heads of kind "eagle" use the target\'s whole LM head'
+            )
         if self.last_tap_before_norm:
             raise ValueError('last_tap_before_norm belongs to kind "eagle3"; heads of kind "eagle" have no taps')
 
     def _check_eagle3(self) -> None:
         if not self.taps or min(self.taps) < 0:
-            raise ValueError(f"taps is {self.taps}; give the indices into hidden_states that the head reads, such as (2, 16, 29)")
+            raise ValueError(
+                f"taps is {self.taps}; give the indices into hidden_states that the head reads, such as (2, 16, 29)"
+            )
         if self.fc_norm and self.input_norm:
             raise ValueError("fc_norm and input_norm exclude each other")
         whole = self.target_rows or self.draft_vocab_size == self.vocab_size
         if not self.own_lm_head and not (whole and self.hidden_size == self.target_hidden_size):
-            raise ValueError("own_lm_head=False uses the target's LM head: draft_vocab_size and hidden_size must be the target's")
+            raise ValueError(
+                "own_lm_head=False uses the target's LM head: draft_vocab_size and hidden_size must be the target's"
+            )
         if self.target_rows and self.own_lm_head:
             raise ValueError("target_rows=True uses the target's LM head: own_lm_head must be False")
 
@@ -181,8 +207,8 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer. The first layer of an EAGLE-3 head reads the token's embedding beside the hidden state; the first layer of
-    an EAGLE-1 head has no input norm; all others are ordinary pre-norm layers."""
+    """One decoder layer. The first layer of an EAGLE-3 head reads the token's embedding beside the hidden state; the
+    first layer of an EAGLE-1 head has no input norm; all others are ordinary pre-norm layers."""
 
     def __init__(self, config: HeadConfig, index: int) -> None:
         super().__init__()
@@ -197,15 +223,22 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         halves: Halves | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """`halves` are `Layer.before` and `Layer.behind` as they are to be run: compiled, say."""
         before, behind = halves or (Layer.before, Layer.behind)
         q, k, v, residual = before(self, hidden, embedded, cos, sin)
         return behind(self, attend(q, k, v), residual)
 
-    def before(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def before(
+        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What comes before attention: queries, keys, values [B, T, heads, D], and the residual [B, T, H]."""
         residual = hidden
         if self.hidden_norm is not None and self.input_layernorm is not None:
@@ -227,8 +260,8 @@ class Layer(nn.Module):
 class Binding:
     """Modules that a head uses and does not hold as its own: no parameters of it, not saved with it, not moved with it.
 
-    `embedding` looks tokens up: the target's, or one that the head brought (`own_embedding`). `lm_head` is the target's LM head, None for a
-    head that has one of its own.
+    `embedding` looks tokens up: the target's, or one that the head brought (`own_embedding`). `lm_head` is the target's
+    LM head, None for a head that has one of its own.
     """
 
     embedding: nn.Module
@@ -246,9 +279,13 @@ class EagleHead(nn.Module):
         super().__init__()
         c = self.config = config
         eagle3 = c.kind == "eagle3"
-        self.fc = nn.Linear(len(c.taps) * c.target_hidden_size if eagle3 else 2 * c.hidden_size, c.hidden_size, bias=c.fc_bias)
+        self.fc = nn.Linear(
+            len(c.taps) * c.target_hidden_size if eagle3 else 2 * c.hidden_size, c.hidden_size, bias=c.fc_bias
+        )
         self.input_norm = RMSNorm(len(c.taps) * c.target_hidden_size, c.rms_norm_eps) if c.input_norm else None
-        self.fc_norm = nn.ModuleList(RMSNorm(c.target_hidden_size, c.rms_norm_eps) for _ in c.taps) if c.fc_norm else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(c.target_hidden_size, c.rms_norm_eps) for _ in c.taps) if c.fc_norm else None
+        )
         self.layers = nn.ModuleList(Layer(c, i) for i in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps) if eagle3 else None
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False) if eagle3 and c.own_lm_head else None
@@ -259,27 +296,39 @@ class EagleHead(nn.Module):
         self.binding = None
 
     def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
-        """Take the target's embedding and, for heads without their own, its LM head. References are kept, nothing is copied."""
+        """Take the target's embedding and, for heads without their own, its LM head. References are kept, nothing is
+        copied."""
         if self.lm_head is None and lm_head is None:
-            raise ValueError("this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head")
+            raise ValueError(
+                "this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head"
+            )
         self.binding = Binding(embed_tokens, lm_head if self.lm_head is None else None)
 
     @property
     def bound(self) -> Binding:
         """The modules that `bind` was given. Raises RuntimeError before that."""
         if self.binding is None:
-            raise RuntimeError("the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first")
+            raise RuntimeError(
+                "the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first"
+            )
         return self.binding
 
     def set_rope(self, inv_freq: Tensor, scale: float) -> None:
-        """Use these rotary frequencies (fp32, at most head_dim / 2 of them) and this factor on cos and sin, for scaled RoPE."""
+        """Use these rotary frequencies (fp32, at most head_dim / 2 of them) and this factor on cos and sin, for scaled
+        RoPE."""
         if inv_freq.ndim != 1 or not 0 < inv_freq.numel() <= self.config.head_dim // 2:
-            raise ValueError(f"inv_freq has shape {tuple(inv_freq.shape)}; expected one dimension of at most {self.config.head_dim // 2}")
-        self.inv_freq = inv_freq.detach().to(self.fc.weight.device if not self.fc.weight.is_meta else "cpu", torch.float32)
+            raise ValueError(
+                f"inv_freq has shape {tuple(inv_freq.shape)}; expected one dimension of at most "
+                f"{self.config.head_dim // 2}"
+            )
+        self.inv_freq = inv_freq.detach().to(
+            self.fc.weight.device if not self.fc.weight.is_meta else "cpu", torch.float32
+        )
         self.rope_scale = float(scale)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Target features [B, T, taps * H_t] -> hidden states [B, T, H] that `step` takes; the identity for kind "eagle"."""
+        """Target features [B, T, taps * H_t] -> hidden states [B, T, H] that `step` takes; the identity for kind
+        "eagle"."""
         if self.config.kind == "eagle":
             return features
         if self.input_norm is not None:
@@ -290,13 +339,15 @@ class EagleHead(nn.Module):
         hidden: Tensor = self.fc(features)
         return hidden
 
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, halves: Halves | None = None) -> Tensor:
+    def step(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, halves: Halves | None = None
+    ) -> Tensor:
         """One pass of the head.
 
-        tokens [B, T] target ids, hidden [B, T, H] (from `fuse`, or what the last `step` returned), positions [B, T] int64.
-        `attend(layer, q [B, T, Hq, D], k [B, T, Hkv, D], v [B, T, Hkv, D]) -> [B, T, Hq, D]` stores k and v where it likes and attends;
-        q and k come normed and rotated. `halves`: see `Layer.forward`.
-        Returns [B, T, H]: what `logits` takes and what is fed back into the next step.
+        tokens [B, T] target ids, hidden [B, T, H] (from `fuse`, or what the last `step` returned), positions [B, T]
+        int64. `attend(layer, q [B, T, Hq, D], k [B, T, Hkv, D], v [B, T, Hkv, D]) -> [B, T, Hq, D]` stores k and v
+        where it likes and attends; q and k come normed and rotated. `halves`: see `Layer.forward`. Returns [B, T, H]:
+        what `logits` takes and what is fed back into the next step.
         """
         embedded = self.bound.embedding(tokens).to(hidden.dtype)
         cos, sin = self.rotary(positions)

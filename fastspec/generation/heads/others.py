@@ -1,4 +1,5 @@
-"""Drafting modules that are no EAGLE heads which fastspec runs, told by their config.json and tensor names and refused by name."""
+"""Drafting modules that are no EAGLE heads which fastspec runs, told by their config.json and tensor names and refused
+by name."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ INSTEAD = f"use an EAGLE-3 head for this target, or {TRAIN}"
 
 
 class Other(NamedTuple):
-    """A kind of drafting module: `fields` of config.json that it alone has, a `word` in the names of its classes, and a pattern of its
-    `keys`; any of the three tells it. `why` completes "NAME, which ..." and ends with the way to go."""
+    """A kind of drafting module: `fields` of config.json that it alone has, a `word` in the names of its classes, and a
+    pattern of its `keys`; any of the three tells it. `why` completes "NAME, which ..." and ends with the way to go."""
 
     name: str
     why: str
@@ -34,8 +35,8 @@ OTHERS = (
     Other("a DFlash head", BLOCK, fields=("dflash_config",), word="dflash"),
     Other(
         "a P-EAGLE head",
-        "drafts all tokens in one pass, from learned placeholders in place of hidden states, which fastspec does not run: "
-        + INSTEAD,
+        "drafts all tokens in one pass, from learned placeholders in place of hidden states, which fastspec does not "
+        "run: " + INSTEAD,
         fields=("parallel_drafting", "ptd_token_id", "parallel_draft_step"),
         word="peagle",
         keys=r"(^|\.)(mask_hidden$|parallel_draft_heads\.)",
@@ -99,7 +100,8 @@ def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) 
     names = str(named).lower()
     if any(re.search(MODELS, key) for key in keys) and not any(re.search(HEADS, key) for key in keys):
         raise CheckpointError(
-            f"{where}: a language model of its own and no head: load it with AutoModelForCausalLM.from_pretrained(...) and give it as "
+            f"{where}: a language model of its own and no head: load it with "
+            "AutoModelForCausalLM.from_pretrained(...) and give it as "
             "fastspec.patch(model, speculative=draft_model)"
         )
     for other in OTHERS:
@@ -110,5 +112,6 @@ def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) 
 
 
 def _says(value: object) -> bool:
-    """Whether a field says that a head is of its kind: it is set, and to more than one step or head where it counts them."""
+    """Whether a field says that a head is of its kind: it is set, and to more than one step or head where it counts
+    them."""
     return value is True or value not in (None, False, 0, 1)

@@ -1,10 +1,12 @@
-"""Tree attention of a few queries over a KV cache, plain decoding above all: flash decoding in which each program reads little.
+"""Tree attention of a few queries over a KV cache, plain decoding above all: flash decoding in which each program reads
+little.
 
-B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots. A pair is one key head
-of one row; its N * G queries, 16 at most, are the rows of a matrix. Up to S programs share the slots of a pair, in blocks of BLOCK_N;
-how many blocks a program takes follows the lengths, which are read on the device, and the span (a window or chunks), before which it reads
-nothing. What matters is how long one program takes from its first load to its last store, so all go through one loop, a program without a
-share too, and the parts are summed by a launch of its own.
+B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots. A
+pair is one key head of one row; its N * G queries, 16 at most, are the rows of a matrix. Up to S programs share the
+slots of a pair, in blocks of BLOCK_N; how many blocks a program takes follows the lengths, which are read on the
+device, and the span (a window or chunks), before which it reads nothing. What matters is how long one program takes
+from its first load to its last store, so all go through one loop, a program without a share too, and the parts are
+summed by a launch of its own.
 """
 
 from __future__ import annotations
@@ -39,12 +41,50 @@ INTERPRETED_PROCESSORS = 16  # what the interpreter on the CPU pretends to have
 
 @triton.jit(do_not_specialize=["nodes", "tail", "extent", "splits", "kv_heads", "s_wb", "s_wn", "s_d"])
 def _few_kernel(
-    p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, p_depths, p_sinks, scale2, nodes, tail, extent, splits, kv_heads,
-    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn, s_d,
-    S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr,
-    CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_part,
+    p_lse,
+    p_prefix,
+    p_words,
+    p_depths,
+    p_sinks,
+    scale2,
+    nodes,
+    tail,
+    extent,
+    splits,
+    kv_heads,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kh,
+    s_vb,
+    s_vh,
+    s_ob,
+    s_p,
+    s_wb,
+    s_wn,
+    s_d,
+    S_K: tl.constexpr,
+    S_V: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHAIN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RING: tl.constexpr,
+    CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,7 +96,9 @@ def _few_kernel(
     m_m, m_d = o_m < rows, o_d < D
     o_node = o_m // GROUP
     o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
-    b_q = tl.load(p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+    b_q = tl.load(
+        p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
+    )
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
     p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
 
@@ -99,7 +141,7 @@ def _few_kernel(
             b_k = tl.load(p_k + o_ring * S_K + o_d[None, :], mask=m_kv, other=0.0)
             b_v = tl.load(p_v + o_ring * S_V + o_d[None, :], mask=m_kv, other=0.0)
         o_rel = o_slot - prefix
-        if CHAIN:  # noqa: SIM108
+        if CHAIN:
             m_tail = o_rel[None, :] <= o_node[:, None]
         else:
             m_tail = (o_rel < 0)[None, :] | (((b_word[:, None] >> (o_rel & 63)[None, :]) & 1) == 1)
@@ -109,7 +151,9 @@ def _few_kernel(
             m_seen = m_seen & (b_key[None, :] >= b_low[:, None])
         b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True, CAP)
 
-    b_total = tl.where(b_sum > 0.0, b_sum, 1.0)  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
+    b_total = tl.where(
+        b_sum > 0.0, b_sum, 1.0
+    )  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
     b_acc = b_acc / b_total[:, None]
     m_md = m_m[:, None] & m_d[None, :]
     if SPLIT:
@@ -123,11 +167,20 @@ def _few_kernel(
 
 
 def few_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, layout: TreeLayout, extent: int, scale: float, sinks: Tensor | None, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layout: TreeLayout,
+    extent: int,
+    scale: float,
+    sinks: Tensor | None,
+    cap: float | None,
 ) -> None:
     """Fill out [B, N, Hq, D], contiguous, with what `tree_attention` says of the other arguments, and has checked.
 
-    N * Hq / Hkv is at most MAX_ROWS, and the layout a chain or of at most 64 tail slots. Slots from `extent` on are not read.
+    N * Hq / Hkv is at most MAX_ROWS, and the layout a chain or of at most 64 tail slots. Slots from `extent` on are not
+    read.
     """
     batch, nodes, heads, size = q.shape
     kv_heads = k.shape[1]
@@ -136,7 +189,9 @@ def few_attention(
     launch = FEW[q.element_size(), max(64, block_d)][reach >= LONG]
     if layout.span is None and sinks is None and cap is None:
         place = q.dtype, size, heads // kv_heads, nodes, triton.next_power_of_2(extent)
-        found = find("few_attention", q.device, place, (batch, nodes, heads, kv_heads, size, extent, layout.chain, q.dtype))
+        found = find(
+            "few_attention", q.device, place, (batch, nodes, heads, kv_heads, size, extent, layout.chain, q.dtype)
+        )
         launch = launch if found is MISSING else found
     blocks = triton.cdiv(reach, launch.block_n) + (reach < extent)  # a span begins within a block
     splits = _splits(pairs, blocks, processors(q.device) * launch.resident)
@@ -150,23 +205,63 @@ def few_attention(
         lse = q.new_empty((pairs, rows, splits), dtype=torch.float32)
     stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device)
     _few_kernel[(splits, pairs)](
-        q, k, v, out, part, lse, layout.prefix, layout.prefix if words is None else words, depths, None if splits > 1 else sinks,
-        scale2, nodes, layout.tail, extent, splits, kv_heads, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0),
-        layout.prefix.stride(0), s_wb, s_wn, None if depths is None else depths.stride(0),
-        S_K=k.stride(2), S_V=v.stride(2), GROUP=heads // kv_heads, D=size, BLOCK_M=MAX_ROWS, BLOCK_N=launch.block_n,
-        BLOCK_D=block_d, CHAIN=words is None, SPLIT=splits > 1, SPAN=span.size if span else 0, CHUNK=span is not None and span.chunk,
-        RING=layout.ring, CAP=cap2, STAGES=stages, num_warps=launch.warps, num_stages=stages, **dependent(q.device),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        part,
+        lse,
+        layout.prefix,
+        layout.prefix if words is None else words,
+        depths,
+        None if splits > 1 else sinks,
+        scale2,
+        nodes,
+        layout.tail,
+        extent,
+        splits,
+        kv_heads,
+        *q.stride()[:3],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        out.stride(0),
+        layout.prefix.stride(0),
+        s_wb,
+        s_wn,
+        None if depths is None else depths.stride(0),
+        S_K=k.stride(2),
+        S_V=v.stride(2),
+        GROUP=heads // kv_heads,
+        D=size,
+        BLOCK_M=MAX_ROWS,
+        BLOCK_N=launch.block_n,
+        BLOCK_D=block_d,
+        CHAIN=words is None,
+        SPLIT=splits > 1,
+        SPAN=span.size if span else 0,
+        CHUNK=span is not None and span.chunk,
+        RING=layout.ring,
+        CAP=cap2,
+        STAGES=stages,
+        num_warps=launch.warps,
+        num_stages=stages,
+        **dependent(q.device),
+    )
     if splits > 1:
         merge(part, lse, out, kv_heads, sinks)
 
 
 def _splits(pairs: int, blocks: int, slots: int) -> int:
-    """How many programs share a pair's blocks: as many as the chip holds at once, one where there are but two blocks."""
+    """How many programs share a pair's blocks: as many as the chip holds at once, one where there are but two
+    blocks."""
     return max(1, min(MAX_SPLITS, slots // pairs, blocks)) if blocks > 2 else 1
 
 
 @lru_cache
 def processors(device: torch.device) -> int:
     """How many multiprocessors a device has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_PROCESSORS
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else INTERPRETED_PROCESSORS
+    )

@@ -1,13 +1,15 @@
-"""Tree attention over a long prefix on Hopper, at the speed of its tensor cores: warps that load, and two groups of warps that compute.
+"""Tree attention over a long prefix on Hopper, at the speed of its tensor cores: warps that load, and two groups of
+warps that compute.
 
-Names are those of tree.py. A tile has two halves of BLOCK_M matrix rows, each with a group of four warps; one more warp brings
-the full blocks of the prefix through tensor descriptors (a line is a slot, so a cache of any strides that are multiples of a slot's will
-do), and both halves read them from shared memory. Within a half the sums of the block before run while the softmax of this one is taken.
-What is masked, the end of the prefix and the tail, goes to the last program of a tile, whose halves load it by pointers: slots that nobody
-sees may hold anything, and 0 * nan is nan.
+Names are those of tree.py. A tile has two halves of BLOCK_M matrix rows, each with a group of four warps; one more warp
+brings the full blocks of the prefix through tensor descriptors (a line is a slot, so a cache of any strides that are
+multiples of a slot's will do), and both halves read them from shared memory. Within a half the sums of the block before
+run while the softmax of this one is taken. What is masked, the end of the prefix and the tail, goes to the last program
+of a tile, whose halves load it by pointers: slots that nobody sees may hold anything, and 0 * nan is nan.
 
-The division of work is that of Shah et al., FlashAttention-3 (2024), without its turns between the groups; Triton alone waits for a block's
-scores before it does anything else. Gluon has no interpreter: this kernel is tested on the GPU alone, tree.py is its reference.
+The division of work is that of Shah et al., FlashAttention-3 (2024), without its turns between the groups; Triton alone
+waits for a block's scores before it does anything else. Gluon has no interpreter: this kernel is tested on the GPU
+alone, tree.py is its reference.
 """
 
 from __future__ import annotations
@@ -71,17 +73,49 @@ def _produce(d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line, v
 
 @gluon.jit
 def _half(
-    HALF: gl.constexpr, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2,
-    count, masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn,
-    S_K: gl.constexpr, S_V: gl.constexpr, GROUP: gl.constexpr, CHAIN: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """One half of a tile: `count` full blocks that the producer brings, then `masked` blocks that it loads itself. Pointers are those of
-    the program's pair (p_out, p_words: of its row). To a chain's tile the `passed` slots of the tail before its first node are prefix."""
+    HALF: gl.constexpr,
+    q_smem,
+    k_smem,
+    v_smem,
+    k_full,
+    k_free,
+    v_full,
+    v_free,
+    p_k,
+    p_v,
+    p_out,
+    p_part,
+    p_lse,
+    p_words,
+    scale2,
+    count,
+    masked,
+    prefix,
+    width,
+    passed,
+    i_tile,
+    i_split,
+    i_head,
+    nodes,
+    splits,
+    s_on,
+    s_wn,
+    S_K: gl.constexpr,
+    S_V: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHAIN: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """One half of a tile: `count` full blocks that the producer brings, then `masked` blocks that it loads itself.
+    Pointers are those of the program's pair (p_out, p_words: of its row). To a chain's tile the `passed` slots of the
+    tail before its first node are prefix."""
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     STAGES: gl.constexpr = k_smem.shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])  # 16 bytes a thread
@@ -145,9 +179,13 @@ def _half(
             b_bits = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, SCORES)
             for part in gl.static_range(BLOCK_N // 32):
                 o_bit = turn * BLOCK_N + part * 32
-                word = gl.maximum(gl.minimum(o_bit, width - 1), 0) >> 6  # outside the tail any word will do: other masks decide
+                word = (
+                    gl.maximum(gl.minimum(o_bit, width - 1), 0) >> 6
+                )  # outside the tail any word will do: other masks decide
                 b_word = gl.load(p_words + o_node.to(gl.int64) * s_wn + word, mask=m_node, other=0)
-                b_bits = gl.where((o_n // 32 == part)[None, :], (b_word >> (o_bit & 63).to(gl.int64)).to(gl.int32)[:, None], b_bits)
+                b_bits = gl.where(
+                    (o_n // 32 == part)[None, :], (b_word >> (o_bit & 63).to(gl.int64)).to(gl.int32)[:, None], b_bits
+                )
             m_tail = ((b_bits >> (o_n % 32)[None, :]) & 1) == 1
         async_copy.wait_group(1)
         fence()
@@ -160,7 +198,9 @@ def _half(
         b_acc = mma(gl.convert_layout(b_p.to(dtype), WEIGHTS), v_smem.index(HALF), b_acc)
 
     b_max, b_sum = gl.convert_layout(b_max, ROWS), gl.convert_layout(b_sum, ROWS)
-    b_total = gl.where(b_sum > 0.0, b_sum, 1.0)  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
+    b_total = gl.where(
+        b_sum > 0.0, b_sum, 1.0
+    )  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
     b_acc = b_acc / b_total[:, None]
     o_m = first + gl.arange(0, BLOCK_M, ROWS)
     o_c = gl.arange(0, D, gl.SliceLayout(0, SUMS))
@@ -176,12 +216,47 @@ def _half(
 
 @gluon.jit(do_not_specialize=_VARYING)
 def _hopper_kernel(
-    p_q, p_k, p_v, d_k, d_v, p_out, p_part, p_lse, p_prefix, p_words, scale2, nodes, tail, extent, splits, kv_heads,
-    r_kb, r_kh, r_vb, r_vh, s_qb, s_qn, s_qh, s_ob, s_on, s_p, s_wb, s_wn,
-    S_K: gl.constexpr, S_V: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, MIN_BLOCKS: gl.constexpr, MASKED_COST: gl.constexpr, CHAIN: gl.constexpr, SPLIT: gl.constexpr,
+    p_q,
+    p_k,
+    p_v,
+    d_k,
+    d_v,
+    p_out,
+    p_part,
+    p_lse,
+    p_prefix,
+    p_words,
+    scale2,
+    nodes,
+    tail,
+    extent,
+    splits,
+    kv_heads,
+    r_kb,
+    r_kh,
+    r_vb,
+    r_vh,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_ob,
+    s_on,
+    s_p,
+    s_wb,
+    s_wn,
+    S_K: gl.constexpr,
+    S_V: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    MIN_BLOCKS: gl.constexpr,
+    MASKED_COST: gl.constexpr,
+    CHAIN: gl.constexpr,
+    SPLIT: gl.constexpr,
     PDL: gl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -197,7 +272,9 @@ def _hopper_kernel(
     if CHAIN:  # nothing behind the tile's last node is seen
         width = gl.minimum(width, (gl.minimum((i_tile + 1) * (2 * BLOCK_M), rows) - 1) // GROUP + 1)
     STEP: gl.constexpr = 2 * BLOCK_M if CHAIN else 0
-    passed = gl.minimum(i_tile * STEP // GROUP, width)  # of a chain all rows of the tile see what lies before its first node
+    passed = gl.minimum(
+        i_tile * STEP // GROUP, width
+    )  # of a chain all rows of the tile see what lies before its first node
     prefix, width = prefix + passed, width - passed
     full = prefix // BLOCK_N
     masked = (prefix % BLOCK_N + BLOCK_N - 1) // BLOCK_N + (width + BLOCK_N - 1) // BLOCK_N
@@ -206,7 +283,11 @@ def _hopper_kernel(
     p_lse += i_pair.to(gl.int64) * rows * splits
     if SPLIT and i_split >= active:
         o_m = i_tile * (2 * BLOCK_M) + gl.arange(0, 2 * BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
-        gl.store(p_lse + o_m.to(gl.int64) * splits + i_split, gl.full_like(o_m, float("-inf"), dtype=gl.float32), mask=o_m < rows)
+        gl.store(
+            p_lse + o_m.to(gl.int64) * splits + i_split,
+            gl.full_like(o_m, float("-inf"), dtype=gl.float32),
+            mask=o_m < rows,
+        )
         return
     # The last program has the masked blocks, and fewer others for them.
     cost = full + MASKED_COST * masked
@@ -214,7 +295,9 @@ def _hopper_kernel(
     count = last - first
     masked = gl.where(i_split == active - 1, masked, 0)
 
-    q_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype))
+    q_smem = gl.allocate_shared_memory(
+        dtype, [2, BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
+    )
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], d_k.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], d_v.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -231,7 +314,9 @@ def _hopper_kernel(
     for i in gl.static_range(2):
         o_m = i_tile * (2 * BLOCK_M) + i * BLOCK_M + o_line
         o_q = (o_m // GROUP).to(gl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(gl.int64) * s_qh
-        b_q = gl.load(p_q + i_row.to(gl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=(o_m < rows)[:, None], other=0.0)
+        b_q = gl.load(
+            p_q + i_row.to(gl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=(o_m < rows)[:, None], other=0.0
+        )
         q_smem.index(i).store(b_q)
     fence()
     k_line, v_line = i_row * r_kb + i_head * r_kh, i_row * r_vb + i_head * r_vh
@@ -239,43 +324,180 @@ def _hopper_kernel(
     p_v += v_line.to(gl.int64) * S_V
     p_out += i_row.to(gl.int64) * s_ob
     p_words += i_row.to(gl.int64) * s_wb
-    gl.warp_specialize([
-        (_half, (0, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count,
-                       masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN,
-                       SPLIT)),
-        (_half, (1, q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free, p_k, p_v, p_out, p_part, p_lse, p_words, scale2, count,
-                        masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn, S_K, S_V, GROUP, CHAIN,
-                       SPLIT)),
-        (_produce, (d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line + first * BLOCK_N, v_line + first * BLOCK_N, count)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _half,
+                (
+                    0,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    k_full,
+                    k_free,
+                    v_full,
+                    v_free,
+                    p_k,
+                    p_v,
+                    p_out,
+                    p_part,
+                    p_lse,
+                    p_words,
+                    scale2,
+                    count,
+                    masked,
+                    prefix,
+                    width,
+                    passed,
+                    i_tile,
+                    i_split,
+                    i_head,
+                    nodes,
+                    splits,
+                    s_on,
+                    s_wn,
+                    S_K,
+                    S_V,
+                    GROUP,
+                    CHAIN,
+                    SPLIT,
+                ),
+            ),
+            (
+                _half,
+                (
+                    1,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    k_full,
+                    k_free,
+                    v_full,
+                    v_free,
+                    p_k,
+                    p_v,
+                    p_out,
+                    p_part,
+                    p_lse,
+                    p_words,
+                    scale2,
+                    count,
+                    masked,
+                    prefix,
+                    width,
+                    passed,
+                    i_tile,
+                    i_split,
+                    i_head,
+                    nodes,
+                    splits,
+                    s_on,
+                    s_wn,
+                    S_K,
+                    S_V,
+                    GROUP,
+                    CHAIN,
+                    SPLIT,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    d_k,
+                    d_v,
+                    k_smem,
+                    v_smem,
+                    k_full,
+                    k_free,
+                    v_full,
+                    v_free,
+                    k_line + first * BLOCK_N,
+                    v_line + first * BLOCK_N,
+                    count,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, rows: int, extent: int) -> bool:
-    """Whether this kernel takes q [B, N, Hq, D], k, v [B, Hkv, C, D] with so many matrix rows and slots: by device, dtype and strides.
+    """Whether this kernel takes q [B, N, Hq, D], k, v [B, Hkv, C, D] with so many matrix rows and slots: by device,
+    dtype and strides.
 
-    Of spans, sinks and caps it knows nothing: attention with any of these is the kernel's of tree.py, and is not to be asked for here.
+    Of spans, sinks and caps it knows nothing: attention with any of these is the kernel's of tree.py, and is not to be
+    asked for here.
     """
     if q.element_size() != 2 or q.shape[3] not in SIZES or rows <= BLOCK_M or extent < LONG or not is_hopper(q.device):
         return False
-    return all((x.data_ptr() | x.stride(2) * 2) % 16 == 0 and x.stride(0) % x.stride(2) == x.stride(1) % x.stride(2) == 0 for x in (k, v))
+    return all(
+        (x.data_ptr() | x.stride(2) * 2) % 16 == 0 and x.stride(0) % x.stride(2) == x.stride(1) % x.stride(2) == 0
+        for x in (k, v)
+    )
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, part: Tensor, lse: Tensor, prefix: Tensor, words: Tensor | None, tail: int,
-    extent: int, splits: int, scale2: float,
-) -> None:  # fmt: skip
-    """Fill part and lse with `splits` parts, or out where there is one; operands as `fits` takes them, words None for a chain."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    part: Tensor,
+    lse: Tensor,
+    prefix: Tensor,
+    words: Tensor | None,
+    tail: int,
+    extent: int,
+    splits: int,
+    scale2: float,
+) -> None:
+    """Fill part and lse with `splits` parts, or out where there is one; operands as `fits` takes them, words None for a
+    chain."""
     batch, nodes, heads, size = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     s_wb, s_wn = words.stride()[:2] if words is not None else (0, 0)
     (r_kb, r_kh), (r_vb, r_vh) = ((x.stride(0) // x.stride(2), x.stride(1) // x.stride(2)) for x in (k, v))
     _hopper_kernel[(-(-nodes * group // TILE), splits, batch * kv_heads)](
-        q, k, v, _descriptor(k), _descriptor(v), out, part, lse, prefix, prefix if words is None else words, scale2, nodes, tail, extent,
-        splits, kv_heads, r_kb, r_kh, r_vb, r_vh, *q.stride()[:3], *out.stride()[:2], prefix.stride(0), s_wb, s_wn,
-        S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=STAGES, MIN_BLOCKS=MIN_BLOCKS,
-        MASKED_COST=MASKED_COST, CHAIN=words is None, SPLIT=splits > 1, num_warps=4, **dependent(q.device),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        _descriptor(k),
+        _descriptor(v),
+        out,
+        part,
+        lse,
+        prefix,
+        prefix if words is None else words,
+        scale2,
+        nodes,
+        tail,
+        extent,
+        splits,
+        kv_heads,
+        r_kb,
+        r_kh,
+        r_vb,
+        r_vh,
+        *q.stride()[:3],
+        *out.stride()[:2],
+        prefix.stride(0),
+        s_wb,
+        s_wn,
+        S_K=k.stride(2),
+        S_V=v.stride(2),
+        GROUP=group,
+        D=size,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES,
+        MIN_BLOCKS=MIN_BLOCKS,
+        MASKED_COST=MASKED_COST,
+        CHAIN=words is None,
+        SPLIT=splits > 1,
+        num_warps=4,
+        **dependent(q.device),
+    )
 
 
 def _descriptor(x: Tensor) -> Any:
@@ -283,4 +505,6 @@ def _descriptor(x: Tensor) -> Any:
     batch, heads, capacity, size = x.shape
     slots = ((batch - 1) * x.stride(0) + (heads - 1) * x.stride(1)) // x.stride(2) + capacity
     block, dtype = [BLOCK_N, size], gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(x, [slots, size], [x.stride(2), 1], block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+    return TensorDescriptor(
+        x, [slots, size], [x.stride(2), 1], block, gl.NVMMASharedLayout.get_default_for(block, dtype)
+    )

@@ -1,7 +1,8 @@
-"""How attention is launched: the kinds of launches, and the tables from which one is chosen by dtype, head size and queries.
+"""How attention is launched: the kinds of launches, and the tables from which one is chosen by dtype, head size and
+queries.
 
-Measured on an H200 (tag `laboratory`: kernels_h200.jsonl and kernels_steps_h200.jsonl in benchmarks/results). What was tuned on a machine
-goes before these (`fastspec.kernels.tuned_launches`).
+Measured on an H200 (tag `laboratory`: kernels_h200.jsonl and kernels_steps_h200.jsonl in benchmarks/results). What was
+tuned on a machine goes before these (`fastspec.kernels.tuned_launches`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class TreeLaunch:
-    """Rows and slots of a tile, warps, pipeline stages, how many programs a processor holds at once, and the fewest blocks of a share: one
-    of fewer costs more in merging than it saves."""
+    """Rows and slots of a tile, warps, pipeline stages, how many programs a processor holds at once, and the fewest
+    blocks of a share: one of fewer costs more in merging than it saves."""
 
     block_m: int
     block_n: int
@@ -35,12 +36,20 @@ class FewLaunch:
 
 TREE: dict[tuple[int, int], tuple[tuple[int, TreeLaunch], ...]] = {
     (2, 64): (
-        (16, TreeLaunch(16, 32, 4, 3, 2)), (32, TreeLaunch(32, 64, 4, 3, 2)), (512, TreeLaunch(64, 64, 4, 3, 2)),
+        (16, TreeLaunch(16, 32, 4, 3, 2)),
+        (32, TreeLaunch(32, 64, 4, 3, 2)),
+        (512, TreeLaunch(64, 64, 4, 3, 2)),
         (0, TreeLaunch(128, 128, 8, 3, 1)),
     ),
-    (2, 128): ((16, TreeLaunch(16, 64, 4, 3, 1)), (512, TreeLaunch(64, 64, 4, 3, 2, least=2)), (0, TreeLaunch(128, 64, 8, 4, 1))),
+    (2, 128): (
+        (16, TreeLaunch(16, 64, 4, 3, 1)),
+        (512, TreeLaunch(64, 64, 4, 3, 2, least=2)),
+        (0, TreeLaunch(128, 64, 8, 4, 1)),
+    ),
     (2, 256): (
-        (16, TreeLaunch(16, 32, 4, 3, 2)), (32, TreeLaunch(32, 32, 4, 3, 2)), (64, TreeLaunch(64, 32, 4, 3, 1)),
+        (16, TreeLaunch(16, 32, 4, 3, 2)),
+        (32, TreeLaunch(32, 32, 4, 3, 2)),
+        (64, TreeLaunch(64, 32, 4, 3, 1)),
         (0, TreeLaunch(128, 32, 8, 3, 1)),
     ),
     (2, 512): ((16, TreeLaunch(16, 16, 4, 2, 1)), (0, TreeLaunch(32, 16, 8, 2, 1))),
@@ -48,8 +57,9 @@ TREE: dict[tuple[int, int], tuple[tuple[int, TreeLaunch], ...]] = {
     (4, 128): ((16, TreeLaunch(16, 32, 8, 2, 1)), (0, TreeLaunch(32, 32, 8, 2, 1))),
     (4, 256): ((0, TreeLaunch(16, 32, 8, 2, 1)),),
     (4, 512): ((0, TreeLaunch(16, 16, 8, 1, 1)),),
-}  # fmt: skip
-"""By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes the rest."""
+}
+"""By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes
+the rest."""
 
 FEW: dict[tuple[int, int], tuple[FewLaunch, FewLaunch]] = {
     (2, 64): (FewLaunch(64, 4, 2, 2), FewLaunch(128, 4, 3, 1)),
@@ -66,8 +76,9 @@ FEW: dict[tuple[int, int], tuple[FewLaunch, FewLaunch]] = {
 
 @lru_cache
 def tree_launch_for(element: int, block_d: int, rows: int, pairs: int, slots: int) -> TreeLaunch:
-    """The row of the table for so many bytes per element, a padded head size, and so many matrix rows of each of the pairs: the last where
-    its tiles come to more than half of the chip's processors, else the tile of 64 rows before it."""
+    """The row of the table for so many bytes per element, a padded head size, and so many matrix rows of each of the
+    pairs: the last where its tiles come to more than half of the chip's processors, else the tile of 64 rows before
+    it."""
     *before, (_, last) = options = TREE[element, max(64, block_d)]
     half = bool(before) and before[-1][1].block_m >= 64 and 2 * -(-rows // last.block_m) * pairs <= slots
     return next((launch for most, launch in options if rows <= most), before[-1][1] if half else last)

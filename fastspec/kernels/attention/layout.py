@@ -1,4 +1,5 @@
-"""What the queries of a pass may see of the cache, in the form that the attention kernels read: numbers on the device, and no mask."""
+"""What the queries of a pass may see of the cache, in the form that the attention kernels read: numbers on the device,
+and no mask."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from fastspec.kernels.attention.reference import Span
 class TreeLayout:
     """What N queries of each row may see, made once per forward pass and shared by its layers. No mask is stored.
 
-    `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail; `depths` [B, N] int64 or None where node
-    j is at depth j, and always None without a `span`. With a `ring` slot p stands in slot p % ring of the cache; 0: in slot p.
+    `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail; `depths` [B, N]
+    int64 or None where node j is at depth j, and always None without a `span`. With a `ring` slot p stands in slot p %
+    ring of the cache; 0: in slot p.
     """
 
     prefix: Tensor
@@ -43,29 +45,42 @@ LEAST_RING = 128
 
 
 def attention_layout(
-    prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1, *, span: Span | None = None,
-    depths: Tensor | None = None, ring: int | None = None,
-) -> TreeLayout:  # fmt: skip
+    prefix: Tensor,
+    words: Tensor | None,
+    nodes: int,
+    tail: int,
+    extent: int,
+    group: int = 1,
+    *,
+    span: Span | None = None,
+    depths: Tensor | None = None,
+    ring: int | None = None,
+) -> TreeLayout:
     """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
 
-    Bit j of words [B, N, W] int64 (last dimension contiguous) says whether the node sees tail slot j; words=None means a chain (slot j is
-    seen by nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent, which only chooses how many
-    programs a launch has. `group` is the number of query heads per key head.
+    Bit j of words [B, N, W] int64 (last dimension contiguous) says whether the node sees tail slot j; words=None means
+    a chain (slot j is seen by nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail
+    <= extent, which only chooses how many programs a launch has. `group` is the number of query heads per key head.
 
-    A `span` cuts what is seen by positions: that of a prefix slot is its number, that of tail slot j, which is node j, is
-    prefix + depths[b, j] (int64 [B, N], last dimension contiguous, none negative; None: j). What lies before the first position that a
-    query sees is not read. With a `ring`, which only a span can have, slot p stands in slot p % ring of the cache. Raises ValueError for
-    what it does not accept.
+    A `span` cuts what is seen by positions: that of a prefix slot is its number, that of tail slot j, which is node j,
+    is prefix + depths[b, j] (int64 [B, N], last dimension contiguous, none negative; None: j). What lies before the
+    first position that a query sees is not read. With a `ring`, which only a span can have, slot p stands in slot p %
+    ring of the cache. Raises ValueError for what it does not accept.
     """
     if prefix.ndim != 1 or prefix.dtype != torch.int64:
         raise ValueError(f"prefix is {prefix.dtype} of shape {tuple(prefix.shape)}; it must be int64 of shape [B]")
     if words is not None:
         if words.dtype != torch.int64 or words.ndim != 3 or words.shape[:2] != (prefix.shape[0], nodes):
-            raise ValueError(f"words are {words.dtype} of shape {tuple(words.shape)}; they must be int64 [{prefix.shape[0]}, {nodes}, W]")
+            raise ValueError(
+                f"words are {words.dtype} of shape {tuple(words.shape)}; they must be int64 [{prefix.shape[0]}, "
+                f"{nodes}, W]"
+            )
         if words.shape[2] * 64 < tail:
             raise ValueError(f"{words.shape[2]} words of 64 bits do not cover a tail of {tail} slots")
         if words.shape[2] > 1 and words.stride(2) != 1:
-            raise ValueError(f"words have strides {words.stride()}; the last dimension must be contiguous: words.contiguous()")
+            raise ValueError(
+                f"words have strides {words.stride()}; the last dimension must be contiguous: words.contiguous()"
+            )
     if span is None:
         if ring is not None:
             raise ValueError(f"a ring of {ring} slots holds the end of a text, and without a span all of it is seen")
@@ -85,6 +100,10 @@ def _check_span(prefix: Tensor, nodes: int, tail: int, span: Span, depths: Tenso
     if depths is None:
         return
     if depths.dtype != torch.int64 or depths.shape != (prefix.shape[0], nodes):
-        raise ValueError(f"depths are {depths.dtype} of shape {tuple(depths.shape)}; they must be int64 [{prefix.shape[0]}, {nodes}]")
+        raise ValueError(
+            f"depths are {depths.dtype} of shape {tuple(depths.shape)}; they must be int64 [{prefix.shape[0]}, {nodes}]"
+        )
     if nodes > 1 and depths.stride(1) != 1:
-        raise ValueError(f"depths have strides {depths.stride()}; the last dimension must be contiguous: depths.contiguous()")
+        raise ValueError(
+            f"depths have strides {depths.stride()}; the last dimension must be contiguous: depths.contiguous()"
+        )

@@ -1,11 +1,12 @@
-"""What the attention kernels share: a block of the online softmax, what a span leaves of the slots, and the sum of the parts that programs
-left of one query's attention.
+"""What the attention kernels share: a block of the online softmax, what a span leaves of the slots, and the sum of the
+parts that programs left of one query's attention.
 
-A pair is one key head of one row of the batch; R matrix rows (nodes times G query heads of the key head), S parts, D head size, Hkv key
-heads. Parts are normed sums [pair, R, S, D] in fp32 with their log-sum-exp [pair, R, S] (base 2): -inf where nothing was seen, and then
-the part may hold anything.
+A pair is one key head of one row of the batch; R matrix rows (nodes times G query heads of the key head), S parts, D
+head size, Hkv key heads. Parts are normed sums [pair, R, S, D] in fp32 with their log-sum-exp [pair, R, S] (base 2):
+-inf where nothing was seen, and then the part may hold anything.
 
-Split attention with a merge by log-sum-exp: Dao et al., Flash-Decoding (2023); the online softmax: Milakov and Gimelshein (2018).
+Split attention with a merge by log-sum-exp: Dao et al., Flash-Decoding (2023); the online softmax: Milakov and
+Gimelshein (2018).
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ _FAR = tl.constexpr(2**30)  # beyond every position
 
 @triton.jit
 def wrapped(start, o_n, RING: tl.constexpr):
-    """The slots of a ring that a block of slots stands in, from `start` on, itself in the ring; a block is no longer than the ring."""
+    """The slots of a ring that a block of slots stands in, from `start` on, itself in the ring; a block is no longer
+    than the ring."""
     o_slot = start + o_n
     return tl.where(o_slot >= RING, o_slot - RING, o_slot)
 
 
 @triton.jit
 def update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.constexpr, CAP: tl.constexpr):
-    """One block of the online softmax; maxima are in units of log2, and so are products times scale2. With a CAP in these units products
-    times scale2 are what the tanh is taken of."""
+    """One block of the online softmax; maxima are in units of log2, and so are products times scale2. With a CAP in
+    these units products times scale2 are what the tanh is taken of."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if CAP > 0:
         b_s = _tanh(b_s * scale2)
@@ -53,7 +55,8 @@ def update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.conste
 
 @triton.jit
 def _tanh(b_x):
-    """By exponentials, and near zero, where these cancel, by the first terms of the series, which leave out 1e-8 of it."""
+    """By exponentials, and near zero, where these cancel, by the first terms of the series, which leave out 1e-8 of
+    it."""
     b_abs = tl.abs(b_x)
     b_e = tl.exp2(b_abs * (-2 * _LOG2E))
     b_square = b_abs * b_abs
@@ -64,7 +67,8 @@ def _tanh(b_x):
 
 @triton.jit
 def empty_sums(p_sinks, o_head, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The sums, maxima and sums of weights that a softmax begins with: a sink is a key that is always seen, and whose value is zero."""
+    """The sums, maxima and sums of weights that a softmax begins with: a sink is a key that is always seen, and whose
+    value is zero."""
     b_acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if p_sinks is None:
         b_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -83,8 +87,8 @@ def depths_of(p_depths, o_node, m_node):
 
 @triton.jit
 def first_seen(b_depth, prefix, SPAN: tl.constexpr, CHUNK: tl.constexpr):
-    """The first position that queries at these depths see, counted like these from the end of the prefix. The text's order cuts what lies
-    behind a query, in its chunk too."""
+    """The first position that queries at these depths see, counted like these from the end of the prefix. The text's
+    order cuts what lies behind a query, in its chunk too."""
     return (prefix + b_depth) // SPAN * SPAN - prefix if CHUNK else b_depth - SPAN + 1
 
 
@@ -98,9 +102,19 @@ def seen_prefix(b_low, m_m, prefix):
 
 @triton.jit(do_not_specialize=["splits", "kv_heads"])
 def _merge_kernel(
-    p_part, p_lse, p_out, p_sinks, splits, kv_heads, s_ob,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_part,
+    p_lse,
+    p_out,
+    p_sinks,
+    splits,
+    kv_heads,
+    s_ob,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -110,7 +124,9 @@ def _merge_kernel(
     o_part = (i_pair.to(tl.int64) * tl.num_programs(0) + row) * splits
     b_lse = tl.load(p_lse + o_part + o_s, mask=m_s, other=float("-inf"))
     # All parts are asked for at once, before it is known which of them hold something.
-    b_part = tl.load(p_part + o_part * D + (o_s[:, None] * D + o_d[None, :]), mask=m_s[:, None] & m_d[None, :], other=0.0)
+    b_part = tl.load(
+        p_part + o_part * D + (o_s[:, None] * D + o_d[None, :]), mask=m_s[:, None] & m_d[None, :], other=0.0
+    )
     b_max = tl.max(b_lse, 0)
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + (i_pair % kv_heads) * GROUP + row % GROUP).to(tl.float32) * _LOG2E
@@ -133,11 +149,22 @@ def scales(scale: float, cap: float | None) -> tuple[float, float]:
 
 
 def merge(part: Tensor, lse: Tensor, out: Tensor, kv_heads: int, sinks: Tensor | None = None) -> None:
-    """Fill out [B, N, Hq, D], contiguous, with the sums of part [B * Hkv, R, S, D] by lse [B * Hkv, R, S]; S is at most MAX_SPLITS.
-    sinks [Hq] join the sums of weights."""
+    """Fill out [B, N, Hq, D], contiguous, with the sums of part [B * Hkv, R, S, D] by lse [B * Hkv, R, S]; S is at most
+    MAX_SPLITS. sinks [Hq] join the sums of weights."""
     pairs, rows, splits, size = part.shape
     block_s, block_d = triton.next_power_of_2(splits), triton.next_power_of_2(size)
     _merge_kernel[(rows, pairs)](
-        part, lse, out, sinks, splits, kv_heads, out.stride(0), GROUP=out.shape[2] // kv_heads, D=size, BLOCK_D=block_d, BLOCK_S=block_s,
-        num_warps=max(1, min(8, block_s * block_d // 2048)), **dependent(out.device),
-    )  # fmt: skip
+        part,
+        lse,
+        out,
+        sinks,
+        splits,
+        kv_heads,
+        out.stride(0),
+        GROUP=out.shape[2] // kv_heads,
+        D=size,
+        BLOCK_D=block_d,
+        BLOCK_S=block_s,
+        num_warps=max(1, min(8, block_s * block_d // 2048)),
+        **dependent(out.device),
+    )

@@ -1,7 +1,8 @@
 """Attention over a cache in plain torch: what the kernels beside it compute, and their specification.
 
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
-64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
+C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
+waits for the host.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Which positions a layer's queries see beside the text's order: those fewer than `size` before their own (a sliding window), or with
-    `chunk` those of their own chunk of `size` positions. A node of a tree stands at its depth behind the prefix, wherever its slot is."""
+    """Which positions a layer's queries see beside the text's order: those fewer than `size` before their own (a
+    sliding window), or with `chunk` those of their own chunk of `size` positions. A node of a tree stands at its depth
+    behind the prefix, wherever its slot is."""
 
     size: int
     chunk: bool = False
@@ -30,8 +32,8 @@ class Span:
 class AttentionLayout:
     """What N queries of each row may see, made once per forward pass and shared by its layers.
 
-    `visible` [B, 1, N, E] bool over the first E cache slots; `stacked` [B, 1, group * N, E] is the same, once for each of the
-    query heads that share a key head. `extent` is E.
+    `visible` [B, 1, N, E] bool over the first E cache slots; `stacked` [B, 1, group * N, E] is the same, once for each
+    of the query heads that share a key head. `extent` is E.
     """
 
     visible: Tensor
@@ -40,16 +42,25 @@ class AttentionLayout:
 
 
 def attention_layout(
-    prefix: Tensor, words: Tensor | None, nodes: int, tail: int, extent: int, group: int = 1, *, span: Span | None = None,
-    depths: Tensor | None = None, ring: int | None = None,
-) -> AttentionLayout:  # fmt: skip
+    prefix: Tensor,
+    words: Tensor | None,
+    nodes: int,
+    tail: int,
+    extent: int,
+    group: int = 1,
+    *,
+    span: Span | None = None,
+    depths: Tensor | None = None,
+    ring: int | None = None,
+) -> AttentionLayout:
     """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
 
     Bit j of words [B, N, W] int64 says whether the node sees tail slot j; words=None means a chain (slot j is seen by
-    nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent. `group` is the number
-    of query heads per key head. A `span` cuts what is seen by positions: that of a prefix slot is its number, that of tail slot j, which
-    is node j, prefix + depths[b, j] (int64 [B, N], None for a chain, where it is j). With a `ring` slot p stands in slot p % ring of the
-    cache, and what lies further back has been written over: the ring holds the span and the tail.
+    nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail <= extent. `group` is the
+    number of query heads per key head. A `span` cuts what is seen by positions: that of a prefix slot is its number,
+    that of tail slot j, which is node j, prefix + depths[b, j] (int64 [B, N], None for a chain, where it is j). With a
+    `ring` slot p stands in slot p % ring of the cache, and what lies further back has been written over: the ring holds
+    the span and the tail.
     """
     slot = torch.arange(extent if ring is None else min(extent, ring), device=prefix.device)
     if ring is not None:
@@ -71,15 +82,23 @@ def attention_layout(
 
 
 def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, *, sinks: Tensor | None = None, cap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D].
 
-    `sinks` [Hq] floats are logits that join the sum of a head's weights beside the scores, once for every query, and bring no value
-    (gpt-oss). With a `cap` the scaled scores s become cap * tanh(s / cap) before any is masked (Gemma 2). With either the softmax is taken
-    in fp32 at least, and the weights are rounded to the dtype before they meet the values. Grouped query heads are stacked as rows, so no
-    key or value is repeated. On the CPU no query reads a slot that it does not see, whatever stands there; elsewhere NaN and infinity in
-    the first E slots of a row reach all of its queries.
+    `sinks` [Hq] floats are logits that join the sum of a head's weights beside the scores, once for every query, and
+    bring no value (gpt-oss). With a `cap` the scaled scores s become cap * tanh(s / cap) before any is masked (Gemma
+    2). With either the softmax is taken in fp32 at least, and the weights are rounded to the dtype before they meet the
+    values. Grouped query heads are stacked as rows, so no key or value is repeated. On the CPU no query reads a slot
+    that it does not see, whatever stands there; elsewhere NaN and infinity in the first E slots of a row reach all of
+    its queries.
     """
     batch, nodes, heads, size = q.shape
     kv_heads = k.shape[1]
@@ -97,7 +116,9 @@ def tree_attention(
     return out.view(batch, kv_heads, group, nodes, size).permute(0, 3, 1, 2, 4).reshape(batch, nodes, heads, size)
 
 
-def _weights(rows: Tensor, keys: Tensor, visible: Tensor, scale: float, sinks: Tensor | None, cap: float | None) -> Tensor:
+def _weights(
+    rows: Tensor, keys: Tensor, visible: Tensor, scale: float, sinks: Tensor | None, cap: float | None
+) -> Tensor:
     """The weights [B, Hkv, R, E] of keys for stacked queries rows [B, Hkv, R, D]: zero where nothing is visible."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     scores = rows.to(wide) @ keys.to(wide).transpose(2, 3) * scale
@@ -105,6 +126,10 @@ def _weights(rows: Tensor, keys: Tensor, visible: Tensor, scale: float, sinks: T
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
-        groups = sinks.to(wide).view(1, keys.shape[1], -1, 1).repeat_interleave(rows.shape[2] * keys.shape[1] // len(sinks), 2)
+        groups = (
+            sinks.to(wide)
+            .view(1, keys.shape[1], -1, 1)
+            .repeat_interleave(rows.shape[2] * keys.shape[1] // len(sinks), 2)
+        )
         scores = torch.cat((scores, groups.expand(len(rows), -1, -1, -1)), 3)
     return scores.softmax(3)[..., : keys.shape[2]].masked_fill(~visible, 0.0)

@@ -1,15 +1,17 @@
-"""Tree attention over a KV cache: a prefix that every node sees, and a tail seen by ancestor bits. Flash decoding in Triton.
+"""Tree attention over a KV cache: a prefix that every node sees, and a tail seen by ancestor bits. Flash decoding in
+Triton.
 
-B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots, M tail slots, W 64-bit
-words. A pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g, cut into tiles of BLOCK_M. A tile's
-slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix, so that a tail block starts at a multiple of 16 or 32
-bits: first the full blocks of the prefix (no mask), then the rest at its start and the tail (masked). To a tile of a chain the tail's slots
-before its first node are prefix too, since all of its rows see them. Up to S programs share the blocks of one tile and leave parts for
-parts.py to merge. All lengths are read on the device: the shares follow them. With a span (a window or
-chunks) the prefix begins for a tile where one of its queries begins to see, and its blocks are masked until all do; positions are counted
-from the prefix's end, where a node stands at its depth. Few queries, plain decoding above all, have a kernel of their own,
-few_queries.py, and so have trees behind a long prefix on Hopper, hopper.py, which knows no spans, sinks and caps: these are computed
-here.
+B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots, M
+tail slots, W 64-bit words. A pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G +
+g, cut into tiles of BLOCK_M. A tile's slots are cut into blocks of BLOCK_N that are aligned to the end of the prefix,
+so that a tail block starts at a multiple of 16 or 32 bits: first the full blocks of the prefix (no mask), then the rest
+at its start and the tail (masked). To a tile of a chain the tail's slots before its first node are prefix too, since
+all of its rows see them. Up to S programs share the blocks of one tile and leave parts for parts.py to merge. All
+lengths are read on the device: the shares follow them. With a span (a window or chunks) the prefix begins for a tile
+where one of its queries begins to see, and its blocks are masked until all do; positions are counted from the prefix's
+end, where a node stands at its depth. Few queries, plain decoding above all, have a kernel of their own,
+few_queries.py, and so have trees behind a long prefix on Hopper, hopper.py, which knows no spans, sinks and caps: these
+are computed here.
 """
 
 from __future__ import annotations
@@ -45,16 +47,36 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_COST = 4  # what a merge takes, in the time of a block
 PARTIAL_COST = 2  # what it takes to leave a part, likewise
 MAX_SHARE = 16384  # slots: rows of a batch differ in length, and the longest should not finish alone
-HALF_FULL = 2048  # slots: the rows of a batch fill half of a shorter buffer, on average; longer ones are made where half is not enough
+# slots: the rows of a batch fill half of a shorter buffer, on average; longer ones are made where half is not enough
+HALF_FULL = 2048
 
-_VARYING = ["nodes", "tail", "extent", "splits", "kv_heads"]  # from launch to launch: one compiled kernel takes them all
+_VARYING = [
+    "nodes",
+    "tail",
+    "extent",
+    "splits",
+    "kv_heads",
+]  # from launch to launch: one compiled kernel takes them all
 
 
 @triton.jit
-def _bounds(p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-            CHAIN: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """The slots that all rows of the tile see, the slots behind them that some may see, the number of blocks of both, and how many of
-    the tail's slots are among the former: of a chain, unless a WHOLE prefix is asked for, those before the tile's first node."""
+def _bounds(
+    p_prefix,
+    s_p,
+    i_row,
+    i_tile,
+    nodes,
+    tail,
+    extent,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHAIN: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The slots that all rows of the tile see, the slots behind them that some may see, the number of blocks of both,
+    and how many of the tail's slots are among the former: of a chain, unless a WHOLE prefix is asked for, those before
+    the tile's first node."""
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
     width, passed = tl.minimum(tail, extent - prefix), 0
     if CHAIN:  # nothing behind the tile's last node is seen
@@ -73,12 +95,51 @@ def _active(blocks, splits, MIN_BLOCKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*_VARYING, "s_wb", "s_wn", "s_d"])
 def _attention_kernel(
-    p_q, p_k, p_v, p_out, p_part, p_lse, p_prefix, p_words, p_depths, p_sinks, scale2, nodes, tail, extent, splits, kv_heads,
-    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh, s_ob, s_p, s_wb, s_wn, s_d,
-    S_K: tl.constexpr, S_V: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, MIN_BLOCKS: tl.constexpr, CHAIN: tl.constexpr, SPLIT: tl.constexpr,
-    SPAN: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr, CAP: tl.constexpr, TAIL_STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_part,
+    p_lse,
+    p_prefix,
+    p_words,
+    p_depths,
+    p_sinks,
+    scale2,
+    nodes,
+    tail,
+    extent,
+    splits,
+    kv_heads,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kh,
+    s_vb,
+    s_vh,
+    s_ob,
+    s_p,
+    s_wb,
+    s_wn,
+    s_d,
+    S_K: tl.constexpr,
+    S_V: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    CHAIN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RING: tl.constexpr,
+    CAP: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -90,7 +151,7 @@ def _attention_kernel(
     rows = nodes * GROUP
     prefix, width, blocks, seen = _bounds(
         p_prefix, s_p, i_row, i_tile, nodes, tail, extent, GROUP, BLOCK_M, BLOCK_N, CHAIN, SPAN > 0
-    )  # fmt: skip
+    )
     o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < rows
     if SPAN > 0:
@@ -122,7 +183,9 @@ def _attention_kernel(
     m_d = o_d < D
     o_node = o_m // GROUP
     o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
-    b_q = tl.load(p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+    b_q = tl.load(
+        p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
+    )
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
     p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
     # Within a block 32 bits do, and strides known to the compiler become immediates: pointers in 64 bits would spill.
@@ -168,8 +231,12 @@ def _attention_kernel(
             b_bits = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
             for half in tl.static_range((BLOCK_N + 31) // 32):
                 o_bit = start - prefix + half * 32
-                word = tl.maximum(tl.minimum(o_bit, width - 1), 0) >> 6  # outside the tail any word will do: other masks decide
-                b_word = tl.load(p_words + i_row.to(tl.int64) * s_wb + o_node.to(tl.int64) * s_wn + word, mask=m_m, other=0)
+                word = (
+                    tl.maximum(tl.minimum(o_bit, width - 1), 0) >> 6
+                )  # outside the tail any word will do: other masks decide
+                b_word = tl.load(
+                    p_words + i_row.to(tl.int64) * s_wb + o_node.to(tl.int64) * s_wn + word, mask=m_m, other=0
+                )
                 b_half = (b_word >> (o_bit & 63).to(tl.int64)).to(tl.int32)
                 b_bits = tl.where((o_n // 32 == half)[None, :], b_half[:, None], b_bits)
             m_tail = ((b_bits >> (o_n % 32)[None, :]) & 1) == 1
@@ -179,7 +246,9 @@ def _attention_kernel(
             m_seen = m_seen & (b_key[None, :] >= b_low[:, None])
         b_acc, b_max, b_sum = update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, True, CAP)
 
-    b_total = tl.where(b_sum > 0.0, b_sum, 1.0)  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
+    b_total = tl.where(
+        b_sum > 0.0, b_sum, 1.0
+    )  # nothing seen: the sum is zero and stays so, its logarithm -inf through the maximum
     b_acc = b_acc / b_total[:, None]
     m_md = m_m[:, None] & m_d[None, :]
     if SPLIT:
@@ -195,15 +264,24 @@ _HOPPER = TreeLaunch(hopper.TILE, hopper.BLOCK_N, warps=9, stages=hopper.STAGES,
 
 
 def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float, *, sinks: Tensor | None = None, cap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: TreeLayout,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D] contiguous.
+    """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D]
+    contiguous.
 
-    q, k, v are of one dtype (fp32, fp16, bf16) and contiguous in their last dimension, strided otherwise; D is 1 to 512 and the scale is
-    positive. `sinks` [Hq] of these dtypes, contiguous, are logits that join the sum of a head's weights beside the scores, once for every
-    query, and bring no value (gpt-oss); with a positive `cap` the scaled scores s become cap * tanh(s / cap) before masking (Gemma 2).
-    Products accumulate in fp32, and the weights are rounded to the dtype before they meet the values. A row that sees nothing is zero.
-    Raises ValueError for what it does not accept.
+    q, k, v are of one dtype (fp32, fp16, bf16) and contiguous in their last dimension, strided otherwise; D is 1 to 512
+    and the scale is positive. `sinks` [Hq] of these dtypes, contiguous, are logits that join the sum of a head's
+    weights beside the scores, once for every query, and bring no value (gpt-oss); with a positive `cap` the scaled
+    scores s become cap * tanh(s / cap) before masking (Gemma 2). Products accumulate in fp32, and the weights are
+    rounded to the dtype before they meet the values. A row that sees nothing is zero. Raises ValueError for what it
+    does not accept.
     """
     _check(q, k, v, layout, scale)
     _check_extras(q, sinks, cap)
@@ -223,10 +301,15 @@ def tree_attention(
     launch = _HOPPER if on_hopper else tree_launch_for(q.element_size(), block_d, rows, pairs, processors(q.device))
     if not on_hopper and span is None and sinks is None and cap is None:
         place = q.dtype, size, group, triton.next_power_of_2(rows), triton.next_power_of_2(extent)
-        found = find("tree_attention", q.device, place, (batch, nodes, q.shape[2], kv_heads, size, extent, chain, q.dtype))
+        found = find(
+            "tree_attention", q.device, place, (batch, nodes, q.shape[2], kv_heads, size, extent, chain, q.dtype)
+        )
         launch = launch if found is MISSING else found
     tiles = triton.cdiv(rows, launch.block_m)
-    held, reach = triton.cdiv(extent, launch.block_n) + 1, layout.reach(extent)  # the prefix and the tail begin a block each
+    held, reach = (
+        triton.cdiv(extent, launch.block_n) + 1,
+        layout.reach(extent),
+    )  # the prefix and the tail begin a block each
     blocks = triton.cdiv(reach, launch.block_n) + 1
     least = triton.cdiv(reach, MAX_SHARE) if batch > 1 else 1
     expected = min(blocks, held // 2 if batch > 1 and extent < HALF_FULL else held)
@@ -240,18 +323,57 @@ def tree_attention(
         hopper.launch(q, k, v, out, part, lse, layout.prefix, tree, layout.tail, extent, splits, scale * LOG2E)
     else:
         scale2, cap2 = scales(scale, cap)
-        tile = launch.block_m * block_d * q.element_size()  # the queries, and the weights of a block on their way to the second product
+        tile = (
+            launch.block_m * block_d * q.element_size()
+        )  # the queries, and the weights of a block on their way to the second product
         stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device, fixed=2 * tile)
-        words, (s_wb, s_wn) = (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
+        words, (s_wb, s_wn) = (
+            (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
+        )
         _attention_kernel[(tiles, splits, pairs)](
-            q, k, v, out, part, lse, layout.prefix, words, depths, None if splits > 1 else sinks, scale2, nodes, layout.tail, extent,
-            splits, kv_heads, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0), s_wb, s_wn,
+            q,
+            k,
+            v,
+            out,
+            part,
+            lse,
+            layout.prefix,
+            words,
+            depths,
+            None if splits > 1 else sinks,
+            scale2,
+            nodes,
+            layout.tail,
+            extent,
+            splits,
+            kv_heads,
+            *q.stride()[:3],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            out.stride(0),
+            layout.prefix.stride(0),
+            s_wb,
+            s_wn,
             None if depths is None else depths.stride(0),
-            S_K=k.stride(2), S_V=v.stride(2), GROUP=group, D=size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=block_d,
-            MIN_BLOCKS=launch.least, CHAIN=chain, SPLIT=splits > 1, SPAN=span.size if span else 0,
-            CHUNK=span is not None and span.chunk, RING=layout.ring, CAP=cap2, TAIL_STAGES=max(min(2, stages), stages - 1),
-            num_warps=launch.warps, num_stages=stages, **dependent(q.device),
-        )  # fmt: skip
+            S_K=k.stride(2),
+            S_V=v.stride(2),
+            GROUP=group,
+            D=size,
+            BLOCK_M=launch.block_m,
+            BLOCK_N=launch.block_n,
+            BLOCK_D=block_d,
+            MIN_BLOCKS=launch.least,
+            CHAIN=chain,
+            SPLIT=splits > 1,
+            SPAN=span.size if span else 0,
+            CHUNK=span is not None and span.chunk,
+            RING=layout.ring,
+            CAP=cap2,
+            TAIL_STAGES=max(min(2, stages), stages - 1),
+            num_warps=launch.warps,
+            num_stages=stages,
+            **dependent(q.device),
+        )
     if splits > 1:
         merge(part, lse, out, kv_heads, sinks)
     return out
@@ -265,7 +387,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) ->
         made = f"{layout.prefix.shape[0]} rows of {layout.nodes} nodes with {layout.group} query heads per key head"
         raise ValueError(f"the layout was made for {made}; q is {tuple(q.shape)} and k {tuple(k.shape)}")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one of {', '.join(map(str, DTYPES))}")
+        raise ValueError(
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one of {', '.join(map(str, DTYPES))}"
+        )
     if q.shape[3] > 512:
         raise ValueError(f"the head size is {q.shape[3]}; at most 512 is accepted")
     if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
@@ -278,19 +402,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) ->
 def _check_extras(q: Tensor, sinks: Tensor | None, cap: float | None) -> None:
     if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.dtype not in DTYPES or not sinks.is_contiguous()):
         given = f"{sinks.dtype} of shape {tuple(sinks.shape)} and stride {sinks.stride()}"
-        raise ValueError(f"sinks are {given}; they must be contiguous floats [{q.shape[2]}] of one of {', '.join(map(str, DTYPES))}")
+        raise ValueError(
+            f"sinks are {given}; they must be contiguous floats [{q.shape[2]}] of one of {', '.join(map(str, DTYPES))}"
+        )
     if cap is not None and not 0 < cap < math.inf:
         raise ValueError(f"the cap is {cap}; it must be positive and finite, or None")
 
 
 @lru_cache(maxsize=4096)
 def _splits(tiles: int, blocks: int, expected: int, slots: int, least: int, share_least: int) -> int:
-    """How many programs share a tile's blocks, of which so many are expected to be there: the cheapest by waves of programs over the
-    chip's slots, with the merge counted."""
+    """How many programs share a tile's blocks, of which so many are expected to be there: the cheapest by waves of
+    programs over the chip's slots, with the merge counted."""
     most = min(MAX_SPLITS, max(1, blocks // share_least))
 
     def cost(splits: int) -> float:
-        waves, share = triton.cdiv(tiles * splits, slots), max(triton.cdiv(expected, splits), min(share_least, expected))
+        waves, share = (
+            triton.cdiv(tiles * splits, slots),
+            max(triton.cdiv(expected, splits), min(share_least, expected)),
+        )
         return float(waves * (share + PARTIAL_COST) + MERGE_COST + splits / 16 if splits > 1 else waves * share)
 
     return min(range(min(least, most), most + 1), key=cost)

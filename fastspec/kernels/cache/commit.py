@@ -1,7 +1,9 @@
-"""Moves of a commit: accepted slots of every layer's keys and values, the slots of the accepted path, and the emitted tokens.
+"""Moves of a commit: accepted slots of every layer's keys and values, the slots of the accepted path, and the emitted
+tokens.
 
-L layers, B rows, Hkv key heads, C cache slots, D and Dv sizes of a key and a value, P slots moved per row. A program moves the P vectors
-of one layer, row and head (a slice of their channels where P is large): keys and values are all read before any is written.
+L layers, B rows, Hkv key heads, C cache slots, D and Dv sizes of a key and a value, P slots moved per row. A program
+moves the P vectors of one layer, row and head (a slice of their channels where P is large): keys and values are all
+read before any is written.
 
 B rows (sequences), N nodes of a row's tree, P nodes of the longest path.
 """
@@ -19,12 +21,34 @@ BLOCK_ELEMENTS = 4096  # of keys, and as many of values, in the registers of a p
 MAX_SLOTS = 512
 
 
-@triton.jit(do_not_specialize=["count", "heads", "stride_source_b", "stride_source_p", "stride_target_b", "stride_target_p"])
+@triton.jit(
+    do_not_specialize=["count", "heads", "stride_source_b", "stride_source_p", "stride_target_b", "stride_target_p"]
+)
 def _kv_block_copy(
-    p_k, p_v, p_source, p_target, count, heads, stride_source_b, stride_source_p, stride_target_b, stride_target_p,
-    stride_k_l, stride_k_b, stride_k_h, stride_k_c, stride_v_l, stride_v_b, stride_v_h, stride_v_c,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, SLOTS_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_k,
+    p_v,
+    p_source,
+    p_target,
+    count,
+    heads,
+    stride_source_b,
+    stride_source_p,
+    stride_target_b,
+    stride_target_p,
+    stride_k_l,
+    stride_k_b,
+    stride_k_h,
+    stride_k_c,
+    stride_v_l,
+    stride_v_b,
+    stride_v_h,
+    stride_v_c,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    SLOTS_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -52,18 +76,22 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     """`reference.kv_block_copy`: move slots source [B, P] to target [B, P] of k_cache [L, B, Hkv, C, D] and v_cache
     [L, B, Hkv, C, Dv], in place.
 
-    Overlap of source and target is safe; the targets of a row must differ from each other. The caches are views of any strides and dtype
-    whose last dimension is contiguous; source and target are int64 of any strides, P at most 512. A slot whose source is its target is
-    neither read nor written.
+    Overlap of source and target is safe; the targets of a row must differ from each other. The caches are views of any
+    strides and dtype whose last dimension is contiguous; source and target are int64 of any strides, P at most 512. A
+    slot whose source is its target is neither read nor written.
     """
     layers, batch, heads, _, size = k_cache.shape
     if v_cache.shape[:-1] != k_cache.shape[:-1] or v_cache.dtype != k_cache.dtype:
         raise ValueError(
-            f"k_cache is {k_cache.dtype} {list(k_cache.shape)} and v_cache {v_cache.dtype} {list(v_cache.shape)}; they must be alike but "
+            f"k_cache is {k_cache.dtype} {list(k_cache.shape)} and v_cache {v_cache.dtype} {list(v_cache.shape)}; "
+            "they must be alike but "
             "for the last size"
         )
     if source.dim() != 2 or source.shape != target.shape or len(source) != batch or source.shape[1] > MAX_SLOTS:
-        raise ValueError(f"source is {list(source.shape)} and target {list(target.shape)}; both must be [{batch}, P] with P <= {MAX_SLOTS}")
+        raise ValueError(
+            f"source is {list(source.shape)} and target {list(target.shape)}; both must be [{batch}, P] with P <= "
+            f"{MAX_SLOTS}"
+        )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(-1) != 1 and cache.shape[-1] > 1:
             raise ValueError(f"{name} has strides {cache.stride()}: its last dimension must be contiguous")
@@ -73,18 +101,43 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     wide = max(size, v_cache.shape[-1])
     size_block = min(max(8, triton.next_power_of_2(wide)), max(8, BLOCK_ELEMENTS // slots_block))
     _kv_block_copy[(layers, batch * heads, triton.cdiv(wide, size_block))](
-        k_cache, v_cache, source, target, source.shape[1], heads, *source.stride(), *target.stride(),
-        *k_cache.stride()[:4], *v_cache.stride()[:4], SIZE=size, VALUE_SIZE=v_cache.shape[-1], SLOTS_BLOCK=slots_block,
+        k_cache,
+        v_cache,
+        source,
+        target,
+        source.shape[1],
+        heads,
+        *source.stride(),
+        *target.stride(),
+        *k_cache.stride()[:4],
+        *v_cache.stride()[:4],
+        SIZE=size,
+        VALUE_SIZE=v_cache.shape[-1],
+        SLOTS_BLOCK=slots_block,
         SIZE_BLOCK=size_block,
-        num_warps=min(4, max(1, slots_block * size_block // 256)), **dependent(k_cache.device),
-    )  # fmt: skip
+        num_warps=min(4, max(1, slots_block * size_block // 256)),
+        **dependent(k_cache.device),
+    )
 
 
 @triton.jit(do_not_specialize=["steps", "bound", "s_lengths", "s_path_b", "s_path_p", "s_accepted", "s_active"])
 def _commit_slots_kernel(
-    p_lengths, p_path, p_accepted, p_active, p_source, p_target, steps, bound, s_lengths, s_path_b, s_path_p, s_accepted, s_active,
-    SP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_lengths,
+    p_path,
+    p_accepted,
+    p_active,
+    p_source,
+    p_target,
+    steps,
+    bound,
+    s_lengths,
+    s_path_b,
+    s_path_p,
+    s_accepted,
+    s_active,
+    SP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -102,24 +155,65 @@ def _commit_slots_kernel(
 
 
 def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """`reference.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any strides."""
+    """`reference.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any
+    strides."""
     batch, steps = path.shape
     _check("commit_slots", batch, active, lengths=lengths, path=path[:, 0], accepted=accepted)
     source, target = torch.empty(2, batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _commit_slots_kernel[(batch,)](
-            lengths, path, accepted, active.view(torch.uint8), source, target, steps, bound,
-            lengths.stride(0), *path.stride(), accepted.stride(0), active.stride(0),
-            max(2, triton.next_power_of_2(steps)), num_warps=1, **dependent(path.device),
-        )  # fmt: skip
+            lengths,
+            path,
+            accepted,
+            active.view(torch.uint8),
+            source,
+            target,
+            steps,
+            bound,
+            lengths.stride(0),
+            *path.stride(),
+            accepted.stride(0),
+            active.stride(0),
+            max(2, triton.next_power_of_2(steps)),
+            num_warps=1,
+            **dependent(path.device),
+        )
     return source, target
 
 
-@triton.jit(do_not_specialize=["steps", "s_tokens_b", "s_tokens_n", "s_path_b", "s_path_p", "s_accepted", "s_bonus", "s_active", "s_root"])
+@triton.jit(
+    do_not_specialize=[
+        "steps",
+        "s_tokens_b",
+        "s_tokens_n",
+        "s_path_b",
+        "s_path_p",
+        "s_accepted",
+        "s_bonus",
+        "s_active",
+        "s_root",
+    ]
+)
 def _emit_kernel(
-    p_tokens, p_path, p_accepted, p_bonus, p_active, p_root, p_packed, steps,
-    s_tokens_b, s_tokens_n, s_path_b, s_path_p, s_accepted, s_bonus, s_active, s_root, SP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_tokens,
+    p_path,
+    p_accepted,
+    p_bonus,
+    p_active,
+    p_root,
+    p_packed,
+    steps,
+    s_tokens_b,
+    s_tokens_n,
+    s_path_b,
+    s_path_p,
+    s_accepted,
+    s_bonus,
+    s_active,
+    s_root,
+    SP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -135,23 +229,38 @@ def _emit_kernel(
     p_out = p_packed + row * (steps + 1)
     tl.store(p_out, tl.where(drawn < 0, -1 - accepted, accepted))
     tl.store(p_out + 1 + o_p, tl.where(o_p == accepted, bonus, b_token), mask=m_p)
-    tl.debug_barrier()  # the tokens of a tree of roots alone are the root's own memory, and other threads may be about to read the bonus
+    # the tokens of a tree of roots alone are the root's own memory, and other threads may be about to read the bonus
+    tl.debug_barrier()
     tl.store(p_bonus + row * s_bonus, bonus)
     tl.store(p_root + row * s_root, bonus, mask=active != 0)
 
 
 def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
-    """`reference.emit`: tokens [B, N], path [B, P], accepted, bonus, root [B] int64, active [B] bool, any strides -> [B, 1 + P].
-    A bonus below 0 becomes 0 in place."""
+    """`reference.emit`: tokens [B, N], path [B, P], accepted, bonus, root [B] int64, active [B] bool, any strides ->
+    [B, 1 + P]. A bonus below 0 becomes 0 in place."""
     batch, steps = path.shape
     _check("emit", batch, active, tokens=tokens[:, 0], path=path[:, 0], accepted=accepted, bonus=bonus, root=root)
     packed = torch.empty(batch, 1 + steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _emit_kernel[(batch,)](
-            tokens, path, accepted, bonus, active.view(torch.uint8), root, packed, steps,
-            *tokens.stride(), *path.stride(), accepted.stride(0), bonus.stride(0), active.stride(0), root.stride(0),
-            max(2, triton.next_power_of_2(steps)), num_warps=1, **dependent(path.device),
-        )  # fmt: skip
+            tokens,
+            path,
+            accepted,
+            bonus,
+            active.view(torch.uint8),
+            root,
+            packed,
+            steps,
+            *tokens.stride(),
+            *path.stride(),
+            accepted.stride(0),
+            bonus.stride(0),
+            active.stride(0),
+            root.stride(0),
+            max(2, triton.next_power_of_2(steps)),
+            num_warps=1,
+            **dependent(path.device),
+        )
     return packed
 
 
@@ -159,4 +268,7 @@ def _check(op: str, batch: int, active: Tensor, **given: Tensor) -> None:
     """The first column of each tensor of a row's: [B] int64; active: [B] bool."""
     for name, x, dtype in (("active", active, torch.bool), *((name, x, torch.int64) for name, x in given.items())):
         if x.shape != (batch,) or x.dtype != dtype:
-            raise ValueError(f"{op}: {name} has rows {list(x.shape)} of {x.dtype}; accepted is {dtype} with the rows of path, [{batch}]")
+            raise ValueError(
+                f"{op}: {name} has rows {list(x.shape)} of {x.dtype}; accepted is {dtype} with the rows of path, "
+                f"[{batch}]"
+            )

@@ -1,7 +1,8 @@
 """The cache's moves, and what a round commits and emits, in plain torch: the specification of the kernels beside it.
 
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
-64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
+C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
+waits for the host.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from torch import Tensor
 
 
 def cache_write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k, v [B, N, Hkv, D] into one layer's cache [B, Hkv, C, D] at slots [B, N] int64; keys and values may differ in D."""
+    """Write k, v [B, N, Hkv, D] into one layer's cache [B, Hkv, C, D] at slots [B, N] int64; keys and values may differ
+    in D."""
     row = torch.arange(k.shape[0], device=k.device)[:, None]
     k_cache[row, :, slots] = k.to(k_cache.dtype)  # under autocast they come in another
     v_cache[row, :, slots] = v.to(v_cache.dtype)
 
 
 def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Move slots source [B, P] to target [B, P] in every layer of k_cache [L, B, Hkv, C, D] and v_cache [L, B, Hkv, C, Dv];
-    overlap is safe."""
+    """Move slots source [B, P] to target [B, P] in every layer of k_cache [L, B, Hkv, C, D] and v_cache [L, B, Hkv, C,
+    Dv]; overlap is safe."""
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     for cache in (k_cache, v_cache):
         cache[:, row, :, target] = cache[:, row, :, source]
@@ -31,7 +33,8 @@ def grow(lengths: Tensor, counts: Tensor, bound: int) -> None:
 
 
 def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """Where `kv_block_copy` moves the nodes of path [B, P] from and to, behind the lengths [B] as they were -> two [B, P].
+    """Where `kv_block_copy` moves the nodes of path [B, P] from and to, behind the lengths [B] as they were -> two [B,
+    P].
 
     Then `grow` of the lengths by accepted [B] + 1 in the rows that are active [B] bool.
     """
@@ -42,17 +45,18 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
 
 
 def emitted(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
-    """What a verdict emits of a tree's tokens [B, N], [B, P]: the accepted drafts' tokens, then the bonus token; the rest is filler."""
+    """What a verdict emits of a tree's tokens [B, N], [B, P]: the accepted drafts' tokens, then the bonus token; the
+    rest is filler."""
     following = torch.cat((path[:, 1:], path[:, -1:]), 1)
     return tokens.gather(1, following).scatter_(1, accepted[:, None], bonus[:, None])
 
 
 def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
-    """What the host reads of a round, [B, 1 + P]: accepted [B], then `emitted`. root [B] becomes the bonus token where active [B] is
-    true.
+    """What the host reads of a round, [B, 1 + P]: accepted [B], then `emitted`. root [B] becomes the bonus token where
+    active [B] is true.
 
-    A bonus below 0 says that there was no token to draw behind the accepted ones. The host then reads -1 - accepted, and all that goes on
-    upon the device gets token 0: `bonus` itself becomes that.
+    A bonus below 0 says that there was no token to draw behind the accepted ones. The host then reads -1 - accepted,
+    and all that goes on upon the device gets token 0: `bonus` itself becomes that.
     """
     missing = bonus >> 63  # -1 or 0
     bonus.clamp_(min=0)

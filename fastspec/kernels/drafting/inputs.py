@@ -1,13 +1,16 @@
-"""Inputs of drafting passes, gathered in one launch each: tree nodes, the next frontier, a head's first layer, and accepted pairs.
+"""Inputs of drafting passes, gathered in one launch each: tree nodes, the next frontier, a head's first layer, and
+accepted pairs.
 
 B rows (sequences), N nodes of a row's tree, V tokens, H width of the embeddings.
 
-B rows, M nodes that were expanded, C children of each, K nodes chosen among the M * C children, H width, W words of 64 bits.
+B rows, M nodes that were expanded, C children of each, K nodes chosen among the M * C children, H width, W words of 64
+bits.
 
-B rows, K nodes to feed, M nodes that were expanded before them, C children of each, H width, V tokens, W words of 64 bits.
+B rows, K nodes to feed, M nodes that were expanded before them, C children of each, H width, V tokens, W words of 64
+bits.
 
-B rows (sequences), N nodes of a row's tree, P nodes of the longest path, F width of the target's features, T pairs fed, H
-width of the head's states. A pair is a token and the target's feature of the one before it.
+B rows (sequences), N nodes of a row's tree, P nodes of the longest path, F width of the target's features, T pairs fed,
+H width of the head's states. A pair is a token and the target's feature of the one before it.
 """
 
 from __future__ import annotations
@@ -26,9 +29,26 @@ NODE_BLOCK = 4096  # channels that a program copies
 
 @triton.jit(do_not_specialize=["nodes", "last", "s_tokens_b", "s_tokens_n", "s_depths_b", "s_depths_n", "s_lengths"])
 def _tree_input_kernel(
-    p_tokens, p_depths, p_lengths, p_table, p_positions, p_slots, p_out, nodes, last, size,
-    s_tokens_b, s_tokens_n, s_depths_b, s_depths_n, s_lengths, s_table, EMBED: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_tokens,
+    p_depths,
+    p_lengths,
+    p_table,
+    p_positions,
+    p_slots,
+    p_out,
+    nodes,
+    last,
+    size,
+    s_tokens_b,
+    s_tokens_n,
+    s_depths_b,
+    s_depths_n,
+    s_lengths,
+    s_table,
+    EMBED: tl.constexpr,
+    BH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A part of one node's embedding; the first part writes its place."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -50,32 +70,68 @@ def _tree_input_kernel(
 def tree_input(
     tokens: Tensor, depths: Tensor, lengths: Tensor, last: int, table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`reference.tree_input`: tokens, depths [B, N] and lengths [B] int64 of any strides, table [V, H] with a contiguous last
-    dimension -> positions, slots [B, N] and embeddings [B, N, H] or None. Tokens must be below V: the kernel does not look."""
+    """`reference.tree_input`: tokens, depths [B, N] and lengths [B] int64 of any strides, table [V, H] with a
+    contiguous last dimension -> positions, slots [B, N] and embeddings [B, N, H] or None. Tokens must be below V: the
+    kernel does not look."""
     batch, nodes = tokens.shape
-    for name, x, shape in (("tokens", tokens, (batch, nodes)), ("depths", depths, (batch, nodes)), ("lengths", lengths, (batch,))):
+    for name, x, shape in (
+        ("tokens", tokens, (batch, nodes)),
+        ("depths", depths, (batch, nodes)),
+        ("lengths", lengths, (batch,)),
+    ):
         if x.shape != shape or x.dtype != torch.int64:
             raise ValueError(f"tree_input: {name} is {list(x.shape)} {x.dtype}; accepted is {list(shape)} int64")
     if table is not None and (table.dim() != 2 or table.stride(1) != 1):
-        raise ValueError(f"tree_input: table is {list(table.shape)}, strides {table.stride()}; accepted is [V, H], rows contiguous")
+        raise ValueError(
+            f"tree_input: table is {list(table.shape)}, strides {table.stride()}; accepted is [V, H], rows contiguous"
+        )
     positions, slots = torch.empty(2, batch, nodes, dtype=torch.int64, device=tokens.device)
     size, stride = (0, 0) if table is None else (table.shape[1], table.stride(0))
     out = None if table is None else table.new_empty(batch, nodes, size)
     if tokens.numel() > 0:
         block = max(16, min(NODE_BLOCK, triton.next_power_of_2(size)))
         _tree_input_kernel[(max(1, triton.cdiv(size, block)), nodes, batch)](
-            tokens, depths, lengths, table, positions, slots, out, nodes, last, size,
-            *tokens.stride(), *depths.stride(), lengths.stride(0), stride, table is not None, block,
-            num_warps=max(1, min(4, block // 256)), **dependent(tokens.device),
-        )  # fmt: skip
+            tokens,
+            depths,
+            lengths,
+            table,
+            positions,
+            slots,
+            out,
+            nodes,
+            last,
+            size,
+            *tokens.stride(),
+            *depths.stride(),
+            lengths.stride(0),
+            stride,
+            table is not None,
+            block,
+            num_warps=max(1, min(4, block // 256)),
+            **dependent(tokens.device),
+        )
     return positions, slots, out
 
 
 @triton.jit
 def _next_frontier_kernel(
-    p_tokens, p_index, p_hidden, p_words, p_out_tokens, p_out_hidden, p_out_words, nodes, children, chosen, size, words, slot,
-    BH: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_tokens,
+    p_index,
+    p_hidden,
+    p_words,
+    p_out_tokens,
+    p_out_hidden,
+    p_out_words,
+    nodes,
+    children,
+    chosen,
+    size,
+    words,
+    slot,
+    BH: tl.constexpr,
+    BW: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One chosen node."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
@@ -93,10 +149,14 @@ def _next_frontier_kernel(
     m_w = o_w < words
     own = slot + place
     b_bit = tl.where(o_w == own // 64, tl.full([BW], 1, tl.int64) << (own % 64), 0)
-    tl.store(p_out_words + out * words + o_w, tl.load(p_words + above * words + o_w, mask=m_w, other=0) | b_bit, mask=m_w)
+    tl.store(
+        p_out_words + out * words + o_w, tl.load(p_words + above * words + o_w, mask=m_w, other=0) | b_bit, mask=m_w
+    )
 
 
-def next_frontier(tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+def next_frontier(
+    tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.next_frontier`; all tensors contiguous (ValueError otherwise)."""
     for name, tensor in (("tokens", tokens), ("index", index), ("hidden", hidden), ("words", words)):
         if not tensor.is_contiguous():
@@ -105,19 +165,55 @@ def next_frontier(tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, 
     out_tokens = tokens.new_empty(rows, chosen)
     out_hidden, out_words = hidden.new_empty(rows, chosen, size), words.new_empty(rows, chosen, width)
     _next_frontier_kernel[(rows, chosen)](
-        tokens, index, hidden, words, out_tokens, out_hidden, out_words, nodes, tokens.shape[1] // nodes, chosen, size, width, slot,
-        BH=min(4096, triton.next_power_of_2(size)), BW=triton.next_power_of_2(width), num_warps=4, **dependent(tokens.device),
-    )  # fmt: skip
+        tokens,
+        index,
+        hidden,
+        words,
+        out_tokens,
+        out_hidden,
+        out_words,
+        nodes,
+        tokens.shape[1] // nodes,
+        chosen,
+        size,
+        width,
+        slot,
+        BH=min(4096, triton.next_power_of_2(size)),
+        BW=triton.next_power_of_2(width),
+        num_warps=4,
+        **dependent(tokens.device),
+    )
     return out_tokens, out_hidden, out_words
 
 
 @triton.jit(do_not_specialize=["fed", "nodes", "children", "words", "slot", "stride_tokens", "stride_index"])
 def _head_input_kernel(
-    p_tokens, p_index, p_hidden, p_words, p_table, p_weight_token, p_weight_hidden, p_out, p_out_hidden, p_out_words,
-    fed, nodes, children, words, slot, stride_tokens, stride_index, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, BW: tl.constexpr, CHOOSE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One half of a node's input: from its token, or from its state. With CHOOSE the nodes are children that p_index names."""
+    p_tokens,
+    p_index,
+    p_hidden,
+    p_words,
+    p_table,
+    p_weight_token,
+    p_weight_hidden,
+    p_out,
+    p_out_hidden,
+    p_out_words,
+    fed,
+    nodes,
+    children,
+    words,
+    slot,
+    stride_tokens,
+    stride_index,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BW: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One half of a node's input: from its token, or from its state. With CHOOSE the nodes are children that p_index
+    names."""
     place, row, half = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < SIZE
@@ -142,15 +238,21 @@ def _head_input_kernel(
             m_w = o_w < words
             own = slot + place
             b_bit = tl.where(o_w == own // 64, tl.full([BW], 1, tl.int64) << (own % 64).to(tl.int64), 0)
-            tl.store(p_out_words + node * words + o_w, tl.load(p_words + above * words + o_w, mask=m_w, other=0) | b_bit, mask=m_w)
+            tl.store(
+                p_out_words + node * words + o_w,
+                tl.load(p_words + above * words + o_w, mask=m_w, other=0) | b_bit,
+                mask=m_w,
+            )
     tl.store(p_out + (2 * node + half) * SIZE + o_h, norm_row(b_x, b_weight, eps, SIZE), mask=m_h)
 
 
-def head_input(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float) -> Tensor:
+def head_input(
+    tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float
+) -> Tensor:
     """`reference.head_input`: tokens [B, K] int64, their states hidden [B, K, H] -> [B, K, 2 * H].
 
-    table [V, H], token_norm and hidden_norm [H] have hidden's dtype (fp32, fp16 or bf16), and H is at most 32768. All are contiguous, but
-    the rows of tokens may lie any distance apart.
+    table [V, H], token_norm and hidden_norm [H] have hidden's dtype (fp32, fp16 or bf16), and H is at most 32768. All
+    are contiguous, but the rows of tokens may lie any distance apart.
     """
     _check(tokens, hidden, table, token_norm, hidden_norm)
     if tokens.shape != hidden.shape[:2]:
@@ -159,11 +261,18 @@ def head_input(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor
 
 
 def frontier_input(
-    tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int,
-    table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`reference.frontier_input`: `next_frontier` of tokens [B, M * C], index [B, K], hidden [B, M, H] and words [B, M, W], and
-    `head_input` of what it gives -> x [B, K, 2 * H], and the nodes' states [B, K, H] and ancestors [B, K, W].
+    tokens: Tensor,
+    index: Tensor,
+    hidden: Tensor,
+    words: Tensor,
+    slot: int,
+    table: Tensor,
+    token_norm: Tensor,
+    hidden_norm: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.frontier_input`: `next_frontier` of tokens [B, M * C], index [B, K], hidden [B, M, H] and words [B, M,
+    W], and `head_input` of what it gives -> x [B, K, 2 * H], and the nodes' states [B, K, H] and ancestors [B, K, W].
 
     As in `head_input`; words are contiguous too, and the rows of index may lie any distance apart.
     """
@@ -171,7 +280,9 @@ def frontier_input(
     return _launch(tokens, index, hidden, words, slot, table, token_norm, hidden_norm, eps)
 
 
-def _check(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, **more: Tensor) -> None:
+def _check(
+    tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, **more: Tensor
+) -> None:
     size = hidden.shape[-1]
     if not 0 < size <= MAX_SIZE:
         raise ValueError(f"hidden has rows of {size}; 1 to {MAX_SIZE} are accepted")
@@ -187,22 +298,53 @@ def _check(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hi
 
 
 def _launch(
-    tokens: Tensor, index: Tensor | None, hidden: Tensor, words: Tensor | None, slot: int,
-    table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tokens: Tensor,
+    index: Tensor | None,
+    hidden: Tensor,
+    words: Tensor | None,
+    slot: int,
+    table: Tensor,
+    token_norm: Tensor,
+    hidden_norm: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     (rows, nodes, size), choose = hidden.shape, index is not None
-    index, words = tokens if index is None else index, tokens[:, :, None] if words is None else words  # not read where None
+    index, words = (
+        tokens if index is None else index,
+        tokens[:, :, None] if words is None else words,
+    )  # not read where None
     fed, width, block = index.shape[1], words.shape[2], max(16, triton.next_power_of_2(size))
     x = hidden.new_empty(rows, fed, 2 * size)
-    out_hidden, out_words = (hidden.new_empty(rows, fed, size), words.new_empty(rows, fed, width)) if choose else (hidden, words)
+    out_hidden, out_words = (
+        (hidden.new_empty(rows, fed, size), words.new_empty(rows, fed, width)) if choose else (hidden, words)
+    )
     if x.numel() > 0:
         _head_input_kernel[(fed, rows, 2)](
-            tokens, index, hidden, words, table, token_norm, hidden_norm, x, out_hidden, out_words,
-            fed, nodes, tokens.shape[1] // nodes, width, slot, tokens.stride(0), index.stride(0), eps,
-            SIZE=size, BLOCK=block, BW=triton.next_power_of_2(width), CHOOSE=choose,
+            tokens,
+            index,
+            hidden,
+            words,
+            table,
+            token_norm,
+            hidden_norm,
+            x,
+            out_hidden,
+            out_words,
+            fed,
+            nodes,
+            tokens.shape[1] // nodes,
+            width,
+            slot,
+            tokens.stride(0),
+            index.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            BW=triton.next_power_of_2(width),
+            CHOOSE=choose,
             num_warps=row_warps(block, x.element_size()),  # as in rms_norm: the sums are added in the same order
             **dependent(x.device),
-        )  # fmt: skip
+        )
     return x, out_hidden, out_words
 
 
@@ -210,13 +352,46 @@ PAIR_BLOCK = 2048  # channels that a program copies
 
 
 @triton.jit(
-    do_not_specialize=["steps", "s_path_b", "s_path_p", "s_accepted", "s_bonus", "s_active", "s_root", "s_lengths", "s_counts"]
+    do_not_specialize=[
+        "steps",
+        "s_path_b",
+        "s_path_p",
+        "s_accepted",
+        "s_bonus",
+        "s_active",
+        "s_root",
+        "s_lengths",
+        "s_counts",
+    ]
 )
 def _path_pairs_kernel(
-    p_features, p_path, p_accepted, p_bonus, p_active, p_root, p_lengths, p_out, p_counts, p_slots, steps, size, s_features_b, s_features_n,
-    s_path_b, s_path_p, s_accepted, s_bonus, s_active, s_root, s_lengths, s_counts, BF: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A part of one node's features; the first part of a node writes its slot, the first of a row what there is once."""
+    p_features,
+    p_path,
+    p_accepted,
+    p_bonus,
+    p_active,
+    p_root,
+    p_lengths,
+    p_out,
+    p_counts,
+    p_slots,
+    steps,
+    size,
+    s_features_b,
+    s_features_n,
+    s_path_b,
+    s_path_p,
+    s_accepted,
+    s_bonus,
+    s_active,
+    s_root,
+    s_lengths,
+    s_counts,
+    BF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A part of one node's features; the first part of a node writes its slot, the first of a row what there is
+    once."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -235,9 +410,15 @@ def _path_pairs_kernel(
 
 
 def path_pairs(
-    features: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor, lengths: Tensor,
+    features: Tensor,
+    path: Tensor,
+    accepted: Tensor,
+    bonus: Tensor,
+    active: Tensor,
+    root: Tensor,
+    lengths: Tensor,
     out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.path_pairs`: features [B, N, F] with a contiguous last dimension, path [B, P], accepted, bonus, root,
     lengths [B] int64 and active [B] bool, of any strides -> features [B, P, F], counts [B] and slots [B, P].
 
@@ -245,35 +426,79 @@ def path_pairs(
     """
     (batch, steps), size = path.shape, features.shape[2]
     taken, counts = (features.new_empty(batch, steps, size), path.new_empty(batch)) if out is None else out
-    columns = {"path": path[:, 0], "accepted": accepted, "bonus": bonus, "root": root, "lengths": lengths, "counts": counts}
+    columns = {
+        "path": path[:, 0],
+        "accepted": accepted,
+        "bonus": bonus,
+        "root": root,
+        "lengths": lengths,
+        "counts": counts,
+    }
     for name, x in columns.items():
         if x.shape != (batch,) or x.dtype != torch.int64:
-            raise ValueError(f"path_pairs: {name} has rows {list(x.shape)} of {x.dtype}; accepted is int64 with path's rows, [{batch}]")
+            raise ValueError(
+                f"path_pairs: {name} has rows {list(x.shape)} of {x.dtype}; accepted is int64 with path's rows, "
+                f"[{batch}]"
+            )
     if active.shape != (batch,) or active.dtype != torch.bool:
         raise ValueError(f"path_pairs: active is {list(active.shape)} {active.dtype}; accepted is [{batch}] bool")
     if len(features) != batch or not packed(features):
         raise ValueError(
-            f"path_pairs: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, F] with a contiguous "
+            f"path_pairs: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, "
+            "F] with a contiguous "
             "last dimension"
         )
     if taken.shape != (batch, steps, size) or not taken.is_contiguous():
-        raise ValueError(f"path_pairs: out is {list(taken.shape)}, strides {taken.stride()}; accepted is {[batch, steps, size]} contiguous")
+        raise ValueError(
+            f"path_pairs: out is {list(taken.shape)}, strides {taken.stride()}; accepted is {[batch, steps, size]} "
+            "contiguous"
+        )
     slots = torch.empty(batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _path_pairs_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), steps, batch)](
-            features, path, accepted, bonus, active.view(torch.uint8), root, lengths, taken, counts, slots, steps, size,
-            *features.stride()[:2], *path.stride(), *(x.stride(0) for x in (accepted, bonus, active, root, lengths, counts)),
-            PAIR_BLOCK, num_warps=4, **dependent(path.device),
-        )  # fmt: skip
+            features,
+            path,
+            accepted,
+            bonus,
+            active.view(torch.uint8),
+            root,
+            lengths,
+            taken,
+            counts,
+            slots,
+            steps,
+            size,
+            *features.stride()[:2],
+            *path.stride(),
+            *(x.stride(0) for x in (accepted, bonus, active, root, lengths, counts)),
+            PAIR_BLOCK,
+            num_warps=4,
+            **dependent(path.device),
+        )
     return taken, counts, slots
 
 
 @triton.jit(do_not_specialize=["bound", "s_counts", "s_lengths"])
 def _keep_last_kernel(
-    p_hidden, p_readout, p_counts, p_last_hidden, p_last_readout, p_lengths, bound, size,
-    s_hidden_b, s_hidden_t, s_readout_b, s_readout_t, s_last_hidden, s_last_readout, s_counts, s_lengths,
-    BH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_hidden,
+    p_readout,
+    p_counts,
+    p_last_hidden,
+    p_last_readout,
+    p_lengths,
+    bound,
+    size,
+    s_hidden_b,
+    s_hidden_t,
+    s_readout_b,
+    s_readout_t,
+    s_last_hidden,
+    s_last_readout,
+    s_counts,
+    s_lengths,
+    BH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A part of one row's state or readout; the first one of a row counts its pairs."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -295,26 +520,49 @@ def _keep_last_kernel(
 
 
 def keep_last(
-    hidden: Tensor, readout: Tensor, counts: Tensor, last_hidden: Tensor, last_readout: Tensor, lengths: Tensor, bound: int
+    hidden: Tensor,
+    readout: Tensor,
+    counts: Tensor,
+    last_hidden: Tensor,
+    last_readout: Tensor,
+    lengths: Tensor,
+    bound: int,
 ) -> None:
-    """`reference.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of any strides,
-    and what is kept, last_hidden and last_readout [B, H], contiguous."""
+    """`reference.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of
+    any strides, and what is kept, last_hidden and last_readout [B, H], contiguous."""
     batch, _, size = hidden.shape
     for name, x in (("counts", counts), ("lengths", lengths)):
         if x.shape != (batch,) or x.dtype != torch.int64:
             raise ValueError(f"keep_last: {name} is {list(x.shape)} {x.dtype}; accepted is [{batch}] int64")
     if readout.shape != hidden.shape or not packed(hidden) or not packed(readout):
         raise ValueError(
-            f"keep_last: hidden is {list(hidden.shape)}, strides {hidden.stride()}, and readout {list(readout.shape)}, strides "
+            f"keep_last: hidden is {list(hidden.shape)}, strides {hidden.stride()}, and readout "
+            f"{list(readout.shape)}, strides "
             f"{readout.stride()}; accepted is [B, T, H] twice, with a contiguous last dimension"
         )
     for name, x in (("last_hidden", last_hidden), ("last_readout", last_readout)):
         if x.shape != (batch, size) or not x.is_contiguous():
-            raise ValueError(f"keep_last: {name} is {list(x.shape)}, strides {x.stride()}; accepted is [{batch}, {size}] contiguous")
+            raise ValueError(
+                f"keep_last: {name} is {list(x.shape)}, strides {x.stride()}; accepted is [{batch}, {size}] contiguous"
+            )
     if batch == 0:
         return
     _keep_last_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), 2, batch)](
-        hidden, readout, counts, last_hidden, last_readout, lengths, bound, size, *hidden.stride()[:2], *readout.stride()[:2],
-        last_hidden.stride(0), last_readout.stride(0), counts.stride(0), lengths.stride(0), PAIR_BLOCK,
-        num_warps=4, **dependent(hidden.device),
-    )  # fmt: skip
+        hidden,
+        readout,
+        counts,
+        last_hidden,
+        last_readout,
+        lengths,
+        bound,
+        size,
+        *hidden.stride()[:2],
+        *readout.stride()[:2],
+        last_hidden.stride(0),
+        last_readout.stride(0),
+        counts.stride(0),
+        lengths.stride(0),
+        PAIR_BLOCK,
+        num_warps=4,
+        **dependent(hidden.device),
+    )

@@ -1,7 +1,8 @@
 """The steps of the draft phase in plain torch: what the kernels beside it compute, and their specification.
 
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
-64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
+C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
+waits for the host.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def topk_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class Candidates:
     """Where an expansion by K of M nodes a row writes what it grows: `scores` fp32 and `tokens` int64 [B, M * K].
 
-    `parents` [B, K * K] int64 is for the children of the K best, which the next expansion grows: each gets its parent's place plus
-    `first`. None where none follows. All may be views whose last dimension is contiguous.
+    `parents` [B, K * K] int64 is for the children of the K best, which the next expansion grows: each gets its parent's
+    place plus `first`. None where none follows. All may be views whose last dimension is contiguous.
     """
 
     scores: Tensor
@@ -45,16 +46,23 @@ class Candidates:
 
 
 def topk_expand(
-    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, out: Candidates | None = None, *,
-    product: Callable[..., Tensor] = linear, likeliest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = topk_logprobs,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor | None,
+    scores: Tensor,
+    count: int,
+    d2t: Tensor,
+    out: Candidates | None = None,
+    *,
+    product: Callable[..., Tensor] = linear,
+    likeliest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = topk_logprobs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Expand every node of a frontier by its `count` likeliest tokens, and rank the children.
 
-    hidden [B, M, H] times the LM head weight [V, H] gives the logits (weight=None: hidden [B, M, V] are the logits); scores [B, M]
-    fp32 are the nodes' cumulative log-probabilities; d2t [V] int64 is what a draft id adds to itself to become the target's.
-    Returns the children's cumulative scores and target ids [B, M * count], each node's in falling order, and the `count` best of them,
-    the next frontier: scores in falling order and indices into the children [B, count], the lower index first among equals.
-    `out` receives the children where it is given.
+    hidden [B, M, H] times the LM head weight [V, H] gives the logits (weight=None: hidden [B, M, V] are the logits);
+    scores [B, M] fp32 are the nodes' cumulative log-probabilities; d2t [V] int64 is what a draft id adds to itself to
+    become the target's. Returns the children's cumulative scores and target ids [B, M * count], each node's in falling
+    order, and the `count` best of them, the next frontier: scores in falling order and indices into the children [B,
+    count], the lower index first among equals. `out` receives the children where it is given.
     """
     logp, ids = likeliest(hidden if weight is None else product(hidden, weight, None), count)
     children = (scores[:, :, None] + logp).flatten(1)
@@ -67,11 +75,14 @@ def topk_expand(
     return out.scores.copy_(children), out.tokens.copy_(tokens), best, index
 
 
-def next_frontier(tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+def next_frontier(
+    tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The nodes to expand next: those of the children tokens [B, M * C] that index [B, K] names.
 
-    hidden [B, M, H] and words [B, M, W] int64 are the states and ancestors of the M nodes that were expanded. Returns the chosen
-    children's tokens [B, K], their parents' states [B, K, H], and their ancestors [B, K, W]: their parents' and bit slot + i of the i-th.
+    hidden [B, M, H] and words [B, M, W] int64 are the states and ancestors of the M nodes that were expanded. Returns
+    the chosen children's tokens [B, K], their parents' states [B, K, H], and their ancestors [B, K, W]: their parents'
+    and bit slot + i of the i-th.
     """
     row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
     above = index // (tokens.shape[1] // hidden.shape[1])
@@ -80,26 +91,40 @@ def next_frontier(tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, 
     return tokens.gather(1, index), hidden[row, above], words[row, above] | own
 
 
-def head_input(tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float) -> Tensor:
-    """What the first layer of an EAGLE-3 head reads of tokens [B, K] and their states hidden [B, K, H] -> [B, K, 2 * H].
+def head_input(
+    tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float
+) -> Tensor:
+    """What the first layer of an EAGLE-3 head reads of tokens [B, K] and their states hidden [B, K, H] -> [B, K, 2 *
+    H].
 
-    The first half is `rms_norm` by token_norm [H] of the tokens' rows of the embedding's table [V, H], the second that of the states by
-    hidden_norm [H].
+    The first half is `rms_norm` by token_norm [H] of the tokens' rows of the embedding's table [V, H], the second that
+    of the states by hidden_norm [H].
     """
-    return torch.cat((rms_norm(F.embedding(tokens, table), token_norm, eps)[0], rms_norm(hidden, hidden_norm, eps)[0]), -1)
+    return torch.cat(
+        (rms_norm(F.embedding(tokens, table), token_norm, eps)[0], rms_norm(hidden, hidden_norm, eps)[0]), -1
+    )
 
 
 def frontier_input(
-    tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int,
-    table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`head_input` of the nodes that `next_frontier` makes of the first five -> [B, K, 2 * H], and the nodes' states [B, K, H] and
-    ancestors [B, K, W]."""
+    tokens: Tensor,
+    index: Tensor,
+    hidden: Tensor,
+    words: Tensor,
+    slot: int,
+    table: Tensor,
+    token_norm: Tensor,
+    hidden_norm: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`head_input` of the nodes that `next_frontier` makes of the first five -> [B, K, 2 * H], and the nodes' states
+    [B, K, H] and ancestors [B, K, W]."""
     fed, states, ancestors = next_frontier(tokens, index, hidden, words, slot)
     return head_input(fed, states, table, token_norm, hidden_norm, eps), states, ancestors
 
 
-def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, ...]:
+def tree_build(
+    scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int
+) -> tuple[Tensor, ...]:
     """Re-rank grown candidates and lay the kept ones out breadth first.
 
     scores [B, M] fp32 cumulative log-probabilities, tokens [B, M], parents [B, M] (candidate index, -1 for the root),
@@ -140,19 +165,26 @@ def ancestor_words(parents: Tensor, nodes: int) -> Tensor:
 def tree_input(
     tokens: Tensor, depths: Tensor, lengths: Tensor, last: int, table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a pass over trees of tokens and depths [B, N] behind lengths [B] reads: positions [B, N], `last` at most, slots [B, N], and the
-    tokens' rows of an embedding's table [V, H] where one is given -> [B, N, H]."""
+    """What a pass over trees of tokens and depths [B, N] behind lengths [B] reads: positions [B, N], `last` at most,
+    slots [B, N], and the tokens' rows of an embedding's table [V, H] where one is given -> [B, N, H]."""
     base = lengths[:, None]
     positions, slots = (base + depths).clamp(max=last), base + torch.arange(tokens.shape[1], device=tokens.device)
     return positions, slots, None if table is None else F.embedding(tokens, table)
 
 
 def path_pairs(
-    features: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor, lengths: Tensor,
+    features: Tensor,
+    path: Tensor,
+    accepted: Tensor,
+    bonus: Tensor,
+    active: Tensor,
+    root: Tensor,
+    lengths: Tensor,
     out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What a head is fed of a verdict beside its tokens: the features [B, N, F] of the nodes of path [B, P] -> [B, P, F], how many of
-    them count [B], accepted [B] + 1 where active [B] bool and else 0, and their slots [B, P] behind lengths [B].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a head is fed of a verdict beside its tokens: the features [B, N, F] of the nodes of path [B, P] -> [B, P,
+    F], how many of them count [B], accepted [B] + 1 where active [B] bool and else 0, and their slots [B, P] behind
+    lengths [B].
 
     root [B] becomes bonus [B] where active. `out` receives the features and the counts where it is given.
     """
@@ -163,10 +195,16 @@ def path_pairs(
 
 
 def keep_last(
-    hidden: Tensor, readout: Tensor, counts: Tensor, last_hidden: Tensor, last_readout: Tensor, lengths: Tensor, bound: int
+    hidden: Tensor,
+    readout: Tensor,
+    counts: Tensor,
+    last_hidden: Tensor,
+    last_readout: Tensor,
+    lengths: Tensor,
+    bound: int,
 ) -> None:
-    """Keep what a pass made of each row's last pair: of hidden and readout [B, T, H], what is at place counts [B] - 1, in last_hidden and
-    last_readout [B, H], in rows that have pairs. Then `grow` of the lengths [B] by counts."""
+    """Keep what a pass made of each row's last pair: of hidden and readout [B, T, H], what is at place counts [B] - 1,
+    in last_hidden and last_readout [B, H], in rows that have pairs. Then `grow` of the lengths [B] by counts."""
     row = torch.arange(len(counts), device=counts.device)
     for kept, states in ((last_hidden, hidden), (last_readout, readout)):
         kept.copy_(torch.where((counts > 0)[:, None], states.detach()[row, counts - 1], kept))

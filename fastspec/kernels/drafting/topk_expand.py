@@ -1,9 +1,9 @@
 """Expand a frontier without writing the logits: two launches.
 
-B rows (sequences), M nodes of each row's frontier, R = B * M, H hidden size, V draft vocabulary, K = count children of a node,
-T tiles of the vocabulary. The first launch reads the weight once: a program takes one tile of the vocabulary for a block of nodes and
-leaves the K best of it, with the partial log-sum-exp. In the second launch one program merges a node's tiles, and the last of
-a row's programs to arrive ranks the row's M * K children.
+B rows (sequences), M nodes of each row's frontier, R = B * M, H hidden size, V draft vocabulary, K = count children of
+a node, T tiles of the vocabulary. The first launch reads the weight once: a program takes one tile of the vocabulary
+for a block of nodes and leaves the K best of it, with the partial log-sum-exp. In the second launch one program merges
+a node's tiles, and the last of a row's programs to arrive ranks the row's M * K children.
 
 A value and its index travel as one int64 key, so that one maximum finds both and the lower index wins among equals.
 """
@@ -25,7 +25,8 @@ MAX_CHILDREN = 4096
 
 # tile of the vocabulary, step over H, stages, warps; the weight's tile is the left operand, so few nodes waste nothing
 HALF, HALF_DEEP, HALF_SMALL, FULL = (128, 64, 4, 4), (128, 128, 3, 4), (64, 64, 5, 4), (64, 32, 3, 4)
-MANY_NODES = 64  # from here on blocks of 32 nodes: larger ones wait longer for their best than they save in reading, which the L2 does
+# from here on blocks of 32 nodes: larger ones wait longer for their best than they save in reading, which the L2 does
+MANY_NODES = 64
 ENOUGH_TILES = 200  # below this, tiles of 128 leave multiprocessors idle where there is one block of nodes
 PREFETCH = 512  # bytes of each line of the first weight tile that are asked for while the kernel before still runs
 LOGITS = (1, 2048, 0, 1, 4)  # the same for logits that are there: one node at a time
@@ -67,20 +68,21 @@ def tile_mass(b_x, axis: tl.constexpr):
 
 @triton.jit
 def log_total(b_peak, b_mass):
-    """The logarithm of the sum of tiles' masses [T], each relative to the tile's peak [T]; a mass of 0 counts for nothing."""
+    """The logarithm of the sum of tiles' masses [T], each relative to the tile's peak [T]; a mass of 0 counts for
+    nothing."""
     top = tl.max(b_peak, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    # The mass goes into the exponent: a sum of products is fused in another order by each thread, and equal logits would part.
+    # The mass goes into the exponent: a sum of products is fused in another order by each thread, and equal logits
+    # would part.
     m_mass = b_mass > 0.0
     b_log = tl.where(m_mass, b_peak - base + tl.log(tl.where(m_mass, b_mass, 1.0)), float("-inf"))
     return base + tl.log(tl.sum(tl.exp(b_log), 0))
 
 
 @triton.jit
-def _leave_best(
-    b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count: tl.constexpr
-):  # fmt: skip
-    """Store the `count` best keys of logits b_x [BV, BR], their maximum and mass, for nodes o_r and ids o_v of one tile."""
+def _leave_best(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count: tl.constexpr):
+    """Store the `count` best keys of logits b_x [BV, BR], their maximum and mass, for nodes o_r and ids o_v of one
+    tile."""
     m_r = o_r < rows
     m_v = (o_v < vocab)[:, None]
     b_x = tl.where(m_v, b_x, float("-inf"))
@@ -98,10 +100,30 @@ def _leave_best(
 
 @triton.jit(do_not_specialize=["rows", "nodes"])
 def _product_kernel(
-    p_x, p_w, d_w, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, hidden, tiles, s_xb, s_xm, s_w,
-    count: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_w,
+    d_w,
+    p_keys,
+    p_peak,
+    p_mass,
+    p_arrived,
+    rows,
+    nodes,
+    vocab,
+    hidden,
+    tiles,
+    s_xb,
+    s_xm,
+    s_w,
+    count: tl.constexpr,
+    BR: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Logits of one tile for a block of nodes, transposed [BV, BR], then what is left of them."""
     tile = tl.program_id(1)
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -133,9 +155,21 @@ def _product_kernel(
 
 @triton.jit(do_not_specialize=["rows", "nodes"])
 def _logits_kernel(
-    p_x, p_keys, p_peak, p_mass, p_arrived, rows, nodes, vocab, tiles, s_xb, s_xm,
-    count: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_keys,
+    p_peak,
+    p_mass,
+    p_arrived,
+    rows,
+    nodes,
+    vocab,
+    tiles,
+    s_xb,
+    s_xm,
+    count: tl.constexpr,
+    BV: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The same for logits that are there already: one tile of one node."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -161,10 +195,32 @@ def _best_keys(b_key, o_c, count: tl.constexpr):
 
 @triton.jit(do_not_specialize=["nodes", "first"])
 def _merge_kernel(
-    p_keys, p_peak, p_mass, p_arrived, p_scores, p_d2t, p_children, p_tokens, p_parents, p_best, p_index, nodes, tiles, first, s_sb, s_sm,
-    s_children, s_tokens, s_parents,
-    count: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_keys,
+    p_peak,
+    p_mass,
+    p_arrived,
+    p_scores,
+    p_d2t,
+    p_children,
+    p_tokens,
+    p_parents,
+    p_best,
+    p_index,
+    nodes,
+    tiles,
+    first,
+    s_sb,
+    s_sm,
+    s_children,
+    s_tokens,
+    s_parents,
+    count: tl.constexpr,
+    BV: tl.constexpr,
+    TP: tl.constexpr,
+    CP: tl.constexpr,
+    NP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One node's children from its tiles; the last program of a row ranks the children of all its nodes."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -232,9 +288,10 @@ def topk_expand(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.topk_expand`: hidden [B, M, H] with weight [V, H] of its dtype, or logits [B, M, V] with weight=None.
 
-    hidden and weight: fp32, fp16 or bf16, any strides but a contiguous last dimension; scores [B, M] fp32, any strides; d2t [V] int64,
-    contiguous; 1 <= count <= 64. The logits are kept in fp32. Returns children [B, M * count] fp32, their target ids int64, and the
-    best [B, count] fp32 with their indices int64. Among equal logits the lower id comes first. `out`'s rows may lie any distance apart.
+    hidden and weight: fp32, fp16 or bf16, any strides but a contiguous last dimension; scores [B, M] fp32, any strides;
+    d2t [V] int64, contiguous; 1 <= count <= 64. The logits are kept in fp32. Returns children [B, M * count] fp32,
+    their target ids int64, and the best [B, count] fp32 with their indices int64. Among equal logits the lower id comes
+    first. `out`'s rows may lie any distance apart.
     """
     batch, nodes, size = hidden.shape
     vocab, rows = size if weight is None else weight.shape[0], batch * nodes
@@ -249,37 +306,90 @@ def topk_expand(
     best, index = (torch.empty(batch, count, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
     if out is None:
         grown = batch, nodes * count
-        out = Candidates(torch.empty(grown, dtype=torch.float32, device=device), torch.empty(grown, dtype=torch.int64, device=device))
+        out = Candidates(
+            torch.empty(grown, dtype=torch.float32, device=device), torch.empty(grown, dtype=torch.int64, device=device)
+        )
     children, tokens, parents = out.scores, out.tokens, out.parents
     _check_out(out, batch, nodes, count)
     grid, pdl = (triton.cdiv(rows, block), tiles), dependent(device)
     strides = (hidden.stride(0), hidden.stride(1))
     if weight is None:
-        _logits_kernel[grid](hidden, keys, peak, mass, arrived, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps, **pdl)
+        _logits_kernel[grid](
+            hidden, keys, peak, mass, arrived, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps, **pdl
+        )
     else:
-        lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size()) % 16 == 0  # what a tensor descriptor asks for
+        lined_up = (
+            weight.data_ptr() | weight.stride(0) * weight.element_size()
+        ) % 16 == 0  # what a tensor descriptor asks for
         tma = half and size % step == 0 and lined_up and has_descriptors(device)
         stages = stages_within(stages, (tile + block) * step * weight.element_size(), device)
         _product_kernel[grid](
-            hidden, weight, TensorDescriptor.from_tensor(weight, [tile, step]) if tma else None, keys, peak, mass, arrived, rows, nodes,
-            vocab, size, tiles, *strides, weight.stride(0), count, block, tile, step, size % step == 0, tma,
-            prefetched(weight, PREFETCH), num_warps=warps, num_stages=stages, **pdl,
-        )  # fmt: skip
+            hidden,
+            weight,
+            TensorDescriptor.from_tensor(weight, [tile, step]) if tma else None,
+            keys,
+            peak,
+            mass,
+            arrived,
+            rows,
+            nodes,
+            vocab,
+            size,
+            tiles,
+            *strides,
+            weight.stride(0),
+            count,
+            block,
+            tile,
+            step,
+            size % step == 0,
+            tma,
+            prefetched(weight, PREFETCH),
+            num_warps=warps,
+            num_stages=stages,
+            **pdl,
+        )
     _merge_kernel[(rows,)](
-        keys, peak, mass, arrived, scores, d2t, children, tokens, parents, best, index, nodes, tiles, out.first, *scores.stride(),
-        children.stride(0), tokens.stride(0), 0 if parents is None else parents.stride(0),
-        count, tile, triton.next_power_of_2(tiles), max(4, triton.next_power_of_2(count)), triton.next_power_of_2(nodes * count),
-        num_warps=merge_warps(tiles, nodes, count), **pdl,
-    )  # fmt: skip
+        keys,
+        peak,
+        mass,
+        arrived,
+        scores,
+        d2t,
+        children,
+        tokens,
+        parents,
+        best,
+        index,
+        nodes,
+        tiles,
+        out.first,
+        *scores.stride(),
+        children.stride(0),
+        tokens.stride(0),
+        0 if parents is None else parents.stride(0),
+        count,
+        tile,
+        triton.next_power_of_2(tiles),
+        max(4, triton.next_power_of_2(count)),
+        triton.next_power_of_2(nodes * count),
+        num_warps=merge_warps(tiles, nodes, count),
+        **pdl,
+    )
     return children, tokens, best, index
 
 
 def _check_out(out: Candidates, batch: int, nodes: int, count: int) -> None:
     below = [] if out.parents is None else [("parents", out.parents, count, torch.int64)]
-    for name, x, each, dtype in (("scores", out.scores, nodes, torch.float32), ("tokens", out.tokens, nodes, torch.int64), *below):
+    for name, x, each, dtype in (
+        ("scores", out.scores, nodes, torch.float32),
+        ("tokens", out.tokens, nodes, torch.int64),
+        *below,
+    ):
         if x.shape != (batch, each * count) or x.dtype != dtype or not packed(x):
             raise ValueError(
-                f"topk_expand: out.{name} is {list(x.shape)} {x.dtype}, strides {x.stride()}; accepted is {[batch, each * count]} {dtype} "
+                f"topk_expand: out.{name} is {list(x.shape)} {x.dtype}, strides {x.stride()}; accepted is "
+                f"{[batch, each * count]} {dtype} "
                 "with a contiguous last dimension"
             )
 
@@ -291,14 +401,19 @@ def _check(hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2
         raise ValueError("topk_expand: the last dimension of hidden and weight must be contiguous; pass x.contiguous()")
     if weight is not None and (weight.dtype != hidden.dtype or weight.shape[1] != hidden.shape[2]):
         raise ValueError(
-            f"topk_expand: weight {list(weight.shape)} {weight.dtype} does not fit hidden {list(hidden.shape)} {hidden.dtype}; "
+            f"topk_expand: weight {list(weight.shape)} {weight.dtype} does not fit hidden {list(hidden.shape)} "
+            f"{hidden.dtype}; "
             "accepted is [V, H] of hidden's dtype"
         )
     if scores.shape != hidden.shape[:2] or scores.dtype != torch.float32:
-        raise ValueError(f"topk_expand: scores are {list(scores.shape)} {scores.dtype}; accepted are {list(hidden.shape[:2])} float32")
+        raise ValueError(
+            f"topk_expand: scores are {list(scores.shape)} {scores.dtype}; accepted are {list(hidden.shape[:2])} "
+            "float32"
+        )
     if not 1 <= count <= min(MAX_COUNT, vocab) or hidden.shape[1] * count > MAX_CHILDREN:
         raise ValueError(
-            f"topk_expand: count={count} of {vocab} ids for {hidden.shape[1]} nodes; accepted are 1 to {MAX_COUNT}, no more than there are "
+            f"topk_expand: count={count} of {vocab} ids for {hidden.shape[1]} nodes; accepted are 1 to {MAX_COUNT}, "
+            "no more than there are "
             f"ids, and {MAX_CHILDREN} children in all"
         )
     if d2t.shape != (vocab,) or d2t.dtype != torch.int64 or not packed(d2t):

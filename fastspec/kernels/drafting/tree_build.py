@@ -1,7 +1,8 @@
 """Re-rank grown candidates and lay the best out as a tree: one launch, one program per row.
 
-B rows (sequences), M candidates, N = nodes of the tree, W = ceil(N / 64) words of ancestor bits. The score of the last candidate
-to be kept is found digit by digit from the top, by counting; one running sum then gives every candidate its place.
+B rows (sequences), M candidates, N = nodes of the tree, W = ceil(N / 64) words of ancestor bits. The score of the last
+candidate to be kept is found digit by digit from the top, by counting; one running sum then gives every candidate its
+place.
 """
 
 from __future__ import annotations
@@ -19,10 +20,28 @@ MAX_CANDIDATES, MAX_NODES = 16384, 256  # what fits in registers
 
 @triton.jit
 def _tree_build_kernel(
-    p_scores, p_tokens, p_parents, p_depths, p_root, p_tree_tokens, p_tree_parents, p_tree_depths, p_words,
-    count, nodes, width, doublings, s_scores, s_tokens, s_parents, s_root,
-    MP: tl.constexpr, NP: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_scores,
+    p_tokens,
+    p_parents,
+    p_depths,
+    p_root,
+    p_tree_tokens,
+    p_tree_parents,
+    p_tree_depths,
+    p_words,
+    count,
+    nodes,
+    width,
+    doublings,
+    s_scores,
+    s_tokens,
+    s_parents,
+    s_root,
+    MP: tl.constexpr,
+    NP: tl.constexpr,
+    WP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -39,7 +58,9 @@ def _tree_build_kernel(
     b_order = tl.where(m_m, order_bits(b_score).to(tl.int64), -(2**40))  # padding is below every limit
     limit = tl.full([], -(2**31), tl.int64)
     step = tl.full([], 2**30, tl.int64)
-    for _ in range(16):  # two bits a time: the highest limit that at least `keep` candidates reach; three counts in one sum
+    for _ in range(
+        16
+    ):  # two bits a time: the highest limit that at least `keep` candidates reach; three counts in one sum
         b_hits = (b_order >= limit + step).to(tl.int64)
         b_hits += (b_order >= limit + 2 * step).to(tl.int64) << 16
         b_hits += (b_order >= limit + 3 * step).to(tl.int64) << 32
@@ -80,11 +101,14 @@ def _tree_build_kernel(
     tl.store(p_words + o_words, b_words, mask=m_n[:, None] & (o_w < width)[None, :])
 
 
-def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, ...]:
-    """`reference.tree_build`: scores [B, M] fp32, tokens, parents [B, M], depths [M], root [B] int64, 1 <= nodes <= M + 1.
+def tree_build(
+    scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, root: Tensor, nodes: int
+) -> tuple[Tensor, ...]:
+    """`reference.tree_build`: scores [B, M] fp32, tokens, parents [B, M], depths [M], root [B] int64, 1 <= nodes <= M +
+    1.
 
-    Rows may be strided; the last dimension of scores, tokens and parents must be contiguous, and depths too. M is at most
-    16,384, nodes at most 256. Returns tokens, parents, depths [B, nodes] and ancestors [B, nodes, W], all int64.
+    Rows may be strided; the last dimension of scores, tokens and parents must be contiguous, and depths too. M is at
+    most 16,384, nodes at most 256. Returns tokens, parents, depths [B, nodes] and ancestors [B, nodes, W], all int64.
     """
     batch, count = scores.shape
     nodes = int(nodes)
@@ -94,10 +118,14 @@ def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, 
     if scores.dtype != torch.float32 or any(x.dtype != torch.int64 for x in (tokens, parents, depths, root)):
         raise ValueError("tree_build: accepted are scores in float32, and tokens, parents, depths and root in int64")
     if not all(map(packed, (scores, tokens, parents, depths))):
-        raise ValueError("tree_build: the last dimension of scores, tokens, parents and depths must be contiguous; pass x.contiguous()")
+        raise ValueError(
+            "tree_build: the last dimension of scores, tokens, parents and depths must be contiguous; pass "
+            "x.contiguous()"
+        )
     if not 1 <= nodes <= min(count + 1, MAX_NODES) or count > MAX_CANDIDATES:
         raise ValueError(
-            f"tree_build: nodes={nodes} of {count} candidates; accepted are at most {MAX_CANDIDATES} candidates, and 1 to {MAX_NODES} "
+            f"tree_build: nodes={nodes} of {count} candidates; accepted are at most {MAX_CANDIDATES} candidates, and "
+            f"1 to {MAX_NODES} "
             "nodes, at most one more than candidates"
         )
     width = triton.cdiv(nodes, 64)
@@ -105,11 +133,29 @@ def tree_build(scores: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, 
     words = torch.empty(batch, nodes, width, dtype=torch.int64, device=scores.device)
     padded = max(64, triton.next_power_of_2(count))
     _tree_build_kernel[(batch,)](
-        scores, tokens, parents, depths, root, tree_tokens, tree_parents, tree_depths, words,
-        count, nodes, width, max(1, (nodes - 1).bit_length()), scores.stride(0), tokens.stride(0), parents.stride(0), root.stride(0),
-        padded, max(16, triton.next_power_of_2(nodes)), triton.next_power_of_2(width), num_warps=warps_of(padded),
+        scores,
+        tokens,
+        parents,
+        depths,
+        root,
+        tree_tokens,
+        tree_parents,
+        tree_depths,
+        words,
+        count,
+        nodes,
+        width,
+        max(1, (nodes - 1).bit_length()),
+        scores.stride(0),
+        tokens.stride(0),
+        parents.stride(0),
+        root.stride(0),
+        padded,
+        max(16, triton.next_power_of_2(nodes)),
+        triton.next_power_of_2(width),
+        num_warps=warps_of(padded),
         **dependent(scores.device),
-    )  # fmt: skip
+    )
     return tree_tokens, tree_parents, tree_depths, words
 
 

@@ -1,8 +1,8 @@
 """Norms: root-mean-square norms of sums, of Gated DeltaNet's heads, and gates that multiply what heads have read.
 
-A row alone lets the kernel behind it start before it waits: a product asks for its weights meanwhile. On one H200, one row, that made a
-token of the 8B shape 0.6 % and of the 1.5B shape 1.8 % shorter; a round of 60 nodes 0.3 % longer and 1.3 % shorter, so that more rows
-wait first (tag `laboratory`, benchmarks/results/full_size_steps_h200.jsonl).
+A row alone lets the kernel behind it start before it waits: a product asks for its weights meanwhile. On one H200, one
+row, that made a token of the 8B shape 0.6 % and of the 1.5B shape 1.8 % shorter; a round of 60 nodes 0.3 % longer and
+1.3 % shorter, so that more rows wait first (tag `laboratory`, benchmarks/results/full_size_steps_h200.jsonl).
 
 x, residual, out, total [..., H] with rows a fixed distance apart, weight [H]; R rows in all.
 
@@ -26,14 +26,16 @@ def summed(p_parts, row, rows, o_n, m_n, N: tl.constexpr, S: tl.constexpr):
     """One row of a product from its parts [S, R, N] fp32, always in the same order."""
     total = tl.zeros(o_n.shape, tl.float32)
     for part in tl.static_range(S):
-        total += tl.load(p_parts + tl.cast(part * rows + row, tl.int64) * N + o_n, mask=m_n, other=0.0, cache_modifier=".cg")
+        total += tl.load(
+            p_parts + tl.cast(part * rows + row, tl.int64) * N + o_n, mask=m_n, other=0.0, cache_modifier=".cg"
+        )
     return total
 
 
 @triton.jit
 def norm_row(b_x, b_weight, eps, SIZE: tl.constexpr, OFFSET: tl.constexpr = None):
-    """The norm of a row, in its dtype: computed in fp32, rounded before the weight (fp32) is applied and after; an OFFSET is added to the
-    weight, and the result rounded once."""
+    """The norm of a row, in its dtype: computed in fp32, rounded before the weight (fp32) is applied and after; an
+    OFFSET is added to the weight, and the result rounded once."""
     b_wide = b_x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / SIZE + eps)
     if OFFSET is not None:
@@ -44,10 +46,25 @@ def norm_row(b_x, b_weight, eps, SIZE: tl.constexpr, OFFSET: tl.constexpr = None
 
 @triton.jit
 def _rms_norm(
-    p_x, p_residual, p_weight, p_out, p_sum, stride_x, stride_residual, stride_out, stride_sum, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, SUM: tl.constexpr, OFFSET: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_residual,
+    p_weight,
+    p_out,
+    p_sum,
+    stride_x,
+    stride_residual,
+    stride_out,
+    stride_sum,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < SIZE
@@ -74,33 +91,44 @@ def _rms_norm(
 def rows_of(x: Tensor, name: str) -> Tensor:
     """x [..., H] as [R, H], a view: the last dimension contiguous, the rows a fixed distance apart."""
     if x.dim() == 0 or (x.stride(-1) != 1 and x.shape[-1] > 1):
-        raise ValueError(f"{name} has strides {x.stride()}: its last dimension must be contiguous; pass {name}.contiguous()")
+        raise ValueError(
+            f"{name} has strides {x.stride()}: its last dimension must be contiguous; pass {name}.contiguous()"
+        )
     try:
         return x.view(-1, x.shape[-1])
     except RuntimeError:
         raise ValueError(
-            f"{name} {list(x.shape)} has strides {x.stride()}: its rows must lie a fixed distance apart, as in a contiguous tensor or a"
+            f"{name} {list(x.shape)} has strides {x.stride()}: its rows must lie a fixed distance apart, as in a "
+            "contiguous tensor or a"
             f" slice of its last dimension; pass {name}.contiguous()"
         ) from None
 
 
 def rms_norm(
-    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None,
+    x: Tensor | Parts,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
     offset: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`reference.rms_norm`: the norm of x [..., H], or of x + residual, by weight [H] -> the norm and what was normed, both [..., H].
+) -> tuple[Tensor, Tensor]:
+    """`reference.rms_norm`: the norm of x [..., H], or of x + residual, by weight [H] -> the norm and what was normed,
+    both [..., H].
 
-    x may be the parts of a product, which are added up on the way. x, residual, out and total may be views whose last dimension is
-    contiguous and whose rows lie a fixed distance apart; all have the same dtype (fp32, fp16 or bf16), and H is at most 32768. Without a
-    residual the second result is x itself, or the sum of its parts, unless `total` is given. `out` and `total` must not overlap the inputs
-    in part, nor each other; one may be x or the residual.
+    x may be the parts of a product, which are added up on the way. x, residual, out and total may be views whose last
+    dimension is contiguous and whose rows lie a fixed distance apart; all have the same dtype (fp32, fp16 or bf16), and
+    H is at most 32768. Without a residual the second result is x itself, or the sum of its parts, unless `total` is
+    given. `out` and `total` must not overlap the inputs in part, nor each other; one may be x or the residual.
     """
     size = x.shape[-1]
     values, parts = (x.values, len(x.values)) if isinstance(x, Parts) else (x, 0)
     if not 0 < size <= MAX_SIZE:
         raise ValueError(f"x has rows of {size}; 1 to {MAX_SIZE} are accepted")
     if weight.shape != (size,) or not weight.is_contiguous():
-        raise ValueError(f"weight is {list(weight.shape)} with strides {weight.stride()}; [{size}] contiguous is accepted")
+        raise ValueError(
+            f"weight is {list(weight.shape)} with strides {weight.stride()}; [{size}] contiguous is accepted"
+        )
     normed = values.new_empty(x.shape, dtype=x.dtype) if out is None else out
     for name, other in (("residual", residual), ("out", normed), ("total", total)):
         if other is not None and other.shape != x.shape:
@@ -118,11 +146,26 @@ def rms_norm(
         return normed, total
     block = max(16, triton.next_power_of_2(size))
     _rms_norm[(len(out_rows),)](
-        x_rows, residual_rows, weight, out_rows, total_rows,
-        x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
-        SIZE=size, BLOCK=block, ADD=residual is not None, PARTS=parts, SUM=summing, OFFSET=offset, EARLY=len(out_rows) == 1,
-        num_warps=row_warps(block, normed.element_size()), **dependent(normed.device),
-    )  # fmt: skip
+        x_rows,
+        residual_rows,
+        weight,
+        out_rows,
+        total_rows,
+        x_rows.stride(0),
+        residual_rows.stride(0),
+        out_rows.stride(0),
+        total_rows.stride(0),
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ADD=residual is not None,
+        PARTS=parts,
+        SUM=summing,
+        OFFSET=offset,
+        EARLY=len(out_rows) == 1,
+        num_warps=row_warps(block, normed.element_size()),
+        **dependent(normed.device),
+    )
     return normed, total
 
 
@@ -137,9 +180,20 @@ HEADS = 4
 
 @triton.jit(do_not_specialize=["nodes"])
 def _gated_norm(
-    p_x, p_gate, p_weight, p_out, eps, s_gate_b, s_gate_n, nodes, HEADS_ALL: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_gate,
+    p_weight,
+    p_out,
+    eps,
+    s_gate_b,
+    s_gate_n,
+    nodes,
+    HEADS_ALL: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < SIZE
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)  # no kernel writes it
@@ -160,27 +214,48 @@ def _gated_norm(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`recurrent.reference.gated_norm`: x [B, N, H, D] contiguous, gate [B, N, H, D] contiguous but for its rows' and nodes' strides,
-    weight [D] contiguous, all of one dtype."""
+    """`recurrent.reference.gated_norm`: x [B, N, H, D] contiguous, gate [B, N, H, D] contiguous but for its rows' and
+    nodes' strides, weight [D] contiguous, all of one dtype."""
     batch, nodes, heads, size = x.shape
     if not x.is_contiguous() or gate.shape != x.shape or not gate[0, 0].is_contiguous() or weight.shape != (size,):
         raise ValueError(
-            f"x is {list(x.shape)}, gate {list(gate.shape)}, strides {gate.stride()}, weight {list(weight.shape)}; x contiguous, a gate "
+            f"x is {list(x.shape)}, gate {list(gate.shape)}, strides {gate.stride()}, weight {list(weight.shape)}; x "
+            "contiguous, a gate "
             "of its shape with contiguous nodes, and a weight of its last dimension are accepted"
         )
     if not x.dtype == gate.dtype == weight.dtype:
         raise ValueError(f"x is {x.dtype}, gate {gate.dtype}, weight {weight.dtype}; all must have one dtype")
     out = x.new_empty(x.shape)
     _gated_norm[(batch * nodes, triton.cdiv(heads, HEADS))](
-        x, gate, weight, out, eps, *gate.stride()[:2], nodes, HEADS_ALL=heads, SIZE=size, BLOCK=max(16, triton.next_power_of_2(size)),
-        HEADS=HEADS, num_warps=1, **dependent(x.device),
-    )  # fmt: skip
+        x,
+        gate,
+        weight,
+        out,
+        eps,
+        *gate.stride()[:2],
+        nodes,
+        HEADS_ALL=heads,
+        SIZE=size,
+        BLOCK=max(16, triton.next_power_of_2(size)),
+        HEADS=HEADS,
+        num_warps=1,
+        **dependent(x.device),
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["nodes"])
 def _gate_heads(
-    p_x, p_qkv, p_out, s_qkv_b, s_qkv_n, nodes, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    p_x,
+    p_qkv,
+    p_out,
+    s_qkv_b,
+    s_qkv_n,
+    nodes,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -196,10 +271,14 @@ def _gate_heads(
 
 
 def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
-    """`reference.gate_heads`: x [B, N, Hq, D] contiguous, qkv [B, N, at least 2 * Hq * D] of one dtype, its last dimension contiguous."""
+    """`reference.gate_heads`: x [B, N, Hq, D] contiguous, qkv [B, N, at least 2 * Hq * D] of one dtype, its last
+    dimension contiguous."""
     batch, nodes, heads, size = x.shape
     if not x.is_contiguous() or qkv.shape[:2] != x.shape[:2] or qkv.shape[2] < 2 * heads * size or qkv.stride(2) != 1:
-        raise ValueError(f"x is {list(x.shape)}, qkv {list(qkv.shape)}; x contiguous and gates behind every head's queries are accepted")
+        raise ValueError(
+            f"x is {list(x.shape)}, qkv {list(qkv.shape)}; x contiguous and gates behind every head's queries are "
+            "accepted"
+        )
     if x.dtype != qkv.dtype:
         raise ValueError(f"x is {x.dtype} and qkv {qkv.dtype}; both must have one dtype")
     out, width = x.new_empty(batch, nodes, heads * size), heads * size

@@ -1,7 +1,8 @@
 """Norms and rotary embedding in plain torch: what the kernels beside it compute, and their specification.
 
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
-64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
+C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
+waits for the host.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from fastspec.kernels.linear.reference import Addends, Parts, joined, linears, s
 
 
 def rms_norm(
-    x: Tensor | Parts | Addends, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
-    total: Tensor | None = None, offset: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor | Parts | Addends,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
+    offset: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """Root-mean-square norm of x [..., H], or of x + residual [..., H], by weight [H] -> the norm, and what was normed.
 
-    The sum is rounded to x's dtype before it is normed; the norm is computed in fp32 and rounded before the weight is applied, as the Llama
-    family does. With an `offset` weight + offset is applied, in fp32 before the norm is rounded, as Gemma does (1; 0 from Gemma 4 on).
-    `out` and `total` [..., H], whose last dimension is contiguous, receive the norm and what was normed where given.
+    The sum is rounded to x's dtype before it is normed; the norm is computed in fp32 and rounded before the weight is
+    applied, as the Llama family does. With an `offset` weight + offset is applied, in fp32 before the norm is rounded,
+    as Gemma does (1; 0 from Gemma 4 on). `out` and `total` [..., H], whose last dimension is contiguous, receive the
+    norm and what was normed where given.
     """
     x = joined(x)
     summed = x if residual is None else x + residual
@@ -36,19 +43,33 @@ def rms_norm(
 
 
 def rope_cache(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
-    norms_values: bool = False, ties_values: bool = False, interleaved: bool = False, factor: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    offset: float | None = None,
+    gated: bool = False,
+    norms_values: bool = False,
+    ties_values: bool = False,
+    interleaved: bool = False,
+    factor: Tensor | None = None,
+) -> Tensor:
     """Norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D].
 
-    qkv [B, N, (Hq + 2 * Hkv) * D] holds queries, keys, values; k_cache, v_cache [B, Hkv, C, D] of one layer take row b's node n at
-    slots [B, N] int64. cos, sin [P, R / 2] are tables by position, positions [B, N] int64 index them: the first R channels are
-    rotated, in neox halves or, with `interleaved`, in neighbouring pairs, computed in fp32 and rounded once. q_norm, k_norm [D] are the
-    weights of an RMS norm over each head, with `rms_norm`'s numerics and its `offset`, before the rotation. With `gated` every head's
-    queries are followed by D gates, which `gate_heads` reads: qkv is [B, N, (2 * Hq + 2 * Hkv) * D]. With `ties_values` qkv holds queries
-    and keys, and values are the keys before all else; with `norms_values` they are normed without a weight, rounded once. Hkv may be 0:
-    queries alone are rotated. `factor` [P] fp32, a table by position, multiplies queries once they are rotated and rounded, which rounds
+    qkv [B, N, (Hq + 2 * Hkv) * D] holds queries, keys, values; k_cache, v_cache [B, Hkv, C, D] of one layer take row
+    b's node n at slots [B, N] int64. cos, sin [P, R / 2] are tables by position, positions [B, N] int64 index them: the
+    first R channels are rotated, in neox halves or, with `interleaved`, in neighbouring pairs, computed in fp32 and
+    rounded once. q_norm, k_norm [D] are the weights of an RMS norm over each head, with `rms_norm`'s numerics and its
+    `offset`, before the rotation. With `gated` every head's queries are followed by D gates, which `gate_heads` reads:
+    qkv is [B, N, (2 * Hq + 2 * Hkv) * D]. With `ties_values` qkv holds queries and keys, and values are the keys before
+    all else; with `norms_values` they are normed without a weight, rounded once. Hkv may be 0: queries alone are
+    rotated. `factor` [P] fp32, a table by position, multiplies queries once they are rotated and rounded, which rounds
     them once more.
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
@@ -76,8 +97,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
-    """What heads have read, x [B, N, Hq, D], times the sigmoid of their gates [B, N, Hq * D], which stand behind the queries of each head
-    at the beginning of qkv [B, N, ...]; the sigmoid is rounded to x's dtype."""
+    """What heads have read, x [B, N, Hq, D], times the sigmoid of their gates [B, N, Hq * D], which stand behind the
+    queries of each head at the beginning of qkv [B, N, ...]; the sigmoid is rounded to x's dtype."""
     heads, size = x.shape[2:]
     gates = qkv[..., : 2 * heads * size].unflatten(-1, (heads, 2, size))[..., 1, :]
     return (x * torch.sigmoid(gates)).flatten(-2)
@@ -129,8 +150,8 @@ class PlainLayers:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer stands in one pass: layer `index` of caches k, v [L, B, Hkv, C, D], its rotary tables, the slots [B, N] of its nodes,
-    and what they see."""
+    """Where a layer stands in one pass: layer `index` of caches k, v [L, B, Hkv, C, D], its rotary tables, the slots
+    [B, N] of its nodes, and what they see."""
 
     k: Tensor
     v: Tensor
@@ -142,13 +163,19 @@ class LayerPlace:
 
 
 def stack(
-    layers: PlainLayers, places: Sequence[LayerPlace], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor], x: Tensor | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Layers one after another over hidden states total [B, N, H] of nodes at positions [B, N] -> what the last feed-forward adds, and the
-    sum before it, [B, N, H] each; their sum is the hidden states behind the layers.
+    layers: PlainLayers,
+    places: Sequence[LayerPlace],
+    total: Tensor,
+    positions: Tensor,
+    taps: Mapping[int, Tensor],
+    x: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Layers one after another over hidden states total [B, N, H] of nodes at positions [B, N] -> what the last
+    feed-forward adds, and the sum before it, [B, N, H] each; their sum is the hidden states behind the layers.
 
-    Keys and values are written to the caches. taps: the number of a layer -> [B, N, H], whose last dimension is contiguous, which receives
-    the hidden states in front of it. `x` [B, N, K] is what the first layer reads where it has no norm of its own.
+    Keys and values are written to the caches. taps: the number of a layer -> [B, N, H], whose last dimension is
+    contiguous, which receives the hidden states in front of it. `x` [B, N, K] is what the first layer reads where it
+    has no norm of its own.
     """
     change: Tensor | None = None
     for number, (layer, place) in enumerate(zip(layers.rows, places, strict=True)):
@@ -160,7 +187,9 @@ def stack(
         assert x is not None
         k, v = place.k[place.index], place.v[place.index]
         qkv = linears(x, layer.qkv.weights, layer.qkv.biases)
-        q = rope_cache(qkv, place.cos, place.sin, positions, k, v, place.slots, layer.q_norm, layer.k_norm, layer.eps, layer.offset)
+        q = rope_cache(
+            qkv, place.cos, place.sin, positions, k, v, place.slots, layer.q_norm, layer.k_norm, layer.eps, layer.offset
+        )
         mixed = tree_attention(q, k, v, place.layout, layer.scale).flatten(-2)
         change, norm = linears(mixed, layer.out.weights, layer.out.biases), layer.mlp_norm
         x, total = rms_norm(change, norm.weight, norm.eps, total, offset=norm.offset)

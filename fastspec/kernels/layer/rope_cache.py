@@ -1,7 +1,8 @@
-"""From packed projections to attention's inputs in one launch: head norms, rotation, the cache's new keys and values, the queries.
+"""From packed projections to attention's inputs in one launch: head norms, rotation, the cache's new keys and values,
+the queries.
 
-B rows, N nodes per row, Hq query heads, Hkv key heads, D head size, C cache slots, R rotated channels, P positions of the table.
-A program takes up to HEADS heads of one node, all queries, all keys or all values.
+B rows, N nodes per row, Hq query heads, Hkv key heads, D head size, C cache slots, R rotated channels, P positions of
+the table. A program takes up to HEADS heads of one node, all queries, all keys or all values.
 """
 
 from __future__ import annotations
@@ -18,14 +19,30 @@ HEADS = 8
 
 @triton.jit
 def _turn_heads(
-    p_in, p_out, p_cos, p_sin, p_weight, p_factor, eps, o_head, m_head, stride_in, stride_out,
-    SIZE: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NORM: tl.constexpr,
-    OFFSET: tl.constexpr, PAIRS: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
+    p_in,
+    p_out,
+    p_cos,
+    p_sin,
+    p_weight,
+    p_factor,
+    eps,
+    o_head,
+    m_head,
+    stride_in,
+    stride_out,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PAIRS: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
     """Norm and rotate heads that lie stride_in apart at p_in, and write them stride_out apart at p_out.
 
-    A head is read as its two rotated halves, or with PAIRS as its even and its odd channels, and the REST that is not rotated
-    (REST_BLOCK = 0: none). With FACTOR all of it is multiplied by the number at p_factor once it is rounded.
+    A head is read as its two rotated halves, or with PAIRS as its even and its odd channels, and the REST that is not
+    rotated (REST_BLOCK = 0: none). With FACTOR all of it is multiplied by the number at p_factor once it is rounded.
     """
     STEP: tl.constexpr = 2 if PAIRS else 1
     OTHER: tl.constexpr = 1 if PAIRS else HALF
@@ -59,7 +76,11 @@ def _turn_heads(
             b_b = ((b_b * b_scale).to(dtype).to(tl.float32) * b_wb).to(dtype).to(tl.float32)
         if REST_BLOCK > 0:
             b_wr = tl.load(p_weight + o_rest, mask=o_rest < SIZE, other=0.0).to(tl.float32)[None, :]
-            b_rest = (b_rest * b_scale).to(dtype).to(tl.float32) * b_wr if OFFSET is None else b_rest * b_scale * (OFFSET + b_wr)
+            b_rest = (
+                (b_rest * b_scale).to(dtype).to(tl.float32) * b_wr
+                if OFFSET is None
+                else b_rest * b_scale * (OFFSET + b_wr)
+            )
     p_a_out = p_out + o_head[:, None] * stride_out + o_half[None, :] * STEP
     b_one = (b_a * b_cos - b_b * b_sin).to(dtype)
     b_two = (b_b * b_cos + b_a * b_sin).to(dtype)
@@ -77,14 +98,50 @@ def _turn_heads(
 
 @triton.jit(do_not_specialize=["nodes", "stride_positions_b", "stride_positions_n", "stride_slots_b", "stride_slots_n"])
 def _rope_cache(
-    p_qkv, p_cos, p_sin, p_positions, p_slots, p_q, p_k, p_v, p_q_norm, p_k_norm, p_factor, eps, nodes,
-    stride_qkv_b, stride_qkv_n, stride_cos, stride_sin, stride_positions_b, stride_positions_n, stride_slots_b, stride_slots_n,
-    stride_k_b, stride_k_h, stride_k_c, stride_v_b, stride_v_h, stride_v_c,
-    HQ: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
-    NORMS_VALUES: tl.constexpr, TIES_VALUES: tl.constexpr, PAIRS: tl.constexpr, FACTOR: tl.constexpr,
+    p_qkv,
+    p_cos,
+    p_sin,
+    p_positions,
+    p_slots,
+    p_q,
+    p_k,
+    p_v,
+    p_q_norm,
+    p_k_norm,
+    p_factor,
+    eps,
+    nodes,
+    stride_qkv_b,
+    stride_qkv_n,
+    stride_cos,
+    stride_sin,
+    stride_positions_b,
+    stride_positions_n,
+    stride_slots_b,
+    stride_slots_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_c,
+    stride_v_b,
+    stride_v_h,
+    stride_v_c,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATED: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
+    TIES_VALUES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    FACTOR: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -104,16 +161,50 @@ def _rope_cache(
         o_head = part * HEADS + o_block
         p_out = p_q + (row * nodes + node) * (HQ * SIZE)
         _turn_heads(
-            p_in, p_out, p_c, p_s, p_q_norm, p_factor + position, eps, o_head, o_head < HQ, SIZE * (2 if GATED else 1), SIZE, SIZE, HALF,
-            HALF_BLOCK, REST_BLOCK, NORM, OFFSET, PAIRS, FACTOR,
-        )  # fmt: skip
+            p_in,
+            p_out,
+            p_c,
+            p_s,
+            p_q_norm,
+            p_factor + position,
+            eps,
+            o_head,
+            o_head < HQ,
+            SIZE * (2 if GATED else 1),
+            SIZE,
+            SIZE,
+            HALF,
+            HALF_BLOCK,
+            REST_BLOCK,
+            NORM,
+            OFFSET,
+            PAIRS,
+            FACTOR,
+        )
     elif part < Q_PARTS + KV_PARTS:
         o_head = (part - Q_PARTS) * HEADS + o_block
         p_out = p_k + row * stride_k_b + slot * stride_k_c
         _turn_heads(
-            p_keys, p_out, p_c, p_s, p_k_norm, p_factor, eps, o_head, o_head < HKV, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK,
-            NORM, OFFSET, PAIRS, False,
-        )  # fmt: skip
+            p_keys,
+            p_out,
+            p_c,
+            p_s,
+            p_k_norm,
+            p_factor,
+            eps,
+            o_head,
+            o_head < HKV,
+            SIZE,
+            stride_k_h,
+            SIZE,
+            HALF,
+            HALF_BLOCK,
+            REST_BLOCK,
+            NORM,
+            OFFSET,
+            PAIRS,
+            False,
+        )
     else:
         o_head = (part - Q_PARTS - KV_PARTS) * HEADS + o_block
         o_d = tl.arange(0, SIZE_BLOCK)
@@ -123,32 +214,54 @@ def _rope_cache(
         if NORMS_VALUES:
             b_wide = b_v.to(tl.float32)
             b_v = (b_wide * tl.rsqrt(tl.sum(b_wide * b_wide, 1) / SIZE + eps)[:, None]).to(b_v.dtype)
-        tl.store(p_v + row * stride_v_b + slot * stride_v_c + o_head[:, None] * stride_v_h + o_d[None, :], b_v, mask=m_v)
+        tl.store(
+            p_v + row * stride_v_b + slot * stride_v_c + o_head[:, None] * stride_v_h + o_d[None, :], b_v, mask=m_v
+        )
 
 
 def rope_cache(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
-    norms_values: bool = False, ties_values: bool = False, interleaved: bool = False, factor: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`reference.rope_cache`: norm and rotate queries and keys, write keys and values into the cache -> queries [B, N, Hq, D], contiguous.
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    offset: float | None = None,
+    gated: bool = False,
+    norms_values: bool = False,
+    ties_values: bool = False,
+    interleaved: bool = False,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """`reference.rope_cache`: norm and rotate queries and keys, write keys and values into the cache -> queries [B, N,
+    Hq, D], contiguous.
 
-    qkv [B, N, (Hq + 2 * Hkv) * D], with `gated` twice as many queries, with `ties_values` half as many keys and values, and one layer's
-    k_cache, v_cache [B, Hkv, C, D], all of one dtype (fp32, fp16, bf16), are views of any strides whose last dimension is contiguous; so
-    are the tables cos, sin [P, R / 2] (fp32, fp16, bf16). positions, slots [B, N] int64
-    are of any strides. q_norm, k_norm [D] contiguous, of qkv's dtype, are given together or not at all; factor is [P] fp32. Positions must
-    be below P, slots below C and different within a row: the kernel does not look.
+    qkv [B, N, (Hq + 2 * Hkv) * D], with `gated` twice as many queries, with `ties_values` half as many keys and values,
+    and one layer's k_cache, v_cache [B, Hkv, C, D], all of one dtype (fp32, fp16, bf16), are views of any strides whose
+    last dimension is contiguous; so are the tables cos, sin [P, R / 2] (fp32, fp16, bf16). positions, slots [B, N]
+    int64 are of any strides. q_norm, k_norm [D] contiguous, of qkv's dtype, are given together or not at all; factor is
+    [P] fp32. Positions must be below P, slots below C and different within a row: the kernel does not look.
     """
     batch, nodes, width = qkv.shape
     kv_heads, size, half = k_cache.shape[1], k_cache.shape[3], cos.shape[-1]
     q_heads, odd = divmod(width // size - (1 if ties_values else 2) * kv_heads, 2 if gated else 1)
     if width % size or q_heads < 1 or odd:
         accepted = f"({'2 * ' if gated else ''}Hq + {'' if ties_values else '2 * '}Hkv) * D"
-        raise ValueError(f"qkv has rows of {width}; {accepted} is accepted, with Hkv = {kv_heads} and D = {size} of k_cache")
+        raise ValueError(
+            f"qkv has rows of {width}; {accepted} is accepted, with Hkv = {kv_heads} and D = {size} of k_cache"
+        )
     if v_cache.shape != k_cache.shape or k_cache.shape[0] != batch:
-        raise ValueError(f"k_cache is {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; both must be [{batch}, Hkv, C, D]")
+        raise ValueError(
+            f"k_cache is {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; both must be [{batch}, Hkv, C, D]"
+        )
     if sin.shape != cos.shape or cos.dim() != 2 or not 0 < 2 * half <= size:
-        raise ValueError(f"cos is {list(cos.shape)} and sin {list(sin.shape)}; both must be [P, R / 2] with 0 < R <= {size}")
+        raise ValueError(
+            f"cos is {list(cos.shape)} and sin {list(sin.shape)}; both must be [P, R / 2] with 0 < R <= {size}"
+        )
     for name, index in (("positions", positions), ("slots", slots)):
         if index.shape != (batch, nodes):
             raise ValueError(f"{name} is {list(index.shape)}; [{batch}, {nodes}] is accepted for qkv {list(qkv.shape)}")
@@ -157,26 +270,68 @@ def rope_cache(
             raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
     norm = q_norm is not None and k_norm is not None
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if norm and weight is not None and (weight.shape != (size,) or not weight.is_contiguous() or weight.dtype != qkv.dtype):
-            raise ValueError(f"{name} is {weight.dtype} {list(weight.shape)}; {qkv.dtype} [{size}] contiguous is accepted")
-    if factor is not None and (factor.shape != cos.shape[:1] or not factor.is_contiguous() or factor.dtype != torch.float32):
-        raise ValueError(f"factor is {factor.dtype} {list(factor.shape)}; torch.float32 [{len(cos)}] contiguous is accepted")
+        if (
+            norm
+            and weight is not None
+            and (weight.shape != (size,) or not weight.is_contiguous() or weight.dtype != qkv.dtype)
+        ):
+            raise ValueError(
+                f"{name} is {weight.dtype} {list(weight.shape)}; {qkv.dtype} [{size}] contiguous is accepted"
+            )
+    if factor is not None and (
+        factor.shape != cos.shape[:1] or not factor.is_contiguous() or factor.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"factor is {factor.dtype} {list(factor.shape)}; torch.float32 [{len(cos)}] contiguous is accepted"
+        )
     if not qkv.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"qkv is {qkv.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}; all must have one dtype")
+        raise ValueError(
+            f"qkv is {qkv.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}; all must have one dtype"
+        )
     q = qkv.new_empty((batch, nodes, q_heads, size))
     if q.numel() == 0:
         return q
     half_block, rest = max(4, triton.next_power_of_2(half)), size - 2 * half
     parts = triton.cdiv(q_heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
     _rope_cache[(nodes, parts, batch)](
-        qkv, cos, sin, positions, slots, q, k_cache, v_cache, q_norm if norm else qkv, k_norm if norm else qkv,
-        qkv if factor is None else factor, eps, nodes,
-        *qkv.stride()[:2], cos.stride(0), sin.stride(0), *positions.stride(), *slots.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        HQ=q_heads, HKV=kv_heads, SIZE=size, SIZE_BLOCK=max(4, triton.next_power_of_2(size)), HALF=half, HALF_BLOCK=half_block,
-        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0, HEADS=HEADS, NORM=norm, OFFSET=offset, GATED=gated,
-        NORMS_VALUES=norms_values, TIES_VALUES=ties_values, PAIRS=interleaved, FACTOR=factor is not None,
-        num_warps=_warps(size), **dependent(q.device),
-    )  # fmt: skip
+        qkv,
+        cos,
+        sin,
+        positions,
+        slots,
+        q,
+        k_cache,
+        v_cache,
+        q_norm if norm else qkv,
+        k_norm if norm else qkv,
+        qkv if factor is None else factor,
+        eps,
+        nodes,
+        *qkv.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
+        *positions.stride(),
+        *slots.stride(),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        HQ=q_heads,
+        HKV=kv_heads,
+        SIZE=size,
+        SIZE_BLOCK=max(4, triton.next_power_of_2(size)),
+        HALF=half,
+        HALF_BLOCK=half_block,
+        REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0,
+        HEADS=HEADS,
+        NORM=norm,
+        OFFSET=offset,
+        GATED=gated,
+        NORMS_VALUES=norms_values,
+        TIES_VALUES=ties_values,
+        PAIRS=interleaved,
+        FACTOR=factor is not None,
+        num_warps=_warps(size),
+        **dependent(q.device),
+    )
     return q
 
 

@@ -1,1 +1,2 @@
-"""Products with weights: of any size, of one row, in parts that a norm adds up, on Hopper, of experts, and on the CPU."""
+"""Products with weights: of any size, of one row, in parts that a norm adds up, on Hopper, of experts, and on the
+CPU."""

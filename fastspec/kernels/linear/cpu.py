@@ -12,12 +12,13 @@ from torch.nn import functional as F
 Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(rows [R, K], weight [M, K], bias [M] or None) -> [R, M]."""
 COLD = 48 * 2**20
-"""Bytes of weights that are multiplied in turn. A model's weights are read from memory in every pass: the same one again and again would be
-timed as it lies in a cache, where another way wins."""
+"""Bytes of weights that are multiplied in turn. A model's weights are read from memory in every pass: the same one
+again and again would be timed as it lies in a cache, where another way wins."""
 REPEATS, ENOUGH = 3, 0.03
 """Timed turns behind one that warms up, and the seconds of a turn that decides alone."""
 MOST = 1.0
-"""Seconds of measuring in a process, of one set of ways, after which no measurement begins: a first call waits no longer."""
+"""Seconds of measuring in a process, of one set of ways, after which no measurement begins: a first call waits no
+longer."""
 
 
 class Measured:
@@ -31,8 +32,8 @@ class Measured:
         """What measuring took so far."""
 
     def fastest(self, rows: Tensor, weight: Tensor) -> Way:
-        """The quickest way for rows [R, K] times weight [M, K]; once measuring has taken `MOST` seconds, the way that was chosen most often
-        for as many rows, or else the last one."""
+        """The quickest way for rows [R, K] times weight [M, K]; once measuring has taken `MOST` seconds, the way that
+        was chosen most often for as many rows, or else the last one."""
         key = weight.shape, 1 << (len(rows) - 1).bit_length(), torch.get_num_threads()
         if key not in self.chosen:
             self.chosen[key] = self._measured(rows, weight) if self.seconds < MOST else self._usual(key[1])
@@ -69,16 +70,20 @@ def times(ways: tuple[Way, ...], rows: Tensor, weight: Tensor) -> list[float]:
 FEW_ROWS = 64
 SMALL = 2**20
 """Multiplications below which oneDNN's own overhead, some 20 us a call, outweighs what it could gain."""
+
+
 def available() -> bool:
-    """Whether this torch carries oneDNN and the operator that takes a plain weight. Delete when `F.linear` takes this path itself."""
+    """Whether this torch carries oneDNN and the operator that takes a plain weight. Delete when `F.linear` takes this
+    path itself."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`reference.linear` for x [..., K] and weight [M, K]; what is not fp32, or needs gradients, is multiplied by torch as ever.
+    """`reference.linear` for x [..., K] and weight [M, K]; what is not fp32, or needs gradients, is multiplied by torch
+    as ever.
 
-    Through oneDNN up to 64 rows are multiplied as weight @ x^T, so that the weight is read once, row by row, and only x is repacked: the
-    result [..., M] is then a transposed view.
+    Through oneDNN up to 64 rows are multiplied as weight @ x^T, so that the weight is read once, row by row, and only x
+    is repacked: the result [..., M] is then a transposed view.
     """
     fp32 = x.dtype == weight.dtype == torch.float32
     if not fp32 or x.device.type != "cpu" or x.numel() == 0 or torch.is_grad_enabled():

@@ -1,17 +1,19 @@
-"""A mixture of experts: the router's choice, tokens grouped by expert on the device, two grouped products, and a weighted sum.
+"""A mixture of experts: the router's choice, tokens grouped by expert on the device, two grouped products, and a
+weighted sum.
 
-T tokens, E experts in G groups of equal size, K choices. A program lays a token's logits out as G rows, both sides padded to powers of
-two, so that a group's best are a row's.
+T tokens, E experts in G groups of equal size, K choices. A program lays a token's logits out as G rows, both sides
+padded to powers of two, so that a group's best are a row's.
 
-T tokens, K experts per token, M = T * K pairs (pair t * K + k is token t's k-th choice), E experts, H hidden size, I expert size.
-Pairs are ordered by expert, equal experts in the order of the tokens; G = min(M, E) groups, a group being one expert's run of pairs in
-that order or nothing. A program takes a group and TILE rows of its expert's weight: with up to `large` pairs the weight is read once,
-and only the chosen experts' weights are read. Of many pairs, those of a prompt, several programs take `large` at a time in turns: a
-router may send most of them to few experts, and one program that took all would leave other multiprocessors idle. Programs of one group
-are neighbours in the grid: its weight is read again for every `large` pairs, out of the L2 while they run side by side. Tensor cores work
-as long for a tile of pairs that is half empty as for a full one, so there are three sizes of it. The products are computed as
-weight @ x^T: the weight's rows fill the tensor cores however few the pairs are. An expert's weights lie with their inputs side by side,
-or, TRANSPOSED, with their outputs side by side; both are read as they lie.
+T tokens, K experts per token, M = T * K pairs (pair t * K + k is token t's k-th choice), E experts, H hidden size, I
+expert size. Pairs are ordered by expert, equal experts in the order of the tokens; G = min(M, E) groups, a group being
+one expert's run of pairs in that order or nothing. A program takes a group and TILE rows of its expert's weight: with
+up to `large` pairs the weight is read once, and only the chosen experts' weights are read. Of many pairs, those of a
+prompt, several programs take `large` at a time in turns: a router may send most of them to few experts, and one program
+that took all would leave other multiprocessors idle. Programs of one group are neighbours in the grid: its weight is
+read again for every `large` pairs, out of the L2 while they run side by side. Tensor cores work as long for a tile of
+pairs that is half empty as for a full one, so there are three sizes of it. The products are computed as weight @ x^T:
+the weight's rows fill the tensor cores however few the pairs are. An expert's weights lie with their inputs side by
+side, or, TRANSPOSED, with their outputs side by side; both are read as they lie.
 """
 
 from __future__ import annotations
@@ -52,10 +54,24 @@ def _kept(b_order, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, SIZE: tl
 
 @triton.jit
 def _route(
-    p_logits, p_correction, p_chosen, p_shares, stride, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, CHOICE_BLOCK: tl.constexpr, SIGMOID: tl.constexpr,
-    NORMALISED: tl.constexpr, CORRECTED: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_logits,
+    p_correction,
+    p_chosen,
+    p_shares,
+    stride,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    CHOICE_BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -70,14 +86,17 @@ def _route(
     b_order = b_logits
     if CORRECTED:
         b_score = 1.0 / (1.0 + tl.exp(-b_logits)) if SIGMOID else tl.exp(b_logits - top) / whole
-        b_order = tl.where(m_real, b_score + tl.load(p_correction + o_expert, mask=m_real, other=0.0).to(tl.float32), -float("inf"))
+        b_order = tl.where(
+            m_real, b_score + tl.load(p_correction + o_expert, mask=m_real, other=0.0).to(tl.float32), -float("inf")
+        )
     if GROUPS > 1:
         b_order = _kept(b_order, GROUP_BLOCK, SIZE_BLOCK, SIZE, KEPT)
     o_choice = tl.arange(0, CHOICE_BLOCK)
     b_chosen = tl.zeros((CHOICE_BLOCK,), tl.int32)
     b_picked = tl.full((CHOICE_BLOCK,), -float("inf"), tl.float32)
     for k in range(CHOICES):
-        # Not tl.argmax: of a tensor that was reshaped and that nothing but reductions read, Triton 3.6 mixes up the order.
+        # Not tl.argmax: of a tensor that was reshaped and that nothing but reductions read, Triton 3.6 mixes up the
+        # order.
         m_at = o_all == tl.min(tl.where(b_order == tl.max(b_order, 0), o_all, GROUP_BLOCK * SIZE_BLOCK), 0)
         expert = tl.minimum(tl.sum(tl.where(m_at, o_expert, 0), 0), EXPERTS - 1)  # in bounds, whatever NaNs compare as
         b_chosen = tl.where(o_choice == k, expert, b_chosen)
@@ -98,18 +117,28 @@ def _route(
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`reference.route`: logits [T, E], correction [E] or None -> chosen [T, K] int64 and their shares [T, K], contiguous.
+    """`reference.route`: logits [T, E], correction [E] or None -> chosen [T, K] int64 and their shares [T, K],
+    contiguous.
 
     Logits and correction are fp32, fp16 or bf16, an expert's next to the other's. Of equal experts the first is chosen.
     """
     tokens, count = logits.shape
     if logits.stride(1) != 1:
-        raise ValueError(f"logits have strides {logits.stride()}: a token's must lie side by side; pass logits.contiguous()")
-    if correction is not None and (correction.shape != (count,) or correction.dtype not in FLOATS or not correction.is_contiguous()):
+        raise ValueError(
+            f"logits have strides {logits.stride()}: a token's must lie side by side; pass logits.contiguous()"
+        )
+    if correction is not None and (
+        correction.shape != (count,) or correction.dtype not in FLOATS or not correction.is_contiguous()
+    ):
         kinds = ", ".join(str(kind).removeprefix("torch.") for kind in FLOATS)
-        raise ValueError(f"correction is {correction.dtype} {list(correction.shape)}; contiguous [{count}] of {kinds} is accepted")
+        raise ValueError(
+            f"correction is {correction.dtype} {list(correction.shape)}; contiguous [{count}] of {kinds} is accepted"
+        )
     if count % routing.groups or not 1 <= routing.kept <= routing.groups:
-        raise ValueError(f"{count} experts in {routing.groups} groups of which {routing.kept} are kept: groups of equal size are accepted")
+        raise ValueError(
+            f"{count} experts in {routing.groups} groups of which {routing.kept} are kept: groups of equal size are "
+            "accepted"
+        )
     most = count // routing.groups * (routing.kept if routing.groups > 1 else 1)
     if not 1 <= routing.choices <= most:
         raise ValueError(f"{routing.choices} choices of {most} experts: 1 to {most} are accepted")
@@ -119,11 +148,25 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
         return chosen, shares
     group_block, size_block = triton.next_power_of_2(routing.groups), triton.next_power_of_2(count // routing.groups)
     _route[(tokens,)](
-        logits, correction, chosen, shares, logits.stride(0), EXPERTS=count, CHOICES=routing.choices, GROUPS=routing.groups,
-        KEPT=routing.kept, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block, CHOICE_BLOCK=triton.next_power_of_2(routing.choices),
-        SIGMOID=routing.sigmoid, NORMALISED=routing.normalised, CORRECTED=correction is not None, SCALE=float(routing.scale),
-        num_warps=max(1, min(8, group_block * size_block // WARP_BLOCK)), **dependent(logits.device),
-    )  # fmt: skip
+        logits,
+        correction,
+        chosen,
+        shares,
+        logits.stride(0),
+        EXPERTS=count,
+        CHOICES=routing.choices,
+        GROUPS=routing.groups,
+        KEPT=routing.kept,
+        GROUP_BLOCK=group_block,
+        SIZE_BLOCK=size_block,
+        CHOICE_BLOCK=triton.next_power_of_2(routing.choices),
+        SIGMOID=routing.sigmoid,
+        NORMALISED=routing.normalised,
+        CORRECTED=correction is not None,
+        SCALE=float(routing.scale),
+        num_warps=max(1, min(8, group_block * size_block // WARP_BLOCK)),
+        **dependent(logits.device),
+    )
     return chosen, shares
 
 
@@ -134,9 +177,11 @@ MOST_PARTS = 32
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _group(p_chosen, p_order, p_expert, p_begin, p_end, pairs, BY_EXPERT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program per expert: place its pairs in the order. Groups are experts, or (with fewer pairs than experts) places in the order:
-    the first place of an expert's run holds the group, the others are empty.
+def _group(
+    p_chosen, p_order, p_expert, p_begin, p_end, pairs, BY_EXPERT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """One program per expert: place its pairs in the order. Groups are experts, or (with fewer pairs than experts)
+    places in the order: the first place of an expert's run holds the group, the others are empty.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -173,10 +218,20 @@ def _group(p_chosen, p_order, p_expert, p_begin, p_end, pairs, BY_EXPERT: tl.con
 
 @triton.jit
 def _product(
-    p_weight, m_weight, p_x, m_x, STEP: tl.constexpr, MASKED: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """weight @ x^T of the rows that start at p_weight [TILE], its columns STEP apart, and p_x [ROWS], DEPTH long -> [TILE, ROWS] fp32.
+    p_weight,
+    m_weight,
+    p_x,
+    m_x,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """weight @ x^T of the rows that start at p_weight [TILE], its columns STEP apart, and p_x [ROWS], DEPTH long ->
+    [TILE, ROWS] fp32.
 
     MASKED: only the rows m_weight of the weight are there; without, all can be read.
     """
@@ -198,12 +253,33 @@ def _product(
 
 @triton.jit
 def _gate_up_rows(
-    p_x, p_weight, p_bias, p_shares, p_order, p_out, stride_x, first, end, CHOICES: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
-    ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The joined gate and up of the pairs at places first to first + ROWS: half the tile's rows are the gate's, half the up part's."""
+    p_x,
+    p_weight,
+    p_bias,
+    p_shares,
+    p_order,
+    p_out,
+    stride_x,
+    first,
+    end,
+    CHOICES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The joined gate and up of the pairs at places first to first + ROWS: half the tile's rows are the gate's, half
+    the up part's."""
     COLS: tl.constexpr = TILE // 2
     o_place = first + tl.arange(0, ROWS)
     m_place = o_place < end
@@ -214,9 +290,18 @@ def _gate_up_rows(
     o_row = tl.program_id(0) * TILE + o_tile if INTERLEAVED else o_col + (o_tile // COLS) * INNER
     o_row = tl.where(m_col, o_row, 0) if INNER % COLS != 0 and not TRANSPOSED else o_row
     b_both = _product(
-        p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else HIDDEN), m_col, p_x + (o_pair // CHOICES) * stride_x, m_place,
-        2 * INNER if TRANSPOSED else 1, TRANSPOSED and INNER % COLS != 0, HIDDEN, TILE, ROWS, DEPTH_BLOCK, STAGES,
-    )  # fmt: skip
+        p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else HIDDEN),
+        m_col,
+        p_x + (o_pair // CHOICES) * stride_x,
+        m_place,
+        2 * INNER if TRANSPOSED else 1,
+        TRANSPOSED and INNER % COLS != 0,
+        HIDDEN,
+        TILE,
+        ROWS,
+        DEPTH_BLOCK,
+        STAGES,
+    )
     if SCALES:
         b_both *= tl.load(p_shares + o_pair, mask=m_place, other=0.0).to(tl.float32)[None, :]
     if BIAS:
@@ -228,17 +313,45 @@ def _gate_up_rows(
         b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (2, COLS, ROWS)), (1, 2, 0)))
     o_out = tl.program_id(0) * COLS + tl.arange(0, COLS)
     m_out = (o_out < INNER)[:, None] & m_place[None, :]
-    tl.store(p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None], gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT), mask=m_out)
+    tl.store(
+        p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None],
+        gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT),
+        mask=m_out,
+    )
 
 
 @triton.jit
 def _gate_up(
-    p_x, p_weight, p_bias, p_shares, p_order, p_expert, p_begin, p_end, p_out, stride_x, CHOICES: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
-    ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr,
-    MEDIUM: tl.constexpr, LARGE: tl.constexpr, DEPTH_BLOCK: tl.constexpr, SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr,
+    p_x,
+    p_weight,
+    p_bias,
+    p_shares,
+    p_order,
+    p_expert,
+    p_begin,
+    p_end,
+    p_out,
+    stride_x,
+    CHOICES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SMALL: tl.constexpr,
+    MEDIUM: tl.constexpr,
+    LARGE: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    SMALL_STAGES: tl.constexpr,
+    LARGE_STAGES: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -253,27 +366,106 @@ def _gate_up(
         if end - begin > MEDIUM:
             for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(1)):
                 _gate_up_rows(
-                    p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, first, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
-                    SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, LARGE, DEPTH_BLOCK, LARGE_STAGES,
-                )  # fmt: skip
+                    p_x,
+                    p_mine,
+                    p_bias,
+                    p_shares,
+                    p_order,
+                    p_out,
+                    stride_x,
+                    first,
+                    end,
+                    CHOICES,
+                    HIDDEN,
+                    INNER,
+                    TRANSPOSED,
+                    INTERLEAVED,
+                    SCALES,
+                    BIAS,
+                    ALPHA,
+                    CUBIC,
+                    OFFSET,
+                    LIMIT,
+                    TILE,
+                    LARGE,
+                    DEPTH_BLOCK,
+                    LARGE_STAGES,
+                )
         elif part == 0:
             if MEDIUM > SMALL and end - begin > SMALL:
                 _gate_up_rows(
-                    p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
-                    SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, MEDIUM, DEPTH_BLOCK, LARGE_STAGES,
-                )  # fmt: skip
+                    p_x,
+                    p_mine,
+                    p_bias,
+                    p_shares,
+                    p_order,
+                    p_out,
+                    stride_x,
+                    begin,
+                    end,
+                    CHOICES,
+                    HIDDEN,
+                    INNER,
+                    TRANSPOSED,
+                    INTERLEAVED,
+                    SCALES,
+                    BIAS,
+                    ALPHA,
+                    CUBIC,
+                    OFFSET,
+                    LIMIT,
+                    TILE,
+                    MEDIUM,
+                    DEPTH_BLOCK,
+                    LARGE_STAGES,
+                )
             else:
                 _gate_up_rows(
-                    p_x, p_mine, p_bias, p_shares, p_order, p_out, stride_x, begin, end, CHOICES, HIDDEN, INNER, TRANSPOSED, INTERLEAVED,
-                    SCALES, BIAS, ALPHA, CUBIC, OFFSET, LIMIT, TILE, SMALL, DEPTH_BLOCK, SMALL_STAGES,
-                )  # fmt: skip
+                    p_x,
+                    p_mine,
+                    p_bias,
+                    p_shares,
+                    p_order,
+                    p_out,
+                    stride_x,
+                    begin,
+                    end,
+                    CHOICES,
+                    HIDDEN,
+                    INNER,
+                    TRANSPOSED,
+                    INTERLEAVED,
+                    SCALES,
+                    BIAS,
+                    ALPHA,
+                    CUBIC,
+                    OFFSET,
+                    LIMIT,
+                    TILE,
+                    SMALL,
+                    DEPTH_BLOCK,
+                    SMALL_STAGES,
+                )
 
 
 @triton.jit
 def _down_rows(
-    p_inner, p_weight, p_bias, p_order, p_out, first, end, HIDDEN: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH_BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    p_inner,
+    p_weight,
+    p_bias,
+    p_order,
+    p_out,
+    first,
+    end,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     o_place = first + tl.arange(0, ROWS)
     m_place = o_place < end
     o_pair = tl.load(p_order + o_place, mask=m_place, other=0).to(tl.int64)
@@ -281,9 +473,18 @@ def _down_rows(
     m_row = o_out < HIDDEN
     o_row = tl.minimum(o_out, HIDDEN - 1) if HIDDEN % TILE != 0 and not TRANSPOSED else o_out
     b_part = _product(
-        p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else INNER), m_row, p_inner + o_place.to(tl.int64) * INNER, m_place,
-        HIDDEN if TRANSPOSED else 1, TRANSPOSED and HIDDEN % TILE != 0, INNER, TILE, ROWS, DEPTH_BLOCK, STAGES,
-    )  # fmt: skip
+        p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else INNER),
+        m_row,
+        p_inner + o_place.to(tl.int64) * INNER,
+        m_place,
+        HIDDEN if TRANSPOSED else 1,
+        TRANSPOSED and HIDDEN % TILE != 0,
+        INNER,
+        TILE,
+        ROWS,
+        DEPTH_BLOCK,
+        STAGES,
+    )
     if BIAS:
         b_part += tl.load(p_bias + o_row, mask=m_row, other=0.0).to(tl.float32)[:, None]
     m_out = m_row[:, None] & m_place[None, :]
@@ -292,10 +493,27 @@ def _down_rows(
 
 @triton.jit
 def _down(
-    p_inner, p_weight, p_bias, p_order, p_expert, p_begin, p_end, p_out, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr, MEDIUM: tl.constexpr, LARGE: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr, SMALL_STAGES: tl.constexpr, LARGE_STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_inner,
+    p_weight,
+    p_bias,
+    p_order,
+    p_expert,
+    p_begin,
+    p_end,
+    p_out,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE: tl.constexpr,
+    SMALL: tl.constexpr,
+    MEDIUM: tl.constexpr,
+    LARGE: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    SMALL_STAGES: tl.constexpr,
+    LARGE_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -310,27 +528,76 @@ def _down(
         if end - begin > MEDIUM:
             for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(1)):
                 _down_rows(
-                    p_inner, p_mine, p_bias, p_order, p_out, first, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, LARGE, DEPTH_BLOCK,
+                    p_inner,
+                    p_mine,
+                    p_bias,
+                    p_order,
+                    p_out,
+                    first,
+                    end,
+                    HIDDEN,
+                    INNER,
+                    TRANSPOSED,
+                    BIAS,
+                    TILE,
+                    LARGE,
+                    DEPTH_BLOCK,
                     LARGE_STAGES,
-                )  # fmt: skip
+                )
         elif part == 0:
             if MEDIUM > SMALL and end - begin > SMALL:
                 _down_rows(
-                    p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, MEDIUM, DEPTH_BLOCK,
+                    p_inner,
+                    p_mine,
+                    p_bias,
+                    p_order,
+                    p_out,
+                    begin,
+                    end,
+                    HIDDEN,
+                    INNER,
+                    TRANSPOSED,
+                    BIAS,
+                    TILE,
+                    MEDIUM,
+                    DEPTH_BLOCK,
                     LARGE_STAGES,
-                )  # fmt: skip
+                )
             else:
                 _down_rows(
-                    p_inner, p_mine, p_bias, p_order, p_out, begin, end, HIDDEN, INNER, TRANSPOSED, BIAS, TILE, SMALL, DEPTH_BLOCK,
+                    p_inner,
+                    p_mine,
+                    p_bias,
+                    p_order,
+                    p_out,
+                    begin,
+                    end,
+                    HIDDEN,
+                    INNER,
+                    TRANSPOSED,
+                    BIAS,
+                    TILE,
+                    SMALL,
+                    DEPTH_BLOCK,
                     SMALL_STAGES,
-                )  # fmt: skip
+                )
 
 
 @triton.jit
 def _weighted_sum(
-    p_parts, p_weights, p_shared, p_gate, p_out, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, SCALES: tl.constexpr, SHARED: tl.constexpr,
-    GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_parts,
+    p_weights,
+    p_shared,
+    p_gate,
+    p_out,
+    CHOICES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    SCALES: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -349,35 +616,60 @@ def _weighted_sum(
 
 
 def experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: Expert = SWIGLU, *,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`reference.experts`: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T, H], contiguous.
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    kind: Expert = SWIGLU,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """`reference.experts`: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T,
+    H], contiguous.
 
-    x (its rows a fixed distance apart), gate_up and down (each contiguous, or the transposed view of a contiguous one), the biases and
-    `shared` (contiguous) are all fp32, fp16 or bf16; chosen (contiguous, 0 to E - 1: the kernels do not look), weights and shared_gate
-    (contiguous, any float) come from the router. Nothing depends on the order in which programs run: equal inputs give equal bits. For up
-    to 64 tokens that choose different experts each, a chosen expert's weights are read once.
+    x (its rows a fixed distance apart), gate_up and down (each contiguous, or the transposed view of a contiguous one),
+    the biases and `shared` (contiguous) are all fp32, fp16 or bf16; chosen (contiguous, 0 to E - 1: the kernels do not
+    look), weights and shared_gate (contiguous, any float) come from the router. Nothing depends on the order in which
+    programs run: equal inputs give equal bits. For up to 64 tokens that choose different experts each, a chosen
+    expert's weights are read once.
     """
     (tokens, size), (count, inner) = x.shape, (down.shape[0], down.shape[2])
     if gate_up.shape != (count, 2 * inner, size) or down.shape[1] != size:
         shapes = f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}"
         raise ValueError(f"{shapes}; [E, 2 * I, {size}] and [E, {size}, I] are accepted")
-    if chosen.dim() != 2 or chosen.shape != weights.shape or len(chosen) != tokens or not chosen.shape[1] or chosen.dtype != torch.int64:
+    if (
+        chosen.dim() != 2
+        or chosen.shape != weights.shape
+        or len(chosen) != tokens
+        or not chosen.shape[1]
+        or chosen.dtype != torch.int64
+    ):
         shapes = f"chosen is {chosen.dtype} {list(chosen.shape)} and weights {list(weights.shape)}"
         raise ValueError(f"{shapes}; int64 [{tokens}, K] and [{tokens}, K] are accepted")
     given = (
-        ("gate_up_bias", gate_up_bias, (count, 2 * inner)), ("down_bias", down_bias, (count, size)), ("shared", shared, (tokens, size)),
-        ("shared_gate", shared_gate, (tokens, 1)), ("chosen", chosen, chosen.shape), ("weights", weights, chosen.shape),
-    )  # fmt: skip
+        ("gate_up_bias", gate_up_bias, (count, 2 * inner)),
+        ("down_bias", down_bias, (count, size)),
+        ("shared", shared, (tokens, size)),
+        ("shared_gate", shared_gate, (tokens, 1)),
+        ("chosen", chosen, chosen.shape),
+        ("weights", weights, chosen.shape),
+    )
     for name, tensor, shape in given:
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
-            raise ValueError(f"{name} is {list(tensor.shape)} with strides {tensor.stride()}; contiguous {list(shape)} is accepted")
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} with strides {tensor.stride()}; contiguous {list(shape)} is accepted"
+            )
     if shared_gate is not None and shared is None:
         raise ValueError("shared_gate gates what the shared expert gave: pass shared as well")
     dtypes = {tensor.dtype for tensor in (x, gate_up, down, gate_up_bias, down_bias, shared) if tensor is not None}
     if len(dtypes) > 1:
-        raise ValueError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; these, biases and shared must have one dtype")
+        raise ValueError(
+            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; these, biases and shared must have one dtype"
+        )
     turned_in, turned_out = _is_transposed(gate_up, "gate_up"), _is_transposed(down, "down")
     choices, pairs = chosen.shape[1], chosen.numel()
     out = x.new_empty((tokens, size))
@@ -385,35 +677,106 @@ def experts(
         return out
     if tokens == 1 and not turned_in and not turned_out:
         return experts_row(
-            x, gate_up, down, chosen, weights, kind, gate_up_bias=gate_up_bias, down_bias=down_bias, shared=shared, shared_gate=shared_gate
-        )  # fmt: skip
+            x,
+            gate_up,
+            down,
+            chosen,
+            weights,
+            kind,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            shared=shared,
+            shared_gate=shared_gate,
+        )
     rows, groups = rows_of(x, "x"), min(pairs, count)
-    order, expert, begin, end = torch.empty(pairs + 3 * groups, dtype=torch.int32, device=x.device).split([pairs, groups, groups, groups])
+    order, expert, begin, end = torch.empty(pairs + 3 * groups, dtype=torch.int32, device=x.device).split(
+        [pairs, groups, groups, groups]
+    )
     block = min(GROUP_BLOCK, max(32, triton.next_power_of_2(pairs)))
     pdl = dependent(x.device)
-    _group[(count,)](chosen, order, expert, begin, end, pairs, BY_EXPERT=pairs >= count, BLOCK=block, num_warps=max(1, block // 256), **pdl)
+    _group[(count,)](
+        chosen,
+        order,
+        expert,
+        begin,
+        end,
+        pairs,
+        BY_EXPERT=pairs >= count,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+        **pdl,
+    )
 
     launch = experts_launch_for(tokens, x.dtype, turned_in and turned_out, is_hopper(x.device))
     activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
-    same = pdl | {"TILE": launch.tile, "SMALL": launch.small, "MEDIUM": launch.medium, "LARGE": launch.large, "num_warps": launch.warps}
+    same = pdl | {
+        "TILE": launch.tile,
+        "SMALL": launch.small,
+        "MEDIUM": launch.medium,
+        "LARGE": launch.large,
+        "num_warps": launch.warps,
+    }
     stage = launch.depth * x.element_size()
     same["SMALL_STAGES"] = stages_within(launch.small_stages, (launch.tile + launch.small) * stage, x.device)
     same["LARGE_STAGES"] = stages_within(launch.large_stages, (launch.tile + launch.large) * stage, x.device)
     parts_of_group = max(1, min(MOST_PARTS, pairs // (groups * launch.large)))
     _gate_up[(triton.cdiv(2 * inner, launch.tile), parts_of_group, groups)](
-        rows, gate_up, gate_up_bias, weights, order, expert, begin, end, activated, rows.stride(0), CHOICES=choices, HIDDEN=size,
-        INNER=inner, TRANSPOSED=turned_in, INTERLEAVED=kind.interleaved, SCALES=kind.scales_input, BIAS=gate_up_bias is not None,
-        ALPHA=kind.gate.alpha, CUBIC=kind.gate.cubic, OFFSET=kind.offset, LIMIT=kind.limit, DEPTH_BLOCK=_depth(launch, size), **same,
-    )  # fmt: skip
+        rows,
+        gate_up,
+        gate_up_bias,
+        weights,
+        order,
+        expert,
+        begin,
+        end,
+        activated,
+        rows.stride(0),
+        CHOICES=choices,
+        HIDDEN=size,
+        INNER=inner,
+        TRANSPOSED=turned_in,
+        INTERLEAVED=kind.interleaved,
+        SCALES=kind.scales_input,
+        BIAS=gate_up_bias is not None,
+        ALPHA=kind.gate.alpha,
+        CUBIC=kind.gate.cubic,
+        OFFSET=kind.offset,
+        LIMIT=kind.limit,
+        DEPTH_BLOCK=_depth(launch, size),
+        **same,
+    )
     _down[(triton.cdiv(size, launch.tile), parts_of_group, groups)](
-        activated, down, down_bias, order, expert, begin, end, parts, HIDDEN=size, INNER=inner, TRANSPOSED=turned_out,
-        BIAS=down_bias is not None, DEPTH_BLOCK=_depth(launch, inner), **same,
-    )  # fmt: skip
+        activated,
+        down,
+        down_bias,
+        order,
+        expert,
+        begin,
+        end,
+        parts,
+        HIDDEN=size,
+        INNER=inner,
+        TRANSPOSED=turned_out,
+        BIAS=down_bias is not None,
+        DEPTH_BLOCK=_depth(launch, inner),
+        **same,
+    )
     block = min(SUM_BLOCK, max(16, triton.next_power_of_2(size)))
     _weighted_sum[(tokens, triton.cdiv(size, block))](
-        parts, weights, shared, shared_gate, out, CHOICES=choices, HIDDEN=size, SCALES=kind.scales_input, SHARED=shared is not None,
-        GATED=shared_gate is not None, BLOCK=block, num_warps=max(1, block // 256), **pdl,
-    )  # fmt: skip
+        parts,
+        weights,
+        shared,
+        shared_gate,
+        out,
+        CHOICES=choices,
+        HIDDEN=size,
+        SCALES=kind.scales_input,
+        SHARED=shared is not None,
+        GATED=shared_gate is not None,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+        **pdl,
+    )
     return out
 
 
@@ -421,7 +784,9 @@ def _is_transposed(weight: Tensor, name: str) -> bool:
     if weight.is_contiguous():
         return False
     if not weight.transpose(1, 2).is_contiguous():
-        raise ValueError(f"{name} has strides {weight.stride()}: it, or it transposed, must be contiguous; pass {name}.contiguous()")
+        raise ValueError(
+            f"{name} has strides {weight.stride()}: it, or it transposed, must be contiguous; pass {name}.contiguous()"
+        )
     return True
 
 

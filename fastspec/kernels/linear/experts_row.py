@@ -1,8 +1,8 @@
 """A mixture of experts for one token, in two launches: no tensor cores, no order of pairs, no sums in memory.
 
-K experts of E answer the token, H hidden size, I expert size. The first launch makes what is between an expert's two products, a program
-for CHANNELS of one expert; the second makes CHANNELS of the result, and goes through the experts. Weights that lie transposed are left to
-`experts.py`: a row of such a weight is no line of memory.
+K experts of E answer the token, H hidden size, I expert size. The first launch makes what is between an expert's two
+products, a program for CHANNELS of one expert; the second makes CHANNELS of the result, and goes through the experts.
+Weights that lie transposed are left to `experts.py`: a row of such a weight is no line of memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def _sums(p_weight, o_row, m_row, p_x, DEPTH: tl.constexpr, CHANNELS: tl.constex
         o_k = start + tl.arange(0, BLOCK)
         m_k = o_k < DEPTH
         b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_w = tl.load(p_weight + o_row.to(tl.int64)[:, None] * DEPTH + o_k[None, :], mask=m_k[None, :] & m_row[:, None], other=0.0)
+        b_w = tl.load(
+            p_weight + o_row.to(tl.int64)[:, None] * DEPTH + o_k[None, :], mask=m_k[None, :] & m_row[:, None], other=0.0
+        )
         b_sums += tl.sum(tl.reshape(b_w.to(tl.float32) * b_x[None, :], [CHANNELS, BLOCK // EACH, EACH]), 2)
     return tl.sum(b_sums, 1)
 
@@ -42,10 +44,25 @@ def _with_bias(b_sum, p_bias, o_row, m_row, BIAS: tl.constexpr):
 
 @triton.jit
 def _inner_row(
-    p_x, p_weight, p_bias, p_shares, p_chosen, p_out, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr,
-    LIMIT: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_weight,
+    p_bias,
+    p_shares,
+    p_chosen,
+    p_out,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Out [K, I] of x [H]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -72,10 +89,25 @@ def _inner_row(
 
 @triton.jit
 def _down_row(
-    p_inner, p_weight, p_bias, p_shares, p_chosen, p_shared, p_gate, p_out, CHOICES: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_inner,
+    p_weight,
+    p_bias,
+    p_shares,
+    p_chosen,
+    p_shared,
+    p_gate,
+    p_out,
+    CHOICES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Out [H] of inner [K, I]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -90,7 +122,11 @@ def _down_row(
     for k in tl.static_range(CHOICES):
         expert = tl.load(p_chosen + k)
         b_part = _sums(p_weight + expert * (HIDDEN * INNER), o_h, m_h, p_inner + k * INNER, INNER, CHANNELS, BLOCK)
-        b_part = _with_bias(b_part, p_bias + expert * HIDDEN if BIAS else p_bias, o_h, m_h, BIAS).to(p_out.dtype.element_ty).to(tl.float32)
+        b_part = (
+            _with_bias(b_part, p_bias + expert * HIDDEN if BIAS else p_bias, o_h, m_h, BIAS)
+            .to(p_out.dtype.element_ty)
+            .to(tl.float32)
+        )
         b_sum += b_part if SCALES else tl.load(p_shares + k).to(tl.float32) * b_part
     tl.store(p_out + o_h, b_sum.to(p_out.dtype.element_ty), mask=m_h)
 
@@ -113,20 +149,61 @@ def _block(launch: ExpertRowLaunch, depth: int) -> int:
 
 
 def experts_row(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: Expert, *, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, shared: Tensor | None, shared_gate: Tensor | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    kind: Expert,
+    *,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+) -> Tensor:
     """`experts` of checked arguments with T = 1, all contiguous: x [1, H] -> [1, H]."""
     size, inner, choices = x.shape[1], down.shape[2], chosen.shape[1]
     activated, out, pdl = x.new_empty((choices, inner)), x.new_empty((1, size)), dependent(x.device)
     _inner_row[(triton.cdiv(inner, INNER.channels), choices)](
-        x, gate_up, gate_up_bias, weights, chosen, activated, HIDDEN=size, INNER=inner, INTERLEAVED=kind.interleaved,
-        SCALES=kind.scales_input, BIAS=gate_up_bias is not None, ALPHA=kind.gate.alpha, CUBIC=kind.gate.cubic, OFFSET=kind.offset,
-        LIMIT=kind.limit, CHANNELS=INNER.channels, BLOCK=_block(INNER, size), num_warps=INNER.warps, **pdl,
-    )  # fmt: skip
+        x,
+        gate_up,
+        gate_up_bias,
+        weights,
+        chosen,
+        activated,
+        HIDDEN=size,
+        INNER=inner,
+        INTERLEAVED=kind.interleaved,
+        SCALES=kind.scales_input,
+        BIAS=gate_up_bias is not None,
+        ALPHA=kind.gate.alpha,
+        CUBIC=kind.gate.cubic,
+        OFFSET=kind.offset,
+        LIMIT=kind.limit,
+        CHANNELS=INNER.channels,
+        BLOCK=_block(INNER, size),
+        num_warps=INNER.warps,
+        **pdl,
+    )
     _down_row[(triton.cdiv(size, DOWN.channels),)](
-        activated, down, down_bias, weights, chosen, shared, shared_gate, out, CHOICES=choices, HIDDEN=size, INNER=inner,
-        SCALES=kind.scales_input, BIAS=down_bias is not None, SHARED=shared is not None, GATED=shared_gate is not None,
-        CHANNELS=DOWN.channels, BLOCK=_block(DOWN, inner), num_warps=DOWN.warps, **pdl,
-    )  # fmt: skip
+        activated,
+        down,
+        down_bias,
+        weights,
+        chosen,
+        shared,
+        shared_gate,
+        out,
+        CHOICES=choices,
+        HIDDEN=size,
+        INNER=inner,
+        SCALES=kind.scales_input,
+        BIAS=down_bias is not None,
+        SHARED=shared is not None,
+        GATED=shared_gate is not None,
+        CHANNELS=DOWN.channels,
+        BLOCK=_block(DOWN, inner),
+        num_warps=DOWN.warps,
+        **pdl,
+    )
     return out

@@ -1,9 +1,11 @@
-"""Linear layers of few rows, or of few weights, on Hopper, whose weights are on their way before the kernel in front of them has ended.
+"""Linear layers of few rows, or of few weights, on Hopper, whose weights are on their way before the kernel in front of
+them has ended.
 
-R rows, K input channels, M output channels, S parts; weights [M, K], or [2 * M, K] with a gate and an up-projection. A program takes BM
-output channels and one part of the depth, in steps of BK. Nobody writes weights, so a program asks for its first AHEAD steps of them,
-through tensor descriptors and into shared memory, while it still waits for its rows; Triton cannot part the two, so this is in Gluon. The
-sums are those of linear.py in their order, to the bit. Gluon has no interpreter: tested on the GPU alone.
+R rows, K input channels, M output channels, S parts; weights [M, K], or [2 * M, K] with a gate and an up-projection. A
+program takes BM output channels and one part of the depth, in steps of BK. Nobody writes weights, so a program asks for
+its first AHEAD steps of them, through tensor descriptors and into shared memory, while it still waits for its rows;
+Triton cannot part the two, so this is in Gluon. The sums are those of linear.py in their order, to the bit. Gluon has
+no interpreter: tested on the GPU alone.
 """
 
 from __future__ import annotations
@@ -39,16 +41,34 @@ def _weights(d_w, bars, w_smem, stage, line, o_k, M, wanted, BYTES: gl.constexpr
 
 @gluon.jit(do_not_specialize=["R"])
 def _hopper_linear(
-    d_w, d_x, p_bias, p_out, R, M, steps,
-    BM: gl.constexpr, BK: gl.constexpr, BR: gl.constexpr, S: gl.constexpr, GATES: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr,
-    ALPHA: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32: part s is over the s-th share of the steps. The grid's second side counts
-    tiles of BR rows."""
+    d_w,
+    d_x,
+    p_bias,
+    p_out,
+    R,
+    M,
+    steps,
+    BM: gl.constexpr,
+    BK: gl.constexpr,
+    BR: gl.constexpr,
+    S: gl.constexpr,
+    GATES: gl.constexpr,
+    BIAS: gl.constexpr,
+    PARTS: gl.constexpr,
+    ALPHA: gl.constexpr,
+    CUBIC: gl.constexpr,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32: part s is over the s-th share of the steps. The grid's
+    second side counts tiles of BR rows."""
     dtype: gl.constexpr = d_w.dtype
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BR, 16])
     VECTOR: gl.constexpr = 4 if PARTS else 8  # 16 bytes a thread
-    OUT: gl.constexpr = gl.BlockedLayout([VECTOR, 1], [min(32, BM // VECTOR), 32 // min(32, BM // VECTOR)], [1, 4], [0, 1])
+    OUT: gl.constexpr = gl.BlockedLayout(
+        [VECTOR, 1], [min(32, BM // VECTOR), 32 // min(32, BM // VECTOR)], [1, 4], [0, 1]
+    )
     BYTES: gl.constexpr = (GATES * BM + BR) * BK * 2
     tile, part = gl.program_id(0) // S, gl.program_id(0) % S
     first, last = steps * part // S, steps * (part + 1) // S
@@ -82,7 +102,8 @@ def _hopper_linear(
             b_sum, b_up = mma_wait(2, deps=(b_sum, b_up))
         else:
             b_sum = mma_wait(1, deps=(b_sum,))
-        # The products of the step before are done: its place is free. Without a branch, which would cost more than what it saves.
+        # The products of the step before are done: its place is free. Without a branch, which would cost more than what
+        # it saves.
         o_k, wanted = (first + step - 1 + STAGES) * BK, (step > 0) & (step - 1 + STAGES < count)
         _weights(d_w, bars, w_smem, before, line, o_k, M, wanted, BYTES, GATES)
         _load(d_x, [row, o_k], bars.index(before), x_smem.index(before), wanted)
@@ -120,26 +141,53 @@ def _hopper_linear(
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [R, K] and weight [M, K], of one dtype, are what this kernel reads: on Hopper, of 16 bits, lines aligned to 16 bytes."""
+    """Whether x [R, K] and weight [M, K], of one dtype, are what this kernel reads: on Hopper, of 16 bits, lines
+    aligned to 16 bytes."""
     if x.element_size() != 2 or not x.is_floating_point() or not is_hopper(x.device):
         return False
     return all((operand.data_ptr() | operand.stride(0) * 2) % 16 == 0 for operand in (x, weight))
 
 
 def hopper_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: HopperLaunch, swiglu: bool = False, kind: Activation = SILU
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    launch: HopperLaunch,
+    swiglu: bool = False,
+    kind: Activation = SILU,
 ) -> None:
-    """Fill out [..., M], or out [S, ..., M] fp32 with the parts, contiguous, of the product of x [R, K]; operands as `takes` says."""
+    """Fill out [..., M], or out [S, ..., M] fp32 with the parts, contiguous, of the product of x [R, K]; operands as
+    `takes` says."""
     rows, depth = x.shape
     width, split = out.shape[-1], out.dtype == torch.float32
     steps, wide = -(-depth // launch.depth), min(launch.rows or padded(rows), padded(rows))
     _hopper_linear[(-(-width // launch.channels) * launch.parts, -(-rows // wide))](
-        _descriptor(weight, launch.channels, launch.depth), _descriptor(x, wide, launch.depth), bias, out, rows, width, steps,
-        BM=launch.channels, BK=launch.depth, BR=wide, S=launch.parts, GATES=1 + swiglu, BIAS=bias is not None, PARTS=split,
-        ALPHA=kind.alpha, CUBIC=kind.cubic, STAGES=launch.stages, AHEAD=launch.ahead, num_warps=4, **dependent(x.device),
-    )  # fmt: skip
+        _descriptor(weight, launch.channels, launch.depth),
+        _descriptor(x, wide, launch.depth),
+        bias,
+        out,
+        rows,
+        width,
+        steps,
+        BM=launch.channels,
+        BK=launch.depth,
+        BR=wide,
+        S=launch.parts,
+        GATES=1 + swiglu,
+        BIAS=bias is not None,
+        PARTS=split,
+        ALPHA=kind.alpha,
+        CUBIC=kind.cubic,
+        STAGES=launch.stages,
+        AHEAD=launch.ahead,
+        num_warps=4,
+        **dependent(x.device),
+    )
 
 
 def _descriptor(x: Tensor, lines: int, depth: int) -> Any:
     dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [lines, depth], gl.NVMMASharedLayout.get_default_for([lines, depth], dtype))
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), [lines, depth], gl.NVMMASharedLayout.get_default_for([lines, depth], dtype)
+    )

@@ -1,7 +1,8 @@
 """How products are launched: the kinds of launches, and the tables from which one is chosen by the sizes of a product.
 
-Found on an H200 by the time of whole stacks of layers, in which kernels overlap (linear_h200.jsonl, stack_h200.jsonl and
-stack_steps_h200.jsonl in benchmarks/results). What was tuned on a machine goes before these (`fastspec.kernels.tuned_launches`).
+Found on an H200 by the time of whole stacks of layers, in which kernels overlap (linear_h200.jsonl, stack_h200.jsonl
+and stack_steps_h200.jsonl in benchmarks/results). What was tuned on a machine goes before these
+(`fastspec.kernels.tuned_launches`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a product is launched: weight tiles of channels x depth, a program for each tile of channels, warps and pipeline stages.
+    """How a product is launched: weight tiles of channels x depth, a program for each tile of channels, warps and
+    pipeline stages.
 
-    `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. `pdl` lets the kernel start while
-    the one before it in the stream still runs (programmatic dependent launch): it then fetches at most `prefetch` bytes (a multiple of
-    16) of each line of its first weight tile into L2, and waits before it touches anything else.
+    `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. `pdl` lets the
+    kernel start while the one before it in the stream still runs (programmatic dependent launch): it then fetches at
+    most `prefetch` bytes (a multiple of 16) of each line of its first weight tile into L2, and waits before it touches
+    anything else.
     """
 
     channels: int
@@ -53,9 +56,9 @@ class PartsLaunch:
 
 @dataclass(frozen=True, slots=True)
 class HopperLaunch:
-    """Weight tiles of channels x depth, `stages` of them at once in shared memory, the first `ahead` before the rows are there; `parts` of
-    the inner size, 1 but for `linear_parts`. With `rows` (a power of 2, 16 to 256) a program takes so many rows; else it takes all,
-    256 at most."""
+    """Weight tiles of channels x depth, `stages` of them at once in shared memory, the first `ahead` before the rows
+    are there; `parts` of the inner size, 1 but for `linear_parts`. With `rows` (a power of 2, 16 to 256) a program
+    takes so many rows; else it takes all, 256 at most."""
 
     channels: int
     depth: int
@@ -67,9 +70,9 @@ class HopperLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLaunch:
-    """How the two products of experts run: `tile` rows of the weight by blocks of `depth`, against up to `small` pairs of an expert, or up
-    to `medium`, or, where it has more, `large` at a time, with a pass over its weight for each. `medium` as small as `small` leaves that
-    case out. The stages are for small tiles and for the others.
+    """How the two products of experts run: `tile` rows of the weight by blocks of `depth`, against up to `small` pairs
+    of an expert, or up to `medium`, or, where it has more, `large` at a time, with a pass over its weight for each.
+    `medium` as small as `small` leaves that case out. The stages are for small tiles and for the others.
     """
 
     tile: int
@@ -87,8 +90,8 @@ AnyLaunch = TypeVar("AnyLaunch", Launch, RowLaunch)
 
 @dataclass(frozen=True, slots=True)
 class LaunchRule(Generic[AnyLaunch]):
-    """A row of a table: the launch of products with SwiGLU or without, of at least so much depth and so many channels, at most so many
-    weights, and where `wide`, of more channels than depth."""
+    """A row of a table: the launch of products with SwiGLU or without, of at least so much depth and so many channels,
+    at most so many weights, and where `wide`, of more channels than depth."""
 
     launch: AnyLaunch
     gated: bool = False
@@ -100,7 +103,13 @@ class LaunchRule(Generic[AnyLaunch]):
     def holds(self, channels: int, depth: int, gated: bool) -> bool:
         """Whether it is the rule of x [..., depth] times `channels` output channels."""
         few = self.weights is None or channels * depth * (1 + gated) <= self.weights
-        return gated == self.gated and depth >= self.depth and channels >= self.channels and few and (depth < channels or not self.wide)
+        return (
+            gated == self.gated
+            and depth >= self.depth
+            and channels >= self.channels
+            and few
+            and (depth < channels or not self.wide)
+        )
 
 
 def first_of(rules: Iterable[LaunchRule[AnyLaunch]], channels: int, depth: int, gated: bool) -> AnyLaunch | None:
@@ -114,7 +123,8 @@ MOST_TUNED = 64
 """Rows of products whose launch may be tuned: what a Launch holds at once."""
 
 ROW = (
-    LaunchRule(RowLaunch(2, 2048, 4), gated=True, depth=2049), LaunchRule(RowLaunch(2, 512, 1), gated=True, depth=1025),
+    LaunchRule(RowLaunch(2, 2048, 4), gated=True, depth=2049),
+    LaunchRule(RowLaunch(2, 512, 1), gated=True, depth=1025),
     LaunchRule(RowLaunch(4, 1024, 4), gated=True),
     LaunchRule(RowLaunch(4, 512, 2), channels=65536),
     LaunchRule(RowLaunch(4, 1024, 4), depth=2049, channels=2049),
@@ -122,50 +132,72 @@ ROW = (
     LaunchRule(RowLaunch(4, 2048, 4), depth=1025),
     LaunchRule(RowLaunch(4, 1024, 2), depth=513),
     LaunchRule(RowLaunch(4, 512, 1)),  # a line at once
-)  # fmt: skip
+)
 ROWS: tuple[tuple[int, tuple[LaunchRule[Launch], ...]], ...] = (
-    (16, (
-        LaunchRule(Launch(64, 128, 4, 3, tma=True), gated=True, depth=1025), LaunchRule(Launch(32, 64, 4, 4), gated=True),
-        LaunchRule(Launch(16, 128, 4, 4), weights=3 * 2**19), LaunchRule(Launch(64, 128, 4, 4), channels=65536, depth=1025),
-        LaunchRule(Launch(64, 128, 4, 6), depth=4096), LaunchRule(Launch(64, 128, 4, 6), depth=1025, wide=True),
-    )),
-    (MOST_TUNED, (
-        LaunchRule(Launch(128, 64, 4, 4, tma=True), gated=True, depth=4096), LaunchRule(Launch(64, 64, 4, 4), gated=True, depth=1025),
-        LaunchRule(Launch(32, 64, 4, 4), gated=True), LaunchRule(Launch(128, 64, 4, 4), channels=65536, depth=4096),
-    )),
-)  # fmt: skip
+    (
+        16,
+        (
+            LaunchRule(Launch(64, 128, 4, 3, tma=True), gated=True, depth=1025),
+            LaunchRule(Launch(32, 64, 4, 4), gated=True),
+            LaunchRule(Launch(16, 128, 4, 4), weights=3 * 2**19),
+            LaunchRule(Launch(64, 128, 4, 4), channels=65536, depth=1025),
+            LaunchRule(Launch(64, 128, 4, 6), depth=4096),
+            LaunchRule(Launch(64, 128, 4, 6), depth=1025, wide=True),
+        ),
+    ),
+    (
+        MOST_TUNED,
+        (
+            LaunchRule(Launch(128, 64, 4, 4, tma=True), gated=True, depth=4096),
+            LaunchRule(Launch(64, 64, 4, 4), gated=True, depth=1025),
+            LaunchRule(Launch(32, 64, 4, 4), gated=True),
+            LaunchRule(Launch(128, 64, 4, 4), channels=65536, depth=4096),
+        ),
+    ),
+)
 """For at most so many rows in half precision; what no rule holds for is torch's."""
 
 EXPERTS: dict[bool, tuple[tuple[int, ExpertsLaunch], ...]] = {
     True: ((16, ExpertsLaunch(32, 32, 16, 16, 16, 4, 3, 3)), (0, ExpertsLaunch(32, 32, 16, 16, 32, 4, 3, 3))),
     False: (
-        (16, ExpertsLaunch(64, 128, 16, 16, 16, 4, 5, 5)), (32, ExpertsLaunch(64, 128, 16, 16, 32, 4, 5, 4)),
-        (64, ExpertsLaunch(64, 128, 16, 16, 64, 4, 5, 3)), (0, ExpertsLaunch(128, 64, 32, 64, 128, 8, 4, 4)),
+        (16, ExpertsLaunch(64, 128, 16, 16, 16, 4, 5, 5)),
+        (32, ExpertsLaunch(64, 128, 16, 16, 32, 4, 5, 4)),
+        (64, ExpertsLaunch(64, 128, 16, 16, 64, 4, 5, 3)),
+        (0, ExpertsLaunch(128, 64, 32, 64, 128, 8, 4, 4)),
     ),
-}  # fmt: skip
-"""By whether elements are fp32, which has no tensor cores (small tiles for the registers' sake): for at most so many tokens; the last takes
-the rest. For up to 64 tokens an expert's pairs fit in one pass, and two programs' stages (100 KB each) on a multiprocessor."""
+}
+"""By whether elements are fp32, which has no tensor cores (small tiles for the registers' sake): for at most so many
+tokens; the last takes the rest. For up to 64 tokens an expert's pairs fit in one pass, and two programs' stages (100 KB
+each) on a multiprocessor."""
 EXPERTS_TURNED = (
-    (16, ExpertsLaunch(128, 64, 16, 16, 16, 4, 5, 5)), (64, ExpertsLaunch(128, 64, 16, 16, 64, 4, 5, 4)), EXPERTS[False][-1],
-)  # fmt: skip
-"""The same in half precision where weights lie with their outputs side by side, which a taller tile reads in longer lines."""
+    (16, ExpertsLaunch(128, 64, 16, 16, 16, 4, 5, 5)),
+    (64, ExpertsLaunch(128, 64, 16, 16, 64, 4, 5, 4)),
+    EXPERTS[False][-1],
+)
+"""The same in half precision where weights lie with their outputs side by side, which a taller tile reads in longer
+lines."""
 EXPERTS_HOPPER = ExpertsLaunch(128, 64, 32, 128, 256, 8, 4, 4)
-"""Of more than 64 tokens in half precision there: its tensor cores read both operands from shared memory, so that registers have room for
-a tile of 256 pairs. On 8.x and 12.0 it spills, and on 10.0 nothing was measured. An expert's weight takes longer to read than a tile of
-128 pairs to multiply, so that fewer pairs need no tile of their own but the smallest."""
+"""Of more than 64 tokens in half precision there: its tensor cores read both operands from shared memory, so that
+registers have room for a tile of 256 pairs. On 8.x and 12.0 it spills, and on 10.0 nothing was measured. An expert's
+weight takes longer to read than a tile of 128 pairs to multiply, so that fewer pairs need no tile of their own but the
+smallest."""
 
 MULTIPROCESSORS = 132
 """Of the GPU that the launches were measured on; a program's stages take most of one's shared memory."""
 MAX_ROWS = 512
 """As many as a round of eight sequences with trees of up to 64 nodes has; more were not measured."""
 FEW_WEIGHTS = 1536**2
-"""Products of fewer are cut into tiles of rows there: those of a hidden size of 576 were measured, not those of 1,536."""
+"""Products of fewer are cut into tiles of rows there: those of a hidden size of 576 were measured, not those of
+1,536."""
 AHEAD = {(32, False): 4, (32, True): 2, (64, False): 3, (64, True): 4}
 """(rows of a tile, with SwiGLU) -> steps of weights that are asked for before the rows are there."""
 
 
-def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu: bool = False) -> Launch | RowLaunch | None:
-    """The launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: torch is as good."""
+def launch_for(
+    rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu: bool = False
+) -> Launch | RowLaunch | None:
+    """The launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: torch
+    is as good."""
     if dtype == torch.float32 or not 0 < rows <= MOST_TUNED:
         return None
     if rows == 1:
@@ -176,14 +208,16 @@ def launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype, swiglu:
 
 
 def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch:
-    """The launch of a row [depth] times `channels` output channels (twice as many weights with swiglu) in half precision."""
+    """The launch of a row [depth] times `channels` output channels (twice as many weights with swiglu) in half
+    precision."""
     launch = first_of(ROW, channels, depth, swiglu)
     assert launch is not None  # the last rule of each kind holds for all
     return launch
 
 
 def experts_launch_for(tokens: int, dtype: torch.dtype, turned: bool = False, hopper: bool = False) -> ExpertsLaunch:
-    """The launch of experts for so many tokens of a dtype; `turned`: weights lie with their outputs side by side; `hopper`: on that GPU."""
+    """The launch of experts for so many tokens of a dtype; `turned`: weights lie with their outputs side by side;
+    `hopper`: on that GPU."""
     if hopper and tokens > 64 and dtype != torch.float32:
         return EXPERTS_HOPPER
     table = EXPERTS_TURNED if turned and dtype != torch.float32 else EXPERTS[dtype == torch.float32]
@@ -191,7 +225,8 @@ def experts_launch_for(tokens: int, dtype: torch.dtype, turned: bool = False, ho
 
 
 def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -> PartsLaunch | None:
-    """The launch of x [rows, depth] times `channels` output channels in parts; None: `linear` is as good, or what it does is not known."""
+    """The launch of x [rows, depth] times `channels` output channels in parts; None: `linear` is as good, or what it
+    does is not known."""
     tiles, step = -(-channels // 64), 64 if depth % 128 else 128
     deep = depth >= 4096 or (rows > 16 and depth > 2 * channels)
     if dtype == torch.float32 or not 1 < rows <= 64 or depth % step or not deep or 2 * tiles > MULTIPROCESSORS:
@@ -200,14 +235,15 @@ def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -
 
 
 def _few_weights(rows: int, channels: int, depth: int, swiglu: bool = False) -> bool:
-    """Whether a product of many rows is of so few weights that it is cut into tiles of rows: only so it fills the device, and weights that
-    are read again come from the L2."""
+    """Whether a product of many rows is of so few weights that it is cut into tiles of rows: only so it fills the
+    device, and weights that are read again come from the L2."""
     shape = min(channels, depth) >= 512 and depth <= (2048 if channels < 1024 else 1024)
     return 16 < rows <= MAX_ROWS and shape and channels * depth * (1 + swiglu) < FEW_WEIGHTS
 
 
 def hopper_parts(rows: int, channels: int, depth: int) -> int:
-    """How many parts `linear_parts` makes of x [rows, depth] times `channels` output channels on Hopper, three steps each; 1: one."""
+    """How many parts `linear_parts` makes of x [rows, depth] times `channels` output channels on Hopper, three steps
+    each; 1: one."""
     tiles = -(-channels // 64)
     if _few_weights(rows, channels, depth):
         return min(6, depth // 192) if rows <= 64 and channels < 1024 and depth % 64 == 0 else 1
@@ -216,9 +252,11 @@ def hopper_parts(rows: int, channels: int, depth: int) -> int:
     return max(1, min(MULTIPROCESSORS // tiles, depth // 128 // 3))
 
 
-def hopper_launch_for(rows: int, channels: int, depth: int, swiglu: bool = False, parts: int = 1) -> HopperLaunch | None:
-    """Hopper's launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None: `launch_for` is as
-    good."""
+def hopper_launch_for(
+    rows: int, channels: int, depth: int, swiglu: bool = False, parts: int = 1
+) -> HopperLaunch | None:
+    """Hopper's launch of x [rows, depth] times `channels` output channels (twice as many weights with swiglu); None:
+    `launch_for` is as good."""
     if _few_weights(rows, channels, depth, swiglu):
         if parts > 1:
             steps = -(-depth // 64 // parts)
@@ -228,13 +266,19 @@ def hopper_launch_for(rows: int, channels: int, depth: int, swiglu: bool = False
     if not 1 < rows <= 64 or depth <= 1024 or channels >= 65536:
         return None
     few, deep = rows <= 16, depth >= 4096
-    if swiglu and not few and deep and channels <= 64 * MULTIPROCESSORS:  # all tiles at once, as where two processes share the 8B shape
+    if (
+        swiglu and not few and deep and channels <= 64 * MULTIPROCESSORS
+    ):  # all tiles at once, as where two processes share the 8B shape
         return HopperLaunch(64, 128, 4, 2)
     if swiglu:
         return HopperLaunch(64, 128 if few and deep else 64, 4, 2 if few else 1)
     if parts > 1:
         short = depth // 128 // parts <= 3
-        return HopperLaunch(64, 128, 3, 3, parts) if short else HopperLaunch(64, 128, 8 if few else 6, 2 if few else 6, parts)
+        return (
+            HopperLaunch(64, 128, 3, 3, parts)
+            if short
+            else HopperLaunch(64, 128, 8 if few else 6, 2 if few else 6, parts)
+        )
     if deep:
         return HopperLaunch(64, 128, 6, 2 if few else 3)
     return None if few else HopperLaunch(64, 128, 4, 2)

@@ -1,12 +1,14 @@
-"""Linear layers of few rows in Triton, as fast as their weights can be read; whole, or as parts that the next kernel adds up.
+"""Linear layers of few rows in Triton, as fast as their weights can be read; whole, or as parts that the next kernel
+adds up.
 
-R rows, K input channels, M output channels. A program takes BM output channels and their whole depth, in steps of BK. A tile [BM, BK] of
-the weights is the left operand of the product, so that the tensor cores' 64 (or 16) lines are output channels and their narrow side is BR,
-the rows padded to a power of 2. One row has a kernel of its own, row.py, and so have few rows or few weights on Hopper, hopper.py.
+R rows, K input channels, M output channels. A program takes BM output channels and their whole depth, in steps of BK. A
+tile [BM, BK] of the weights is the left operand of the product, so that the tensor cores' 64 (or 16) lines are output
+channels and their narrow side is BR, the rows padded to a power of 2. One row has a kernel of its own, row.py, and so
+have few rows or few weights on Hopper, hopper.py.
 
-R rows, K input channels, M output channels, S parts. A program takes BM output channels and one part of the depth: tiles wide enough that
-the rows are seldom read again, and one program for each multiprocessor. Nobody waits for the others: what waits for the sums is the next
-launch, which reads them where it would have read the product (`rms_norm`).
+R rows, K input channels, M output channels, S parts. A program takes BM output channels and one part of the depth:
+tiles wide enough that the rows are seldom read again, and one program for each multiprocessor. Nobody waits for the
+others: what waits for the sums is the next launch, which reads them where it would have read the product (`rms_norm`).
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from fastspec.kernels.tuned_launches import MISSING, find
 
 @triton.jit
 def _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr):
-    """Weights [BM, BK] from lines first + o_m, columns o_k on; past the last line they are any of them or zero, past K zero."""
+    """Weights [BM, BK] from lines first + o_m, columns o_k on; past the last line they are any of them or zero, past K
+    zero."""
     if TMA:
         b_w = d_w.load([first, o_k])
     else:
@@ -61,11 +64,31 @@ def _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK: tl.constexpr, EV
 
 @triton.jit(do_not_specialize=["R"])
 def _linear_kernel(
-    p_x, p_w, d_w, p_bias, p_out, R, M, K, stride_x, stride_w,
-    BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    ALPHA: tl.constexpr, CUBIC: tl.constexpr, TMA: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Out [R, M] of x [R, K] and w [M, K], or [2 * M, K] under SWIGLU; d_w is w's descriptor under TMA and None otherwise."""
+    p_x,
+    p_w,
+    d_w,
+    p_bias,
+    p_out,
+    R,
+    M,
+    K,
+    stride_x,
+    stride_w,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    TMA: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Out [R, M] of x [R, K] and w [M, K], or [2 * M, K] under SWIGLU; d_w is w's descriptor under TMA and None
+    otherwise."""
     first = tl.program_id(0) * BM
     lines = M
     if SWIGLU:
@@ -77,7 +100,8 @@ def _linear_kernel(
 
     if PDL:
         gdc_launch_dependents()
-        # no earlier kernel writes weights, so the first of them may be on their way while the one before is still running
+        # no earlier kernel writes weights, so the first of them may be on their way while the one before is still
+        # running
         o_first = tl.minimum(first + o_m, M - 1).to(tl.int64)
         size = tl.minimum(K * (p_w.dtype.element_ty.primitive_bitwidth // 8), PREFETCH)
         prefetch(p_w + o_first * stride_w, size)
@@ -114,7 +138,9 @@ def _linear_kernel(
 _SERVED = ({torch.bfloat16}, {torch.float16}, {torch.float32})
 
 
-def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -> Launch | RowLaunch | HopperLaunch | None:
+def _chosen(
+    x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool
+) -> Launch | RowLaunch | HopperLaunch | None:
     """The launch of x [..., K] in so many rows, by its device too."""
     depth, launch = weight.shape[1], None
     if 0 < rows <= MOST_TUNED and x.dtype != torch.float32 and x.shape[-1] == depth:
@@ -128,8 +154,8 @@ def _chosen(x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool) -
 
 
 def row_launch_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> RowLaunch | None:
-    """The launch of x [..., K] times weight [M, K] where that is one row's, else None; the table's, where torch or another kernel was
-    found to be faster by itself."""
+    """The launch of x [..., K] times weight [M, K] where that is one row's, else None; the table's, where torch or
+    another kernel was found to be faster by itself."""
     operands = [operand for operand in (x, weight, bias) if operand is not None]
     graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
     served = {each.dtype for each in operands} in _SERVED and all(each.stride(-1) == 1 for each in operands)
@@ -143,7 +169,8 @@ def row_launch_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> RowLaunch |
 
 
 def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = SILU) -> Tensor:
-    """`reference.gate_up`: gate and up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M], joined -> [..., M]."""
+    """`reference.gate_up`: gate and up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M], joined ->
+    [..., M]."""
     rows = x.numel() // max(1, x.shape[-1])
     launch = _chosen(x, weight, rows, weight.shape[0] // 2, swiglu=True)
     if launch is None:
@@ -152,24 +179,37 @@ def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = S
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, swiglu: bool = False, launch: Launch | RowLaunch | HopperLaunch | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    swiglu: bool = False,
+    launch: Launch | RowLaunch | HopperLaunch | None = None,
     kind: Activation = SILU,
-) -> Tensor:  # fmt: skip
-    """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded once.
+) -> Tensor:
+    """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded
+    once.
 
-    With swiglu the weight [2 * M, K] and the bias [2 * M] hold a gate, then an up-projection, and the result [..., M] is what
-    `reference.gate_up` makes of them, rounded where it rounds. dtype is bfloat16, float16 or float32, the same for all.
-    The last dimension of x, weight and bias must be contiguous (ValueError otherwise); the lines of x and weight may lie apart.
+    With swiglu the weight [2 * M, K] and the bias [2 * M] hold a gate, then an up-projection, and the result [..., M]
+    is what `reference.gate_up` makes of them, rounded where it rounds. dtype is bfloat16, float16 or float32, the same
+    for all. The last dimension of x, weight and bias must be contiguous (ValueError otherwise); the lines of x and
+    weight may lie apart.
 
-    More than MAX_ROWS rows, empty products, other dtypes, gradients and what no table has a launch for (most products of more than 64
-    rows, bound by the tensor cores, where cuBLAS is at home) go to F.linear. `launch` overrides the tables; a Launch holds all rows at
-    once, of which 64 fit.
+    More than MAX_ROWS rows, empty products, other dtypes, gradients and what no table has a launch for (most products
+    of more than 64 rows, bound by the tensor cores, where cuBLAS is at home) go to F.linear. `launch` overrides the
+    tables; a Launch holds all rows at once, of which 64 fit.
     """
     channels, depth = weight.shape
     if x.shape[-1] != depth or (swiglu and channels % 2):
-        raise ValueError(f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}: wants [..., K] and [M, K], M even for swiglu")
+        raise ValueError(
+            f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}: wants [..., K] and [M, K], M even for "
+            "swiglu"
+        )
     if any(operand is not None and operand.stride(-1) != 1 < operand.shape[-1] for operand in (x, weight, bias)):
-        raise ValueError(f"strides of x {x.stride()} and weight {weight.stride()}: the last, and bias's, must be 1; call .contiguous()")
+        raise ValueError(
+            f"strides of x {x.stride()} and weight {weight.stride()}: the last, and bias's, must be 1; call "
+            ".contiguous()"
+        )
     rows = x.numel() // depth if depth else 0
     width = channels // 2 if swiglu else channels
     operands = [operand for operand in (x, weight, bias) if operand is not None]
@@ -194,28 +234,66 @@ def linear(
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: Launch, swiglu: bool, kind: Activation) -> None:
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: Launch, swiglu: bool, kind: Activation
+) -> None:
     """Fill out [..., M], contiguous, with the product of x [R, K]."""
     rows, depth = x.shape
     width = out.shape[-1]
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
-    tma, pdl = launch.tma and lined_up and has_descriptors(x.device), launch.pdl and lined_up and dependent(x.device)["PDL"]
+    tma, pdl = (
+        launch.tma and lined_up and has_descriptors(x.device),
+        launch.pdl and lined_up and dependent(x.device)["PDL"],
+    )
     tiles = launch.channels * launch.depth * (1 + swiglu) + padded(rows) * launch.depth
     stages = stages_within(launch.stages, tiles * x.element_size(), x.device)
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": stages} | ({"launch_pdl": True} if pdl else {})
     _linear_kernel[(-(-width // launch.channels),)](
-        x, weight, TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,
-        bias, out, rows, width, depth, x.stride(0), weight.stride(0),
-        BM=launch.channels, BK=launch.depth, BR=padded(rows), SWIGLU=swiglu, BIAS=bias is not None, EVEN_K=depth % launch.depth == 0,
-        ALPHA=kind.alpha, CUBIC=kind.cubic, TMA=tma, PREFETCH=launch.prefetch, PDL=pdl, STAGES=stages, **options,
-    )  # fmt: skip
+        x,
+        weight,
+        TensorDescriptor.from_tensor(weight, [launch.channels, launch.depth]) if tma else None,
+        bias,
+        out,
+        rows,
+        width,
+        depth,
+        x.stride(0),
+        weight.stride(0),
+        BM=launch.channels,
+        BK=launch.depth,
+        BR=padded(rows),
+        SWIGLU=swiglu,
+        BIAS=bias is not None,
+        EVEN_K=depth % launch.depth == 0,
+        ALPHA=kind.alpha,
+        CUBIC=kind.cubic,
+        TMA=tma,
+        PREFETCH=launch.prefetch,
+        PDL=pdl,
+        STAGES=stages,
+        **options,
+    )
 
 
 @triton.jit(do_not_specialize=["R"])
 def _parts_kernel(
-    p_x, p_w, p_bias, p_out, R, M, steps, stride_x, stride_w,
-    BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_w,
+    p_bias,
+    p_out,
+    R,
+    M,
+    steps,
+    stride_x,
+    stride_w,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    S: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Out [S, R, M] fp32 of x [R, K] and w [M, K]: part s is over the s-th share of the steps of BK channels."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -238,17 +316,22 @@ def _parts_kernel(
     tl.store(p_out + o_out, b_sum, mask=m_m[:, None] & m_r[None, :])
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: PartsLaunch | HopperLaunch | None = None) -> Tensor | Parts:
-    """`linear` of x [..., K] and weight [M, K], bias [M]: the product [..., M], or the parts that it is the sum of, a bias in the first.
+def linear_parts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: PartsLaunch | HopperLaunch | None = None
+) -> Tensor | Parts:
+    """`linear` of x [..., K] and weight [M, K], bias [M]: the product [..., M], or the parts that it is the sum of, a
+    bias in the first.
 
-    Shapes, strides and dtypes as `linear` has them. `launch` overrides the table; its depth must divide K (ValueError otherwise). Without
-    a launch for the size, and where gradients are wanted, it is `linear`.
+    Shapes, strides and dtypes as `linear` has them. `launch` overrides the table; its depth must divide K (ValueError
+    otherwise). Without a launch for the size, and where gradients are wanted, it is `linear`.
     """
     channels, depth = weight.shape
     operands = [operand for operand in (x, weight, bias) if operand is not None]
     rows = x.numel() // depth if depth else 0
     if launch is None:
-        plain = len({operand.dtype for operand in operands}) == 1 and all(operand.stride(-1) == 1 for operand in operands)
+        plain = len({operand.dtype for operand in operands}) == 1 and all(
+            operand.stride(-1) == 1 for operand in operands
+        )
         graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
         if plain and not graded and x.shape[-1] == depth:
             place = 1 if rows == 1 else padded(rows), channels, depth, x.dtype
@@ -263,7 +346,10 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Part
     if launch is None:
         return linear(x, weight, bias)
     if x.shape[-1] != depth or depth % launch.depth or not rows:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: {launch} wants [..., K], [M, K], K a multiple of its depth")
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: {launch} wants [..., K], [M, K], K a multiple of "
+            "its depth"
+        )
     flat, steps = x.reshape(rows, depth), depth // launch.depth
     parts = min(launch.parts, steps)
     out = torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
@@ -272,8 +358,23 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Part
         return Parts(out.view(parts, *x.shape[:-1], channels), x.dtype)
     stages = stages_within(launch.stages, (launch.channels + padded(rows)) * launch.depth * x.element_size(), x.device)
     _parts_kernel[(triton.cdiv(channels, launch.channels) * parts,)](
-        flat, weight, bias, out, rows, channels, steps, flat.stride(0), weight.stride(0), BM=launch.channels, BK=launch.depth,
-        BR=padded(rows), S=parts, BIAS=bias is not None, STAGES=stages, num_warps=launch.warps, num_stages=stages,
+        flat,
+        weight,
+        bias,
+        out,
+        rows,
+        channels,
+        steps,
+        flat.stride(0),
+        weight.stride(0),
+        BM=launch.channels,
+        BK=launch.depth,
+        BR=padded(rows),
+        S=parts,
+        BIAS=bias is not None,
+        STAGES=stages,
+        num_warps=launch.warps,
+        num_stages=stages,
         **dependent(x.device),
-    )  # fmt: skip
+    )
     return Parts(out.view(parts, *x.shape[:-1], channels), x.dtype)

@@ -1,7 +1,8 @@
 """Products in plain torch: what the kernels beside it compute, and their specification.
 
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
-64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
+C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
+waits for the host.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class DeferredProduct:
-    """A deferred matrix product [..., M] of x [..., K] and weight [M, K], bias [M]: `multiply` computes it, or the consumer's own kernel,
-    fused with more."""
+    """A deferred matrix product [..., M] of x [..., K] and weight [M, K], bias [M]: `multiply` computes it, or the
+    consumer's own kernel, fused with more."""
 
     x: Tensor
     weight: Tensor
@@ -64,8 +65,8 @@ class DeferredProduct:
 
 @dataclass(frozen=True, slots=True)
 class Addends:
-    """A product [..., M] that processes have added up between them: `own` is this process's addend, which a norm behind it may send off
-    before it is a tensor, and `all_reduce(own, group)` the sum."""
+    """A product [..., M] that processes have added up between them: `own` is this process's addend, which a norm behind
+    it may send off before it is a tensor, and `all_reduce(own, group)` the sum."""
 
     own: Tensor | Parts | DeferredProduct
     group: dist.ProcessGroup
@@ -98,7 +99,8 @@ def joined(x: Tensor | Parts | DeferredProduct | Addends) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Activation of a gate before it multiplies: gate * sigmoid(alpha * (gate + cubic * gate**3)); the default is SiLU."""
+    """Activation of a gate before it multiplies: gate * sigmoid(alpha * (gate + cubic * gate**3)); the default is
+    SiLU."""
 
     alpha: float = 1.0
     cubic: float = 0.0
@@ -127,17 +129,22 @@ def swiglu(gate_up: Tensor, kind: Activation = SILU) -> Tensor:
 
 def gate_up(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = SILU, *, product: Callable[..., Tensor] = linear
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`swiglu` of x [..., K] times a packed weight [2 * I, K], the gate's rows first, plus bias [2 * I] -> [..., I]."""
     return swiglu(product(x, weight, bias), kind)
 
 
 def linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: Activation | None = None, *,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    kind: Activation | None = None,
+    *,
     product: Callable[..., Tensor] = linear,
-) -> Tensor:  # fmt: skip
-    """Linear layers over one input whose weights lie apart: x [..., K] times each weight [M, K] transposed, plus its bias [M] -> their
-    outputs side by side [..., all M]; with a kind, of a gate and an up part, opened(gate) * up [..., M]."""
+) -> Tensor:
+    """Linear layers over one input whose weights lie apart: x [..., K] times each weight [M, K] transposed, plus its
+    bias [M] -> their outputs side by side [..., all M]; with a kind, of a gate and an up part, opened(gate) * up [...,
+    M]."""
     parts = [product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     if kind is None:
         return torch.cat(parts, -1)
@@ -158,7 +165,8 @@ class Routing:
     """What they are multiplied by in the end."""
     groups: int = 1
     kept: int = 1
-    """With several groups, E / groups neighbours each, experts of the `kept` best are chosen; a group counts as its two best experts."""
+    """With several groups, E / groups neighbours each, experts of the `kept` best are chosen; a group counts as its two
+    best experts."""
     rounded: bool = True
     """Whether shares are rounded to the dtype of the logits, else fp32."""
 
@@ -166,9 +174,10 @@ class Routing:
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """A router's choice: logits [T, E] -> chosen [T, K] int64, in no order of meaning, and their shares [T, K].
 
-    Experts are chosen by their logits, or, with a correction [E], by the fp32 sum of it and their score; shares are of the scores alone.
-    The forms are those of Mixtral and Qwen (softmax), gpt-oss (softmax over the chosen: that of all, normalised), DeepSeek-V3 and GLM-4
-    (sigmoid, correction, groups, scale) and Llama 4 (sigmoid), as transformers 5.23 has them.
+    Experts are chosen by their logits, or, with a correction [E], by the fp32 sum of it and their score; shares are of
+    the scores alone. The forms are those of Mixtral and Qwen (softmax), gpt-oss (softmax over the chosen: that of all,
+    normalised), DeepSeek-V3 and GLM-4 (sigmoid, correction, groups, scale) and Llama 4 (sigmoid), as transformers 5.23
+    has them.
     """
     wide = logits.float()
     order = wide if correction is None else (wide.sigmoid() if routing.sigmoid else wide.softmax(-1)) + correction
@@ -205,14 +214,25 @@ SWIGLU = Expert()
 
 
 def experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: Expert = SWIGLU, *,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """A mixture of experts: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T, H].
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    kind: Expert = SWIGLU,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """A mixture of experts: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T,
+    H].
 
-    Row t is the sum over its K experts of weights[t, k] times the expert's answer, each product rounded to x's dtype, the weighted sum in
-    fp32 and rounded once. Biases are gate_up_bias [E, 2 * I] and down_bias [E, H]. `shared` [T, H] is added, what an expert that all
-    tokens share gave, times the sigmoid of shared_gate [T, 1] where there is one. Where shares scale the input, a token's experts differ.
+    Row t is the sum over its K experts of weights[t, k] times the expert's answer, each product rounded to x's dtype,
+    the weighted sum in fp32 and rounded once. Biases are gate_up_bias [E, 2 * I] and down_bias [E, H]. `shared` [T, H]
+    is added, what an expert that all tokens share gave, times the sigmoid of shared_gate [T, 1] where there is one.
+    Where shares scale the input, a token's experts differ.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if shared is not None:

@@ -1,8 +1,8 @@
 """One row times a weight, as fast as the weight can be read: no tensor cores, and no sum goes through memory.
 
-K input channels, M output channels. A program takes CHANNELS lines of the weight (as many of gate and of up under SwiGLU) and goes through
-them in blocks of DEPTH, the next of which is on its way while one is multiplied. The first is asked for before the kernel in front has
-finished: no kernel of a stream writes weights.
+K input channels, M output channels. A program takes CHANNELS lines of the weight (as many of gate and of up under
+SwiGLU) and goes through them in blocks of DEPTH, the next of which is on its way while one is multiplied. The first is
+asked for before the kernel in front has finished: no kernel of a stream writes weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EACH = 8  # neighbours whose products a thread adds up first: 16 bytes of half p
 @triton.jit
 def _block(p_lines, o_k, K, EVEN: tl.constexpr):
     """Weights [CHANNELS, DEPTH], zero past K."""
-    if EVEN:  # noqa: SIM108
+    if EVEN:
         b_w = tl.load(p_lines + o_k[None, :])
     else:
         b_w = tl.load(p_lines + o_k[None, :], mask=(o_k < K)[None, :], other=0.0)
@@ -38,12 +38,32 @@ def _products(b_w, b_x, CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.co
 
 @triton.jit
 def _row_kernel(
-    p_x, p_w, p_bias, p_out, p_addresses, p_counts, M, K, stride_w,
-    CHANNELS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, SWIGLU: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    ALPHA: tl.constexpr, CUBIC: tl.constexpr, RANK: tl.constexpr, PROCESSES: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Out [M] of x [K] and w [M, K], or [2 * M, K] under SWIGLU; with PROCESSES sent to their spaces, this one's too, in place of out."""
+    p_x,
+    p_w,
+    p_bias,
+    p_out,
+    p_addresses,
+    p_counts,
+    M,
+    K,
+    stride_w,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Out [M] of x [K] and w [M, K], or [2 * M, K] under SWIGLU; with PROCESSES sent to their spaces, this one's too,
+    in place of out."""
     first = tl.program_id(0) * CHANNELS
     o_i = first + tl.arange(0, CHANNELS)
     m_i = o_i < M
@@ -92,7 +112,10 @@ def _row_kernel(
         HALF: tl.constexpr = CHANNELS // 2
         o_w = tl.program_id(0) * HALF + tl.arange(0, HALF)
         b_words = to_words(b_out, count, HALF)
-        p_places = place_in(b_spaces.to(tl.pointer_type(tl.int64)), RANK, 0, count, PROCESSES, ROWS, WORDS)[:, None] + o_w[None, :]
+        p_places = (
+            place_in(b_spaces.to(tl.pointer_type(tl.int64)), RANK, 0, count, PROCESSES, ROWS, WORDS)[:, None]
+            + o_w[None, :]
+        )
         m_words = (tl.arange(0, PADDED) < PROCESSES)[:, None] & (o_w < M // 2)[None, :]
         tl.store(p_places, tl.broadcast_to(b_words[None, :], [PADDED, HALF]), mask=m_words, cache_modifier=".wt")
     else:
@@ -100,16 +123,43 @@ def _row_kernel(
 
 
 def linear_row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, launch: RowLaunch, swiglu: bool, kind: Activation = SILU,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    launch: RowLaunch,
+    swiglu: bool,
+    kind: Activation = SILU,
     space: Space | None = None,
-) -> None:  # fmt: skip
-    """Fill out [..., M] of one row, contiguous, with the product of x [1, K] and weight [M, K] ([2 * M, K] with swiglu), as `linear`; or
-    send it, M even and of two bytes each, to a space of all processes, as the next message of their first row."""
+) -> None:
+    """Fill out [..., M] of one row, contiguous, with the product of x [1, K] and weight [M, K] ([2 * M, K] with
+    swiglu), as `linear`; or send it, M even and of two bytes each, to a space of all processes, as the next message of
+    their first row."""
     depth, width = weight.shape[1], weight.shape[0] // (1 + swiglu)
     addresses, counts, rank, processes, words = space or (None, None, 0, 0, 0)
     _row_kernel[(triton.cdiv(width, launch.channels),)](
-        x, weight, bias, out, addresses, counts, width, depth, weight.stride(0), CHANNELS=launch.channels, DEPTH=launch.depth,
-        EACH=min(EACH, launch.depth), SWIGLU=swiglu, BIAS=bias is not None, EVEN=depth % launch.depth == 0, ALPHA=kind.alpha,
-        CUBIC=kind.cubic, RANK=rank, PROCESSES=processes, PADDED=triton.next_power_of_2(max(1, processes)), ROWS=ROWS, WORDS=words,
-        num_warps=launch.warps, **dependent(x.device),
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        out,
+        addresses,
+        counts,
+        width,
+        depth,
+        weight.stride(0),
+        CHANNELS=launch.channels,
+        DEPTH=launch.depth,
+        EACH=min(EACH, launch.depth),
+        SWIGLU=swiglu,
+        BIAS=bias is not None,
+        EVEN=depth % launch.depth == 0,
+        ALPHA=kind.alpha,
+        CUBIC=kind.cubic,
+        RANK=rank,
+        PROCESSES=processes,
+        PADDED=triton.next_power_of_2(max(1, processes)),
+        ROWS=ROWS,
+        WORDS=words,
+        num_warps=launch.warps,
+        **dependent(x.device),
+    )

@@ -1,5 +1,5 @@
-"""SwiGLU: `gated` multiplies an up part by its gate, for the kernels of products; `swiglu` does so for rows that hold both, where each
-program takes a slice of one row.
+"""SwiGLU: `gated` multiplies an up part by its gate, for the kernels of products; `swiglu` does so for rows that hold
+both, where each program takes a slice of one row.
 
 gate_up [..., 2 * I], the gate first; R rows in all.
 """
@@ -19,8 +19,8 @@ BLOCK = 1024
 
 @triton.jit
 def gated(b_gate, b_up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
-    """(up + OFFSET) * gate * sigmoid(ALPHA * (gate + CUBIC * gate^3)), both in one dtype, in which the gated part and the product are
-    rounded."""
+    """(up + OFFSET) * gate * sigmoid(ALPHA * (gate + CUBIC * gate^3)), both in one dtype, in which the gated part and
+    the product are rounded."""
     b_wide, b_other = b_gate.to(tl.float32), b_up.to(tl.float32)
     if LIMIT is not None:
         b_wide = tl.minimum(b_wide, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -33,8 +33,15 @@ def gated(b_gate, b_up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.con
 
 @triton.jit
 def _swiglu(
-    p_in, p_out, stride_in, ALPHA: tl.constexpr, CUBIC: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    p_in,
+    p_out,
+    stride_in,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -62,6 +69,14 @@ def swiglu(gate_up: Tensor, kind: Activation = SILU) -> Tensor:
     warps = min(4, max(1, block // 256))  # 16 bytes of half precision per thread
     grid = (len(rows), triton.cdiv(size, block))
     _swiglu[grid](
-        rows, out, rows.stride(0), ALPHA=kind.alpha, CUBIC=kind.cubic, SIZE=size, BLOCK=block, num_warps=warps, **dependent(out.device)
+        rows,
+        out,
+        rows.stride(0),
+        ALPHA=kind.alpha,
+        CUBIC=kind.cubic,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=warps,
+        **dependent(out.device),
     )
     return out

@@ -1,7 +1,9 @@
-"""The C++ kernels of the CPU as a library: compiled once for a machine by the compiler that it has, a second's work, and kept.
+"""The C++ kernels of the CPU as a library: compiled once for a machine by the compiler that it has, a second's work,
+and kept.
 
-The processor's instructions are those that torch uses (`torch.backends.cpu.get_cpu_capability`), so that ATEN_CPU_CAPABILITY=avx2
-holds both to AVX2. OpenMP is the library that torch has loaded, whose threads are the ones that torch's own operations run on.
+The processor's instructions are those that torch uses (`torch.backends.cpu.get_cpu_capability`), so that
+ATEN_CPU_CAPABILITY=avx2 holds both to AVX2. OpenMP is the library that torch has loaded, whose threads are the ones
+that torch's own operations run on.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ SECONDS = 120
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler that CXX in the environment names, with the options that stand behind it there, else the first that is found."""
+    """The C++ compiler that CXX in the environment names, with the options that stand behind it there, else the first
+    that is found."""
     named = shlex.split(os.environ.get("CXX", ""))
     ways = [named] if named else [[name] for name in COMPILERS]
     return next(([found, *options] for name, *options in ways if (found := shutil.which(name))), None)
@@ -84,8 +87,8 @@ def library_name() -> str:
 
 
 def whole(path: Path) -> bool:
-    """Whether a library is there as it was written: one that was cut off would end the process at its first call. Behind the library, where
-    a loader does not look, lies its digest."""
+    """Whether a library is there as it was written: one that was cut off would end the process at its first call.
+    Behind the library, where a loader does not look, lies its digest."""
     if not path.is_file():
         return False
     content = path.read_bytes()
@@ -103,7 +106,10 @@ def build(folder: Path) -> str | None:
             out = Path(made) / path.name
             done = subprocess.run(command(SOURCE, out), capture_output=True, text=True, timeout=SECONDS, check=False)
             if done.returncode:
-                return f"{shlex.join(compiler() or [])} ended with {done.returncode}: {done.stderr.strip()[-400:] or 'it said nothing'}"
+                return (
+                    f"{shlex.join(compiler() or [])} ended with {done.returncode}: "
+                    f"{done.stderr.strip()[-400:] or 'it said nothing'}"
+                )
             content = out.read_bytes()
             out.write_bytes(content + hashlib.sha256(content).digest())
             os.replace(out, path)

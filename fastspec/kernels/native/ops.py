@@ -1,6 +1,6 @@
-"""The C++ kernels as ops, in fp32 and bfloat16. What they do not take (other dtypes, gradients, rare forms of an op, many rows) is left to
-the references or to torch's products: each op's docstring says which. An error in a kernel is raised, and nothing else is tried in its
-place."""
+"""The C++ kernels as ops, in fp32 and bfloat16. What they do not take (other dtypes, gradients, rare forms of an op,
+many rows) is left to the references or to torch's products: each op's docstring says which. An error in a kernel is
+raised, and nothing else is tried in its place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
 
 MOST_ROWS = 64
-"""Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for that."""
+"""Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for
+that."""
 ENDINGS = {torch.float32: "", torch.bfloat16: build.BF16}
 """What the names of a dtype's kernels end in."""
 
@@ -40,7 +41,8 @@ def plain(*tensors: Tensor) -> bool:
 
 
 def rows_of(x: Tensor) -> Tensor | None:
-    """x [..., H] as [R, H] in place, or None where it does not lie so: a row is contiguous, and rows are evenly apart."""
+    """x [..., H] as [R, H] in place, or None where it does not lie so: a row is contiguous, and rows are evenly
+    apart."""
     if x.is_contiguous():
         return x.view(-1, x.shape[-1])
     apart, count = x.shape[-1], 1
@@ -80,8 +82,8 @@ class Native:
         return found
 
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """rows [R, K] times weight [M, K] transposed, plus bias -> [R, M], by the kernel; all of one dtype, and contiguous. In bfloat16 a
-        row of the result does not depend on the rows beside it."""
+        """rows [R, K] times weight [M, K] transposed, plus bias -> [R, M], by the kernel; all of one dtype, and
+        contiguous. In bfloat16 a row of the result does not depend on the rows beside it."""
         return self.products(rows, (weight,), (bias,))
 
     def products(self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -98,7 +100,9 @@ class Native:
 
     def way(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way | None:
         """What multiplies the rows of x, see `linear`; None: torch, x as it is."""
-        fits = weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])  # else torch broadcasts, or raises
+        fits = weight.shape[1:] == x.shape[-1:] and (
+            bias is None or bias.shape == weight.shape[:1]
+        )  # else torch broadcasts, or raises
         given = (x, weight) if bias is None else (x, weight, bias)
         if not fits or not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
             return None
@@ -111,9 +115,10 @@ class Native:
         return self.by_kernel if small else self.measured.fastest(x.view(-1, x.shape[-1]), weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`reference.linear`, by whichever of MKL, oneDNN and the kernel is the quickest here for such a product; of more than 64 rows as
-        `onednn.linear` does, and of what is not of such a dtype and contiguous by torch. In bfloat16 by the kernel alone, so that a node's
-        result is that of the token by itself, but for more than 64 rows where the processor multiplies such numbers for torch too."""
+        """`reference.linear`, by whichever of MKL, oneDNN and the kernel is the quickest here for such a product; of
+        more than 64 rows as `onednn.linear` does, and of what is not of such a dtype and contiguous by torch. In
+        bfloat16 by the kernel alone, so that a node's result is that of the token by itself, but for more than 64 rows
+        where the processor multiplies such numbers for torch too."""
         multiply = self.way(x, weight, bias)
         if multiply is None:
             return F.linear(x, weight, bias)
@@ -121,9 +126,9 @@ class Native:
 
     def linears(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: Activation | None = None
-    ) -> Tensor:  # fmt: skip
-        """`reference.linears`, by one call of the kernel where it is what `linear` would take for each of them, which leaves nothing to lay
-        side by side."""
+    ) -> Tensor:
+        """`reference.linears`, by one call of the kernel where it is what `linear` would take for each of them, which
+        leaves nothing to lay side by side."""
         alike = kind is None or weights[0].shape == weights[1].shape  # else torch broadcasts, or raises
         if not alike or any(self.way(x, *each) is not self.by_kernel for each in zip(weights, biases, strict=True)):
             return linear_reference.linears(x, weights, biases, kind, product=self.linear)
@@ -144,13 +149,21 @@ class Native:
         return out
 
     def rms_norm(
-        self, x: Tensor | Parts | Addends, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
-        total: Tensor | None = None, offset: float | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        x: Tensor | Parts | Addends,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        total: Tensor | None = None,
+        offset: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """`reference.rms_norm`."""
         x = joined(x)
         given = [each for each in (x, weight, residual, out, total) if each is not None]
-        fits = weight.shape == x.shape[-1:] and all(each.shape == x.shape for each in (residual, out, total) if each is not None)
+        fits = weight.shape == x.shape[-1:] and all(
+            each.shape == x.shape for each in (residual, out, total) if each is not None
+        )
         if not fits or not plain(*given) or not weight.is_contiguous():
             return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
         normed = x.new_empty(x.shape) if out is None else out
@@ -160,19 +173,53 @@ class Native:
         if a is None or to is None or kept is None or (residual is not None and b is None):
             return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
         self.kernel("rms_norm", a)(
-            a.data_ptr(), a.stride(0), at(b), 0 if b is None else b.stride(0), weight.data_ptr(), to.data_ptr(), to.stride(0),
-            kept.data_ptr(), kept.stride(0), len(a), a.shape[1], eps, 0.0 if offset is None else offset, offset is not None,
+            a.data_ptr(),
+            a.stride(0),
+            at(b),
+            0 if b is None else b.stride(0),
+            weight.data_ptr(),
+            to.data_ptr(),
+            to.stride(0),
+            kept.data_ptr(),
+            kept.stride(0),
+            len(a),
+            a.shape[1],
+            eps,
+            0.0 if offset is None else offset,
+            offset is not None,
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
         return normed, summed
 
     def rope_cache(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float | None = None, gated: bool = False,
-        norms_values: bool = False, ties_values: bool = False, interleaved: bool = False, factor: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`reference.rope_cache`; gated, tied and normed values, interleaved channels, factors and values of another size by torch."""
-        rare = gated or norms_values or ties_values or interleaved or factor is not None or (q_norm is None) != (k_norm is None)
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        offset: float | None = None,
+        gated: bool = False,
+        norms_values: bool = False,
+        ties_values: bool = False,
+        interleaved: bool = False,
+        factor: Tensor | None = None,
+    ) -> Tensor:
+        """`reference.rope_cache`; gated, tied and normed values, interleaved channels, factors and values of another
+        size by torch."""
+        rare = (
+            gated
+            or norms_values
+            or ties_values
+            or interleaved
+            or factor is not None
+            or (q_norm is None) != (k_norm is None)
+        )
         heads, size = k_cache.shape[1], k_cache.shape[3]
         given = [each for each in (qkv, k_cache, v_cache, q_norm, k_norm) if each is not None]
         mixed = qkv.dtype is torch.bfloat16 and cos.dtype is torch.float32  # as a head's tables are
@@ -182,47 +229,114 @@ class Native:
         lies &= v_cache.shape == k_cache.shape and qkv.is_contiguous()
         if rare or not lies or size > MOST_SIZE or not angles or not plain(*given):
             more = gated, norms_values, ties_values, interleaved, factor
-            return layer_reference.rope_cache(qkv, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, offset, *more)
+            return layer_reference.rope_cache(
+                qkv, cos, sin, positions, k_cache, v_cache, slots, q_norm, k_norm, eps, offset, *more
+            )
         batch, nodes = qkv.shape[:2]
         queries = qkv.shape[2] // size - 2 * heads
         q = qkv.new_empty(batch, nodes, queries, size)
         where, to, c, s = positions.contiguous(), slots.contiguous(), cos.contiguous(), sin.contiguous()
         turn = self._kernels["rope_cache" + build.MIXED] if mixed else self.kernel("rope_cache", qkv)
         turn(
-            qkv.data_ptr(), c.data_ptr(), s.data_ptr(), where.data_ptr(), to.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
-            q.data_ptr(), at(q_norm), at(k_norm), batch, nodes, queries, heads, size, c.shape[-1], k_cache.stride(0), k_cache.stride(1),
-            v_cache.stride(0), v_cache.stride(1), eps, 0.0 if offset is None else offset, offset is not None,
-        )  # fmt: skip
+            qkv.data_ptr(),
+            c.data_ptr(),
+            s.data_ptr(),
+            where.data_ptr(),
+            to.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            q.data_ptr(),
+            at(q_norm),
+            at(k_norm),
+            batch,
+            nodes,
+            queries,
+            heads,
+            size,
+            c.shape[-1],
+            k_cache.stride(0),
+            k_cache.stride(1),
+            v_cache.stride(0),
+            v_cache.stride(1),
+            eps,
+            0.0 if offset is None else offset,
+            offset is not None,
+        )
         return q
 
     def tree_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, *, sinks: Tensor | None = None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: AttentionLayout,
+        scale: float,
+        *,
+        sinks: Tensor | None = None,
         cap: float | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """`reference.tree_attention`; sinks, caps, values of another size and more than 64 nodes by torch."""
         batch, nodes, heads, size = q.shape
         lies = k.stride(2) == v.stride(2) == size and k.stride(3) == v.stride(3) == 1 and q.is_contiguous()
-        if sinks is not None or cap is not None or nodes > MOST_ROWS or v.shape != k.shape or not lies or not plain(q, k, v):
+        if (
+            sinks is not None
+            or cap is not None
+            or nodes > MOST_ROWS
+            or v.shape != k.shape
+            or not lies
+            or not plain(q, k, v)
+        ):
             return attention_reference.tree_attention(q, k, v, layout, scale, sinks=sinks, cap=cap)
         seen = layout.visible.contiguous()
         out = q.new_empty(q.shape)
         self.kernel("tree_attention", q)(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), seen.data_ptr(), out.data_ptr(), batch, nodes, heads, k.shape[1], size,
-            layout.extent, k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale, torch.get_num_threads(),
-        )  # fmt: skip
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            seen.data_ptr(),
+            out.data_ptr(),
+            batch,
+            nodes,
+            heads,
+            k.shape[1],
+            size,
+            layout.extent,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            scale,
+            torch.get_num_threads(),
+        )
         return out
 
     def stack(
-        self, layers: PlainLayers, places: Sequence[LayerPlace], total: Tensor, positions: Tensor, taps: Mapping[int, Tensor],
+        self,
+        layers: PlainLayers,
+        places: Sequence[LayerPlace],
+        total: Tensor,
+        positions: Tensor,
+        taps: Mapping[int, Tensor],
         x: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """`reference.stack` by the same kernels as the ops above, bit for bit; None, and nothing has happened, for more than 64 rows,
-        layers of which a kernel does not take an operation, and in fp32 where a product is quicker another way."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """`reference.stack` by the same kernels as the ops above, bit for bit; None, and nothing has happened, for more
+        than 64 rows, layers of which a kernel does not take an operation, and in fp32 where a product is quicker
+        another way."""
         rows, table, given = total.shape[0] * total.shape[1], table_of(layers), (total,) if x is None else (total, x)
         angles = places[0].cos.dtype
-        if table is None or rows > MOST_ROWS or not plain(*given) or total.dtype is not table.dtype or angles not in ENDINGS:
+        if (
+            table is None
+            or rows > MOST_ROWS
+            or not plain(*given)
+            or total.dtype is not table.dtype
+            or angles not in ENDINGS
+        ):
             return None
-        if any(place.cos.dtype is not angles for place in places) or not total.numel() or not self._multiplies(table, rows):
+        if (
+            any(place.cos.dtype is not angles for place in places)
+            or not total.numel()
+            or not self._multiplies(table, rows)
+        ):
             return None
         mixed = total.dtype is torch.bfloat16 and angles is torch.float32
         wide = total.shape[-1] == table.width and (x is None or x.shape == (*total.shape[:2], table.depth))
@@ -240,7 +354,9 @@ class Native:
             return True
         key = rows, torch.get_num_threads()
         if key not in table.by_kernel:
-            ways = (self.way(torch.ones(rows, weight.shape[1], device="cpu"), weight, None) for weight in table.products)
+            ways = (
+                self.way(torch.ones(rows, weight.shape[1], device="cpu"), weight, None) for weight in table.products
+            )
             table.by_kernel[key] = all(way is self.by_kernel for way in ways)
         return table.by_kernel[key]
 
@@ -249,11 +365,14 @@ class Native:
         if uniform is not None or not plain(scores) or not scores.is_contiguous() or not scores.numel():
             return verification_reference.pick(scores, uniform, settings)
         out = scores.new_empty(scores.shape[:-1], dtype=torch.long)
-        self.kernel("argmax", scores)(scores.data_ptr(), out.data_ptr(), out.numel(), scores.shape[-1], torch.get_num_threads())
+        self.kernel("argmax", scores)(
+            scores.data_ptr(), out.data_ptr(), out.numel(), scores.shape[-1], torch.get_num_threads()
+        )
         return out
 
     def topk_logprobs(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`reference.topk_logprobs`, the lower id first among equals; logits that are not numbers are not looked for."""
+        """`reference.topk_logprobs`, the lower id first among equals; logits that are not numbers are not looked
+        for."""
         if not plain(logits) or not logits.is_contiguous() or not 0 < count <= logits.shape[-1]:
             return drafting_reference.topk_logprobs(logits, count)
         shape = *logits.shape[:-1], count
@@ -261,11 +380,17 @@ class Native:
         rows = values.numel() // count
         self.kernel("topk_logprobs", logits)(
             logits.data_ptr(), values.data_ptr(), ids.data_ptr(), rows, logits.shape[-1], count, torch.get_num_threads()
-        )  # fmt: skip
+        )
         return values, ids
 
     def topk_expand(
-        self, hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, out: Candidates | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor | None,
+        scores: Tensor,
+        count: int,
+        d2t: Tensor,
+        out: Candidates | None = None,
     ) -> tuple[Tensor, ...]:
         """`reference.topk_expand`."""
         parts: dict[str, Any] = {"product": self.linear, "likeliest": self.topk_logprobs}

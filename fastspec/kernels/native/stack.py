@@ -1,7 +1,8 @@
-"""Whole layers in one call of the C++ kernels: what `fastspec.kernels.layer.reference.stack` computes, from a table that `stack.h` reads.
+"""Whole layers in one call of the C++ kernels: what `fastspec.kernels.layer.reference.stack` computes, from a table
+that `stack.h` reads.
 
-A layer's operations take less time than Python's call of each where a token or a small tree is decoded. The table holds addresses: it is
-made anew when a weight lies elsewhere than before, and holds on to the tensors that it was made of.
+A layer's operations take less time than Python's call of each where a token or a small tree is decoded. The table holds
+addresses: it is made anew when a weight lies elsewhere than before, and holds on to the tensors that it was made of.
 """
 
 from __future__ import annotations
@@ -30,13 +31,40 @@ class CLayer(ctypes.Structure):
     """`Layer` of stack.h."""
 
     _fields_ = [
-        ("norm", P), ("mlp_norm", P), ("q_norm", P), ("k_norm", P),
-        ("qkv", CWeight * 3), ("out", CWeight), ("gate_up", CWeight * 2), ("down", CWeight), ("qkv_count", N), ("gate_up_count", N),
-        ("k", P), ("v", P), ("k_row", N), ("k_head", N), ("v_row", N), ("v_head", N),
-        ("cos", P), ("sin", P), ("half", N), ("slots", P), ("visible", P), ("extent", N), ("tap", P),
-        ("eps", F), ("offset", F), ("mlp_eps", F), ("mlp_offset", F), ("heads_eps", F), ("heads_offset", F), ("scale", F),
-        ("has_offset", N), ("mlp_has_offset", N), ("heads_have_offset", N),
-    ]  # fmt: skip
+        ("norm", P),
+        ("mlp_norm", P),
+        ("q_norm", P),
+        ("k_norm", P),
+        ("qkv", CWeight * 3),
+        ("out", CWeight),
+        ("gate_up", CWeight * 2),
+        ("down", CWeight),
+        ("qkv_count", N),
+        ("gate_up_count", N),
+        ("k", P),
+        ("v", P),
+        ("k_row", N),
+        ("k_head", N),
+        ("v_row", N),
+        ("v_head", N),
+        ("cos", P),
+        ("sin", P),
+        ("half", N),
+        ("slots", P),
+        ("visible", P),
+        ("extent", N),
+        ("tap", P),
+        ("eps", F),
+        ("offset", F),
+        ("mlp_eps", F),
+        ("mlp_offset", F),
+        ("heads_eps", F),
+        ("heads_offset", F),
+        ("scale", F),
+        ("has_offset", N),
+        ("mlp_has_offset", N),
+        ("heads_have_offset", N),
+    ]
 
 
 def tensors_of(layer: PlainLayer) -> Iterator[Tensor]:
@@ -77,39 +105,54 @@ class StackTable:
         """Whether a layer has the sizes of the first, and each of its tensors the shape that the kernels read."""
         depth = self.depth if number == 0 and layer.norm is None else self.width
         shaped = [
-            self._shaped(layer.qkv, self.channels, depth, 3), self._shaped(layer.out, self.width, self.heads, 1),
-            self._shaped(layer.gate_up, 2 * self.inner, self.width, 2), self._shaped(layer.down, self.width, self.inner, 1),
-        ]  # fmt: skip
+            self._shaped(layer.qkv, self.channels, depth, 3),
+            self._shaped(layer.out, self.width, self.heads, 1),
+            self._shaped(layer.gate_up, 2 * self.inner, self.width, 2),
+            self._shaped(layer.down, self.width, self.inner, 1),
+        ]
         halves = len(layer.gate_up.weights) == 1 or len(layer.gate_up.weights[0]) == self.inner
         norms = [norm for norm in (layer.norm, layer.mlp_norm) if norm is not None]
         plain = all(each.dtype is self.dtype and each.is_cpu and each.is_contiguous() for each in tensors_of(layer))
-        alike = all(norm.weight.shape == (self.width,) for norm in norms) and (layer.q_norm is None) == (layer.k_norm is None)
+        alike = all(norm.weight.shape == (self.width,) for norm in norms) and (layer.q_norm is None) == (
+            layer.k_norm is None
+        )
         return plain and alike and halves and all(shaped) and (layer.norm is not None or number == 0)
 
     @staticmethod
     def _shaped(part: Weighted, channels: int, depth: int, most: int) -> bool:
         biased = zip(part.weights, part.biases, strict=True)
         return (
-            len(part.weights) <= most and sum(len(weight) for weight in part.weights) == channels
+            len(part.weights) <= most
+            and sum(len(weight) for weight in part.weights) == channels
             and all(weight.shape == (len(weight), depth) for weight in part.weights)
             and all(bias is None or bias.shape == weight.shape[:1] for weight, bias in biased)
-        )  # fmt: skip
+        )
 
 
 def c_weights(part: Weighted) -> tuple[CWeight, ...]:
     """Linear layers as the kernels read them."""
     biased = zip(part.weights, part.biases, strict=True)
-    return tuple(CWeight(weight.data_ptr(), None if bias is None else bias.data_ptr(), len(weight)) for weight, bias in biased)
+    return tuple(
+        CWeight(weight.data_ptr(), None if bias is None else bias.data_ptr(), len(weight)) for weight, bias in biased
+    )
 
 
 def c_layer(layer: PlainLayer) -> CLayer:
     """What of a layer is the same in every pass."""
     row = CLayer(
-        qkv=c_weights(layer.qkv), out=c_weights(layer.out)[0], gate_up=c_weights(layer.gate_up), down=c_weights(layer.down)[0],
-        qkv_count=len(layer.qkv.weights), gate_up_count=len(layer.gate_up.weights), scale=layer.scale, heads_eps=layer.eps,
-        heads_offset=layer.offset or 0.0, heads_have_offset=layer.offset is not None,
-        q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(), k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
-    )  # fmt: skip
+        qkv=c_weights(layer.qkv),
+        out=c_weights(layer.out)[0],
+        gate_up=c_weights(layer.gate_up),
+        down=c_weights(layer.down)[0],
+        qkv_count=len(layer.qkv.weights),
+        gate_up_count=len(layer.gate_up.weights),
+        scale=layer.scale,
+        heads_eps=layer.eps,
+        heads_offset=layer.offset or 0.0,
+        heads_have_offset=layer.offset is not None,
+        q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
+        k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
+    )
     norm, behind = layer.norm, layer.mlp_norm
     if norm is not None:
         row.norm, row.eps, row.offset, row.has_offset = _normed(norm)
@@ -129,8 +172,11 @@ def table_of(layers: PlainLayers) -> StackTable | None:
     return table if table.fits else None
 
 
-def placed(table: StackTable, layers: PlainLayers, places: Sequence[LayerPlace], taps: Mapping[int, Tensor]) -> list[Tensor] | None:
-    """Write into the table where the layers stand in a pass -> tensors that must outlive it; None where the kernels do not read them so."""
+def placed(
+    table: StackTable, layers: PlainLayers, places: Sequence[LayerPlace], taps: Mapping[int, Tensor]
+) -> list[Tensor] | None:
+    """Write into the table where the layers stand in a pass -> tensors that must outlive it; None where the kernels do
+    not read them so."""
     kept: list[Tensor] = []
     seen: dict[int, Tensor] = {}
     assert table.rows is not None
@@ -151,13 +197,20 @@ def placed(table: StackTable, layers: PlainLayers, places: Sequence[LayerPlace],
             lies = k.stride(3) == v.stride(3) == size and k.stride(4) == v.stride(4) == 1 and v.shape == k.shape
             if not lies or k.dtype is not table.dtype or v.dtype is not table.dtype or size > MOST_SIZE:
                 return None
-            if (k.shape[2], k.shape[4]) != (heads, size) or table.heads + 2 * heads * size != table.channels or table.heads % size:
+            if (
+                (k.shape[2], k.shape[4]) != (heads, size)
+                or table.heads + 2 * heads * size != table.channels
+                or table.heads % size
+            ):
                 return None
             seen[id(k)] = k
         normed = all(norm is None or norm.shape == (size,) for norm in (layer.q_norm, layer.k_norm))
         if not normed or place.cos.dtype is not place.sin.dtype:
             return None
-        row.k, row.v = k.data_ptr() + index * k.stride(0) * k.element_size(), v.data_ptr() + index * v.stride(0) * v.element_size()
+        row.k, row.v = (
+            k.data_ptr() + index * k.stride(0) * k.element_size(),
+            v.data_ptr() + index * v.stride(0) * v.element_size(),
+        )
         row.k_row, row.k_head, row.v_row, row.v_head = k.stride(1), k.stride(2), v.stride(1), v.stride(2)
         row.cos, row.sin, row.half = held(place.cos), held(place.sin), place.cos.shape[-1]
         row.slots, row.visible, row.extent = held(place.slots), held(place.layout.visible), place.layout.extent
@@ -178,13 +231,32 @@ def run(
     """The pass itself."""
     batch, nodes, width = total.shape
     heads, size = places[0].k.shape[2], places[0].k.shape[4]
-    summed, change, where = total.clone(memory_format=torch.contiguous_format), total.new_empty(total.shape), positions.contiguous()
+    summed, change, where = (
+        total.clone(memory_format=torch.contiguous_format),
+        total.new_empty(total.shape),
+        positions.contiguous(),
+    )
     given = None if x is None else x.contiguous()
     scratch = total.new_empty(batch * nodes * (width + table.channels + 2 * table.heads + 3 * table.inner))
     tap_row: Any = next((tap.stride(-2) for tap in taps.values()), 0)
     kernel(
-        table.rows, len(places), summed.data_ptr(), change.data_ptr(), None if given is None else given.data_ptr(), table.depth,
-        scratch.data_ptr(), where.data_ptr(), batch, nodes, table.heads // size, heads, size, width, table.inner, tap_row,
-        torch.get_num_threads(), pairs,
-    )  # fmt: skip
+        table.rows,
+        len(places),
+        summed.data_ptr(),
+        change.data_ptr(),
+        None if given is None else given.data_ptr(),
+        table.depth,
+        scratch.data_ptr(),
+        where.data_ptr(),
+        batch,
+        nodes,
+        table.heads // size,
+        heads,
+        size,
+        width,
+        table.inner,
+        tap_row,
+        torch.get_num_threads(),
+        pairs,
+    )
     return change, summed

@@ -1,6 +1,8 @@
-"""Joins over the processes of one host through flagged words: columns, the likeliest token, and a look-up in a shared table.
+"""Joins over the processes of one host through flagged words: columns, the likeliest token, and a look-up in a shared
+table.
 
-x [..., M] in R rows. Columns go in chunks of CHUNK, each a message of its own and a program, all of which are on the device together.
+x [..., M] in R rows. Columns go in chunks of CHUNK, each a message of its own and a program, all of which are on the
+device together.
 """
 
 from __future__ import annotations
@@ -41,10 +43,22 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit(do_not_specialize=["width", "part", "stride_x"])
 def _gather(
-    p_x, p_out, p_addresses, p_counts, width, part, chunks, stride_x,
-    CHUNK: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, PROCESSES: tl.constexpr, LOOKS: tl.constexpr,
+    p_x,
+    p_out,
+    p_addresses,
+    p_counts,
+    width,
+    part,
+    chunks,
+    stride_x,
+    CHUNK: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    LOOKS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     message = tl.program_id(0)
     row, o_c = (message // chunks).to(tl.int64), message % chunks * CHUNK + tl.arange(0, CHUNK)
     o_w = tl.arange(0, WORDS)
@@ -71,10 +85,20 @@ def _gather(
 
 @triton.jit
 def _likeliest(
-    p_keys, p_out, p_addresses, p_counts, chunks, first,
-    TP: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, PROCESSES: tl.constexpr, LOOKS: tl.constexpr,
+    p_keys,
+    p_out,
+    p_addresses,
+    p_counts,
+    chunks,
+    first,
+    TP: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    LOOKS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The token of the highest key of a row, of this process's chunks and all others'; a key is two words."""
     row = tl.program_id(0).to(tl.int64)
     o_t, o_w = tl.arange(0, TP), tl.arange(0, 2)
@@ -101,7 +125,9 @@ def _likeliest(
 def all_gather(x: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
     """Columns of all processes side by side, as `reference.all_gather` computes them."""
     part = reference.share(width, group.size())
-    messages = math.prod(x.shape[:-1]) * -(-part // CHUNK)  # what all processes find alike: the last one's columns may be none
+    messages = math.prod(x.shape[:-1]) * -(
+        -part // CHUNK
+    )  # what all processes find alike: the last one's columns may be none
     fits = x.dtype in _DTYPES and 0 < messages <= ROWS and messages * CHUNK * x.element_size() <= MAX_BYTES
     space = space_for(x, CHUNK, x.dtype, group) if fits else None
     return reference.all_gather(x, width, group) if space is None else gathered(x, width, space)
@@ -113,9 +139,23 @@ def gathered(x: Tensor, width: int, space: Space) -> Tensor:
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out, chunks = x.new_empty(*x.shape[:-1], width), -(-part // CHUNK)
     _gather[(len(rows) * chunks,)](
-        rows, out, space.addresses, space.counts, width, part, chunks, rows.stride(0), CHUNK=CHUNK, WORDS=space.words, ROWS=ROWS,
-        RANK=space.rank, PROCESSES=space.processes, LOOKS=MAX_LOOKS, num_warps=8, **dependent(x.device),
-    )  # fmt: skip
+        rows,
+        out,
+        space.addresses,
+        space.counts,
+        width,
+        part,
+        chunks,
+        rows.stride(0),
+        CHUNK=CHUNK,
+        WORDS=space.words,
+        ROWS=ROWS,
+        RANK=space.rank,
+        PROCESSES=space.processes,
+        LOOKS=MAX_LOOKS,
+        num_warps=8,
+        **dependent(x.device),
+    )
     return out
 
 
@@ -133,9 +173,21 @@ def chosen(scores: Tensor, first: int, space: Space) -> Tensor:
     keys = chunk_keys(scores) if scores.numel() else torch.empty(rows, 0, dtype=torch.int64, device=scores.device)
     out = torch.empty((*scores.shape[:-1], 1), dtype=torch.int64, device=scores.device)
     _likeliest[(len(keys),)](
-        keys, out, space.addresses, space.counts, keys.shape[1], first, TP=max(2, triton.next_power_of_2(keys.shape[1])),
-        WORDS=space.words, ROWS=ROWS, RANK=space.rank, PROCESSES=space.processes, LOOKS=MAX_LOOKS, num_warps=1, **dependent(scores.device),
-    )  # fmt: skip
+        keys,
+        out,
+        space.addresses,
+        space.counts,
+        keys.shape[1],
+        first,
+        TP=max(2, triton.next_power_of_2(keys.shape[1])),
+        WORDS=space.words,
+        ROWS=ROWS,
+        RANK=space.rank,
+        PROCESSES=space.processes,
+        LOOKS=MAX_LOOKS,
+        num_warps=1,
+        **dependent(scores.device),
+    )
     return out
 
 
@@ -144,10 +196,24 @@ _TOKENS = (torch.int64, torch.int32)
 
 @triton.jit
 def _look_up(
-    p_tokens, p_table, p_out, p_addresses, p_counts, first, held, stride_table,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, USED: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
-    PROCESSES: tl.constexpr, LOOKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_tokens,
+    p_table,
+    p_out,
+    p_addresses,
+    p_counts,
+    first,
+    held,
+    stride_table,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    USED: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    LOOKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < SIZE
@@ -160,11 +226,15 @@ def _look_up(
     count = tl.load(p_counts + row) + 1
     token = tl.load(p_tokens + row).to(tl.int64) - first
     near = tl.maximum(tl.minimum(token, held - 1), 0)
-    b_x = tl.load(p_table + near * stride_table + o_h, mask=m_h & (o_h < held * SIZE), other=0.0)  # of a table that may be empty
+    b_x = tl.load(
+        p_table + near * stride_table + o_h, mask=m_h & (o_h < held * SIZE), other=0.0
+    )  # of a table that may be empty
     b_x = tl.where((near == token) & (near < held), b_x, 0.0)
     send_words(to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
     dtype: tl.constexpr = p_out.dtype.element_ty
-    b_total = sum_words(b_x, p_mine, row, count, count, o_w, m_w, dtype, BLOCK, False, RANK, PROCESSES, ROWS, WORDS, LOOKS)
+    b_total = sum_words(
+        b_x, p_mine, row, count, count, o_w, m_w, dtype, BLOCK, False, RANK, PROCESSES, ROWS, WORDS, LOOKS
+    )
     tl.store(p_out + row * SIZE + o_h, b_total.to(dtype), mask=m_h)
     tl.store(p_counts + row, count)
 
@@ -184,8 +254,23 @@ def summed_rows(tokens: Tensor, table: Tensor, first: int, space: Space) -> Tens
     size, flat = table.shape[1], tokens.reshape(-1).contiguous()
     block, out = max(16, triton.next_power_of_2(size)), table.new_empty(*tokens.shape, size)
     _look_up[(len(flat),)](
-        flat, table, out, space.addresses, space.counts, first, len(table), table.stride(0),
-        SIZE=size, BLOCK=block, WORDS=space.words, USED=size * table.element_size() // 4, ROWS=ROWS, RANK=space.rank,
-        PROCESSES=space.processes, LOOKS=MAX_LOOKS, num_warps=row_warps(block, table.element_size()), **dependent(table.device),
-    )  # fmt: skip
+        flat,
+        table,
+        out,
+        space.addresses,
+        space.counts,
+        first,
+        len(table),
+        table.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        WORDS=space.words,
+        USED=size * table.element_size() // 4,
+        ROWS=ROWS,
+        RANK=space.rank,
+        PROCESSES=space.processes,
+        LOOKS=MAX_LOOKS,
+        num_warps=row_warps(block, table.element_size()),
+        **dependent(table.device),
+    )
     return out

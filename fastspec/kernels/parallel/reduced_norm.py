@@ -1,11 +1,13 @@
-"""A norm of a product whose addends the processes of one host hold, each on a GPU of its own: the sum, the residual and the norm in one
-launch, with one message between every two GPUs.
+"""A norm of a product whose addends the processes of one host hold, each on a GPU of its own: the sum, the residual and
+the norm in one launch, with one message between every two GPUs.
 
-A program sends its row to the others' memory in flagged words (`words.py`) and waits for theirs. A process that sends its third message
-has got the others' second, which they sent when they had read its first: two places are enough. A product of one row, by
-`kernels/linear/row.py`, sends its words itself, as soon as it has them, and the norm's launch behind it only reads.
+A program sends its row to the others' memory in flagged words (`words.py`) and waits for theirs. A process that sends
+its third message has got the others' second, which they sent when they had read its first: two places are enough. A
+product of one row, by `kernels/linear/row.py`, sends its words itself, as soon as it has them, and the norm's launch
+behind it only reads.
 
-x, residual, out, total [..., H] as in `kernels/layer/norms.py`, R rows in all; W = H / 2 words a row, of 4-byte dtypes W = H.
+x, residual, out, total [..., H] as in `kernels/layer/norms.py`, R rows in all; W = H / 2 words a row, of 4-byte dtypes
+W = H.
 """
 
 from __future__ import annotations
@@ -21,16 +23,48 @@ from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import row_launch_of
 from fastspec.kernels.linear.reference import Addends, DeferredProduct, Parts, joined
 from fastspec.kernels.linear.row import linear_row
-from fastspec.kernels.parallel.words import MAX_LOOKS, ROWS, Space, fits, send_words, space_for, space_of, sum_words, to_words
+from fastspec.kernels.parallel.words import (
+    MAX_LOOKS,
+    ROWS,
+    Space,
+    fits,
+    send_words,
+    space_for,
+    space_of,
+    sum_words,
+    to_words,
+)
 
 
 @triton.jit
 def _reduced_norm(
-    p_x, p_residual, p_weight, p_out, p_sum, p_addresses, p_counts, stride_x, stride_residual, stride_out, stride_sum, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, USED: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
-    PROCESSES: tl.constexpr, LOOKS: tl.constexpr, SENT: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_residual,
+    p_weight,
+    p_out,
+    p_sum,
+    p_addresses,
+    p_counts,
+    stride_x,
+    stride_residual,
+    stride_out,
+    stride_sum,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    USED: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    LOOKS: tl.constexpr,
+    SENT: tl.constexpr,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < SIZE
@@ -60,7 +94,9 @@ def _reduced_norm(
             b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
         send_words(to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
         guess = count
-    b_total = sum_words(b_x, p_mine, row, guess, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS)
+    b_total = sum_words(
+        b_x, p_mine, row, guess, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS
+    )
     b_x = b_total.to(dtype)
     if ADD:
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
@@ -70,9 +106,14 @@ def _reduced_norm(
 
 
 def rms_norm(
-    x: Tensor | Parts | Addends, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None,
-    total: Tensor | None = None, offset: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor | Parts | Addends,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
+    offset: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """`layer.rms_norm`, also of addends. All processes get the same bits."""
     if not isinstance(x, Addends):
         return layer.rms_norm(x, weight, eps, residual, out, total, offset)
@@ -85,11 +126,17 @@ def rms_norm(
 
 
 def reduced_norm(
-    own: Tensor | Parts | DeferredProduct, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, total: Tensor | None,
-    offset: float | None, space: Space,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The launch, behind that of a product that is yet to be made: one that sends its words, if it can. Spaces are zeros at first, and so
-    are counts."""
+    own: Tensor | Parts | DeferredProduct,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor | None,
+    total: Tensor | None,
+    offset: float | None,
+    space: Space,
+) -> tuple[Tensor, Tensor]:
+    """The launch, behind that of a product that is yet to be made: one that sends its words, if it can. Spaces are
+    zeros at first, and so are counts."""
     size, shape, dtype = own.shape[-1], own.shape, own.dtype
     launch = sending_launch(own)
     made = own.made() if isinstance(own, DeferredProduct) and launch is None else own
@@ -104,23 +151,46 @@ def reduced_norm(
         linear_row(made.x.reshape(1, -1), made.weight, made.bias, None, launch, False, space=space)
     try:
         _reduced_norm[(len(out_rows),)](
-            x_rows, residual_rows, weight, out_rows, total_rows, space.addresses, space.counts,
-            x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps,
-            SIZE=size, BLOCK=block, WORDS=space.words, USED=size * dtype.itemsize // 4, ROWS=ROWS, RANK=space.rank,
-            PROCESSES=space.processes, LOOKS=MAX_LOOKS, SENT=launch is not None, ADD=residual is not None,
-            PARTS=len(values) if isinstance(made, Parts) else 0, OFFSET=offset, EARLY=len(out_rows) == 1,
-            num_warps=layer.row_warps(block, dtype.itemsize), **dependent(normed.device),
-        )  # fmt: skip
+            x_rows,
+            residual_rows,
+            weight,
+            out_rows,
+            total_rows,
+            space.addresses,
+            space.counts,
+            x_rows.stride(0),
+            residual_rows.stride(0),
+            out_rows.stride(0),
+            total_rows.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            WORDS=space.words,
+            USED=size * dtype.itemsize // 4,
+            ROWS=ROWS,
+            RANK=space.rank,
+            PROCESSES=space.processes,
+            LOOKS=MAX_LOOKS,
+            SENT=launch is not None,
+            ADD=residual is not None,
+            PARTS=len(values) if isinstance(made, Parts) else 0,
+            OFFSET=offset,
+            EARLY=len(out_rows) == 1,
+            num_warps=layer.row_warps(block, dtype.itemsize),
+            **dependent(normed.device),
+        )
     except BaseException:
-        if launch is not None:  # what was sent counts, or the next message would go to the same place with the same flag
+        if (
+            launch is not None
+        ):  # what was sent counts, or the next message would go to the same place with the same flag
             space.counts[:1] += 1
         raise
     return normed, total
 
 
 def sending_launch(product: Tensor | Parts | DeferredProduct) -> RowLaunch | None:
-    """The launch of a product that sends its words to all processes, this one too: of one row that is yet to be made, in a dtype of two
-    bytes."""
+    """The launch of a product that sends its words to all processes, this one too: of one row that is yet to be made,
+    in a dtype of two bytes."""
     if not isinstance(product, DeferredProduct) or product.x.dtype.itemsize != 2 or product.weight.shape[0] % 2:
         return None
     return row_launch_of(product.x, product.weight, product.bias)

@@ -1,4 +1,5 @@
-"""Sums and joins over the processes that share a model, by torch.distributed: the specification of `symmetric.py` beside it.
+"""Sums and joins over the processes that share a model, by torch.distributed: the specification of `symmetric.py`
+beside it.
 
 Every process of the group calls an op, with tensors of the same shape and dtype, and all get the same bits.
 """
@@ -23,7 +24,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def share(width: int, size: int) -> int:
-    """Columns of a process where `width` are divided among `size` processes as `Tensor.chunk` does it; the last may have fewer."""
+    """Columns of a process where `width` are divided among `size` processes as `Tensor.chunk` does it; the last may
+    have fewer."""
     return -(-width // size)
 
 
@@ -39,9 +41,9 @@ def all_gather(x: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
 
 def look_up(
     tokens: Tensor, table: Tensor, first: int, group: dist.ProcessGroup, total: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:  # fmt: skip
-    """The rows [..., H] of tokens [...] int64 in a table that the processes have cut by rows: this one has `table` [R, H], those of the
-    tokens from `first` on. `total` adds up what each has, `all_reduce` where none is given."""
+) -> Tensor:
+    """The rows [..., H] of tokens [...] int64 in a table that the processes have cut by rows: this one has `table` [R,
+    H], those of the tokens from `first` on. `total` adds up what each has, `all_reduce` where none is given."""
     other = (tokens < first) | (tokens >= first + len(table))
     held = table if len(table) else table.new_zeros(1, table.shape[1])
     own = F.embedding((tokens - first).clamp(0, len(held) - 1), held).masked_fill(other[..., None], 0)
@@ -49,8 +51,8 @@ def look_up(
 
 
 def likeliest(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """The likeliest tokens [..., 1] int64 of a vocabulary that the processes have cut, of equally likely ones the lowest: this one has
-    scores [..., M] in at most 32 bits, of the tokens from `first` on."""
+    """The likeliest tokens [..., 1] int64 of a vocabulary that the processes have cut, of equally likely ones the
+    lowest: this one has scores [..., M] in at most 32 bits, of the tokens from `first` on."""
     if scores.shape[-1]:
         own = best_key(scores, pick(scores, None), first)[..., None]
     else:  # below every key

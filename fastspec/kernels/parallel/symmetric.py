@@ -1,9 +1,9 @@
 """The sum over GPUs of one host: small messages through symmetric memory, large ones through NCCL.
 
-A one-shot sum reads every peer's message over NVLink and adds them in the order of the ranks; a two-shot one adds a share of the message
-on every GPU and hands the sums round. Both need one launch, no copy engine and no multicast, can be captured, and give the same bits on all
-ranks. On two H200s rows of 4,096 in bf16 took 6.2 us one by one, 9.5 for 61 of them and 30 for 512 in one shot; 6.1, 7.6 and 20 in two;
-NCCL 11.5, 15.6 and 46.
+A one-shot sum reads every peer's message over NVLink and adds them in the order of the ranks; a two-shot one adds a
+share of the message on every GPU and hands the sums round. Both need one launch, no copy engine and no multicast, can
+be captured, and give the same bits on all ranks. On two H200s rows of 4,096 in bf16 took 6.2 us one by one, 9.5 for 61
+of them and 30 for 512 in one shot; 6.1, 7.6 and 20 in two; NCCL 11.5, 15.6 and 46.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ADDED = (torch.bfloat16, torch.float32)
 
 
 def way_of(nbytes: int, dtype: torch.dtype, reachable: bool) -> str:
-    """How a message of so many bytes is summed: "one-shot", "two-shot" or "library", torch.distributed's own way. `reachable` says whether
-    every GPU of the group can read the others' memory."""
+    """How a message of so many bytes is summed: "one-shot", "two-shot" or "library", torch.distributed's own way.
+    `reachable` says whether every GPU of the group can read the others' memory."""
     if not reachable or dtype not in ADDED or nbytes % 16 or nbytes > TWO_SHOT_BYTES:
         return "library"
     return "one-shot" if nbytes <= ONE_SHOT_BYTES else "two-shot"
@@ -45,7 +45,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return reference.all_reduce(x, group)
     space = _space(group, x.device).view(x.dtype)[: x.numel()]
     if way == "one-shot":
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(space, x.contiguous().view(-1), "sum", group.group_name)
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(
+            space, x.contiguous().view(-1), "sum", group.group_name
+        )
     else:
         space.copy_(x.reshape(-1))
         total = torch.ops.symm_mem.two_shot_all_reduce_out(space, "sum", group.group_name, torch.empty_like(space))
@@ -54,20 +56,29 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @cache
 def reachable(group: dist.ProcessGroup) -> bool:
-    """Whether the group's processes are on one host, each with a GPU of its own, and these see each other's memory. The processes ask each
-    other, so that all go the same way: every one of them at its first sum, which is not captured."""
+    """Whether the group's processes are on one host, each with a GPU of its own, and these see each other's memory. The
+    processes ask each other, so that all go the same way: every one of them at its first sum, which is not captured."""
     mine = torch.cuda.current_device()
-    peers = [other for other in range(torch.cuda.device_count()) if other == mine or torch.cuda.can_device_access_peer(mine, other)]
+    peers = [
+        other
+        for other in range(torch.cuda.device_count())
+        if other == mine or torch.cuda.can_device_access_peer(mine, other)
+    ]
     told: list[Any] = [None] * group.size()
     dist.all_gather_object(told, (socket.gethostname(), mine, peers), group=group)
     devices = {device for _, device, _ in told}
-    return len({host for host, _, _ in told}) == 1 and len(devices) == len(told) and all(devices <= {*seen} for _, _, seen in told)
+    return (
+        len({host for host, _, _ in told}) == 1
+        and len(devices) == len(told)
+        and all(devices <= {*seen} for _, _, seen in told)
+    )
 
 
 @cache
 def _space(group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Room [TWO_SHOT_BYTES] uint8 that all of the group read. Every process makes it at the same sum, the first that goes this way, which
-    is not captured. Multicast, which torch would set up along with it, is left off unless the environment asks for it."""
+    """Room [TWO_SHOT_BYTES] uint8 that all of the group read. Every process makes it at the same sum, the first that
+    goes this way, which is not captured. Multicast, which torch would set up along with it, is left off unless the
+    environment asks for it."""
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -1,7 +1,8 @@
-"""Words of eight bytes that processes write into each other's memory: four bytes of a row, and four of a flag that is written with them.
+"""Words of eight bytes that processes write into each other's memory: four bytes of a row, and four of a flag that is
+written with them.
 
-Who sees the flag has the rest, so that nothing else is waited for. (NCCL's low-latency protocol does the same.) The flag counts a row's
-messages, which take two places of a space in turn: words [2, P, ROWS, W] int64 of P processes.
+Who sees the flag has the rest, so that nothing else is waited for. (NCCL's low-latency protocol does the same.) The
+flag counts a row's messages, which take two places of a space in turn: words [2, P, ROWS, W] int64 of P processes.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from fastspec.kernels.layer.norms import MAX_SIZE
 from fastspec.kernels.parallel import symmetric
 
 ROWS = 128
-"""Rows that a space has room for: as many as a message has, whose programs are on the device together: each waits for another device's."""
+"""Rows that a space has room for: as many as a message has, whose programs are on the device together: each waits for
+another device's."""
 MAX_BYTES = 1024 * 1024
 """Of a message without its flags; longer ones take less time in two shots."""
 MAX_LOOKS = 0 if INTERPRETED else 600_000_000
-"""For a message that does not come, minutes of them: a process that waits for one that has failed ends with an error."""
+"""For a message that does not come, minutes of them: a process that waits for one that has failed ends with an
+error."""
 
 
 class Space(NamedTuple):
-    """Where the messages of a process's rows go: `addresses` [P] int64 of every process's space, of `words` words a row, `counts` [ROWS]
-    int32 of this process's messages of every row so far, and which of how many processes this is."""
+    """Where the messages of a process's rows go: `addresses` [P] int64 of every process's space, of `words` words a
+    row, `counts` [ROWS] int32 of this process's messages of every row so far, and which of how many processes this
+    is."""
 
     addresses: Tensor
     counts: Tensor
@@ -49,8 +53,9 @@ def fits(shape: torch.Size, dtype: torch.dtype) -> bool:
 
 
 def space_for(like: Tensor, size: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Space | None:
-    """The space of rows of so many elements on a tensor's device, or None where the processes do not see each other's memory. While a
-    program is looked at before its first run (kernels/ahead.py) it is blank, and no process is asked."""
+    """The space of rows of so many elements on a tensor's device, or None where the processes do not see each other's
+    memory. While a program is looked at before its first run (kernels/ahead.py) it is blank, and no process is
+    asked."""
     if not like.is_cuda or torch.version.hip is not None:
         return None
     words, rank, processes = words_of(size, dtype), group.rank(), group.size()
@@ -68,8 +73,8 @@ def words_of(size: int, dtype: torch.dtype) -> int:
 
 @cache
 def _space(group: dist.ProcessGroup, device: torch.device, words: int) -> tuple[Tensor, Tensor]:
-    """The addresses of every process's space for rows of so many words, and this one's counts. Every process makes them at the same sum,
-    the first of such rows, which is not captured; all wait until all spaces are zeros."""
+    """The addresses of every process's space for rows of so many words, and this one's counts. Every process makes them
+    at the same sum, the first of such rows, which is not captured; all wait until all spaces are zeros."""
     from torch.distributed import _symmetric_memory as memory
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -79,7 +84,9 @@ def _space(group: dist.ProcessGroup, device: torch.device, words: int) -> tuple[
     torch.cuda.synchronize(device)
     dist.barrier(group)
     _held.append((space, handle))
-    return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device), torch.zeros(ROWS, dtype=torch.int32, device=device)
+    return torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device), torch.zeros(
+        ROWS, dtype=torch.int32, device=device
+    )
 
 
 _held: list[object] = []
@@ -142,24 +149,49 @@ def come(b_got, p_got, count, m_w, LOOKS: tl.constexpr):
 
 @triton.jit
 def send_words(
-    b_words, p_addresses, p_next, row, count, o_w, m_w, RANK: tl.constexpr, PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
+    b_words,
+    p_addresses,
+    p_next,
+    row,
+    count,
+    o_w,
+    m_w,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Write a message of a row into the other processes' spaces; p_next is that of the process behind this one."""
     for turn in tl.static_range(1, PROCESSES):
         p_space = p_next
         if turn > 1:
             p_space = space_of(p_addresses, (RANK + turn) % PROCESSES)
-        tl.store(place_in(p_space, RANK, row, count, PROCESSES, ROWS, WORDS) + o_w, b_words, mask=m_w, cache_modifier=".wt")
+        tl.store(
+            place_in(p_space, RANK, row, count, PROCESSES, ROWS, WORDS) + o_w, b_words, mask=m_w, cache_modifier=".wt"
+        )
 
 
 @triton.jit
 def sum_words(
-    b_x, p_mine, row, guess, count, o_w, m_w, dtype: tl.constexpr, BLOCK: tl.constexpr, SENT: tl.constexpr, RANK: tl.constexpr,
-    PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, LOOKS: tl.constexpr,
-):  # fmt: skip
-    """The sum [BLOCK] fp32 of all processes' rows in the order of their ranks, when they have come to this one's space; its own is b_x,
-    or where it was SENT in its space too. A first look is at where the message would be if it were the guess-th: right or wrong, it need
-    not wait for the count."""
+    b_x,
+    p_mine,
+    row,
+    guess,
+    count,
+    o_w,
+    m_w,
+    dtype: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SENT: tl.constexpr,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LOOKS: tl.constexpr,
+):
+    """The sum [BLOCK] fp32 of all processes' rows in the order of their ranks, when they have come to this one's space;
+    its own is b_x, or where it was SENT in its space too. A first look is at where the message would be if it were the
+    guess-th: right or wrong, it need not wait for the count."""
     b_total = tl.zeros((BLOCK,), tl.float32)
     for process in tl.static_range(PROCESSES):
         if process == RANK and not SENT:

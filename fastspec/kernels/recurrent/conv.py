@@ -1,4 +1,5 @@
-"""The convolution of Gated DeltaNet along every node's ancestors, and accepted paths taken into the states of all layers.
+"""The convolution of Gated DeltaNet along every node's ancestors, and accepted paths taken into the states of all
+layers.
 
 B rows (sequences), N nodes per row, C channels, K width of the convolution, L layers, P nodes of the longest path.
 
@@ -22,10 +23,30 @@ BLOCK = 512
 
 @triton.jit(do_not_specialize=["s_x_b", "s_held_b", "s_parents_b", "s_parents_n", "s_kept_b", "s_out_b"])
 def _tree_conv(
-    p_x, p_weight, p_held, p_parents, p_kept, p_out, channels, s_x_b, s_x_n, s_held_b, s_held_k, s_parents_b, s_parents_n,
-    s_kept_b, s_kept_n, s_out_b, s_out_n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, KEEP: tl.constexpr,
-    SILU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_weight,
+    p_held,
+    p_parents,
+    p_kept,
+    p_out,
+    channels,
+    s_x_b,
+    s_x_n,
+    s_held_b,
+    s_held_k,
+    s_parents_b,
+    s_parents_n,
+    s_kept_b,
+    s_kept_n,
+    s_out_b,
+    s_out_n,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
+    KEEP: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,38 +77,81 @@ def _tree_conv(
 
 
 def tree_conv(
-    x: Tensor, weight: Tensor, held: Tensor, parents: Tensor | None, kept: Tensor | None = None, out: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    held: Tensor,
+    parents: Tensor | None,
+    kept: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
     silu: bool = True,
-) -> Tensor:  # fmt: skip
-    """`reference.tree_conv`. x, kept and out [B, N, C] and held [B, K, C] are of one dtype, with a contiguous last dimension and any other
-    strides; weight [C, K] is contiguous."""
+) -> Tensor:
+    """`reference.tree_conv`. x, kept and out [B, N, C] and held [B, K, C] are of one dtype, with a contiguous last
+    dimension and any other strides; weight [C, K] is contiguous."""
     batch, nodes, channels = x.shape
     out = x.new_empty(x.shape) if out is None else out
     for name, each in (("x", x), ("held", held), ("kept", kept), ("out", out)):
         if each is not None and (each.stride(-1) != 1 or each.dtype != x.dtype):
-            raise ValueError(f"{name} is {each.dtype} with strides {each.stride()}; {x.dtype} with a contiguous last dimension is accepted")
+            raise ValueError(
+                f"{name} is {each.dtype} with strides {each.stride()}; {x.dtype} with a contiguous last dimension is "
+                "accepted"
+            )
     width = weight.shape[1]
     if weight.shape != (channels, width) or not weight.is_contiguous() or held.shape != (batch, width, channels):
         raise ValueError(
-            f"weight is {list(weight.shape)}, held {list(held.shape)}; [{channels}, K] contiguous and [{batch}, K, {channels}] are accepted"
+            f"weight is {list(weight.shape)}, held {list(held.shape)}; [{channels}, K] contiguous and [{batch}, K, "
+            f"{channels}] are accepted"
         )
     if parents is not None and (parents.shape != (batch, nodes) or parents.dtype != torch.int64):
         raise ValueError(f"parents are {parents.dtype} {list(parents.shape)}; int64 [{batch}, {nodes}] is accepted")
     if out.numel():
         above, into = x if parents is None else parents, out if kept is None else kept
         _tree_conv[(nodes, triton.cdiv(channels, BLOCK), batch)](
-            x, weight, held, above, into, out, channels, *x.stride()[:2], *held.stride()[:2], *above.stride()[:2], *into.stride()[:2],
-            *out.stride()[:2], WIDTH=width, BLOCK=BLOCK, CHAIN=parents is None, KEEP=kept is not None, SILU=silu, num_warps=4,
+            x,
+            weight,
+            held,
+            above,
+            into,
+            out,
+            channels,
+            *x.stride()[:2],
+            *held.stride()[:2],
+            *above.stride()[:2],
+            *into.stride()[:2],
+            *out.stride()[:2],
+            WIDTH=width,
+            BLOCK=BLOCK,
+            CHAIN=parents is None,
+            KEEP=kept is not None,
+            SILU=silu,
+            num_warps=4,
             **dependent(x.device),
-        )  # fmt: skip
+        )
     return out
 
 
 @triton.jit(do_not_specialize=["s_x_l", "s_x_b", "s_held_l", "s_held_b", "s_path_b", "s_path_p"])
 def _hold(
-    p_x, p_held, p_counts, p_path, p_active, channels, s_x_l, s_x_b, s_x_n, s_held_l, s_held_b, s_held_k, s_path_b, s_path_p,
-    WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PATH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_held,
+    p_counts,
+    p_path,
+    p_active,
+    channels,
+    s_x_l,
+    s_x_b,
+    s_x_n,
+    s_held_l,
+    s_held_b,
+    s_held_k,
+    s_path_b,
+    s_path_p,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PATH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -113,12 +177,14 @@ def _hold(
 
 
 def hold(x: Tensor, held: Tensor, counts: Tensor) -> None:
-    """`reference.hold`; x [B, T, C] and held [B, K, C] with a contiguous last dimension, counts [B] int64 contiguous."""
+    """`reference.hold`; x [B, T, C] and held [B, K, C] with a contiguous last dimension, counts [B] int64
+    contiguous."""
     _launch(x[None], held[None], counts, None, None)
 
 
 def hold_paths(inputs: Tensor, held: Tensor, path: Tensor, accepted: Tensor, active: Tensor) -> None:
-    """The same for L layers and accepted paths: inputs [L, B, N, C], held [L, B, K, C], path [B, P], accepted [B], active [B] bool."""
+    """The same for L layers and accepted paths: inputs [L, B, N, C], held [L, B, K, C], path [B, P], accepted [B],
+    active [B] bool."""
     _launch(inputs, held, accepted, path, active)
 
 
@@ -130,23 +196,61 @@ def _launch(x: Tensor, held: Tensor, counts: Tensor, path: Tensor | None, active
     on = counts if active is None else active.view(torch.uint8)
     block = BLOCK // 2
     _hold[(triton.cdiv(channels, block), batch, layers)](
-        x, held, counts, way, on, channels, *x.stride()[:3], *held.stride()[:3], way.stride(0), way.stride(-1),
-        WIDTH=width, WIDTH_BLOCK=max(2, triton.next_power_of_2(width)), BLOCK=block, PATH=path is not None, num_warps=4,
+        x,
+        held,
+        counts,
+        way,
+        on,
+        channels,
+        *x.stride()[:3],
+        *held.stride()[:3],
+        way.stride(0),
+        way.stride(-1),
+        WIDTH=width,
+        WIDTH_BLOCK=max(2, triton.next_power_of_2(width)),
+        BLOCK=block,
+        PATH=path is not None,
+        num_warps=4,
         **dependent(x.device),
-    )  # fmt: skip
+    )
 
 
 STEP, VALUES, WARPS = 64, 64, 4
-"""Channels of keys that a program takes at a time, of values that it takes in all, and its warps: the fastest of eight on an H200."""
+"""Channels of keys that a program takes at a time, of values that it takes in all, and its warps: the fastest of eight
+on an H200."""
 
 
 @triton.jit(do_not_specialize=["s_path_b", "s_path_p"])
 def _delta_commit(
-    p_state, p_mixed, p_u, p_g, p_path, p_accepted, p_active, s_state_l, s_mixed_l, s_mixed_b, s_mixed_n, s_u_l, s_u_b, s_u_n,
-    s_g_l, s_g_b, s_g_n, s_path_b, s_path_p,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr, DV_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_state,
+    p_mixed,
+    p_u,
+    p_g,
+    p_path,
+    p_accepted,
+    p_active,
+    s_state_l,
+    s_mixed_l,
+    s_mixed_b,
+    s_mixed_n,
+    s_u_l,
+    s_u_b,
+    s_u_n,
+    s_g_l,
+    s_g_b,
+    s_g_n,
+    s_path_b,
+    s_path_p,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    STEP: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -173,7 +277,9 @@ def _delta_commit(
         m_p = steps < count
         nodes = tl.load(p_path + steps * s_path_p, mask=m_p, other=0)
         b_g = tl.load(p_g + nodes * s_g_n, mask=m_p, other=0.0)
-        b_weight = tl.exp(tl.where(m_p, last - b_g, float("-inf"))) * scale_of(p_mixed, s_mixed_n, nodes, m_p, first, DK, STEP)
+        b_weight = tl.exp(tl.where(m_p, last - b_g, float("-inf"))) * scale_of(
+            p_mixed, s_mixed_n, nodes, m_p, first, DK, STEP
+        )
         b_u = tl.load(p_u + nodes[:, None] * s_u_n + o_v[None, :], mask=m_p[:, None] & m_v[None, :], other=0.0)
         add_updates(p_mixed, s_mixed_n, nodes, m_p, first, b_weight, b_u, decay, p_state, o_v, m_v, DV, DK, STEP, DOT)
         tl.debug_barrier()  # the next block reads what this one wrote
@@ -181,22 +287,67 @@ def _delta_commit(
 
 
 def delta_commit(
-    states: Tensor, held: Tensor, inputs: Tensor, mixed: Tensor, updates: Tensor, gates: Tensor, path: Tensor, accepted: Tensor,
+    states: Tensor,
+    held: Tensor,
+    inputs: Tensor,
+    mixed: Tensor,
+    updates: Tensor,
+    gates: Tensor,
+    path: Tensor,
+    accepted: Tensor,
     active: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """`reference.delta_commit`; all tensors contiguous, but for the strides of path [B, P]."""
     layers, batch, value_heads, key_size, value_size = states.shape
-    for name, each in (("states", states), ("held", held), ("inputs", inputs), ("mixed", mixed), ("updates", updates), ("gates", gates)):
+    for name, each in (
+        ("states", states),
+        ("held", held),
+        ("inputs", inputs),
+        ("mixed", mixed),
+        ("updates", updates),
+        ("gates", gates),
+    ):
         if not each.is_contiguous() or each.shape[:2] != (layers, batch):
-            raise ValueError(f"{name} is {list(each.shape)}, strides {each.stride()}; contiguous of [{layers}, {batch}, ...] is accepted")
-    if path.dtype != torch.int64 or accepted.shape != (batch,) or active.shape != (batch,) or active.dtype != torch.bool:
-        raise ValueError(f"path is {path.dtype}, accepted {list(accepted.shape)}, active {active.dtype}: int64, [{batch}], bool is right")
+            raise ValueError(
+                f"{name} is {list(each.shape)}, strides {each.stride()}; contiguous of [{layers}, {batch}, ...] is "
+                "accepted"
+            )
+    if (
+        path.dtype != torch.int64
+        or accepted.shape != (batch,)
+        or active.shape != (batch,)
+        or active.dtype != torch.bool
+    ):
+        raise ValueError(
+            f"path is {path.dtype}, accepted {list(accepted.shape)}, active {active.dtype}: int64, [{batch}], bool "
+            "is right"
+        )
     key_heads = sizes_of(mixed, states)[0]
-    step, value_block = (min(most, max(16, triton.next_power_of_2(size))) for most, size in ((STEP, key_size), (VALUES, value_size)))
+    step, value_block = (
+        min(most, max(16, triton.next_power_of_2(size))) for most, size in ((STEP, key_size), (VALUES, value_size))
+    )
     _delta_commit[(value_heads * triton.cdiv(value_size, value_block), batch, layers)](
-        states, mixed, updates, gates, path, accepted, active.view(torch.uint8), states.stride(0), *mixed.stride()[:3],
-        *updates.stride()[:3], *gates.stride()[:3], *path.stride(),
-        HK=key_heads, HV=value_heads, DK=key_size, DV=value_size, STEP=step, DV_BLOCK=value_block, BLOCK=16,
-        DOT="ieee" if mixed.dtype == torch.float32 else "tf32x3", num_warps=WARPS, **dependent(states.device),
-    )  # fmt: skip
+        states,
+        mixed,
+        updates,
+        gates,
+        path,
+        accepted,
+        active.view(torch.uint8),
+        states.stride(0),
+        *mixed.stride()[:3],
+        *updates.stride()[:3],
+        *gates.stride()[:3],
+        *path.stride(),
+        HK=key_heads,
+        HV=value_heads,
+        DK=key_size,
+        DV=value_size,
+        STEP=step,
+        DV_BLOCK=value_block,
+        BLOCK=16,
+        DOT="ieee" if mixed.dtype == torch.float32 else "tf32x3",
+        num_warps=WARPS,
+        **dependent(states.device),
+    )
     hold_paths(inputs, held, path, accepted.contiguous(), active)

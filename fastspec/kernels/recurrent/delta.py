@@ -1,12 +1,12 @@
-"""Gated DeltaNet over a few nodes of a tree, in one launch, and over a text: blocks of nodes, each a triangular system that is solved level
-by level. Larger trees are in `tree.py`.
+"""Gated DeltaNet over a few nodes of a tree, in one launch, and over a text: blocks of nodes, each a triangular system
+that is solved level by level. Larger trees are in `tree.py`.
 
-B rows (sequences), N nodes per row, Hk key heads, Hv value heads, Dk and Dv their sizes, C channels. A program has one row, one value head
-and DV of its channels, whose updates do not depend on the others'.
+B rows (sequences), N nodes per row, Hk key heads, Hv value heads, Dk and Dv their sizes, C channels. A program has one
+row, one value head and DV of its channels, whose updates do not depend on the others'.
 
-A node's level is the number of its ancestors within its block. Those of one level do not depend on each other, so that a block of a tree
-takes as many products as it is deep, and only finished updates are ever multiplied: an inverse by squaring would take fewer, and loses all
-digits where keys of a long chain are alike.
+A node's level is the number of its ancestors within its block. Those of one level do not depend on each other, so that
+a block of a tree takes as many products as it is deep, and only finished updates are ever multiplied: an inverse by
+squaring would take fewer, and loses all digits where keys of a long chain are alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from torch import Tensor
 
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.recurrent.reference import DecayRates
-from fastspec.kernels.recurrent.tree import add_updates, decay_of, pairs_of, rates_of, scale_of, seen_by, through, wide_tree
+from fastspec.kernels.recurrent.tree import (
+    add_updates,
+    decay_of,
+    pairs_of,
+    rates_of,
+    scale_of,
+    seen_by,
+    through,
+    wide_tree,
+)
 
 FEW = 16
 """Nodes of a tree that are taken in one launch."""
@@ -38,11 +47,41 @@ def _solve(b_system, b_wanted, b_level, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["nodes", "s_mixed_b", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_u_b", "s_g_b"])
 def _delta_tree(
-    p_mixed, p_a, p_b, p_decay, p_bias, p_state, p_words, p_u, p_g, p_out, nodes, scale, root,
-    s_mixed_b, s_mixed_n, s_a_b, s_a_n, s_b_b, s_b_n, s_words_b, s_words_n, s_u_b, s_u_n, s_g_b, s_g_n,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr, DV_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_mixed,
+    p_a,
+    p_b,
+    p_decay,
+    p_bias,
+    p_state,
+    p_words,
+    p_u,
+    p_g,
+    p_out,
+    nodes,
+    scale,
+    root,
+    s_mixed_b,
+    s_mixed_n,
+    s_a_b,
+    s_a_n,
+    s_b_b,
+    s_b_n,
+    s_words_b,
+    s_words_n,
+    s_u_b,
+    s_u_n,
+    s_g_b,
+    s_g_n,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    STEP: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -71,7 +110,9 @@ def _delta_tree(
     b_sum = tl.sum(tl.where(b_seen, b_g[None, :], 0.0), 1)
     tl.store(p_g + rows * s_g_n, b_sum, mask=m_rows)
     b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
-    b_v = tl.load(p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0).to(tl.float32)
+    b_v = tl.load(
+        p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0
+    ).to(tl.float32)
     b_grown = tl.exp(b_sum)
     b_read = through(p_mixed, s_mixed_n, rows, m_rows, first_k, p_state, o_v, m_v, DV, DK, STEP, DOT)
     b_wanted = b_v - (b_grown * b_unit)[:, None] * b_read
@@ -90,11 +131,33 @@ def _delta_tree(
 
 @triton.jit(do_not_specialize=["tokens", "s_mixed_b", "s_a_b", "s_b_b"])
 def _delta_chain(
-    p_mixed, p_a, p_b, p_decay, p_bias, p_state, p_counts, p_out, tokens, scale, root,
-    s_mixed_b, s_mixed_n, s_a_b, s_a_n, s_b_b, s_b_n,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr, DV_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_mixed,
+    p_a,
+    p_b,
+    p_decay,
+    p_bias,
+    p_state,
+    p_counts,
+    p_out,
+    tokens,
+    scale,
+    root,
+    s_mixed_b,
+    s_mixed_n,
+    s_a_b,
+    s_a_n,
+    s_b_b,
+    s_b_n,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    STEP: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -122,7 +185,9 @@ def _delta_chain(
         b_sum = tl.sum(tl.where(b_seen, b_g[None, :], 0.0), 1)
         last = tl.sum(b_g, 0)
         b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
-        b_v = tl.load(p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0).to(tl.float32)
+        b_v = tl.load(
+            p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0
+        ).to(tl.float32)
         b_grown = tl.exp(b_sum)
         b_read = through(p_mixed, s_mixed_n, rows, m_rows, first_k, p_state, o_v, m_v, DV, DK, STEP, DOT)
         b_wanted = (b_v - (b_grown * b_unit)[:, None] * b_read) * b_beta[:, None]
@@ -131,38 +196,73 @@ def _delta_chain(
         b_u = _solve(b_system, b_wanted, o_n, DOT)
         b_pairs = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_q, rows, m_rows, first_k, DK, STEP, DOT)
         b_out = tl.dot(b_pairs * decay_of(b_seen, b_sum, b_sum) * b_unit[None, :], b_u, input_precision=DOT)
-        b_out += b_grown[:, None] * through(p_mixed, s_mixed_n, rows, m_rows, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT)
+        b_out += b_grown[:, None] * through(
+            p_mixed, s_mixed_n, rows, m_rows, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT
+        )
         b_out *= (scale_of(p_mixed, s_mixed_n, rows, m_rows, first_q, DK, STEP) / root)[:, None]
         p_o = p_out + ((row * tokens + rows)[:, None] * HV + head) * DV + o_v[None, :]
         tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
         tl.debug_barrier()  # other threads may be about to read the state
         b_weight = b_unit * tl.exp(last - b_sum)
-        add_updates(p_mixed, s_mixed_n, rows, m_rows, first_k, b_weight, b_u, tl.exp(last), p_state, o_v, m_v, DV, DK, STEP, DOT)
+        add_updates(
+            p_mixed, s_mixed_n, rows, m_rows, first_k, b_weight, b_u, tl.exp(last), p_state, o_v, m_v, DV, DK, STEP, DOT
+        )
         tl.debug_barrier()
 
 
 def delta_tree(
     mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, words: Tensor, updates: Tensor, gates: Tensor
-) -> Tensor:  # fmt: skip
-    """`reference.delta_tree`. mixed [B, N, C], a, b [B, N, Hv], updates [B, N, Hv, Dv] and gates [B, N, Hv] are contiguous but for their
-    rows' and nodes' strides; state [B, Hv, Dk, Dv] and `rates` are contiguous; words [B, N, W] with a contiguous last dimension."""
+) -> Tensor:
+    """`reference.delta_tree`. mixed [B, N, C], a, b [B, N, Hv], updates [B, N, Hv, Dv] and gates [B, N, Hv] are
+    contiguous but for their rows' and nodes' strides; state [B, Hv, Dk, Dv] and `rates` are contiguous; words [B, N, W]
+    with a contiguous last dimension."""
     sizes = _checked(mixed, a, b, rates, state)
     batch, nodes = mixed.shape[:2]
-    if words.shape[:2] != (batch, nodes) or words.shape[2] * 64 < nodes or words.dtype != torch.int64 or words.stride(2) != 1:
-        raise ValueError(f"words are {words.dtype} {list(words.shape)}; int64 [{batch}, {nodes}, W] that cover all nodes are accepted")
+    if (
+        words.shape[:2] != (batch, nodes)
+        or words.shape[2] * 64 < nodes
+        or words.dtype != torch.int64
+        or words.stride(2) != 1
+    ):
+        raise ValueError(
+            f"words are {words.dtype} {list(words.shape)}; int64 [{batch}, {nodes}, W] that cover all nodes are "
+            "accepted"
+        )
     wanted = {"updates": (updates, (batch, nodes, *sizes[1::2])), "gates": (gates, (batch, nodes, sizes[1]))}
     for name, (each, shape) in wanted.items():
         if each.shape != shape or each.dtype != torch.float32 or not each[0, 0].is_contiguous():
-            raise ValueError(f"{name} is {each.dtype} {list(each.shape)}; fp32 {list(shape)} with contiguous nodes is accepted")
+            raise ValueError(
+                f"{name} is {each.dtype} {list(each.shape)}; fp32 {list(shape)} with contiguous nodes is accepted"
+            )
     options, parts = _launch(mixed, sizes)
     if nodes > FEW:
         return wide_tree(mixed, a, b, rates, state, words, updates, gates, options)
     out = mixed.new_empty(batch, nodes, sizes[1], sizes[3])
     _delta_tree[(sizes[1] * parts, batch)](
-        mixed, a, b, rates.log_decay, rates.bias, state, words, updates, gates, out, nodes, rates.scale, sizes[2] ** 0.5,
-        *mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2], *words.stride()[:2], *updates.stride()[:2], *gates.stride()[:2],
-        **options, BLOCK=FEW, num_warps=WARPS, **dependent(mixed.device),
-    )  # fmt: skip
+        mixed,
+        a,
+        b,
+        rates.log_decay,
+        rates.bias,
+        state,
+        words,
+        updates,
+        gates,
+        out,
+        nodes,
+        rates.scale,
+        sizes[2] ** 0.5,
+        *mixed.stride()[:2],
+        *a.stride()[:2],
+        *b.stride()[:2],
+        *words.stride()[:2],
+        *updates.stride()[:2],
+        *gates.stride()[:2],
+        **options,
+        BLOCK=FEW,
+        num_warps=WARPS,
+        **dependent(mixed.device),
+    )
     return out
 
 
@@ -175,10 +275,25 @@ def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: T
     out = mixed.new_empty(batch, tokens, sizes[1], sizes[3])
     options, parts = _launch(mixed, sizes)
     _delta_chain[(sizes[1] * parts, batch)](
-        mixed, a, b, rates.log_decay, rates.bias, state, counts, out, tokens, rates.scale, sizes[2] ** 0.5,
-        *mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2],
-        **options, BLOCK=BLOCK if tokens > 16 else 16, num_warps=WARPS, **dependent(mixed.device),
-    )  # fmt: skip
+        mixed,
+        a,
+        b,
+        rates.log_decay,
+        rates.bias,
+        state,
+        counts,
+        out,
+        tokens,
+        rates.scale,
+        sizes[2] ** 0.5,
+        *mixed.stride()[:2],
+        *a.stride()[:2],
+        *b.stride()[:2],
+        **options,
+        BLOCK=BLOCK if tokens > 16 else 16,
+        num_warps=WARPS,
+        **dependent(mixed.device),
+    )
     return out
 
 
@@ -187,9 +302,14 @@ def _launch(mixed: Tensor, sizes: tuple[int, int, int, int]) -> tuple[dict[str, 
     key_heads, value_heads, key_size, value_size = sizes
     value_block = min(32, max(16, triton.next_power_of_2(value_size)))
     options: dict[str, int | str] = {
-        "HK": key_heads, "HV": value_heads, "DK": key_size, "DV": value_size, "STEP": min(32, max(16, triton.next_power_of_2(key_size))),
-        "DV_BLOCK": value_block, "DOT": "ieee" if mixed.dtype == torch.float32 else "tf32x3",
-    }  # fmt: skip
+        "HK": key_heads,
+        "HV": value_heads,
+        "DK": key_size,
+        "DV": value_size,
+        "STEP": min(32, max(16, triton.next_power_of_2(key_size))),
+        "DV_BLOCK": value_block,
+        "DOT": "ieee" if mixed.dtype == torch.float32 else "tf32x3",
+    }
     return options, triton.cdiv(value_size, value_block)
 
 
@@ -199,13 +319,19 @@ def _checked(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tens
     _, value_heads, key_size, value_size = state.shape
     key_heads, rest = divmod(channels - value_heads * value_size, 2 * key_size)
     if rest or key_heads < 1 or value_heads % key_heads or len(state) != batch:
-        raise ValueError(f"mixed is {list(mixed.shape)}, state {list(state.shape)}; [B, N, 2 Hk Dk + Hv Dv], [B, Hv, Dk, Dv] are accepted")
+        raise ValueError(
+            f"mixed is {list(mixed.shape)}, state {list(state.shape)}; [B, N, 2 Hk Dk + Hv Dv], [B, Hv, Dk, Dv] are "
+            "accepted"
+        )
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError(f"state is {state.dtype} with strides {state.stride()}; fp32 and contiguous is accepted")
     small = batch, tokens, value_heads
     for name, each, shape in (("mixed", mixed, mixed.shape), ("a", a, small), ("b", b, small)):
         if each.shape != shape or each.stride(-1) != 1:
-            raise ValueError(f"{name} is {list(each.shape)}, strides {each.stride()}; {list(shape)}, contiguous in the last, is accepted")
+            raise ValueError(
+                f"{name} is {list(each.shape)}, strides {each.stride()}; {list(shape)}, contiguous in the last, is "
+                "accepted"
+            )
     for name, each in (("log_decay", rates.log_decay), ("bias", rates.bias)):
         if each.shape != (value_heads,) or not each.is_contiguous():
             raise ValueError(f"{name} is {list(each.shape)}; [{value_heads}] contiguous is accepted")

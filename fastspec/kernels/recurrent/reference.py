@@ -1,20 +1,22 @@
 """Gated DeltaNet over trees in plain torch: what the kernels beside it compute, and their specification.
 
-The recurrence of a value head along a text, from a state S [Dk, Dv], with a key k and a query q of norm 1, a value v, a decay e^g and a
-rate beta (Yang, Kautz, Hatamizadeh: Gated Delta Networks, arXiv 2412.06464):
+The recurrence of a value head along a text, from a state S [Dk, Dv], with a key k and a query q of norm 1, a value v, a
+decay e^g and a rate beta (Yang, Kautz, Hatamizadeh: Gated Delta Networks, arXiv 2412.06464):
 
     S = e^g S;  S = S + k (beta (v - k S))^T;  o = q S / sqrt(Dk)
 
-No node of a tree has a state of its own. With G_i the sum of the g from the root to node i, and S what the committed text left, each node's
-update u_i solves a triangular system over its ancestors j, and outputs and states follow from the updates of a path (the WY form of the
-recurrence with the ancestors of a tree in place of all earlier tokens; TreeWY, arXiv 2608.20961):
+No node of a tree has a state of its own. With G_i the sum of the g from the root to node i, and S what the committed
+text left, each node's update u_i solves a triangular system over its ancestors j, and outputs and states follow from
+the updates of a path (the WY form of the recurrence with the ancestors of a tree in place of all earlier tokens;
+TreeWY, arXiv 2608.20961):
 
     u_i = beta_i (v_i - e^G_i k_i S - sum_j e^(G_i - G_j) (k_i k_j) u_j)
     o_i = (e^G_i q_i S + sum_j e^(G_i - G_j) (q_i k_j) u_j + (q_i k_i) u_i) / sqrt(Dk)
     S_i = e^G_i S + sum_j e^(G_i - G_j) k_j u_j^T + k_i u_i^T
 
-Letters: L layers, B rows (sequences), N nodes of a row's tree, P of its longest path, Hk key heads, Hv value heads, Dk and Dv their sizes,
-C channels 2 * Hk * Dk + Hv * Dv of queries, keys and values, K width of the convolution, W 64-bit words. States are fp32.
+Letters: L layers, B rows (sequences), N nodes of a row's tree, P of its longest path, Hk key heads, Hv value heads, Dk
+and Dv their sizes, C channels 2 * Hk * Dk + Hv * Dv of queries, keys and values, K width of the convolution, W 64-bit
+words. States are fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class DecayRates:
-    """What decay and rate of the nodes come from: a node's g is -e^log_decay softplus(a + bias), its beta `scale` times sigmoid(b).
+    """What decay and rate of the nodes come from: a node's g is -e^log_decay softplus(a + bias), its beta `scale` times
+    sigmoid(b).
 
     `log_decay` and `bias` are [Hv].
     """
@@ -44,18 +47,27 @@ class DecayRates:
 
     def of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a, b [B, N, Hv] -> g and beta, fp32; beta is rounded to b's dtype on its way."""
-        return -self.log_decay.float().exp() * F.softplus(a.float() + self.bias.float()), (b.sigmoid() * self.scale).float()
+        return -self.log_decay.float().exp() * F.softplus(a.float() + self.bias.float()), (
+            b.sigmoid() * self.scale
+        ).float()
 
 
 def tree_conv(
-    x: Tensor, weight: Tensor, held: Tensor, parents: Tensor | None, kept: Tensor | None = None, out: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    held: Tensor,
+    parents: Tensor | None,
+    kept: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
     silu: bool = True,
-) -> Tensor:  # fmt: skip
-    """A causal convolution along every node's ancestors, and SiLU if asked for -> [B, N, C]. Sums are fp32, rounded before and after SiLU.
+) -> Tensor:
+    """A causal convolution along every node's ancestors, and SiLU if asked for -> [B, N, C]. Sums are fp32, rounded
+    before and after SiLU.
 
-    x [B, N, C] are the nodes' inputs, weight [C, K] the channels' own, the last column for the node itself; held [B, K, C] the last K
-    inputs of the committed text, zeros where there are fewer. parents [B, N] int64 as in `TokenTree`; None: a chain. `kept` and `out`
-    [B, N, C] receive the inputs and the result where given.
+    x [B, N, C] are the nodes' inputs, weight [C, K] the channels' own, the last column for the node itself; held [B, K,
+    C] the last K inputs of the committed text, zeros where there are fewer. parents [B, N] int64 as in `TokenTree`;
+    None: a chain. `kept` and `out` [B, N, C] receive the inputs and the result where given.
     """
     width = weight.shape[1]
     index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -80,8 +92,8 @@ def hold(x: Tensor, held: Tensor, counts: Tensor) -> None:
 
 
 def heads_of(mixed: Tensor, sizes: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed [..., C] of (Hk, Hv, Dk, Dv) -> queries and keys [..., Hv, Dk], of length 1 and divided by sqrt(Dk) for queries, and values
-    [..., Hv, Dv]; fp32. A key head serves Hv / Hk value heads that follow each other."""
+    """mixed [..., C] of (Hk, Hv, Dk, Dv) -> queries and keys [..., Hv, Dk], of length 1 and divided by sqrt(Dk) for
+    queries, and values [..., Hv, Dv]; fp32. A key head serves Hv / Hk value heads that follow each other."""
     key_heads, value_heads, key_size, value_size = sizes
     q, k, v = mixed.float().split((key_heads * key_size, key_heads * key_size, value_heads * value_size), -1)
     q, k = (x.unflatten(-1, (key_heads, key_size)).repeat_interleave(value_heads // key_heads, -2) for x in (q, k))
@@ -97,11 +109,11 @@ def sizes_of(mixed: Tensor, state: Tensor) -> tuple[int, int, int, int]:
 
 def delta_tree(
     mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, words: Tensor, updates: Tensor, gates: Tensor
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Outputs of a tree's nodes [B, N, Hv, Dv] in mixed's dtype; the state stays as it is.
 
-    mixed [B, N, C] is what `tree_conv` gives, a and b [B, N, Hv] go to `rates`, state [B, Hv, Dk, Dv]; words [B, N, W] int64 are the
-    ancestors, as in `TokenTree`. updates [B, N, Hv, Dv] and gates [B, N, Hv], fp32, receive u and G.
+    mixed [B, N, C] is what `tree_conv` gives, a and b [B, N, Hv] go to `rates`, state [B, Hv, Dk, Dv]; words [B, N, W]
+    int64 are the ancestors, as in `TokenTree`. updates [B, N, Hv, Dv] and gates [B, N, Hv], fp32, receive u and G.
     """
     nodes = mixed.shape[1]
     place = torch.arange(nodes, device=mixed.device)
@@ -116,7 +128,8 @@ def delta_tree(
 
 
 def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, counts: Tensor) -> Tensor:
-    """The same for a text that stands: outputs [B, T, Hv, Dv], and state [B, Hv, Dk, Dv] is moved behind its first counts [B] tokens."""
+    """The same for a text that stands: outputs [B, T, Hv, Dv], and state [B, Hv, Dk, Dv] is moved behind its first
+    counts [B] tokens."""
     g, beta = rates.of(a, b)
     real = torch.arange(mixed.shape[1], device=mixed.device) < counts[:, None]
     g, beta = g * real[..., None], beta * real[..., None]
@@ -125,7 +138,9 @@ def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: T
     for part in range(0, mixed.shape[1], CHUNK):
         keys, gate = k[:, part : part + CHUNK], g[:, part : part + CHUNK].cumsum(1).transpose(1, 2)
         sees = torch.ones(keys.shape[1], keys.shape[1], dtype=torch.bool, device=mixed.device).tril()
-        out, solved = _solve(q[:, part : part + CHUNK], keys, v[:, part : part + CHUNK], beta[:, part : part + CHUNK], gate, sees, state)
+        out, solved = _solve(
+            q[:, part : part + CHUNK], keys, v[:, part : part + CHUNK], beta[:, part : part + CHUNK], gate, sees, state
+        )
         outs.append(out)
         last = gate[..., -1:]
         weighted = keys.transpose(1, 2) * (last - gate).exp()[..., None]
@@ -135,9 +150,9 @@ def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: T
 
 def _solve(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gate: Tensor, sees: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q, k, v [B, N, Hv, D], beta [B, N, Hv], gate [B, Hv, N], sees [..., N, N] bool with a node itself -> outputs [B, N, Hv, Dv] and
-    updates [B, Hv, N, Dv]."""
+) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, N, Hv, D], beta [B, N, Hv], gate [B, Hv, N], sees [..., N, N] bool with a node itself -> outputs [B,
+    N, Hv, Dv] and updates [B, Hv, N, Dv]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     rate = beta.transpose(1, 2)[..., None]
     decay = (gate[..., :, None] - gate[..., None, :]).masked_fill(~sees, -torch.inf).exp()
@@ -150,13 +165,21 @@ def _solve(
 
 
 def delta_commit(
-    states: Tensor, held: Tensor, inputs: Tensor, mixed: Tensor, updates: Tensor, gates: Tensor, path: Tensor, accepted: Tensor,
+    states: Tensor,
+    held: Tensor,
+    inputs: Tensor,
+    mixed: Tensor,
+    updates: Tensor,
+    gates: Tensor,
+    path: Tensor,
+    accepted: Tensor,
     active: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Move the states of L layers behind the accepted paths, in place.
 
-    states [L, B, Hv, Dk, Dv], held [L, B, K, C]; of the tree's nodes inputs and mixed [L, B, N, C], updates [L, B, N, Hv, Dv] and gates
-    [L, B, N, Hv]. path [B, P] int64 from the root on, of which accepted [B] + 1 nodes are kept in the rows that are active [B] bool.
+    states [L, B, Hv, Dk, Dv], held [L, B, K, C]; of the tree's nodes inputs and mixed [L, B, N, C], updates [L, B, N,
+    Hv, Dv] and gates [L, B, N, Hv]. path [B, P] int64 from the root on, of which accepted [B] + 1 nodes are kept in the
+    rows that are active [B] bool.
     """
     steps = torch.arange(path.shape[1], device=path.device)
     kept = (steps <= accepted[:, None]) & active[:, None]

@@ -1,14 +1,17 @@
 """Gated DeltaNet over a tree of more than a few nodes, in two launches, and the tiles that its kernels share.
 
-`mixed` [B, N, C] holds a row's queries, keys and values of all heads side by side; a tile is some of its rows (nodes) and channels.
+`mixed` [B, N, C] holds a row's queries, keys and values of all heads side by side; a tile is some of its rows (nodes)
+and channels.
 
-B rows (sequences), N nodes per row, P = N rounded up to whole blocks, Hk key heads, Hv value heads, Dk and Dv their sizes.
+B rows (sequences), N nodes per row, P = N rounded up to whole blocks, Hk key heads, Hv value heads, Dk and Dv their
+sizes.
 
-The first launch, a program for a row's value head, makes what does not depend on the values: which share of a node's update every
-ancestor takes (`pulls` [B, Hv, P, P]), and with which weight a node reads the ancestors' updates (`reads`, the same shape). On the
-diagonal blocks the triangular system is solved there for all values at once: `pulls` holds its inverse, each column times the column's
-beta. A node's level is the number of its ancestors within its block, and the inverse is made level by level, from finished rows only:
-by squaring it would take fewer products, and lose all digits where keys of a long chain are alike.
+The first launch, a program for a row's value head, makes what does not depend on the values: which share of a node's
+update every ancestor takes (`pulls` [B, Hv, P, P]), and with which weight a node reads the ancestors' updates (`reads`,
+the same shape). On the diagonal blocks the triangular system is solved there for all values at once: `pulls` holds its
+inverse, each column times the column's beta. A node's level is the number of its ancestors within its block, and the
+inverse is made level by level, from finished rows only: by squaring it would take fewer products, and lose all digits
+where keys of a long chain are alike.
 
 The second, a program for DV of a value head's channels, reads the state once and multiplies.
 """
@@ -30,9 +33,14 @@ TINY = tl.constexpr(1e-6)
 
 @triton.jit
 def keys_of(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """STEP channels of rows of one head, from `first` on, of which SIZE are the head's: [len(rows), STEP] as they lie."""
+    """STEP channels of rows of one head, from `first` on, of which SIZE are the head's: [len(rows), STEP] as they
+    lie."""
     o_d = tl.arange(0, STEP)
-    return tl.load(p_mixed + rows[:, None] * stride + (first + o_d)[None, :], mask=m_rows[:, None] & (o_d < SIZE)[None, :], other=0.0)
+    return tl.load(
+        p_mixed + rows[:, None] * stride + (first + o_d)[None, :],
+        mask=m_rows[:, None] & (o_d < SIZE)[None, :],
+        other=0.0,
+    )
 
 
 @triton.jit
@@ -46,8 +54,21 @@ def scale_of(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.
 
 
 @triton.jit
-def pairs_of(p_mixed, stride, rows, m_rows, first, others, m_others, second, SIZE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr):
-    """Products of rows from `first` on with others from `second` on, in the precision that they lie in: [len(rows), len(others)]."""
+def pairs_of(
+    p_mixed,
+    stride,
+    rows,
+    m_rows,
+    first,
+    others,
+    m_others,
+    second,
+    SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Products of rows from `first` on with others from `second` on, in the precision that they lie in: [len(rows),
+    len(others)]."""
     b_pairs = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
     for at in range(0, SIZE, STEP):
         b_one = keys_of(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP)
@@ -58,7 +79,8 @@ def pairs_of(p_mixed, stride, rows, m_rows, first, others, m_others, second, SIZ
 
 @triton.jit
 def times_state(b_keys, b_state, DOT: tl.constexpr):
-    """Keys or queries times a tile of the state, fp32. For keys in bf16 it is cut into three parts in bf16, which hold all its digits."""
+    """Keys or queries times a tile of the state, fp32. For keys in bf16 it is cut into three parts in bf16, which hold
+    all its digits."""
     if b_keys.dtype == tl.bfloat16:
         b_high = b_state.to(tl.bfloat16)
         b_rest = b_state - b_high.to(tl.float32)
@@ -74,30 +96,57 @@ def times_state(b_keys, b_state, DOT: tl.constexpr):
 
 @triton.jit
 def through(
-    p_mixed, stride, rows, m_rows, first, p_state, o_v, m_v, DV: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
+    p_mixed,
+    stride,
+    rows,
+    m_rows,
+    first,
+    p_state,
+    o_v,
+    m_v,
+    DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """Rows from `first` on times the state [Dk, Dv] at p_state: [len(rows), len(o_v)]."""
     b_read = tl.zeros((rows.shape[0], o_v.shape[0]), tl.float32)
     for at in range(0, SIZE, STEP):
         o_k = at + tl.arange(0, STEP)
-        b_state = tl.load(p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < SIZE)[:, None] & m_v[None, :], other=0.0)
+        b_state = tl.load(
+            p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < SIZE)[:, None] & m_v[None, :], other=0.0
+        )
         b_read += times_state(keys_of(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP), b_state, DOT)
     return b_read
 
 
 @triton.jit
 def through_both(
-    p_mixed, stride, rows, m_rows, first_k, first_q, p_state, o_v, m_v, DV: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+    p_mixed,
+    stride,
+    rows,
+    m_rows,
+    first_k,
+    first_q,
+    p_state,
+    o_v,
+    m_v,
+    DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    STEP: tl.constexpr,
     DOT: tl.constexpr,
-):  # fmt: skip
-    """Keys and queries of rows, as vectors of length 1, times the state [Dk, Dv] at p_state: twice [len(rows), len(o_v)]."""
+):
+    """Keys and queries of rows, as vectors of length 1, times the state [Dk, Dv] at p_state: twice [len(rows),
+    len(o_v)]."""
     b_read = tl.zeros((rows.shape[0], o_v.shape[0]), tl.float32)
     b_asked = tl.zeros((rows.shape[0], o_v.shape[0]), tl.float32)
     b_square_k = tl.zeros(rows.shape, tl.float32)
     b_square_q = tl.zeros(rows.shape, tl.float32)
     for at in range(0, SIZE, STEP):
         o_k = at + tl.arange(0, STEP)
-        b_state = tl.load(p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < SIZE)[:, None] & m_v[None, :], other=0.0)
+        b_state = tl.load(
+            p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < SIZE)[:, None] & m_v[None, :], other=0.0
+        )
         b_k = keys_of(p_mixed, stride, rows, m_rows, first_k + at, SIZE - at, STEP)
         b_q = keys_of(p_mixed, stride, rows, m_rows, first_q + at, SIZE - at, STEP)
         b_square_k += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
@@ -109,10 +158,24 @@ def through_both(
 
 @triton.jit
 def add_updates(
-    p_mixed, stride, rows, m_rows, first, b_weight, b_u, decay, p_state, o_v, m_v, DV: tl.constexpr, SIZE: tl.constexpr,
-    STEP: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The state at p_state becomes decay times itself and the sum of the rows' weighted keys times their updates, in place."""
+    p_mixed,
+    stride,
+    rows,
+    m_rows,
+    first,
+    b_weight,
+    b_u,
+    decay,
+    p_state,
+    o_v,
+    m_v,
+    DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The state at p_state becomes decay times itself and the sum of the rows' weighted keys times their updates, in
+    place."""
     for at in range(0, SIZE, STEP):
         o_k = at + tl.arange(0, STEP)
         p_s = p_state + o_k[:, None] * DV + o_v[None, :]
@@ -146,7 +209,8 @@ def decay_of(b_seen, b_sum, b_other):
 
 
 SYSTEM = {32: (4, 32), 64: (8, 64)}
-"""Nodes of a block -> warps of a program of the first launch, and channels of keys that it takes at a time (the fastest on an H200)."""
+"""Nodes of a block -> warps of a program of the first launch, and channels of keys that it takes at a time (the fastest
+on an H200)."""
 UPDATE_WARPS, UPDATE_STEP = 4, 32
 """Those of the second. With 8 warps Triton 3.6 makes a kernel of it that reads beyond its buffers on Hopper."""
 
@@ -164,10 +228,36 @@ def _inverse(b_system, b_level, o_n, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["nodes", "s_mixed_b", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_g_b"])
 def _tree_system(
-    p_mixed, p_a, p_b, p_decay, p_bias, p_words, p_g, p_pulls, p_reads, nodes, scale, root,
-    s_mixed_b, s_mixed_n, s_a_b, s_a_n, s_b_b, s_b_n, s_words_b, s_words_n, s_g_b, s_g_n,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_mixed,
+    p_a,
+    p_b,
+    p_decay,
+    p_bias,
+    p_words,
+    p_g,
+    p_pulls,
+    p_reads,
+    nodes,
+    scale,
+    root,
+    s_mixed_b,
+    s_mixed_n,
+    s_a_b,
+    s_a_n,
+    s_b_b,
+    s_b_n,
+    s_words_b,
+    s_words_n,
+    s_g_b,
+    s_g_n,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -196,7 +286,9 @@ def _tree_system(
         for before in range(0, block):
             others = (before * BLOCK + o_n).to(tl.int64)
             g_other, _ = rates_of(p_a, p_b, s_a_n, s_b_n, others, others < nodes, log_decay, bias, scale)
-            b_sum += tl.sum(tl.where(seen_by(p_words, s_words_n, rows, m_rows, before, BLOCK), g_other[None, :], 0.0), 1)
+            b_sum += tl.sum(
+                tl.where(seen_by(p_words, s_words_n, rows, m_rows, before, BLOCK), g_other[None, :], 0.0), 1
+            )
         tl.store(p_g + rows * s_g_n, b_sum, mask=m_rows)
         b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
         b_asked = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_q, DK, STEP) / root
@@ -225,10 +317,31 @@ def _tree_system(
 
 @triton.jit(do_not_specialize=["nodes", "s_mixed_b", "s_u_b", "s_g_b"])
 def _tree_updates(
-    p_mixed, p_state, p_g, p_pulls, p_reads, p_u, p_out, nodes, root, s_mixed_b, s_mixed_n, s_u_b, s_u_n, s_g_b, s_g_n,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr, DV_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_mixed,
+    p_state,
+    p_g,
+    p_pulls,
+    p_reads,
+    p_u,
+    p_out,
+    nodes,
+    root,
+    s_mixed_b,
+    s_mixed_n,
+    s_u_b,
+    s_u_n,
+    s_g_b,
+    s_g_n,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    STEP: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -253,8 +366,12 @@ def _tree_updates(
         m_rows = rows < nodes
         m_out = m_rows[:, None] & m_v[None, :]
         b_grown = tl.exp(tl.load(p_g + rows * s_g_n, mask=m_rows, other=0.0))
-        b_read, b_asked = through_both(p_mixed, s_mixed_n, rows, m_rows, first_k, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT)
-        b_wanted = tl.load(p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0)
+        b_read, b_asked = through_both(
+            p_mixed, s_mixed_n, rows, m_rows, first_k, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT
+        )
+        b_wanted = tl.load(
+            p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0
+        )
         b_wanted = b_wanted.to(tl.float32) - b_grown[:, None] * b_read
         b_out = (b_grown / root)[:, None] * b_asked
         for before in range(0, block):
@@ -293,13 +410,48 @@ def wide_tree(
     (warps, step), wide = SYSTEM[block], max(16, triton.next_power_of_2(sizes["DK"]))
     shared = {"BLOCK": block, "DOT": sizes["DOT"], "HK": sizes["HK"], "HV": sizes["HV"], "DK": sizes["DK"]}
     _tree_system[(sizes["HV"], batch)](
-        mixed, a, b, rates.log_decay, rates.bias, words, gates, pulls, reads, nodes, rates.scale, root,
-        *mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2], *words.stride()[:2], *gates.stride()[:2],
-        **shared, STEP=min(step, wide), num_warps=warps, num_stages=1, **dependent(mixed.device),
-    )  # fmt: skip
-    _tree_updates[(sizes["HV"] * parts, batch)](
-        mixed, state, gates, pulls, reads, updates, out, nodes, root, *mixed.stride()[:2], *updates.stride()[:2], *gates.stride()[:2],
-        **shared, DV=sizes["DV"], DV_BLOCK=sizes["DV_BLOCK"], STEP=min(UPDATE_STEP, wide), num_warps=UPDATE_WARPS, num_stages=1,
+        mixed,
+        a,
+        b,
+        rates.log_decay,
+        rates.bias,
+        words,
+        gates,
+        pulls,
+        reads,
+        nodes,
+        rates.scale,
+        root,
+        *mixed.stride()[:2],
+        *a.stride()[:2],
+        *b.stride()[:2],
+        *words.stride()[:2],
+        *gates.stride()[:2],
+        **shared,
+        STEP=min(step, wide),
+        num_warps=warps,
+        num_stages=1,
         **dependent(mixed.device),
-    )  # fmt: skip
+    )
+    _tree_updates[(sizes["HV"] * parts, batch)](
+        mixed,
+        state,
+        gates,
+        pulls,
+        reads,
+        updates,
+        out,
+        nodes,
+        root,
+        *mixed.stride()[:2],
+        *updates.stride()[:2],
+        *gates.stride()[:2],
+        **shared,
+        DV=sizes["DV"],
+        DV_BLOCK=sizes["DV_BLOCK"],
+        STEP=min(UPDATE_STEP, wide),
+        num_warps=UPDATE_WARPS,
+        num_stages=1,
+        **dependent(mixed.device),
+    )
     return out

@@ -1,8 +1,8 @@
 """Choose one token per node from the target's scores, and walk the tree by them.
 
-B rows (sequences), N nodes of a row's tree, R rows of scores, V vocabulary, T chunks of the vocabulary. `pick` reads the scores in chunks
-that fill the chip, then merges a row's chunks in one program; under settings it reads them as these leave them (`sampling`), which is
-written nowhere. `posterior_walk` is one launch, one program per row.
+B rows (sequences), N nodes of a row's tree, R rows of scores, V vocabulary, T chunks of the vocabulary. `pick` reads
+the scores in chunks that fill the chip, then merges a row's chunks in one program; under settings it reads them as
+these leave them (`sampling`), which is written nowhere. `posterior_walk` is one launch, one program per row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch import Tensor
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.verification.reference import NO_TOKEN, SamplingSettings
-from fastspec.kernels.verification.sampling import CHUNK, CHUNK_WARPS, cut, first_above, inverse_of, kept_chunk, row_chunk
+from fastspec.kernels.verification.sampling import (
+    CHUNK,
+    CHUNK_WARPS,
+    cut,
+    first_above,
+    inverse_of,
+    kept_chunk,
+    row_chunk,
+)
 
 DRAW_WARPS = 8
 MAX_NODES = 4096
@@ -46,9 +54,22 @@ def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["nodes"])
 def _chunk_mass_kernel(
-    p_x, p_peak, p_mass, p_low, p_first, vocab, nodes, chunks, inverse, s_xb, s_xm,
-    BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_peak,
+    p_mass,
+    p_low,
+    p_first,
+    vocab,
+    nodes,
+    chunks,
+    inverse,
+    s_xb,
+    s_xm,
+    BV: tl.constexpr,
+    WARP: tl.constexpr,
+    CUT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -61,9 +82,27 @@ def _chunk_mass_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "s_ub", "s_um"])
 def _draw_kernel(
-    p_x, p_peak, p_mass, p_low, p_first, p_uniform, p_ids, vocab, nodes, chunks, inverse, s_xb, s_xm, s_ub, s_um,
-    TP: tl.constexpr, BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_peak,
+    p_mass,
+    p_low,
+    p_first,
+    p_uniform,
+    p_ids,
+    vocab,
+    nodes,
+    chunks,
+    inverse,
+    s_xb,
+    s_xm,
+    s_ub,
+    s_um,
+    TP: tl.constexpr,
+    BV: tl.constexpr,
+    WARP: tl.constexpr,
+    CUT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -74,12 +113,15 @@ def _draw_kernel(
     uniform = tl.load(p_uniform + (row // nodes) * s_ub + (row % nodes) * s_um).to(tl.float64)
     top = tl.max(b_peak, 0)
     b_scale = tl.where(b_mass > 0.0, tl.exp(b_peak - top), 0.0)
-    b_chunk = b_mass.to(tl.float64) * b_scale.to(tl.float64)  # exact, so that all threads get one sum whether it is fused or not
+    b_chunk = b_mass.to(tl.float64) * b_scale.to(
+        tl.float64
+    )  # exact, so that all threads get one sum whether it is fused or not
     total = tl.sum(b_chunk, 0)  # NaN where a score is NaN or +inf, 0 where all are -inf
     level = uniform * total
     chunk, before = first_above(b_chunk, o_t, level, TP)
 
-    # Within its chunk the mass is relative to the chunk's own maximum, which therefore has mass 1: some place is always found.
+    # Within its chunk the mass is relative to the chunk's own maximum, which therefore has mass 1: some place is always
+    # found.
     peak = tl.load(p_peak + row * chunks + chunk)
     scale = tl.sum(tl.where(o_t == chunk, b_scale, 0.0), 0).to(tl.float64)
     rest = tl.where(scale > 0.0, tl.maximum(level - before, 0.0) / scale, 0.0)
@@ -91,9 +133,20 @@ def _draw_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "steps", "s_tokens", "s_parents", "s_picks"])
 def _walk_kernel(
-    p_tokens, p_parents, p_picks, p_path, p_accepted, p_bonus, nodes, steps, s_tokens, s_parents, s_picks,
-    NP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    p_tokens,
+    p_parents,
+    p_picks,
+    p_path,
+    p_accepted,
+    p_bonus,
+    nodes,
+    steps,
+    s_tokens,
+    s_parents,
+    s_picks,
+    NP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -119,18 +172,27 @@ def _walk_kernel(
 
 
 def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None = None) -> Tensor:
-    """`reference.pick`: one token per row of scores [..., V] fp32, fp16 or bf16, the argmax or a draw by uniform [...] -> [...] int64.
+    """`reference.pick`: one token per row of scores [..., V] fp32, fp16 or bf16, the argmax or a draw by uniform [...]
+    -> [...] int64.
 
-    The last dimension of scores must be contiguous; up to two leading dimensions may have any strides (more are flattened, which copies
-    where they cannot be viewed as one). uniform is fp32 or fp64 in [0, 1). The mass is summed in fp32 within a chunk of 4096 ids, and
-    in fp64 from there.
+    The last dimension of scores must be contiguous; up to two leading dimensions may have any strides (more are
+    flattened, which copies where they cannot be viewed as one). uniform is fp32 or fp64 in [0, 1). The mass is summed
+    in fp32 within a chunk of 4096 ids, and in fp64 from there.
     """
     if scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"pick: scores are {scores.dtype}; accepted are float32, float16 and bfloat16")
     if scores.shape[-1] == 0 or not packed(scores):
-        raise ValueError(f"pick: scores {list(scores.shape)} need a last dimension that is contiguous and not empty; pass x.contiguous()")
-    if uniform is not None and (uniform.shape != scores.shape[:-1] or uniform.dtype not in (torch.float32, torch.float64)):
-        raise ValueError(f"pick: uniform is {list(uniform.shape)} {uniform.dtype}; accepted is {list(scores.shape[:-1])} fp32 or fp64")
+        raise ValueError(
+            f"pick: scores {list(scores.shape)} need a last dimension that is contiguous and not empty; pass "
+            "x.contiguous()"
+        )
+    if uniform is not None and (
+        uniform.shape != scores.shape[:-1] or uniform.dtype not in (torch.float32, torch.float64)
+    ):
+        raise ValueError(
+            f"pick: uniform is {list(uniform.shape)} {uniform.dtype}; accepted is {list(scores.shape[:-1])} fp32 or "
+            "fp64"
+        )
     if uniform is None and scores.numel():
         return _best(scores)
     vocab = scores.shape[-1]
@@ -146,10 +208,26 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     low, first = cut(x, settings) if settings.filters else (None, None)
     peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
     sizes, kept = (vocab, nodes, chunks, inverse_of(settings)), (settings.temperature != 1, settings.filters)
-    _chunk_mass_kernel[(chunks, rows)](x, peak, mass, low, first, *sizes, *strides, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl)
+    _chunk_mass_kernel[(chunks, rows)](
+        x, peak, mass, low, first, *sizes, *strides, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl
+    )
     _draw_kernel[(rows,)](
-        x, peak, mass, low, first, u, ids, *sizes, *strides, *u.stride(), padded, CHUNK, *kept, num_warps=DRAW_WARPS, **pdl
-    )  # fmt: skip
+        x,
+        peak,
+        mass,
+        low,
+        first,
+        u,
+        ids,
+        *sizes,
+        *strides,
+        *u.stride(),
+        padded,
+        CHUNK,
+        *kept,
+        num_warps=DRAW_WARPS,
+        **pdl,
+    )
     return ids
 
 
@@ -181,7 +259,8 @@ def _in_rows(x: Tensor, trailing: int) -> Tensor:
 
 
 def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.posterior_walk`: tokens, parents, picks [B, N] int64, steps >= 1 -> path [B, steps], accepted [B] and bonus [B] int64.
+    """`reference.posterior_walk`: tokens, parents, picks [B, N] int64, steps >= 1 -> path [B, steps], accepted [B] and
+    bonus [B] int64.
 
     Rows may be strided, the last dimension must be contiguous. N is at most 4096.
     """
@@ -189,17 +268,32 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
     for name, x in given.items():
         if x.shape != tokens.shape or x.dtype != torch.int64 or not packed(x):
             raise ValueError(
-                f"posterior_walk: {name} is {list(x.shape)} {x.dtype} strides {x.stride()}; accepted is {list(tokens.shape)} int64 with "
+                f"posterior_walk: {name} is {list(x.shape)} {x.dtype} strides {x.stride()}; accepted is "
+                f"{list(tokens.shape)} int64 with "
                 "a contiguous last dimension"
             )
     batch, nodes = tokens.shape
     if not 1 <= nodes <= MAX_NODES or steps < 1:
-        raise ValueError(f"posterior_walk: {nodes} nodes and steps={steps}; accepted are 1 to {MAX_NODES} nodes, and 1 step or more")
+        raise ValueError(
+            f"posterior_walk: {nodes} nodes and steps={steps}; accepted are 1 to {MAX_NODES} nodes, and 1 step or more"
+        )
     path = torch.empty(batch, steps, dtype=torch.int64, device=tokens.device)
     accepted, bonus = torch.empty(2, batch, dtype=torch.int64, device=tokens.device)
     padded = max(32, triton.next_power_of_2(nodes))
     _walk_kernel[(batch,)](
-        tokens, parents, picks, path, accepted, bonus, nodes, steps, tokens.stride(0), parents.stride(0), picks.stride(0), padded,
-        num_warps=1 if padded <= 256 else 4, **dependent(tokens.device),
-    )  # fmt: skip
+        tokens,
+        parents,
+        picks,
+        path,
+        accepted,
+        bonus,
+        nodes,
+        steps,
+        tokens.stride(0),
+        parents.stride(0),
+        picks.stride(0),
+        padded,
+        num_warps=1 if padded <= 256 else 4,
+        **dependent(tokens.device),
+    )
     return path, accepted, bonus

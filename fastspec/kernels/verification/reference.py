@@ -1,7 +1,8 @@
 """The choice at every node and the walk down the tree in plain torch: the specification of the kernels beside it.
 
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size, C cache slots, W
-64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op waits for the host.
+Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
+C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
+waits for the host.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Follow picks from the root while they are children.
 
-    tokens, parents, picks [B, N]; steps is the longest path in nodes. Returns path [B, steps] (node ids; past the end the
-    last node repeats), accepted [B] (draft tokens on the path, root not counted) and bonus [B] (the pick at its end).
+    tokens, parents, picks [B, N]; steps is the longest path in nodes. Returns path [B, steps] (node ids; past the end
+    the last node repeats), accepted [B] (draft tokens on the path, root not counted) and bonus [B] (the pick at its
+    end).
     """
     batch, nodes = tokens.shape
     row = torch.arange(batch, device=tokens.device)
@@ -37,10 +39,11 @@ LAST_ID = 2**31 - 1
 
 
 def best_key(scores: Tensor, best: Tensor, first: int) -> Tensor:
-    """What a part of a vocabulary, of which the first token is `first`, has to say of the likeliest token: scores [..., M] in at most 32
-    bits, best [...] the place of the highest of them -> [...] int64.
+    """What a part of a vocabulary, of which the first token is `first`, has to say of the likeliest token: scores [...,
+    M] in at most 32 bits, best [...] the place of the highest of them -> [...] int64.
 
-    The highest of all parts' keys is that of the highest score, and of equal ones that of the lowest token: `key_token` reads it.
+    The highest of all parts' keys is that of the highest score, and of equal ones that of the lowest token: `key_token`
+    reads it.
     """
     value = scores.gather(-1, best[..., None])[..., 0].float() + 0.0  # -0.0 is 0.0
     bits = value.view(torch.int32).masked_fill(value.isnan(), LAST_ID)  # above all, whatever its sign
@@ -58,8 +61,8 @@ NO_TOKEN = -1
 
 
 def categorical(logits: Tensor, uniform: Tensor) -> Tensor:
-    """One draw per row of logits [..., V] by inversion with uniform [...] in [0, 1): never a token of probability 0, and `NO_TOKEN` of a
-    row without a distribution."""
+    """One draw per row of logits [..., V] by inversion with uniform [...] in [0, 1): never a token of probability 0,
+    and `NO_TOKEN` of a row without a distribution."""
     mass = torch.softmax(logits.float(), dim=-1).double().cumsum(-1)
     total = mass[..., -1:]  # NaN where there is no distribution
     level = uniform.double()[..., None] * total
@@ -85,10 +88,12 @@ class SamplingSettings:
 
 
 def under_settings(scores: Tensor, settings: SamplingSettings) -> Tensor:
-    """scores [..., V] in fp32 as transformers' warpers leave them: divided by the temperature, and -inf where a filter removes them.
+    """scores [..., V] in fp32 as transformers' warpers leave them: divided by the temperature, and -inf where a filter
+    removes them.
 
-    Top-k keeps all that are equal to the k-th. Top-p removes the lowest first while their mass is at most 1 - top_p, and of equal ones the
-    lowest ids; the best stays. Min-p removes what has less than min_p times the best one's probability.
+    Top-k keeps all that are equal to the k-th. Top-p removes the lowest first while their mass is at most 1 - top_p,
+    and of equal ones the lowest ids; the best stays. Min-p removes what has less than min_p times the best one's
+    probability.
     """
     x = scores.float() / settings.temperature
     if settings.top_k > 0:
@@ -106,10 +111,12 @@ def under_settings(scores: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None = None) -> Tensor:
-    """One token per row of scores [..., V] -> [...] int64: the argmax, the lowest id among equals, or a draw by uniform [...] in [0, 1).
+    """One token per row of scores [..., V] -> [...] int64: the argmax, the lowest id among equals, or a draw by uniform
+    [...] in [0, 1).
 
-    A draw is from the softmax of the scores, with settings from that of what these leave of them (`under_settings`); the argmax is the same
-    under all settings. NaN is above all numbers for the argmax, and leaves nothing to draw from: see `NO_TOKEN`.
+    A draw is from the softmax of the scores, with settings from that of what these leave of them (`under_settings`);
+    the argmax is the same under all settings. NaN is above all numbers for the argmax, and leaves nothing to draw from:
+    see `NO_TOKEN`.
     """
     if uniform is None:
         return scores.argmax(-1)

@@ -1,9 +1,10 @@
 """Find where temperature, top-k, top-p and min-p cut each row of scores: what is kept, without a sort.
 
-R rows of scores, V vocabulary, T chunks of the vocabulary. Values are ordered by an integer of 32 bits, their rank, and the rank at which
-top-k cuts is found digit by digit: a launch counts, chunk by chunk, how many values have each digit next, and the last of a row's programs
-to arrive takes the first digit whose running count passes the level. Top-p is the same with exp(score) in place of 1. Of scores in half
-precision only the leading digits can differ. The cut of a row is a value and, for values equal to it, the first id that is kept.
+R rows of scores, V vocabulary, T chunks of the vocabulary. Values are ordered by an integer of 32 bits, their rank, and
+the rank at which top-k cuts is found digit by digit: a launch counts, chunk by chunk, how many values have each digit
+next, and the last of a row's programs to arrive takes the first digit whose running count passes the level. Top-p is
+the same with exp(score) in place of 1. Of scores in half precision only the leading digits can differ. The cut of a row
+is a value and, for values equal to it, the first id that is kept.
 """
 
 from __future__ import annotations
@@ -38,9 +39,22 @@ def row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV: tl.constexpr):
 
 @triton.jit
 def kept_chunk(
-    p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV: tl.constexpr, WARP: tl.constexpr, CUT: tl.constexpr
-):  # fmt: skip
-    """The same under settings: times the inverse temperature, and -inf below the row's cut. NaN and +inf stay, wherever that is."""
+    p_x,
+    p_low,
+    p_first,
+    row,
+    chunk,
+    vocab,
+    nodes,
+    inverse,
+    s_xb,
+    s_xm,
+    BV: tl.constexpr,
+    WARP: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """The same under settings: times the inverse temperature, and -inf below the row's cut. NaN and +inf stay, wherever
+    that is."""
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     if WARP:
         b_x *= inverse
@@ -55,8 +69,8 @@ def kept_chunk(
 def first_above(b_mass, o, level, SIZE: tl.constexpr):
     """The first place of positive mass [SIZE] fp64 whose running sum exceeds level, and the sum before it.
 
-    A parallel running sum may rise by rounding where the mass is 0, or end short of level: so places of mass 0 are never taken, and
-    the last place with mass is where none exceeds.
+    A parallel running sum may rise by rounding where the mass is 0, or end short of level: so places of mass 0 are
+    never taken, and the last place with mass is where none exceeds.
     """
     b_sum = tl.cumsum(b_mass, 0)
     m_some = b_mass > 0.0
@@ -73,7 +87,8 @@ def _rank(b_x):
 
 @triton.jit
 def _value(rank, end):
-    """The fp32 value of a rank whose bits below `end` are those of a value in lower precision: zeros before the order is made."""
+    """The fp32 value of a rank whose bits below `end` are those of a value in lower precision: zeros before the order
+    is made."""
     bits = rank ^ _SIGN
     bits = tl.where(bits < 0, bits | ((1 << end) - 1), bits)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -89,8 +104,21 @@ def _highest(p_peak, row, chunks, TP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["nodes"])
 def _peaks_kernel(
-    p_x, p_peak, p_rank, p_level, p_low, p_arrived, vocab, nodes, chunks, level, s_xb, s_xm, BV: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    p_x,
+    p_peak,
+    p_rank,
+    p_level,
+    p_low,
+    p_arrived,
+    vocab,
+    nodes,
+    chunks,
+    level,
+    s_xb,
+    s_xm,
+    BV: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Each chunk's maximum, and a row's state before the first digit, of which `level` is top-k's."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -107,10 +135,31 @@ def _peaks_kernel(
 
 @triton.jit(do_not_specialize=["nodes"])
 def _digit_kernel(
-    p_x, p_peak, p_part, p_rank, p_level, p_low, p_arrived, vocab, nodes, chunks, shift, before, after, share, s_xb, s_xm,
-    MASS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The next digit of the rank at which a row is cut: each digit's count, or mass, in a chunk, then the last program's choice."""
+    p_x,
+    p_peak,
+    p_part,
+    p_rank,
+    p_level,
+    p_low,
+    p_arrived,
+    vocab,
+    nodes,
+    chunks,
+    shift,
+    before,
+    after,
+    share,
+    s_xb,
+    s_xm,
+    MASS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    BV: tl.constexpr,
+    TP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The next digit of the rank at which a row is cut: each digit's count, or mass, in a chunk, then the last
+    program's choice."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -128,7 +177,9 @@ def _digit_kernel(
         b_mass = tl.where(m_in & (b_x >= tl.load(p_low + row)), tl.exp(b_x - top), 0.0)
         b_part = tl.zeros([DIGITS], dtype=tl.float32)
         if tl.max(b_mass, 0) > 0.0:
-            for digit in tl.static_range(DIGITS):  # one after another: a tile of values and digits takes too many registers
+            for digit in tl.static_range(
+                DIGITS
+            ):  # one after another: a tile of values and digits takes too many registers
                 b_part = tl.where(o_d == digit, tl.sum(tl.where(b_digit == digit, b_mass, 0.0), 0), b_part)
     else:
         b_part = tl.histogram(b_digit, DIGITS, mask=m_in).to(tl.float32)
@@ -155,10 +206,30 @@ def _digit_kernel(
 
 @triton.jit(do_not_specialize=["nodes"])
 def _close_kernel(
-    p_x, p_peak, p_part, p_rank, p_level, p_low, p_first, vocab, nodes, chunks, end, before, after, log_min_p, s_xb, s_xm,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A row's cut: top-p's value and the first of the equal ids that it keeps, or min-p's value where that is higher."""
+    p_x,
+    p_peak,
+    p_part,
+    p_rank,
+    p_level,
+    p_low,
+    p_first,
+    vocab,
+    nodes,
+    chunks,
+    end,
+    before,
+    after,
+    log_min_p,
+    s_xb,
+    s_xm,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
+    BV: tl.constexpr,
+    TP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row's cut: top-p's value and the first of the equal ids that it keeps, or min-p's value where that is
+    higher."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -172,7 +243,9 @@ def _close_kernel(
         o_t = tl.arange(0, TP)
         digit = (rank >> end) & (DIGITS - 1)
         b_mass = tl.load(p_part + (row * chunks + o_t) * DIGITS + digit, mask=o_t < chunks, other=0.0).to(tl.float64)
-        one = tl.maximum(tl.exp(low - top), 1e-45).to(tl.float64)  # of each of the equal ids, which is all the mass that this digit has
+        one = tl.maximum(tl.exp(low - top), 1e-45).to(
+            tl.float64
+        )  # of each of the equal ids, which is all the mass that this digit has
         b_count = tl.floor(b_mass / one + 0.5)
         removed = tl.minimum(tl.floor(tl.load(p_level + row) / one), tl.sum(b_count, 0) - 1.0)
         chunk, passed = first_above(b_count, o_t, removed, TP)
@@ -189,10 +262,11 @@ def _close_kernel(
 
 
 def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Where settings cut scores x [B, N, V] fp32, fp16 or bf16 with a contiguous last dimension -> low [B * N] fp32, first [B * N] int32.
+    """Where settings cut scores x [B, N, V] fp32, fp16 or bf16 with a contiguous last dimension -> low [B * N] fp32,
+    first [B * N] int32.
 
-    With y = x * (1 / temperature) in fp32, ids with y > low are kept, and those with y == low from id `first` on. Masses are summed in fp32
-    within a chunk of 4096 ids, and in fp64 from there, always in the same order.
+    With y = x * (1 / temperature) in fp32, ids with y > low are kept, and those with y == low from id `first` on.
+    Masses are summed in fp32 within a chunk of 4096 ids, and in fp64 from there, always in the same order.
     """
     batch, nodes, vocab = x.shape
     rows, chunks, strides, pdl = batch * nodes, triton.cdiv(vocab, CHUNK), x.stride()[:2], dependent(x.device)
@@ -205,20 +279,61 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     # Temperature can make neighbours in fp32 equal, and not in half precision, whose own few digits are then enough.
     before, after = (inverse, 1.0) if x.dtype == torch.float32 else (1.0, inverse)
     end, sizes = 32 - DIGIT_BITS * steps, (vocab, nodes, chunks)
-    below = max(0, vocab - settings.top_k)  # the cut of top-k is the first value up to which there are more than so many
-    _peaks_kernel[(chunks, rows)](x, peak, rank, level, low, arrived, *sizes, below, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl)
+    below = max(
+        0, vocab - settings.top_k
+    )  # the cut of top-k is the first value up to which there are more than so many
+    _peaks_kernel[(chunks, rows)](
+        x, peak, rank, level, low, arrived, *sizes, below, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl
+    )
     for wanted, mass in ((0 < settings.top_k < vocab, False), (settings.top_p < 1, True)):
         for step in range(steps if wanted else 0):
             _digit_kernel[(chunks, rows)](
-                x, peak, part, rank, level, low, arrived, *sizes, 32 - DIGIT_BITS * (step + 1), before, after, 1 - settings.top_p, *strides,
-                mass, step == 0, step == steps - 1, CHUNK, padded, num_warps=DIGIT_WARPS[mass], **pdl,
-            )  # fmt: skip
-    by_share = torch.tensor(settings.min_p, dtype=torch.float32, device="cpu").item() > 0  # fp32's 0 removes nothing, as in the reference
+                x,
+                peak,
+                part,
+                rank,
+                level,
+                low,
+                arrived,
+                *sizes,
+                32 - DIGIT_BITS * (step + 1),
+                before,
+                after,
+                1 - settings.top_p,
+                *strides,
+                mass,
+                step == 0,
+                step == steps - 1,
+                CHUNK,
+                padded,
+                num_warps=DIGIT_WARPS[mass],
+                **pdl,
+            )
+    by_share = (
+        torch.tensor(settings.min_p, dtype=torch.float32, device="cpu").item() > 0
+    )  # fp32's 0 removes nothing, as in the reference
     least = math.log(settings.min_p) if by_share else 0.0
     _close_kernel[(rows,)](
-        x, peak, part, rank, level, low, first, *sizes, end, before, after, least, *strides,
-        settings.top_p < 1, by_share, CHUNK, padded, num_warps=CLOSE_WARPS, **pdl,
-    )  # fmt: skip
+        x,
+        peak,
+        part,
+        rank,
+        level,
+        low,
+        first,
+        *sizes,
+        end,
+        before,
+        after,
+        least,
+        *strides,
+        settings.top_p < 1,
+        by_share,
+        CHUNK,
+        padded,
+        num_warps=CLOSE_WARPS,
+        **pdl,
+    )
     return low[:, 0], first
 
 

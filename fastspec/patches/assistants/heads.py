@@ -1,8 +1,10 @@
-"""Drafting heads for a transformers model: find one and bind it, look into it without running it, or measure how it is to be read.
+"""Drafting heads for a transformers model: find one and bind it, look into it without running it, or measure how it is
+to be read.
 
-`load_head` reads what `patch(model, eagle3=...)` takes. `inspect_head` says how a checkpoint was read and whether it fits a target.
-`probe_head` measures which reading of an ambiguous checkpoint drafts best: formats in circulation contradict each other about the tapped
-layers, the RoPE base and one residual (docs/checkpoints.md), and a wrong guess costs speed without an error.
+`load_head` reads what `patch(model, eagle3=...)` takes. `inspect_head` says how a checkpoint was read and whether it
+fits a target. `probe_head` measures which reading of an ambiguous checkpoint drafts best: formats in circulation
+contradict each other about the tapped layers, the RoPE base and one residual (docs/checkpoints.md), and a wrong guess
+costs speed without an error.
 """
 
 from __future__ import annotations
@@ -78,17 +80,21 @@ def load_head(
     norm_output: bool | None = None,
     own_embedding: bool | None = None,
 ) -> EagleHead:
-    """A drafting head for `target`, bound to its embedding (and LM head where it has none), on its device and in its dtype.
+    """A drafting head for `target`, bound to its embedding (and LM head where it has none), on its device and in its
+    dtype.
 
-    `source` is a directory, a hub id, the name of a head of an installed package, or an `EagleHead`. Of a module a copy is bound that
-    shares its weights, which are never moved or cast. `taps`, `rope_theta`, `rope_interleaved`, `norm_before_residual` and `norm_output`
-    replace what the checkpoint says, and `own_embedding=False` takes the target's embedding in place of the head's; `probe_head` finds
-    them. Warns of what the checkpoint leaves open, and was assumed.
+    `source` is a directory, a hub id, the name of a head of an installed package, or an `EagleHead`. Of a module a copy
+    is bound that shares its weights, which are never moved or cast. `taps`, `rope_theta`, `rope_interleaved`,
+    `norm_before_residual` and `norm_output` replace what the checkpoint says, and `own_embedding=False` takes the
+    target's embedding in place of the head's; `probe_head` finds them. Warns of what the checkpoint leaves open, and
+    was assumed.
 
-    Raises CheckpointError for a source that cannot be found, a checkpoint that cannot be read, and a head that does not fit the target.
+    Raises CheckpointError for a source that cannot be found, a checkpoint that cannot be read, and a head that does not
+    fit the target.
 
     >>> head = load_head("smollm2-135m-instruct", model)                                     # doctest: +SKIP
-    >>> head = load_head("path/or/hub-id", model, **probe_head("path/or/hub-id", model)[0].overrides())  # doctest: +SKIP
+    >>> read = probe_head("path/or/hub-id", model)[0].overrides()                            # doctest: +SKIP
+    >>> head = load_head("path/or/hub-id", model, **read)                                    # doctest: +SKIP
     """
     reading = Reading(
         taps=taps,
@@ -129,12 +135,15 @@ def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: Pre
         kind = head.config.kind
         if (kind == "eagle3") != (name == "eagle3"):
             shown = "this EagleHead" if isinstance(source, EagleHead) else source
-            raise CheckpointError(f"{name}={shown} is an {_KINDS[kind][0]} head: fastspec.patch(model, {_KINDS[kind][1]}) takes it")
+            raise CheckpointError(
+                f"{name}={shown} is an {_KINDS[kind][0]} head: fastspec.patch(model, {_KINDS[kind][1]}) takes it"
+            )
     return heads
 
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
-    """The directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weight files.
+    """The directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weight
+    files.
 
     Raises CheckpointError where there is none.
     """
@@ -155,7 +164,9 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS, ignore_patterns=["*/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{source} is no directory, and the hub does not give it ({_first_line(error)}); {shipped}") from error
+        raise CheckpointError(
+            f"{source} is no directory, and the hub does not give it ({_first_line(error)}); {shipped}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -174,7 +185,9 @@ def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:
         stand_in = LlamaConfig(**{name: getattr(config, name) for name in sizes}, rope_parameters=dict(rope))
         inv_freq, scale = compute(stand_in, torch.device("cpu"))
     except KeyError as error:
-        raise CheckpointError(f"rope_parameters of the head: {rope['rope_type']!r} is incomplete ({rope}): {error.args[0]}") from error
+        raise CheckpointError(
+            f"rope_parameters of the head: {rope['rope_type']!r} is incomplete ({rope}): {error.args[0]}"
+        ) from error
     return inv_freq, float(scale)
 
 
@@ -189,7 +202,8 @@ class HeadReport:
     parameters: int
     has_embedding: bool
     copies_embedding: bool | None
-    """Whether the head's own embedding is the target's; None where it brought none, and without the target's weights."""
+    """Whether the head's own embedding is the target's; None where it brought none, and without the target's
+    weights."""
     notes: tuple[str, ...]
     misfits: tuple[str, ...] | None
 
@@ -203,7 +217,10 @@ class HeadReport:
             ("parameters", f"{self.parameters / 1e6:.1f} M"),
             ("hidden size", f"{c.hidden_size} (target {c.target_hidden_size})"),
             ("layers", str(c.num_hidden_layers)),
-            ("attention", f"{c.num_attention_heads} query heads, {c.num_key_value_heads} key/value heads of {c.head_dim}"),
+            (
+                "attention",
+                f"{c.num_attention_heads} query heads, {c.num_key_value_heads} key/value heads of {c.head_dim}",
+            ),
             ("intermediate size", str(c.intermediate_size)),
             ("vocabulary", f"{c.draft_vocab_size} drafted of {c.vocab_size}"),
             ("RoPE", str(c.rope_parameters["rope_type"])),
@@ -212,7 +229,9 @@ class HeadReport:
         rows += [(name, str(flag)) for name, flag in sorted(self.flags.items())]
         rows += [("note", note) for note in self.notes]
         if self.misfits is not None:
-            rows += [("fits the target", "yes")] if not self.misfits else [("does not fit", text) for text in self.misfits]
+            rows += (
+                [("fits the target", "yes")] if not self.misfits else [("does not fit", text) for text in self.misfits]
+            )
         return rows
 
 
@@ -221,7 +240,9 @@ def _of_embedding(brought: bool, copied: bool | None) -> str:
         return "no"
     if copied is None:
         return "yes"
-    return "a copy of the target's" if copied else "differs from the target's, which own_embedding=False takes: probe it"
+    return (
+        "a copy of the target's" if copied else "differs from the target's, which own_embedding=False takes: probe it"
+    )
 
 
 def inspect_head(
@@ -255,8 +276,8 @@ def inspect_head(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRow:
-    """One reading of a checkpoint: `agreement` is the share of `tokens` whose draft from the target's states is the target's own choice,
-    `second` that of the draft after it, from the state that the head feeds back to itself.
+    """One reading of a checkpoint: `agreement` is the share of `tokens` whose draft from the target's states is the
+    target's own choice, `second` that of the draft after it, from the state that the head feeds back to itself.
 
     `own_embedding` and `rope_interleaved` are None where they leave nothing to choose.
     """
@@ -281,7 +302,11 @@ class ProbeRow:
         """Keyword arguments that make `load_head` read the checkpoint this way."""
         found: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_interleaved": self.rope_interleaved}
         if self.taps:
-            found |= {"taps": self.taps, "norm_before_residual": self.norm_before_residual, "norm_output": self.norm_output}
+            found |= {
+                "taps": self.taps,
+                "norm_before_residual": self.norm_before_residual,
+                "norm_output": self.norm_output,
+            }
         found["own_embedding"] = self.own_embedding
         return {name: value for name, value in found.items() if value is not None}
 
@@ -292,9 +317,9 @@ def probe_head(
 ) -> list[ProbeRow]:
     """Measure the plausible readings of a checkpoint, best first; equal ones in the order declared, then nearest to it.
 
-    `input_ids` [1, T] is a prompt (by default the BOS token alone). The target continues it greedily for 64 tokens and is run once over
-    the result; each reading then drafts every next token from true features, and the one after it from what it feeds back to itself. Its
-    row says how often each met the target's choice.
+    `input_ids` [1, T] is a prompt (by default the BOS token alone). The target continues it greedily for 64 tokens and
+    is run once over the result; each reading then drafts every next token from true features, and the one after it from
+    what it feeds back to itself. Its row says how often each met the target's choice.
     """
     parts = parts_of(target)
     checkpoint = _moved(fitted(read_checkpoint(find_head(source, revision=revision)), parts.sizes, Reading()), target)
@@ -303,7 +328,9 @@ def probe_head(
         raise ValueError(f"input_ids has shape {list(prompt.shape)}; expected one prompt, [1, T]")
     ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=PROBE_TOKENS, do_sample=False)
     if ids.shape[1] < 3:
-        raise ValueError("the target ended its answer at once, so nothing can be measured; give a longer prompt as input_ids")
+        raise ValueError(
+            "the target ended its answer at once, so nothing can be measured; give a longer prompt as input_ids"
+        )
     states, picks = _states(target, ids)
     rows = []
     for index, (given, reading) in enumerate(_readings(checkpoint, target)):
@@ -311,8 +338,8 @@ def probe_head(
         if config.last_tap_before_norm and states[-1] is None:
             continue
         first, second = _draft(bound(reading, parts, scaled_rope), ids, states)
-        # The pair (token t + 1, hidden state t) drafts token t + 2, which the target picks at t + 1, and its state with token t + 2 drafts
-        # token t + 3; only the target's own answer counts.
+        # The pair (token t + 1, hidden state t) drafts token t + 2, which the target picks at t + 1, and its state with
+        # token t + 2 drafts token t + 3; only the target's own answer counts.
         start = min(max(prompt.shape[1] - 2, 0), len(second) - 1)
         hits, more = (drafts[start:] == picks[at:][start:] for at, drafts in ((1, first), (2, second)))
         row = ProbeRow(
@@ -330,15 +357,16 @@ def probe_head(
         rows.append(row)
     if not rows or not rows[0].declared:
         raise CheckpointError(
-            f"{checkpoint.where} reads the last layer's output before the final norm, which cannot be measured on {type(target).__name__}: "
+            f"{checkpoint.where} reads the last layer's output before the final norm, which cannot be measured on "
+            f"{type(target).__name__}: "
             "it has no adapter"
         )
     return sorted(rows, key=lambda row: -row.score)
 
 
 def _states(target: PreTrainedModel, ids: Tensor) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """The target's hidden states of ids [1, T], behind them the last layer's output before the final norm (None without an adapter, which
-    says where that norm is), and what the target picks after each token [T]."""
+    """The target's hidden states of ids [1, T], behind them the last layer's output before the final norm (None without
+    an adapter, which says where that norm is), and what the target picks after each token [T]."""
     adapter, before = adapter_for(target), list[Tensor]()
     hook = None
     if adapter is not None:
@@ -355,7 +383,10 @@ def _states(target: PreTrainedModel, ids: Tensor) -> tuple[tuple[Tensor | None, 
 def _moved(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> HeadCheckpoint:
     """The checkpoint with its weights where the target is, so that all readings share one copy."""
     check_range(checkpoint.state, target.dtype, checkpoint.where)
-    state = {k: v.to(device_of(target), target.dtype if v.is_floating_point() else v.dtype) for k, v in checkpoint.state.items()}
+    state = {
+        k: v.to(device_of(target), target.dtype if v.is_floating_point() else v.dtype)
+        for k, v in checkpoint.state.items()
+    }
     return replace(checkpoint, state=state)
 
 
@@ -366,12 +397,16 @@ def _default_prompt(target: PreTrainedModel) -> Tensor:
 
 def _copies_embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> bool | None:
     shared = getattr(target.get_input_embeddings(), "weight", None)
-    return None if checkpoint.embedding is None or not isinstance(shared, Tensor) else is_copy(checkpoint.embedding, shared)
+    return (
+        None
+        if checkpoint.embedding is None or not isinstance(shared, Tensor)
+        else is_copy(checkpoint.embedding, shared)
+    )
 
 
 def _readings(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> Iterator[tuple[Reading, HeadCheckpoint]]:
-    """The checkpoint as declared, then its variants: embedding x rotation x tap shift x residual x state fed back x theta; for EAGLE-1/2
-    only theta."""
+    """The checkpoint as declared, then its variants: embedding x rotation x tap shift x residual x state fed back x
+    theta; for EAGLE-1/2 only theta."""
     config, layers = checkpoint.config, target.config.get_text_config().num_hidden_layers
     theta = config.rope_parameters["rope_theta"]
     thetas = [theta] if theta == TRAINED_THETA else [theta, TRAINED_THETA]
@@ -390,18 +425,26 @@ def _readings(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> Iterator[t
         embeddings, rotations, shifts, (residual, not residual), (output, not output), thetas
     ):
         given = Reading(
-            taps=taps, rope_theta=base, rope_interleaved=turned, norm_before_residual=flag, norm_output=fed, own_embedding=own
+            taps=taps,
+            rope_theta=base,
+            rope_interleaved=turned,
+            norm_before_residual=flag,
+            norm_output=fed,
+            own_embedding=own,
         )
         yield given, with_taps(override(checkpoint, given), layers)
 
 
 def _draft(bound_head: BoundHead, ids: Tensor, states: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-    """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T], and after the state that the head makes of the
-    pair and the token behind it: target ids [T - 1] and [T - 2]. `states` are as from `_states`."""
+    """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T], and after the state that
+    the head makes of the pair and the token behind it: target ids [T - 1] and [T - 2]. `states` are as from
+    `_states`."""
     head = bound_head.as_module()
     config = head.config
     last = len(states) - 2
-    read = [states[-1] if tap == last and config.last_tap_before_norm else states[tap] for tap in config.taps or (last,)]
+    read = [
+        states[-1] if tap == last and config.last_tap_before_norm else states[tap] for tap in config.taps or (last,)
+    ]
     features = torch.cat([cast(Tensor, each) for each in read], -1)[:, :-1].to(head.fc.weight.device)
     positions = torch.arange(ids.shape[1] - 1, device=features.device)[None]
     true: dict[int, tuple[Tensor, Tensor]] = {}
@@ -430,4 +473,6 @@ def _one_step_on(q: Tensor, k: Tensor, v: Tensor, k_true: Tensor, v_true: Tensor
     seen = torch.ones(count, count, dtype=torch.bool, device=q.device)
     mask = torch.cat((seen.tril(), torch.eye(count, dtype=torch.bool, device=q.device)), 1)
     keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in ((k_true, k), (v_true, v)))
-    return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True).transpose(
+        1, 2
+    )

@@ -11,7 +11,8 @@ HEADS = {
     "smollm2-135m-instruct": "fastspec_smollm2_heads",
     "smollm2-135m-instruct-eagle": "fastspec_smollm2_heads",
 }
-"""Head -> the package with a folder of the head's name. Its distribution, and its folder under `packages/`, have dashes instead."""
+"""Head -> the package with a folder of the head's name. Its distribution, and its folder under `packages/`, have dashes
+instead."""
 LEFT = {
     "smollm2-135m-instruct-wide": "the tag `laboratory` of fastspec's repository keeps it: check out "
     "fastspec/heads/smollm2-135m-instruct-wide of it and give that path",
@@ -22,7 +23,8 @@ LEFT = {
 def packaged_head(name: str) -> Path | None:
     """The folder of the head `name`; None where no package is known for it. The package is found but not imported.
 
-    Raises CheckpointError, with the command that installs it, where the package is missing, and for a head that was removed.
+    Raises CheckpointError, with the command that installs it, where the package is missing, and for a head that was
+    removed.
     """
     if name in LEFT:
         raise CheckpointError(f"the head {name} was removed from fastspec: {LEFT[name]}")
@@ -32,7 +34,8 @@ def packaged_head(name: str) -> Path | None:
     if folder is None:
         distribution = _distribution(HEADS[name])
         raise CheckpointError(
-            f"the head {name} comes with the package {distribution}, which is not installed: in a checkout of fastspec, "
+            f"the head {name} comes with the package {distribution}, which is not installed: in a checkout of "
+            "fastspec, "
             f"{_command(distribution)}"
         )
     return folder / name
@@ -40,7 +43,9 @@ def packaged_head(name: str) -> Path | None:
 
 def names_of_heads() -> str:
     """A list for errors: every head that has a name, with its package's command where that is not installed."""
-    return ", ".join(name if _folder(package) else f"{name} ({_command(_distribution(package))})" for name, package in HEADS.items())
+    return ", ".join(
+        name if _folder(package) else f"{name} ({_command(_distribution(package))})" for name, package in HEADS.items()
+    )
 
 
 def _folder(package: str) -> Path | None:

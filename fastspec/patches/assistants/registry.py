@@ -129,13 +129,16 @@ class StaticDecoding(Decoding):
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
         process = process if self.config.drafts == "sampled" else None
-        drafter = StaticDrafter(self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process, cut=self.cut)
+        drafter = StaticDrafter(
+            self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process, cut=self.cut
+        )
         _share(drafter.program, ops)
         return drafter
 
 
 def _share(program: HeadProgram, ops: Ops) -> None:
-    """Let a head that several processes have whole read what each holds a part of: the target's embedding, and its LM head."""
+    """Let a head that several processes have whole read what each holds a part of: the target's embedding, and its LM
+    head."""
     embedding, lm_head = program.binding.embedding, program.binding.lm_head
     if parallel_style(embedding) is not None:
         program.look_up = embedding_of(embedding, ops)
@@ -146,9 +149,9 @@ def _share(program: HeadProgram, ops: Ops) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """An assistant that goes on from given answers: they are verified as drafts first. `answers` holds a text per row, and `hear` is
-    given the call's outcome, with the measures of every token where `measure` asks for them. `rows` prompts are decoded at a time, None:
-    all of them."""
+    """An assistant that goes on from given answers: they are verified as drafts first. `answers` holds a text per row,
+    and `hear` is given the call's outcome, with the measures of every token where `measure` asks for them. `rows`
+    prompts are decoded at a time, None: all of them."""
 
     decoding: Any
     answers: Sequence[Sequence[int]] | None = None
@@ -158,14 +161,17 @@ class Continued:
 
 
 def chosen(call: Any, model: Any, default: Any) -> tuple[Any, bool]:
-    """The assistant of a call that does not name one as an argument, and whether its own generation_config does: `call` is that config,
-    `model` the model's, `default` the patch's assistant. Raises Unsupported for an object in a generation_config."""
+    """The assistant of a call that does not name one as an argument, and whether its own generation_config does: `call`
+    is that config, `model` the model's, `default` the patch's assistant. Raises Unsupported for an object in a
+    generation_config."""
     for config in (call, model):
         held = getattr(config, "assistant", None)
         if held is not None and not isinstance(held, (str, dict)):
             raise Unsupported(
-                f"generation_config.assistant={held!r} would be lost when the generation_config is saved: use a name, or a dictionary such "
-                'as {"name": "eagle3", "depth": 5}; an object goes to generate(assistant=...) or to fastspec.patch(model, assistant=...)'
+                f"generation_config.assistant={held!r} would be lost when the generation_config is saved: use a "
+                "name, or a dictionary such "
+                'as {"name": "eagle3", "depth": 5}; an object goes to generate(assistant=...) or to '
+                "fastspec.patch(model, assistant=...)"
             )
         if held is not None:
             return held, config is call
@@ -173,26 +179,31 @@ def chosen(call: Any, model: Any, default: Any) -> tuple[Any, bool]:
 
 
 def read_config(fields: dict[str, Any]) -> Any:
-    """The config object of a dictionary: its `name` says which, the rest are its settings. Raises Unsupported for what is none."""
+    """The config object of a dictionary: its `name` says which, the rest are its settings. Raises Unsupported for what
+    is none."""
     settings = dict(fields)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in NAMES or NAMES[name] is Cascade:
         known = ", ".join(repr(each) for each in NAMES if each != Cascade.name)
         raise Unsupported(f"assistant={fields!r} has the name {name!r}: accepted are {known}")
     try:
-        return NAMES[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+        return NAMES[name](
+            **{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        )
     except TypeError as error:
         raise Unsupported(f"assistant={fields!r} does not fit fastspec.{NAMES[name].__name__}: {error}") from error
 
 
 def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
-    """The decoding that an `assistant=` asks for. Raises Unsupported for an unknown name, a missing resource, and an object that lacks what
-    a decoding must have."""
+    """The decoding that an `assistant=` asks for. Raises Unsupported for an unknown name, a missing resource, and an
+    object that lacks what a decoding must have."""
     if isinstance(assistant, dict):
         assistant = read_config(assistant)
     if isinstance(assistant, str):
         if assistant not in NAMES:
-            raise Unsupported(f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object")
+            raise Unsupported(
+                f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object"
+            )
         assistant = _cascade(resources).config if assistant == Cascade.name else NAMES[assistant]()
     if isinstance(assistant, ContinuousBatch):
         decoding = resolve(assistant.assistant, resources, model)
@@ -207,23 +218,29 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
         check_taps(decoding.taps, model.config.get_text_config().num_hidden_layers, decoding.name)
         return decoding
     raise Unsupported(
-        f"assistant={assistant!r} is neither a name ({', '.join(map(repr, NAMES))}), nor a config such as fastspec.Eagle3(), nor an "
+        f"assistant={assistant!r} is neither a name ({', '.join(map(repr, NAMES))}), nor a config such as "
+        "fastspec.Eagle3(), nor an "
         "object with `name`, `taps` and `drafter` (fastspec.Decoding)"
     )
 
 
 def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> BoundHead:
-    """The head of an EAGLE assistant, on the model's device and in its dtype. Raises Unsupported where there is none."""
+    """The head of an EAGLE assistant, on the model's device and in its dtype. Raises Unsupported where there is
+    none."""
     refuse_heads(name, model)
     head: BoundHead | None = resources.get(name)
     if head is None:
-        raise Unsupported(f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it")
+        raise Unsupported(
+            f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it"
+        )
     fresh = followed(head, parts_of(model))
     if fresh is not head:
         resources.update({each: fresh for each, held in resources.items() if held is head})
         head = fresh
     if top_k > head.config.draft_vocab_size:
-        raise Unsupported(f"top_k={top_k} children of a node exceed the head's draft vocabulary of {head.config.draft_vocab_size}")
+        raise Unsupported(
+            f"top_k={top_k} children of a node exceed the head's draft vocabulary of {head.config.draft_vocab_size}"
+        )
     return head
 
 
@@ -250,7 +267,9 @@ def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
 def _cascade(resources: dict[str, Any]) -> Any:
     models = resources.get(Cascade.name)
     if models is None:
-        raise Unsupported("assistant 'cascade' has no stages: fastspec.patch(model, cascade=fastspec.Cascade(...)) supplies them")
+        raise Unsupported(
+            "assistant 'cascade' has no stages: fastspec.patch(model, cascade=fastspec.Cascade(...)) supplies them"
+        )
     return models
 
 
@@ -265,4 +284,5 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
 }
 """Config class -> (config, resources, model) -> Decoding."""
 NAMES = {config.name: config for config in RESOLVERS}
-"""What `assistant=` takes as a string; `NAMES[name]()` is the assistant with its defaults, but for the cascade, which is the patch's."""
+"""What `assistant=` takes as a string; `NAMES[name]()` is the assistant with its defaults, but for the cascade, which
+is the patch's."""

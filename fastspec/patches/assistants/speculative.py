@@ -37,8 +37,9 @@ READS_TARGET = ("gemma4_assistant", "gemma4_unified_assistant")
 """Model types whose forward takes the keys and values of a target in place of tokens."""
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 MANY_ROUNDS, SELDOM = 32, 0.05
-"""Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is right about the next
-token in a quarter of the rounds stays under it by chance in one call of that many rounds in a thousand."""
+"""Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is
+right about the next token in a quarter of the rounds stays under it by chance in one call of that many rounds in a
+thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +74,33 @@ class SpeculativeDecoding(Decoding):
         if config.early_exit is None:
             source = None if self.source is None else encode(self.draft, self.source)
             model = language_model(
-                self.draft, source, rows=rows, capacity=capacity + length.room, tail=length.unread, taps=None, ops=ops, drafts=True
-            )  # fmt: skip
+                self.draft,
+                source,
+                rows=rows,
+                capacity=capacity + length.room,
+                tail=length.unread,
+                taps=None,
+                ops=ops,
+                drafts=True,
+            )
         return ChainDrafter(
-            model, length, branches=config.branches, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops,
-            process=process, early=None if layers is None else partial(self._early, layers),
-        )  # fmt: skip
+            model,
+            length,
+            branches=config.branches,
+            vocab=vocabulary(self.target),
+            draft_vocab=vocabulary(self.draft),
+            ops=ops,
+            process=process,
+            early=None if layers is None else partial(self._early, layers),
+        )
 
     def _early(self, layers: int, target: Target) -> HFModel:
         """The target's own first layers, as a model that drafts on its cache."""
         assert isinstance(target, HFModel)
         limit, ops = target.state.limit, target.ops
-        return HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=ops, early=(target, layers))
+        return HFModel(
+            self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=ops, early=(target, layers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +121,36 @@ class TextDecoding(Decoding):
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
         """The drafter of a call, and of later ones of its kind.
 
-        With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one too, one without
-        any processor, which this does not tell from a greedy one: drafts are texts then.
+        With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one
+        too, one without any processor, which this does not tell from a greedy one: drafts are texts then.
         """
         draft, config = self.pair.model, self.config
         times = COSTS.get(torch.device(device).type, COSTS["cuda"])
         more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
-        length = Length(config.most, cost(draft, self.target, device), more) if config.gamma is None else Length(config.gamma)
+        length = (
+            Length(config.most, cost(draft, self.target, device), more)
+            if config.gamma is None
+            else Length(config.gamma)
+        )
         room = room_for(capacity, length)
         model = language_model(draft, None, rows=rows, capacity=room, tail=2, taps=None, ops=ops, drafts=True)
         texts: dict[str, Any] = {
-            "room": room, "tokenizer": self.pair.tokenizer, "draft_tokenizer": self.pair.draft_tokenizer, "device": device,
-        }  # fmt: skip
+            "room": room,
+            "tokenizer": self.pair.tokenizer,
+            "draft_tokenizer": self.pair.draft_tokenizer,
+            "device": device,
+        }
         if process is None or not self.pair.shared:
             return TextDrafter(model, length, known={}, **texts)  # greedy calls need not compare vocabularies
         return SharedDrafter(
-            model, length, self.pair.shared, vocab=vocabulary(self.target), draft_vocab=vocabulary(draft), ops=ops, process=process, **texts
+            model,
+            length,
+            self.pair.shared,
+            vocab=vocabulary(self.target),
+            draft_vocab=vocabulary(draft),
+            ops=ops,
+            process=process,
+            **texts,
         )
 
 
@@ -139,15 +169,15 @@ class Pair:
 
 
 def check(model: Any, device: Any, rows: int) -> float:
-    """What a pass of the target over drafts costs more than one over a single token, in such passes; nothing in a batch, which has
-    several."""
+    """What a pass of the target over drafts costs more than one over a single token, in such passes; nothing in a
+    batch, which has several."""
     cost = COSTS.get(torch.device(device).type, COSTS["cuda"])
     return cost.check(sum(p.numel() * p.element_size() for p in read_parameters(model))) if rows == 1 else 0.0
 
 
 def cost(draft: Any, target: Any, device: Any, layers: int | None = None) -> float:
-    """A token of a draft model, or of its first `layers`, in units of a target pass: by the weights that both read, their layers, and what
-    the host does for a draft."""
+    """A token of a draft model, or of its first `layers`, in units of a target pass: by the weights that both read,
+    their layers, and what the host does for a draft."""
     times = COSTS.get(torch.device(device).type, COSTS["cuda"])
     return (times.drafted + pass_ms(times, draft, layers)) / pass_ms(times, target)
 
@@ -167,8 +197,8 @@ def vocabulary(model: Any) -> int:
 
 
 def read_parameters(model: Any) -> list[nn.Parameter]:
-    """The parameters that one pass reads: all but the embedding, unless it is the LM head too, and but the encoder's. A mixture of experts
-    counts whole."""
+    """The parameters that one pass reads: all but the embedding, unless it is the LM head too, and but the encoder's. A
+    mixture of experts counts whole."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     parts = [model]
     if model.config.is_encoder_decoder:
@@ -184,8 +214,8 @@ def read_weights(model: Any) -> int:
 
 
 def check_draft(draft: Any, target: Any) -> Any:
-    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no smaller, and where the
-    models' special tokens say that their tokenizers differ.
+    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no
+    smaller, and where the models' special tokens say that their tokenizers differ.
 
     Raises Unsupported for a model that cannot be decoded with, vocabularies that are not one, and another device.
     """
@@ -193,7 +223,8 @@ def check_draft(draft: Any, target: Any) -> Any:
         if len(draft) != 3 or not all(callable(getattr(t, "decode", None)) for t in draft[1:]):
             names = ", ".join(type(part).__name__ for part in draft)
             raise Unsupported(
-                "speculative=(draft_model, draft_tokenizer, tokenizer) takes the draft model, its tokenizer and the target's tokenizer, "
+                "speculative=(draft_model, draft_tokenizer, tokenizer) takes the draft model, its tokenizer and the "
+                "target's tokenizer, "
                 f"not ({names})"
             )
         draft = Pair(*draft)
@@ -201,42 +232,55 @@ def check_draft(draft: Any, target: Any) -> Any:
     if not isinstance(model, PreTrainedModel):
         given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
         raise Unsupported(
-            "speculative= takes a transformers model, or (draft_model, draft_tokenizer, tokenizer) where the tokenizers differ, "
+            "speculative= takes a transformers model, or (draft_model, draft_tokenizer, tokenizer) where the "
+            "tokenizers differ, "
             f"not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
         )
     if model.config.model_type in READS_TARGET:
         raise Unsupported(
-            f"{type(model).__name__} is no draft model of its own: it reads the keys and values of its target, which fastspec does not "
-            "run. Without assistant=, model.generate(..., assistant_model=draft) runs it as transformers does; speculative= takes a "
+            f"{type(model).__name__} is no draft model of its own: it reads the keys and values of its target, which "
+            "fastspec does not "
+            "run. Without assistant=, model.generate(..., assistant_model=draft) runs it as transformers does; "
+            "speculative= takes a "
             "smaller Gemma 4, and 'nasd' needs no model"
         )
     check_supported(model)
     if any(recurrent_layers(model.config)):
         raise Unsupported(
-            f"the draft model {type(model).__name__} keeps a recurrent state, which cannot be taken back when a draft of its own is "
+            f"the draft model {type(model).__name__} keeps a recurrent state, which cannot be taken back when a "
+            "draft of its own is "
             "rejected: give one with attention in every layer"
         )
     if model.config.is_encoder_decoder != target.config.is_encoder_decoder:
         kinds = ["a decoder-only", "an encoder-decoder"]
         raise Unsupported(
-            f"the draft model is {kinds[model.config.is_encoder_decoder]} model and the target {kinds[target.config.is_encoder_decoder]} "
+            f"the draft model is {kinds[model.config.is_encoder_decoder]} model and the target "
+            f"{kinds[target.config.is_encoder_decoder]} "
             "one: a draft model reads what the target reads, so both must be of one kind"
         )
     if target.config.is_encoder_decoder and isinstance(draft, Pair):
-        raise Unsupported("a draft model with another tokenizer drafts for decoder-only models: an encoder-decoder model's shares its own")
+        raise Unsupported(
+            "a draft model with another tokenizer drafts for decoder-only models: an encoder-decoder model's shares "
+            "its own"
+        )
     if model is target:
-        raise Unsupported("speculative=model is the target itself: fastspec.Speculative(early_exit=k) drafts with its first k layers")
+        raise Unsupported(
+            "speculative=model is the target itself: fastspec.Speculative(early_exit=k) drafts with its first k layers"
+        )
     sizes = vocabulary(model), vocabulary(target)
     if abs(sizes[0] - sizes[1]) > PADDING and not isinstance(draft, Pair):
         raise Unsupported(
-            f"the draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: give both tokenizers with "
-            f"speculative=(draft_model, draft_tokenizer, tokenizer) (sizes of one vocabulary differ by {PADDING} at most, for padding)"
+            f"the draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: give both "
+            "tokenizers with "
+            f"speculative=(draft_model, draft_tokenizer, tokenizer) (sizes of one vocabulary differ by {PADDING} at "
+            "most, for padding)"
         )
     _same_device(model, target)
     cost = read_weights(model), read_weights(target)
     if cost[0] >= cost[1]:
         warnings.warn(
-            f"the draft model reads {cost[0] / 1e6:.1f} M weights a token and the target {cost[1] / 1e6:.1f} M: drafting will not pay",
+            f"the draft model reads {cost[0] / 1e6:.1f} M weights a token and the target {cost[1] / 1e6:.1f} M: "
+            "drafting will not pay",
             stacklevel=3,
         )
     if not isinstance(draft, Pair):
@@ -245,12 +289,18 @@ def check_draft(draft: Any, target: Any) -> Any:
 
 
 def _compare_tokens(draft: Any, target: Any) -> None:
-    """Warn where two models that are to share a tokenizer have no token in common for one role: their ids mean other texts then."""
-    apart = [(role, own, other) for role in ROLES if (own := _ids(draft, role)) and (other := _ids(target, role)) and not own & other]
+    """Warn where two models that are to share a tokenizer have no token in common for one role: their ids mean other
+    texts then."""
+    apart = [
+        (role, own, other)
+        for role in ROLES
+        if (own := _ids(draft, role)) and (other := _ids(target, role)) and not own & other
+    ]
     if apart:
         differences = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
         warnings.warn(
-            f"the draft model and the target differ in special tokens ({differences}): if their tokenizers differ, drafts will not be "
+            f"the draft model and the target differ in special tokens ({differences}): if their tokenizers differ, "
+            "drafts will not be "
             "accepted; give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
             stacklevel=4,
         )
@@ -259,7 +309,9 @@ def _compare_tokens(draft: Any, target: Any) -> None:
 def _ids(model: Any, role: str) -> set[int]:
     """What a model's configuration and generation configuration name as its `role`."""
     named = [getattr(config, role, None) for config in (model.config.get_text_config(), model.generation_config)]
-    return {index for each in named if each is not None for index in (each if isinstance(each, (list, tuple)) else [each])}
+    return {
+        index for each in named if each is not None for index in (each if isinstance(each, (list, tuple)) else [each])
+    }
 
 
 def warn_if_refused(decoding: Any, stats: Stats) -> bool:
@@ -270,7 +322,8 @@ def warn_if_refused(decoding: Any, stats: Stats) -> bool:
     if stats.draft_rounds < MANY_ROUNDS or accepted >= SELDOM * stats.draft_rounds:
         return False
     warnings.warn(
-        f"drafts of the draft model were accepted in {accepted} of {stats.draft_rounds} rounds: it predicts little of the target, "
+        f"drafts of the draft model were accepted in {accepted} of {stats.draft_rounds} rounds: it predicts little "
+        "of the target, "
         "or has another tokenizer; then give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
         stacklevel=2,
     )
@@ -283,13 +336,17 @@ def _same_device(draft: Any, target: Any) -> None:
         raise Unsupported(f"the draft model is on {place} and the target on {wanted}: move one of them with .to(...)")
 
 
-def resolve_speculative(config: Speculative, resources: dict[str, Any], target: Any) -> SpeculativeDecoding | TextDecoding:
-    """The decoding of a config. Raises Unsupported without a draft model, and for an early exit that the target has not."""
+def resolve_speculative(
+    config: Speculative, resources: dict[str, Any], target: Any
+) -> SpeculativeDecoding | TextDecoding:
+    """The decoding of a config. Raises Unsupported without a draft model, and for an early exit that the target has
+    not."""
     if config.early_exit is None:
         draft = resources.get("speculative")
         if draft is None:
             raise Unsupported(
-                "assistant 'speculative' has no draft model: fastspec.patch(model, speculative=draft_model) supplies it, or "
+                "assistant 'speculative' has no draft model: fastspec.patch(model, speculative=draft_model) supplies "
+                "it, or "
                 "fastspec.Speculative(early_exit=k) drafts with the target's first k layers"
             )
         drafts = draft.model if isinstance(draft, Pair) else draft
@@ -305,7 +362,10 @@ def resolve_speculative(config: Speculative, resources: dict[str, Any], target: 
         raise Unsupported(f"early_exit={config.early_exit}: the target has {layers} layers, so at most {layers - 1}")
     if any(recurrent_layers(target.config)):
         name = type(target).__name__
-        raise Unsupported(f"early_exit: {name} keeps a recurrent state, which cannot be taken back when a draft of its own is rejected")
+        raise Unsupported(
+            f"early_exit: {name} keeps a recurrent state, which cannot be taken back when a draft of its own is "
+            "rejected"
+        )
     if adapter_for(target) is None:
         raise Unsupported(f"early_exit needs a model with an adapter, and {type(target).__name__} runs in generic mode")
     return SpeculativeDecoding(config, target, target)
@@ -313,7 +373,8 @@ def resolve_speculative(config: Speculative, resources: dict[str, Any], target: 
 
 @dataclass(frozen=True, slots=True)
 class MixedDecoding(Decoding):
-    """Decoding whose every token follows a deferral rule's mixture of the target's distribution and the draft model's."""
+    """Decoding whose every token follows a deferral rule's mixture of the target's distribution and the draft
+    model's."""
 
     config: Cascade
     draft: Any
@@ -331,7 +392,9 @@ class MixedDecoding(Decoding):
         config, more = self.config, self.config.gamma + 2
         model = language_model(self.draft, None, rows=rows, capacity=capacity + more, tail=2, taps=None, ops=ops)
         blend = partial(mixed, config.rule, config.alpha)
-        return MixedDrafter(model, config.gamma, blend, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops)
+        return MixedDrafter(
+            model, config.gamma, blend, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops
+        )
 
 
 @dataclass(frozen=True, slots=True)

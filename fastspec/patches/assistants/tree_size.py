@@ -1,7 +1,8 @@
 """The size of a dynamic tree, measured: the number of nodes with the most expected tokens per millisecond.
 
-expected(n) / (draft + verify(n)) is the rule by which DSpark sizes what is verified (arXiv 2607.05147; vLLM's adaptive verification), at a
-fixed batch. The times are those of whole rounds, on the text of the call that asks first, through the code that every round takes.
+expected(n) / (draft + verify(n)) is the rule by which DSpark sizes what is verified (arXiv 2607.05147; vLLM's adaptive
+verification), at a fixed batch. The times are those of whole rounds, on the text of the call that asks first, through
+the code that every round takes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ MOST_POWER = 4.0
 class TreeChoice:
     """What was measured by number of nodes, ascending, and the number chosen; `print` shows a table.
 
-    `draft_ms` is what a round takes to draft and to observe, `verify_ms` all else of it, never more for fewer nodes. `expected` are the
-    tokens of a round, bonus included, by the head's own confidences, raised to `power`, as `power_of` finds it.
+    `draft_ms` is what a round takes to draft and to observe, `verify_ms` all else of it, never more for fewer nodes.
+    `expected` are the tokens of a round, bonus included, by the head's own confidences, raised to `power`, as
+    `power_of` finds it.
     """
 
     sizes: tuple[int, ...]
@@ -47,7 +49,9 @@ class TreeChoice:
     power: float = 1.0
 
     def __str__(self) -> str:
-        lines = [f"{self.chosen} nodes chosen; drafting {self.draft_ms:.3f} ms, confidences to the power of {self.power:.2f}"]
+        lines = [
+            f"{self.chosen} nodes chosen; drafting {self.draft_ms:.3f} ms, confidences to the power of {self.power:.2f}"
+        ]
         lines.append("nodes  verify ms  expected  tokens/ms")
         rates = tokens_per_ms(self.expected, self.draft_ms, self.verify_ms)
         for size, verify, tokens, rate in zip(self.sizes, self.verify_ms, self.expected, rates, strict=True):
@@ -67,23 +71,24 @@ def choose_size(expected: Sequence[float], draft_ms: float, verify_ms: Sequence[
 
 
 def monotone(times: Sequence[float]) -> tuple[float, ...]:
-    """Times by size, ascending, none above that of a larger size: fewer nodes never take more, and noise only ever adds time."""
+    """Times by size, ascending, none above that of a larger size: fewer nodes never take more, and noise only ever adds
+    time."""
     return tuple(accumulate(reversed(times), min))[::-1]
 
 
 def expected_tokens(scores: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Candidates' cumulative log-probabilities [R, M] -> expected tokens [R, len(sizes)] of the trees that keep the n - 1 best of them:
-    a node is reached with the probability of its path, and the bonus token comes on top."""
+    """Candidates' cumulative log-probabilities [R, M] -> expected tokens [R, len(sizes)] of the trees that keep the n -
+    1 best of them: a node is reached with the probability of its path, and the bonus token comes on top."""
     reached = scores.exp().sort(dim=1, descending=True).values.cumsum(1)
     return 1 + reached[:, [size - 2 for size in sizes]]
 
 
 def power_of(scores: Tensor, nodes: int, accepted: int) -> float:
-    """By which power of its candidates' probabilities a head promises what comes: scores [R, M] as above, of which the best `nodes` - 1
-    were judged in each of R rounds, and `accepted` drafts were accepted in all of them together.
+    """By which power of its candidates' probabilities a head promises what comes: scores [R, M] as above, of which the
+    best `nodes` - 1 were judged in each of R rounds, and `accepted` drafts were accepted in all of them together.
 
-    A head that is too sure of itself gets a power above 1, one that is too modest a power below, which raises the chance of a node the more
-    the less likely the node is. One number is all that so few rounds can tell.
+    A head that is too sure of itself gets a power above 1, one that is too modest a power below, which raises the
+    chance of a node the more the less likely the node is. One number is all that so few rounds can tell.
     """
     best = scores.double().sort(dim=1, descending=True).values[:, : nodes - 1]
     rounds = len(best)
@@ -98,22 +103,29 @@ def power_of(scores: Tensor, nodes: int, accepted: int) -> float:
 def choose_tree(fresh: Callable[[], tuple[Any, Any]], ops: Ops, request: Request, sizes: tuple[int, ...]) -> TreeChoice:
     """Measure greedy rounds of a call with trees of these sizes, ascending, and choose.
 
-    `fresh` makes a target, in which what comes before the request's prompts is committed, and an `EagleDrafter` of the largest size; both
-    are thrown away. Nothing is drawn at random, and nothing is emitted.
+    `fresh` makes a target, in which what comes before the request's prompts is committed, and an `EagleDrafter` of the
+    largest size; both are thrown away. Nothing is drawn at random, and nothing is emitted.
     """
     trial = _Trial(fresh, ops, request)
     drafting, verifying, expected, power = [], [], [1.0] * len(sizes), 1.0
     for size in sizes:
         largest = size == sizes[-1]
         times, scores, accepted = trial.run(size, max(COUNTED, WARM_UP + TIMED) if largest else WARM_UP + TIMED)
-        spent = [sum(ms for name, ms in each.items() if name.startswith("draft") or name == "observe") for each in times[-TIMED:]]
+        spent = [
+            sum(ms for name, ms in each.items() if name.startswith("draft") or name == "observe")
+            for each in times[-TIMED:]
+        ]
         drafting += spent
-        verifying.append(statistics.median(sum(each.values()) - ms for each, ms in zip(times[-TIMED:], spent, strict=True)))
+        verifying.append(
+            statistics.median(sum(each.values()) - ms for each, ms in zip(times[-TIMED:], spent, strict=True))
+        )
         if largest:
             power = power_of(scores, size, accepted)
             expected = expected_tokens(scores * power, sizes).mean(0).tolist()
     draft_ms, verify_ms = statistics.median(drafting), monotone(verifying)
-    return TreeChoice(sizes, draft_ms, verify_ms, tuple(expected), sizes[choose_size(expected, draft_ms, verify_ms)], power)
+    return TreeChoice(
+        sizes, draft_ms, verify_ms, tuple(expected), sizes[choose_size(expected, draft_ms, verify_ms)], power
+    )
 
 
 class _Trial:
@@ -133,8 +145,8 @@ class _Trial:
         self.lengths = self.target.lengths.clone()
 
     def run(self, size: int, count: int) -> tuple[list[dict[str, float]], Tensor, int]:
-        """Rounds of trees with this many nodes -> the times of their parts, and the candidates' scores [R, M] of every row in every round
-        that it would come to in the call, and how many drafts were accepted in these."""
+        """Rounds of trees with this many nodes -> the times of their parts, and the candidates' scores [R, M] of every
+        row in every round that it would come to in the call, and how many drafts were accepted in these."""
         if self.target.forgets:
             if not torch.equal(self.target.lengths, self.lengths):
                 self._read()
@@ -157,5 +169,7 @@ class _Trial:
             for row in live:
                 gained += packed[row][0]
                 left[row] -= packed[row][0] + 1
-            live = [row for row in live if left[row] > 0 and request.ends.isdisjoint(packed[row][1 : packed[row][0] + 2])]
+            live = [
+                row for row in live if left[row] > 0 and request.ends.isdisjoint(packed[row][1 : packed[row][0] + 2])
+            ]
         return profile.rounds, torch.cat(scores), gained

@@ -39,11 +39,12 @@ from fastspec.patches.session import PatchSession
 class Assembly:
     """What the engine of a call is made of.
 
-    `rows` sequences of at most `capacity` tokens; `ends` are the call's end tokens. The call samples or not, under `process`, which maps
-    scores [R, V] as its `processors` do where these look at no history, or under `settings` alone. `answers` tells whether given texts are
-    verified first; `measures` and `pad_token` are those of `RoundProgram`. The target begins behind `past`, keys and values
-    [B, Hkv, T, D] of each layer, where keep [B, T] bool is True for what is real; positions begin
-    shift [B] further than tokens are counted. Where it is `bounded`, layers keep no more of a text than they can see again.
+    `rows` sequences of at most `capacity` tokens; `ends` are the call's end tokens. The call samples or not, under
+    `process`, which maps scores [R, V] as its `processors` do where these look at no history, or under `settings`
+    alone. `answers` tells whether given texts are verified first; `measures` and `pad_token` are those of
+    `RoundProgram`. The target begins behind `past`, keys and values [B, Hkv, T, D] of each layer, where keep [B, T]
+    bool is True for what is real; positions begin shift [B] further than tokens are counted. Where it is `bounded`,
+    layers keep no more of a text than they can see again.
     """
 
     model: PreTrainedModel
@@ -79,8 +80,8 @@ class Assembly:
         return device_of(self.model)
 
     def size_trees(self, request: Request) -> Decoding:
-        """The call's decoding, with its trees: their depth where it is left to the temperature, and their size where it is left to a
-        measurement, once for calls of one kind."""
+        """The call's decoding, with its trees: their depth where it is left to the temperature, and their size where it
+        is left to a measurement, once for calls of one kind."""
         decoding, trees = self.decoding, self.session.trees
         if isinstance(decoding, EagleDecoding) and self.sample:
             self.decoding = decoding = decoding.sampled(temperature_of(self.processors))
@@ -112,9 +113,17 @@ class Assembly:
         target, drafter = self._made(self.rows, self._drawn)
         waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
         return Engine(
-            target, drafter, self.ops, rows=self.rows, sample=self.sample, process=self.process, settings=self.settings,
-            place=Place.HOST if waits else Place.DEVICE, measures=self.measures, pad_token=self.pad_token,
-        )  # fmt: skip
+            target,
+            drafter,
+            self.ops,
+            rows=self.rows,
+            sample=self.sample,
+            process=self.process,
+            settings=self.settings,
+            place=Place.HOST if waits else Place.DEVICE,
+            measures=self.measures,
+            pad_token=self.pad_token,
+        )
 
     def entry(self, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Drafter | None]:
         """A target and a drafter of so many rows, for prompts to begin in: the same ones for all prompts."""
@@ -128,7 +137,9 @@ class Assembly:
         if self.shift is not None:
             target.move(self.shift[:1].expand(rows))
         if engine.drafter is not None and drafter is engine.drafter:
-            raise Unsupported(f"assistant {self.decoding.name!r} is continuous, and made one drafter twice: each must be its own")
+            raise Unsupported(
+                f"assistant {self.decoding.name!r} is continuous, and made one drafter twice: each must be its own"
+            )
         return made
 
     @property
@@ -155,17 +166,27 @@ class Assembly:
         nodes = 1 if drafter is None else max(drafter.nodes, drafter.max_path)
         nodes = max(nodes, *CHUNKS.get(self.device.type, CHUNKS["cuda"])) if self.answers else nodes
         target = language_model(
-            self.model, self.source, rows=rows, capacity=self.capacity, tail=nodes, taps=self.decoding.taps, ops=self.ops,
-            bounded=self.bounded, likeliest=self.likeliest and (drafter is None or not drafter.traits.reads_logits), first=first,
+            self.model,
+            self.source,
+            rows=rows,
+            capacity=self.capacity,
+            tail=nodes,
+            taps=self.decoding.taps,
+            ops=self.ops,
+            bounded=self.bounded,
+            likeliest=self.likeliest and (drafter is None or not drafter.traits.reads_logits),
+            first=first,
             dropped=self.dropped,
             before_norm=self.decoding.before_norm,
-        )  # fmt: skip
+        )
         if drafter is not None:
             drafter.bind(target)
         return target, drafter
 
     def _drafter(self, rows: int, process: Process | None) -> Drafter | None:
-        drafter = self.decoding.drafter(rows=rows, capacity=self.capacity, device=self.device, ops=self.ops, process=process)
+        drafter = self.decoding.drafter(
+            rows=rows, capacity=self.capacity, device=self.device, ops=self.ops, process=process
+        )
         drafter = adopt(drafter, may_draw=process is not None)
         if drafter is not None:
             drafter.ends = self.ends
@@ -192,8 +213,11 @@ class Assembly:
         return target, drafter
 
     def _restore(self, target: HFModel) -> None:
-        """Begin where the caller's cache ends, and count positions as behind the prompt: the pass over images counts its own."""
+        """Begin where the caller's cache ends, and count positions as behind the prompt: the pass over images counts
+        its own."""
         if self.past is not None:
             import_past(target.state, self.past, self.keep)
         if self.shift is not None:
-            target.move(self.shift[: len(target.lengths)])  # with fewer rows than prompts these are tokens alone, all of one shift
+            target.move(
+                self.shift[: len(target.lengths)]
+            )  # with fewer rows than prompts these are tokens alone, all of one shift

@@ -66,16 +66,32 @@ from fastspec.patches.session import PatchSession
 class Call:
     """One assisted call. The constructor raises Unsupported for impossible arguments; `run` decodes.
 
-    `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in this turn, all else is what transformers
-    made of the arguments.
+    `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in this turn, all else is
+    what transformers made of the arguments.
     """
 
     def __init__(
-        self, model: Any, session: PatchSession, decoding: Decoding | Continued, given: dict[str, Any], ids: Tensor,
-        processors: LogitsProcessorList, criteria: Any, config: Any, model_kwargs: dict[str, Any], mode: Mode, ops: Ops,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        session: PatchSession,
+        decoding: Decoding | Continued,
+        given: dict[str, Any],
+        ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: Any,
+        config: Any,
+        model_kwargs: dict[str, Any],
+        mode: Mode,
+        ops: Ops,
+    ) -> None:
         self.given = decoding if isinstance(decoding, Continued) else Continued(decoding)
-        self.model, self.session, self.decoding, self.config, self.processors = model, session, self.given.decoding, config, processors
+        self.model, self.session, self.decoding, self.config, self.processors = (
+            model,
+            session,
+            self.given.decoding,
+            config,
+            processors,
+        )
         self.device = device_of(model)
         group = group_of(model)
         self.ranks = None if group is None else Ranks(group, self.device)
@@ -109,8 +125,10 @@ class Call:
             raise Unsupported(f"ContinuousBatch takes whole prompts, without {CACHE}: name its assistant itself")
         if self.rows is not None and self.steps is not None:
             raise Unsupported(
-                f"ContinuousBatch decodes {self.rows} of {ids.shape[0]} prompts at a time, and {unknown_types(processors, criteria)} may "
-                "keep a state over the whole batch: name its assistant itself, or pass at most as many prompts as it has rows"
+                f"ContinuousBatch decodes {self.rows} of {ids.shape[0]} prompts at a time, and "
+                f"{unknown_types(processors, criteria)} may "
+                "keep a state over the whole batch: name its assistant itself, or pass at most as many prompts as it "
+                "has rows"
             )
         self._begin()
 
@@ -124,14 +142,18 @@ class Call:
         return PlainSteps(ids, self.processors, criteria, self.config, None if on_round else self.streamer)
 
     def _own_prefill(self, model_kwargs: dict[str, Any], mode: Mode) -> OwnPrefill | None:
-        """The model's own pass over a prompt with images and the like, and over any of a model that lets a prompt's tokens see others than
-        those before them; None where there is nothing but tokens."""
+        """The model's own pass over a prompt with images and the like, and over any of a model that lets a prompt's
+        tokens see others than those before them; None where there is nothing but tokens."""
         inputs = besides_tokens(model_kwargs)
         if not inputs and not sees_ahead(self.model, mode.adapter):
             return None
         if self.given.rows is not None:
             alone = f"prompts of tokens alone, without {', '.join(sorted(inputs))}"
-            what = alone if inputs else f"no {type(self.model).__name__}, whose tokens see more of a prompt than what is before them"
+            what = (
+                alone
+                if inputs
+                else f"no {type(self.model).__name__}, whose tokens see more of a prompt than what is before them"
+            )
             raise Unsupported(f"ContinuousBatch takes {what}: name its assistant itself")
         return OwnPrefill(self.model, self.config, self.ids, self.keep, model_kwargs)
 
@@ -143,7 +165,10 @@ class Call:
             return
         if self.past is not None or self.given.rows is not None:
             what = CACHE if self.past is not None else "ContinuousBatch"
-            raise Unsupported(f"{what} cannot be combined with a prompt-learning adapter: its virtual tokens begin every prompt of a call")
+            raise Unsupported(
+                f"{what} cannot be combined with a prompt-learning adapter: its virtual tokens begin every prompt of "
+                "a call"
+            )
         self.past, self.past_length = virtual, text_length(virtual)
         self.keep = torch.cat((torch.ones_like(self.keep[:, :1]).expand(-1, self.past_length), self.keep), 1)
         self.virtual = virtual
@@ -157,7 +182,9 @@ class Call:
         self.capacity = int(self.keep[:, : self.past_length].sum(1).max()) + prompts.shape[1] + limit
         dropped = dropped_spans(self.model, self.cache)
         if self.source is None:
-            refuse_holes(self.model, self.keep, self.past_length if self.own is None else self.keep.shape[1], limit, dropped)
+            refuse_holes(
+                self.model, self.keep, self.past_length if self.own is None else self.keep.shape[1], limit, dropped
+            )
             if self.own is None:
                 refuse_dropped(self.model, self.cache, self.past_length, config, dropped)
         for exact in (self.model, *((self.decoding.draft,) if isinstance(self.decoding, MixedDecoding) else ())):
@@ -169,22 +196,48 @@ class Call:
         emits = self.streaming is not None and (steps is None or steps.streamer is None)
         wanted = bool(config.return_dict_in_generate) and steps is None
         self.request = Request(
-            prompts, counts, list(self.ids), limit, self.ending.ends, process_at,
+            prompts,
+            counts,
+            list(self.ids),
+            limit,
+            self.ending.ends,
+            process_at,
             context=self._context(),
-            stop=self.ending.stop, emit=self.streaming.emit if self.streaming and emits else None,
+            stop=self.ending.stop,
+            emit=self.streaming.emit if self.streaming and emits else None,
             watch=self.streaming.watch if self.streaming else None,
-            keep_scores=bool(wanted and config.output_scores), keep_logits=bool(wanted and config.output_logits),
-            answers=self.given.answers, measure=self.given.measure, rows=self.rows, steps=steps,
+            keep_scores=bool(wanted and config.output_scores),
+            keep_logits=bool(wanted and config.output_logits),
+            answers=self.given.answers,
+            measure=self.given.measure,
+            rows=self.rows,
+            steps=steps,
             prefill=self.own,
-        )  # fmt: skip
+        )
         assembly = Assembly(
-            self.model, self.session, self.decoding, self.source, self.ops, rows=rows, capacity=self.capacity, ends=self.ending.ends,
-            sample=bool(config.do_sample), process=process_all, processors=self.processors,
-            settings=self._settings(self.request.keep_scores), answers=self.given.answers is not None, measures=self.given.measure,
-            pad_token=None if steps is None else steps.pad_token, past=self.past, keep=self.keep[:, : self.past_length],
-            shift=self.shift, bounded=self._is_bounded(), dropped=dropped, ranks=self.ranks,
+            self.model,
+            self.session,
+            self.decoding,
+            self.source,
+            self.ops,
+            rows=rows,
+            capacity=self.capacity,
+            ends=self.ending.ends,
+            sample=bool(config.do_sample),
+            process=process_all,
+            processors=self.processors,
+            settings=self._settings(self.request.keep_scores),
+            answers=self.given.answers is not None,
+            measures=self.given.measure,
+            pad_token=None if steps is None else steps.pad_token,
+            past=self.past,
+            keep=self.keep[:, : self.past_length],
+            shift=self.shift,
+            bounded=self._is_bounded(),
+            dropped=dropped,
+            ranks=self.ranks,
             likeliest=not config.do_sample and process_all is None and not self.request.reads_logits,
-        )  # fmt: skip
+        )
         if self.ranks is not None:
             self._agree(self.ranks)
         with self._memory(rows):
@@ -198,19 +251,45 @@ class Call:
         """See to it that all processes run this call, and draw the same random numbers in it."""
         request, config = self.request, self.config
         kinds = [type(each).__name__ for each in (*self.processors, *self.ending.others)]
-        asked = request.keep_scores, request.keep_logits, request.measure, request.answers, request.rows, request.watch is None
-        settings = request.limit, sorted(request.ends), bool(config.do_sample), config.temperature, config.top_k, config.top_p, config.min_p
-        tuned = sorted(map(repr, installed(name_of(self.device)).items()))  # what is whole in every process must round alike
+        asked = (
+            request.keep_scores,
+            request.keep_logits,
+            request.measure,
+            request.answers,
+            request.rows,
+            request.watch is None,
+        )
+        settings = (
+            request.limit,
+            sorted(request.ends),
+            bool(config.do_sample),
+            config.temperature,
+            config.top_k,
+            config.top_p,
+            config.min_p,
+        )
+        tuned = sorted(
+            map(repr, installed(name_of(self.device)).items())
+        )  # what is whole in every process must round alike
         ranks.check_arguments(
-            self.ids, self.keep, re.sub("0x[0-9a-f]+", "", repr(self.decoding)), kinds, asked, settings, self.session.profile is None, tuned
-        )  # fmt: skip
+            self.ids,
+            self.keep,
+            re.sub("0x[0-9a-f]+", "", repr(self.decoding)),
+            kinds,
+            asked,
+            settings,
+            self.session.profile is None,
+            tuned,
+        )
         if config.do_sample:
             ranks.share_random_numbers()
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
         engine = self.engine
-        if self.cache is not None and self.virtual is not None:  # not before: a call that is refused must leave the cache as it was
+        if (
+            self.cache is not None and self.virtual is not None
+        ):  # not before: a call that is refused must leave the cache as it was
             fill_cache(self.cache, 0, self.virtual)
         with self._memory(len(engine.state.running)):
             outcome = decode(engine, self.request, self.decoding.name)
@@ -236,16 +315,20 @@ class Call:
             if isinstance(error, FastSpecError) or not is_out_of_memory(error):
                 raise
             raise FastSpecError(
-                f"out of memory while decoding {rows} rows of up to {self.capacity} tokens on {self.device}: ask for fewer new tokens, "
+                f"out of memory while decoding {rows} rows of up to {self.capacity} tokens on {self.device}: ask for "
+                "fewer new tokens, "
                 "a shorter prompt or a smaller batch"
             ) from error
 
     def _is_bounded(self) -> bool:
-        """Whether nobody will see what a layer with a window has dropped: the cache that the call hands back keeps no more either."""
+        """Whether nobody will see what a layer with a window has dropped: the cache that the call hands back keeps no
+        more either."""
         if self.cache is None or not (self.handed_in or self.config.return_dict_in_generate):
             return True
         spans = layer_spans(self.model)
-        return not any(spans[layer] is not None and keeps_all(self.cache, layer) for layer in set(kept_by(self.model.config)))
+        return not any(
+            spans[layer] is not None and keeps_all(self.cache, layer) for layer in set(kept_by(self.model.config))
+        )
 
     def _context(self) -> tuple[Tensor, Tensor] | None:
         """What a drafter without a model reads before the first new token, where that is more than the prompt."""
@@ -254,5 +337,6 @@ class Call:
         return compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
 
     def _settings(self, keep_scores: bool) -> SamplingSettings | None:
-        """The settings that rounds draw under without processing scores, where the call samples and nobody asks for processed ones."""
+        """The settings that rounds draw under without processing scores, where the call samples and nobody asks for
+        processed ones."""
         return read_settings(self.processors) if self.config.do_sample and not keep_scores else None

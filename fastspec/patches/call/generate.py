@@ -1,4 +1,5 @@
-"""The front door: `model.generate(..., assistant=...)`, and calls that a default assistant serves or leaves to transformers."""
+"""The front door: `model.generate(..., assistant=...)`, and calls that a default assistant serves or leaves to
+transformers."""
 
 from __future__ import annotations
 
@@ -34,14 +35,17 @@ from fastspec.patches.session import ABSENT, PatchSession, session_of
 def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> Any:
     """transformers' `generate`, with `assistant=`: a name, a config object or an object with a `drafter` method.
 
-    Everything else keeps its meaning. A call that names none has the one of its generation_config, of the model's, or of the patch, in this
-    order; without any, and with None or "none", the original runs untouched. Raises Unsupported for what cannot be combined with an
-    assistant that the call names; where it is a default, the original runs and a warning says why.
+    Everything else keeps its meaning. A call that names none has the one of its generation_config, of the model's, or
+    of the patch, in this order; without any, and with None or "none", the original runs untouched. Raises Unsupported
+    for what cannot be combined with an assistant that the call names; where it is a default, the original runs and a
+    warning says why.
     """
     session = session_of(self)
     if session is None:  # someone kept this method from before `unpatch`
         if assistant is not ABSENT and assistant is not None:
-            raise Unsupported(f"this {type(self).__name__} is not patched any more: fastspec.patch(model) comes before assistant=")
+            raise Unsupported(
+                f"this {type(self).__name__} is not patched any more: fastspec.patch(model) comes before assistant="
+            )
         return type(self).generate(self, *args, **kwargs)
     before = session.before(self, "generate")
     original = type(self).generate.__get__(self) if before is ABSENT else before
@@ -54,7 +58,9 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
     unpack_weights(self)
     shared = is_shared_out(self)
     if shared and given.get("synced_gpus") is False:  # the others need not call at all, so that they cannot be asked
-        apart = Unsupported("synced_gpus=False cannot be combined with an assistant on a model that FSDP shares out: leave it out")
+        apart = Unsupported(
+            "synced_gpus=False cannot be combined with an assistant on a model that FSDP shares out: leave it out"
+        )
         if named:
             raise apart
         session.leave(apart)
@@ -101,21 +107,35 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """What `generate` calls in place of its own loop, with what it has made of its arguments."""
-    mode = mode_for(model)  # not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
+    mode = mode_for(
+        model
+    )  # not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
     ops = session.ops(model, mode)
     session.pack(model, mode, ops)
     session.tell_mode(mode)
     try:
         refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
         call = Call(
-            model, session, decoding, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, mode, ops
-        )  # fmt: skip
+            model,
+            session,
+            decoding,
+            given,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            model_kwargs,
+            mode,
+            ops,
+        )
         refused = None
     except Unsupported as reason:
         refused = reason
     if step.agree(refused is None):
         return call.run()
-    refused = refused or Unsupported("another process, which holds a part of the model, cannot serve its part of the call")
+    refused = refused or Unsupported(
+        "another process, which holds a part of the model, cannot serve its part of the call"
+    )
     if named:
         raise refused
     session.leave(refused)
@@ -133,8 +153,8 @@ _turned_off: ContextVar[bool] = ContextVar("_turned_off", default=False)
 
 
 def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> Any:
-    """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported for one; None and
-    "none" turn a default off, without a warning."""
+    """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported
+    for one; None and "none" turn a default off, without a warning."""
     if assistant not in (ABSENT, None, "none"):
         raise Unsupported(f"generate_batch takes no assistant=: {INSTEAD}")
     off = _turned_off.set(assistant is not ABSENT)
@@ -145,14 +165,16 @@ def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any
 
 
 def init_continuous_batching(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """What all of transformers' continuous batching begins with. Raises Unsupported for an assistant in the call's own generation_config; a
-    default is left out with a warning."""
+    """What all of transformers' continuous batching begins with. Raises Unsupported for an assistant in the call's own
+    generation_config; a default is left out with a warning."""
     session, own = session_of(self), self.generation_config
     call = None if generation_config is own else generation_config
     assistant, named = chosen(call, own, None if session is None else session.default)
     if session is not None and assistant not in (None, "none") and not _turned_off.get():
         if named:
-            raise Unsupported(f"continuous batching takes no assistant, and its generation_config names {assistant!r}: {INSTEAD}")
+            raise Unsupported(
+                f"continuous batching takes no assistant, and its generation_config names {assistant!r}: {INSTEAD}"
+            )
         session.leave(Unsupported(f"continuous batching takes no assistant: {INSTEAD}"))
     return _original(self, "init_continuous_batching")(generation_config, *args, **kwargs)
 
@@ -165,14 +187,16 @@ def _original(model: Any, name: str) -> Any:
 
 
 def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str, Any]) -> Any:
-    """The decoding of a call. Raises Unsupported, before anything runs, for what its arguments and the model's state rule out."""
+    """The decoding of a call. Raises Unsupported, before anything runs, for what its arguments and the model's state
+    rule out."""
     decoding = assistant if isinstance(assistant, AdaptiveCascade) else resolve(assistant, session.resources, model)
     refuse_overrides(model)
     session.turn.refuse_nested()
     if isinstance(decoding, AdaptiveCascade):
         if processes_of(model) > 1:
             raise Unsupported(
-                f"a cascade's stages are not run over several processes, and {processes_of(model)} hold this {type(model).__name__}: "
+                f"a cascade's stages are not run over several processes, and {processes_of(model)} hold this "
+                f"{type(model).__name__}: "
                 "name one of its other assistants"
             )
         decoding.check(model, given)

@@ -1,8 +1,10 @@
-"""One prompt by itself, as transformers' own `generate` prepares it for an open batch, and a cache of what it made of settings.
+"""One prompt by itself, as transformers' own `generate` prepares it for an open batch, and a cache of what it made of
+settings.
 
-A server hands an open batch many prompts a second, nearly all with the settings of earlier ones, and preparing one takes `generate`
-milliseconds of Python. What it makes of settings is kept where nothing of it depends on the prompt but the length: no processors, or
-temperature, top-k, top-p and min-p, and no criteria but the length and end tokens. Anything else goes through `generate` each time.
+A server hands an open batch many prompts a second, nearly all with the settings of earlier ones, and preparing one
+takes `generate` milliseconds of Python. What it makes of settings is kept where nothing of it depends on the prompt but
+the length: no processors, or temperature, top-k, top-p and min-p, and no criteria but the length and end tokens.
+Anything else goes through `generate` each time.
 """
 
 from __future__ import annotations
@@ -29,8 +31,23 @@ from fastspec.generation.drafters.base import Process
 from fastspec.generation.engine.open_batch import Rule
 from fastspec.generation.verify import drawn_seed
 from fastspec.kernels.verification.reference import SamplingSettings
-from fastspec.patches.call.processors import FILTERS, Ending, Streaming, are_known, make_processors, read_settings, unknown_types
-from fastspec.patches.call.prompts import besides_tokens, compact, position_shift, real_tokens, refuse_dropped, refuse_holes
+from fastspec.patches.call.processors import (
+    FILTERS,
+    Ending,
+    Streaming,
+    are_known,
+    make_processors,
+    read_settings,
+    unknown_types,
+)
+from fastspec.patches.call.prompts import (
+    besides_tokens,
+    compact,
+    position_shift,
+    real_tokens,
+    refuse_dropped,
+    refuse_holes,
+)
 from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts
 from fastspec.patches.hf.cache import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, own_stop_strings
@@ -40,20 +57,23 @@ KEPT = 16
 GIVEN = frozenset({"input_ids", "generation_config", "attention_mask", "streamer", "tokenizer"})
 """Arguments of `generate` that settings are kept beside; the tokenizer is read for stop strings alone."""
 METHODS = {
-    name: getattr(GenerationMixin, name) for name, value in vars(GenerationMixin).items()
+    name: getattr(GenerationMixin, name)
+    for name, value in vars(GenerationMixin).items()
     if name[0] == "_" and name[1] != "_" and isinstance(value, (FunctionType, staticmethod))
-}  # fmt: skip
-"""What `generate` prepares a call by. One of someone else's, or of a family's own, may look at the prompt: nothing is kept there."""
+}
+"""What `generate` prepares a call by. One of someone else's, or of a family's own, may look at the prompt: nothing is
+kept there."""
 MADE_OF = {
-    kind: (vars(kind).get("__init__"), vars(kind).get("__call__")) for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria)
-}  # fmt: skip
+    kind: (vars(kind).get("__init__"), vars(kind).get("__call__"))
+    for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria)
+}
 """The processors and criteria that are made of settings, which `generate` finds by their names, and how they work."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSettings:
-    """Settings as `generate` prepared them: end tokens, and the parts of a `Rule` by which tokens are chosen; `positions` counts those that
-    the model has, None where it has any."""
+    """Settings as `generate` prepared them: end tokens, and the parts of a `Rule` by which tokens are chosen;
+    `positions` counts those that the model has, None where it has any."""
 
     asked: str
     ends: frozenset[int]
@@ -64,15 +84,23 @@ class PreparedSettings:
 
 
 class SettingsCache:
-    """Cache: a call's settings -> the end tokens, processors and criteria that `generate` made of them; the last KEPT ones."""
+    """Cache: a call's settings -> the end tokens, processors and criteria that `generate` made of them; the last KEPT
+    ones."""
 
     def __init__(self) -> None:
         self.known: deque[PreparedSettings] = deque(maxlen=KEPT)
 
     def find(self, model: Any, original: Any, given: dict[str, Any]) -> PreparedSettings | None:
-        """What was made of the settings of a call, whose prompt is one row of tokens on the CPU, none of them padding; or None."""
+        """What was made of the settings of a call, whose prompt is one row of tokens on the CPU, none of them padding;
+        or None."""
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.dtype != torch.long or ids.dim() != 2 or len(ids) != 1:
+        if (
+            not isinstance(ids, Tensor)
+            or ids.device.type != "cpu"
+            or ids.dtype != torch.long
+            or ids.dim() != 2
+            or len(ids) != 1
+        ):
             return None
         if not isinstance(mask, Tensor) or mask.device.type != "cpu" or mask.shape != ids.shape or not bool(mask.all()):
             return None
@@ -89,13 +117,21 @@ class SettingsCache:
 
 
 def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
-    """What a call's settings depend on, as text, the length of the answer left out; None for a call whose settings are not kept."""
+    """What a call's settings depend on, as text, the length of the answer left out; None for a call whose settings are
+    not kept."""
     config: Any = given.get("generation_config")
-    if type(config) is not GenerationConfig or type(model.generation_config) is not GenerationConfig or not given.keys() <= GIVEN:
+    if (
+        type(config) is not GenerationConfig
+        or type(model.generation_config) is not GenerationConfig
+        or not given.keys() <= GIVEN
+    ):
         return None
     if type(config.max_new_tokens) is not int or config.max_new_tokens < 1 or not _is_transformers_own(model, original):
         return None
-    asked = {name: value for name, value in vars(config).items() if name != "max_new_tokens"}, vars(model.generation_config)
+    asked = (
+        {name: value for name, value in vars(config).items() if name != "max_new_tokens"},
+        vars(model.generation_config),
+    )
     return repr(asked) if _is_text(asked) else None
 
 
@@ -106,10 +142,11 @@ def _is_transformers_own(model: Any, original: Any) -> bool:
         getattr(original, "__func__", None) is GenerationMixin.generate
         and all(getattr(kind, name, None) is value and name not in own for name, value in METHODS.items())
         and all(
-            getattr(plain, made.__name__, None) is made and (vars(made).get("__init__"), vars(made).get("__call__")) == how
+            getattr(plain, made.__name__, None) is made
+            and (vars(made).get("__init__"), vars(made).get("__call__")) == how
             for made, how in MADE_OF.items()
         )
-    )  # fmt: skip
+    )
 
 
 def _is_text(value: Any) -> bool:
@@ -120,7 +157,8 @@ def _is_text(value: Any) -> bool:
 
 
 def settles(processors: Sequence[Any], criteria: Iterable[Any], settings: SamplingSettings | None) -> bool:
-    """Whether nothing of what `generate` made is the prompt's own but the length; `settings` are all that processors do, None if more."""
+    """Whether nothing of what `generate` made is the prompt's own but the length; `settings` are all that processors
+    do, None if more."""
     lengths = (MaxLengthCriteria, EosTokenCriteria)
     return (settings is not None or not processors) and all(type(each) in lengths for each in criteria)
 
@@ -129,15 +167,23 @@ log = logging.getLogger("fastspec")
 
 
 class PreparedPrompt:
-    """A prompt with its settings, and the `future` of its answer: what `generate` returns for it, [1, T + new tokens] int64.
+    """A prompt with its settings, and the `future` of its answer: what `generate` returns for it, [1, T + new tokens]
+    int64.
 
-    `shown` [1, T] is the prompt as it was given, padding included, and `ids` without; `ending` has criteria besides length and end tokens.
-    It is a `fastspec.generation.engine.open_batch.Prompt`.
+    `shown` [1, T] is the prompt as it was given, padding included, and `ids` without; `ending` has criteria besides
+    length and end tokens. It is a `fastspec.generation.engine.open_batch.Prompt`.
     """
 
     def __init__(
-        self, shown: Tensor, ids: Tensor, limit: int, ends: frozenset[int], rule: Rule, streamer: Any, ending: Ending | None = None
-    ) -> None:  # fmt: skip
+        self,
+        shown: Tensor,
+        ids: Tensor,
+        limit: int,
+        ends: frozenset[int],
+        rule: Rule,
+        streamer: Any,
+        ending: Ending | None = None,
+    ) -> None:
         self.shown, self.ids, self.limit, self.ends, self.rule, self.ending = shown, ids, limit, ends, rule, ending
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None else None
         self.future: Future[Tensor] = Future()
@@ -160,8 +206,8 @@ class PreparedPrompt:
             self.streaming.emit(0, tokens, accepted, done)
 
     def finish(self, tokens: list[int], error: BaseException | None) -> None:
-        """Tell the streamer, and whoever waits for the answer. Where it was cancelled the streamer is told that there is no more of it,
-        and nobody else is there whom its errors could be told."""
+        """Tell the streamer, and whoever waits for the answer. Where it was cancelled the streamer is told that there
+        is no more of it, and nobody else is there whom its errors could be told."""
         cancelled = not self.future.set_running_or_notify_cancel()  # and cannot be any more
         try:
             if self.streaming is not None and (cancelled or error is None):
@@ -184,24 +230,41 @@ class PreparedPrompt:
 
 
 def _made(
-    streamer: Any, seed: int | None, ids: Tensor, keep: Tensor, processors: LogitsProcessorList, criteria: Any, config: Any
-) -> PreparedPrompt:  # fmt: skip
+    streamer: Any,
+    seed: int | None,
+    ids: Tensor,
+    keep: Tensor,
+    processors: LogitsProcessorList,
+    criteria: Any,
+    config: Any,
+) -> PreparedPrompt:
     """A prompt of what `generate` has prepared."""
     if len(ids) != 1:
         raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(ids)}: submit them one by one")
     if config.return_dict_in_generate:
-        raise Unsupported("return_dict_in_generate=True: an open batch answers with tokens alone; ask generate for the rest")
+        raise Unsupported(
+            "return_dict_in_generate=True: an open batch answers with tokens alone; ask generate for the rest"
+        )
     if not are_known(processors, criteria):
         raise Unsupported(
-            f"an open batch has prompts of many calls, and {unknown_types(processors, criteria)} may keep a state over a whole call: "
+            f"an open batch has prompts of many calls, and {unknown_types(processors, criteria)} may keep a state "
+            "over a whole call: "
             "ask generate for this one"
         )
     ending = Ending(criteria, ids)
     if not math.isfinite(ending.limit) or int(ending.limit) != ending.limit:
-        raise Unsupported(f"an answer of {ending.limit} tokens at the most: max_new_tokens and max_length are whole numbers")
+        raise Unsupported(
+            f"an answer of {ending.limit} tokens at the most: max_new_tokens and max_length are whole numbers"
+        )
     return PreparedPrompt(
-        ids, compact(ids, keep)[0], int(ending.limit), ending.ends, _rule(processors, ids, bool(config.do_sample), seed), streamer, ending
-    )  # fmt: skip
+        ids,
+        compact(ids, keep)[0],
+        int(ending.limit),
+        ending.ends,
+        _rule(processors, ids, bool(config.do_sample), seed),
+        streamer,
+        ending,
+    )
 
 
 def _rule(processors: LogitsProcessorList, ids: Tensor, sample: bool, seed: int | None) -> Rule:
@@ -215,7 +278,10 @@ def _seed(sample: bool, seed: int | None) -> int:
 
 def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -> PreparedPrompt:
     """A prompt whose settings were prepared before."""
-    ids, streamer = given["input_ids"].clone(), given.get("streamer")  # the caller's own may change while the prompt waits
+    ids, streamer = (
+        given["input_ids"].clone(),
+        given.get("streamer"),
+    )  # the caller's own may change while the prompt waits
     if streamer is not None:
         streamer.put(ids)  # as generate does
     rule = Rule(settled.sample, _seed(settled.sample, seed), settled.settings, settled.process)
@@ -223,22 +289,30 @@ def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -
 
 
 def _check_tokens(model: Any, ids: Tensor) -> None:
-    """Raise ValueError for tokens that the model has no embedding of, as far as that can be known: on CUDA these end the whole process."""
+    """Raise ValueError for tokens that the model has no embedding of, as far as that can be known: on CUDA these end
+    the whole process."""
     size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if size is None or not ids.numel():
         return
     least, most = ids.aminmax()
     if least < 0 or most >= size:
-        raise ValueError(f"the prompt has tokens from {int(least)} to {int(most)}, and the model those from 0 to {size - 1}")
+        raise ValueError(
+            f"the prompt has tokens from {int(least)} to {int(most)}, and the model those from 0 to {size - 1}"
+        )
 
 
 def prepare(
-    model: Any, original: Callable[..., Any], given: dict[str, Any], seed: int | None, known: SettingsCache | None = None
-) -> PreparedPrompt:  # fmt: skip
-    """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does not decode; where
-    its settings are `known`, the prompt stays where it is, and is to be moved.
+    model: Any,
+    original: Callable[..., Any],
+    given: dict[str, Any],
+    seed: int | None,
+    known: SettingsCache | None = None,
+) -> PreparedPrompt:
+    """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does
+    not decode; where its settings are `known`, the prompt stays where it is, and is to be moved.
 
-    Raises Unsupported for what an open batch does not decode, and ValueError as transformers does, and for tokens that the model has not.
+    Raises Unsupported for what an open batch does not decode, and ValueError as transformers does, and for tokens that
+    the model has not.
     """
     settled = None if known is None else known.find(model, original, given)
     if settled is not None:
@@ -250,33 +324,51 @@ def prepare(
     if given_cache(given) is not None:
         raise Unsupported(f"an open batch takes whole prompts, without {CACHE}")
     if given.get("assistant") is not None:
-        raise Unsupported("assistant= belongs to fastspec.continuous: all prompts of an open batch are decoded with the same one")
+        raise Unsupported(
+            "assistant= belongs to fastspec.continuous: all prompts of an open batch are decoded with the same one"
+        )
     refuse_arguments(model, given)
     told, mask = given.get("streamer"), given.get("attention_mask")  # a custom loop is not handed the streamer
 
     def custom(
-        model: Any, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: Any, generation_config: Any,
-        streamer: Any = None, **model_kwargs: Any,
-    ) -> PreparedPrompt:  # fmt: skip
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> PreparedPrompt:
         refuse_prepared(generation_config, model_kwargs)
         inputs = besides_tokens(model_kwargs)
         if inputs:
-            raise Unsupported(f"an open batch takes prompts of tokens alone, without {', '.join(sorted(inputs))}: ask generate")
+            raise Unsupported(
+                f"an open batch takes prompts of tokens alone, without {', '.join(sorted(inputs))}: ask generate"
+            )
         ids = input_ids.to(device, copy=True)
         keep = real_tokens(model, ids, mask, generation_config, 0)
         refuse_prompts(model, ids, keep, 0)
         _check_tokens(model, ids[keep])
         shift = position_shift(model, ids, keep, model_kwargs)
         if shift is not None and bool(shift.any()):
-            raise Unsupported(f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate")
+            raise Unsupported(
+                f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate"
+            )
         single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config)
         dropped = dropped_spans(model)
         refuse_holes(model, keep, 0, single.limit, dropped)
         refuse_dropped(model, None, 0, generation_config, dropped)
         rule = single.rule
         fits = asked is not None and given["generation_config"].max_new_tokens == single.limit
-        if known is not None and asked is not None and fits and settles(logits_processor, stopping_criteria, rule.settings):
-            known.keep(PreparedSettings(asked, single.ends, rule.sample, rule.settings, rule.process, position_rows(model)))
+        if (
+            known is not None
+            and asked is not None
+            and fits
+            and settles(logits_processor, stopping_criteria, rule.settings)
+        ):
+            known.keep(
+                PreparedSettings(asked, single.ends, rule.sample, rule.settings, rule.process, position_rows(model))
+            )
         return single
 
     made = original(**{**own_stop_strings(model, given), "custom_generate": custom})

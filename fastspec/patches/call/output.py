@@ -1,4 +1,5 @@
-"""An Outcome as transformers' own output: sequences, scores, logits and the cache, those of rows that ended early included."""
+"""An Outcome as transformers' own output: sequences, scores, logits and the cache, those of rows that ended early
+included."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) ->
     config, steps, ids = call.config, call.steps, call.ids
     pad, longest = call.pad, max(len(row) for row in outcome.tokens)
     new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=ids.device)
-    sequences = torch.cat((ids, new), 1) if steps is None else steps.ids.to(ids.device)  # a processor may have written there
+    sequences = (
+        torch.cat((ids, new), 1) if steps is None else steps.ids.to(ids.device)
+    )  # a processor may have written there
     returned = bool(config.return_dict_in_generate)
     wants_past = call.cache is not None and call.source is None and call.rows is None and (call.handed_in or returned)
     wants = returned and bool(config.output_scores or config.output_logits)
@@ -77,8 +80,8 @@ def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) ->
 
 
 def _stand(call: Asked, target: HFModel, tokens: list[list[int]], counts: Tensor) -> None:
-    """Let every row stand behind its own new tokens, but for the last: its last round may have gone on behind its end. Where a state cannot
-    be taken back, the rows read their texts once more."""
+    """Let every row stand behind its own new tokens, but for the last: its last round may have gone on behind its end.
+    Where a state cannot be taken back, the rows read their texts once more."""
     first = call.keep[:, : call.past_length].sum(1)
     wanted = first + counts + torch.tensor([len(row) for row in tokens], device=first.device) - 1
     if target.rewinds:
@@ -86,7 +89,10 @@ def _stand(call: Asked, target: HFModel, tokens: list[list[int]], counts: Tensor
     elif not torch.equal(target.lengths, wanted):
         width = call.keep.shape[1] - call.past_length
         real, ids = call.keep[:, -width:], call.ids[:, -width:]
-        texts = [torch.cat((row[shown], row.new_tensor(more[:-1]))) for row, shown, more in zip(ids, real, tokens, strict=True)]
+        texts = [
+            torch.cat((row[shown], row.new_tensor(more[:-1])))
+            for row, shown, more in zip(ids, real, tokens, strict=True)
+        ]
         target.open(int(wanted.max()))
         if call.shift is not None:
             target.move(call.shift)
@@ -100,8 +106,8 @@ def _stand(call: Asked, target: HFModel, tokens: list[list[int]], counts: Tensor
 
 
 def _add_padding(call: Asked, outcome: Outcome, target: HFModel, longest: int) -> None:
-    """Let rows that ended early read padding up to the longest, as plain decoding does: it leaves keys and values of it, which a mask of
-    ones over the next turn shows, and scores and logits."""
+    """Let rows that ended early read padding up to the longest, as plain decoding does: it leaves keys and values of
+    it, which a mask of ones over the next turn shows, and scores and logits."""
     logits = _read_padding(target, outcome.tokens, longest, call.pad)
     ids, padding = call.ids, [call.pad] * longest
     rows = [row for row, read in enumerate(logits) if len(read)]
@@ -111,15 +117,17 @@ def _add_padding(call: Asked, outcome: Outcome, target: HFModel, longest: int) -
     for step in range(longest) if call.config.output_scores else ():
         here = [row for row in rows if len(outcome.tokens[row]) <= step]
         if here:
-            texts = torch.stack([torch.cat((ids[row], ids.new_tensor((outcome.tokens[row] + padding)[:step]))) for row in here])
+            texts = torch.stack(
+                [torch.cat((ids[row], ids.new_tensor((outcome.tokens[row] + padding)[:step]))) for row in here]
+            )
             raw = torch.stack([logits[row][step - len(outcome.tokens[row])] for row in here])
             for row, scores in zip(here, process_rows(call.processors, here, texts, raw), strict=True):
                 outcome.scores[row].append(scores)
 
 
 def _read_padding(target: HFModel, tokens: list[list[int]], longest: int, pad: int) -> list[Tensor]:
-    """Commit every row's last token and then padding, until it has as many tokens as the longest -> per row the raw logits [n, V] fp32 of
-    the tokens that it lacks."""
+    """Commit every row's last token and then padding, until it has as many tokens as the longest -> per row the raw
+    logits [n, V] fp32 of the tokens that it lacks."""
     need, device, done = [longest - len(row) for row in tokens], target.lengths.device, 0
     read: list[list[Tensor]] = [[] for _ in tokens]
     while done < max(need):
@@ -137,7 +145,7 @@ def _read_padding(target: HFModel, tokens: list[list[int]], longest: int, pad: i
 
 
 def _columns(rows: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
-    """Per-row lists of [V] -> one [B, V] per step. With ContinuousBatch a row that has ended is filled with zeros: another prompt has its
-    place in the batch."""
+    """Per-row lists of [V] -> one [B, V] per step. With ContinuousBatch a row that has ended is filled with zeros:
+    another prompt has its place in the batch."""
     blank = torch.zeros_like(rows[0][0])
     return tuple(torch.stack([row[step] if step < len(row) else blank for row in rows]) for step in range(longest))

@@ -1,4 +1,5 @@
-"""Processors, stopping criteria and streamers of transformers, as the loop wants them, and one step of its own `generate`."""
+"""Processors, stopping criteria and streamers of transformers, as the loop wants them, and one step of its own
+`generate`."""
 
 from __future__ import annotations
 
@@ -9,21 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.verify import RowProcessor
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.pool import plain_value
 
-# Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at once.
+# Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at
+# once.
 BLIND = tuple(
     getattr(lp, name)
     for name in (
-        "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
-        "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "LogitNormalization",
+        "InfNanRemoveLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
     )
-)  # fmt: skip
+)
 
 
 # Of these, one reads a number back from the device: it cannot be part of a captured round.
@@ -33,11 +48,18 @@ CAPTURABLE = tuple(kind for kind in BLIND if kind is not lp.EtaLogitsWarper)
 ROWWISE = BLIND + tuple(
     getattr(lp, name)
     for name in (
-        "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor",
-        "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor", "ExponentialDecayLengthPenalty",
+        "RepetitionPenaltyLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
     )
-)  # fmt: skip
+)
 
 
 # Criteria that keep nothing between calls and judge each row by its own text, or all of them by the clock.
@@ -45,7 +67,8 @@ CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCrit
 
 
 def of_rows(processor: Any, rows: list[int]) -> Any:
-    """The processor for these rows of the batch: a repetition penalty knows how much padding to leave out of each row."""
+    """The processor for these rows of the batch: a repetition penalty knows how much padding to leave out of each
+    row."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if not isinstance(ignored, Tensor):
         return processor
@@ -58,12 +81,16 @@ LEAST_TEMPERATURE = 1e-30
 """A score of 10^8, divided by it, is still a number of fp32."""
 
 
-def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
-    """Processors of known types in one of two forms: over rows [R, V] at once where none looks at the history, else over some rows with
-    their prefixes; neither where there is none, or one of another type. Raises Unsupported for a temperature by which scores may
-    overflow; plain decoding raises where they do."""
+def make_processors(
+    processors: lp.LogitsProcessorList, ids: Tensor
+) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
+    """Processors of known types in one of two forms: over rows [R, V] at once where none looks at the history, else
+    over some rows with their prefixes; neither where there is none, or one of another type. Raises Unsupported for a
+    temperature by which scores may overflow; plain decoding raises where they do."""
     if temperature_of(processors) < LEAST_TEMPERATURE:
-        raise Unsupported(f"temperature={temperature_of(processors)} is too near 0 to sample at: do_sample=False is greedy")
+        raise Unsupported(
+            f"temperature={temperature_of(processors)} is too near 0 to sample at: do_sample=False is greedy"
+        )
     if not processors or not are_known(processors, ()):
         return None, None
     if all(type(p) in BLIND for p in processors):
@@ -72,8 +99,8 @@ def make_processors(processors: lp.LogitsProcessorList, ids: Tensor) -> tuple[Ca
 
 
 def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tensor], Tensor]:
-    """Processors over scores [R, V] of any nodes. The one that raises an error over NaN and +inf is not shown rows with these: a draft that
-    is not accepted may have them, and who draws from one is told."""
+    """Processors over scores [R, V] of any nodes. The one that raises an error over NaN and +inf is not shown rows with
+    these: a draft that is not accepted may have them, and who draws from one is told."""
 
     def process(scores: Tensor) -> Tensor:
         processed: Tensor = processors(ids, scores)
@@ -87,34 +114,43 @@ def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tens
 
 
 def process_rows(processors: Iterable[Any], rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
-    """Scores [R, V] of these rows of the batch as processors of known types leave them; texts [R, T] are all the rows' tokens."""
+    """Scores [R, V] of these rows of the batch as processors of known types leave them; texts [R, T] are all the rows'
+    tokens."""
     processed: Tensor = lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
     return processed
 
 
 def are_known(processors: Iterable[Any], criteria: Iterable[Any]) -> bool:
-    """Whether all of these are transformers' own that keep nothing between calls and treat each row by itself. Any other may have a state,
-    and is shown the calls of plain decoding (`fastspec.generation.verify`)."""
+    """Whether all of these are transformers' own that keep nothing between calls and treat each row by itself. Any
+    other may have a state, and is shown the calls of plain decoding (`fastspec.generation.verify`)."""
     return all(type(p) in ROWWISE for p in processors) and all(type(c) in CRITERIA for c in criteria)
 
 
 def unknown_types(processors: Iterable[Any], criteria: Iterable[Any] = ()) -> str:
     """The types that `are_known` does not know, for a message."""
-    kinds = [type(p) for p in processors if type(p) not in ROWWISE] + [type(c) for c in criteria if type(c) not in CRITERIA]
+    kinds = [type(p) for p in processors if type(p) not in ROWWISE] + [
+        type(c) for c in criteria if type(c) not in CRITERIA
+    ]
     return ", ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
 
 # Sampling settings by their attribute -> the warper, in transformers' order, with an attribute of the same name.
 FILTERS = {
-    "temperature": lp.TemperatureLogitsWarper, "top_k": lp.TopKLogitsWarper, "top_p": lp.TopPLogitsWarper, "min_p": lp.MinPLogitsWarper,
-}  # fmt: skip
+    "temperature": lp.TemperatureLogitsWarper,
+    "top_k": lp.TopKLogitsWarper,
+    "top_p": lp.TopPLogitsWarper,
+    "min_p": lp.MinPLogitsWarper,
+}
 
 
 def read_settings(processors: lp.LogitsProcessorList) -> SamplingSettings | None:
-    """The settings that processors come to: temperature, top-k, top-p and min-p in transformers' order, each at most once and with its
-    usual filter value and one token to keep; None where they are anything else, or none at all."""
+    """The settings that processors come to: temperature, top-k, top-p and min-p in transformers' order, each at most
+    once and with its usual filter value and one token to keep; None where they are anything else, or none at all."""
     names = [name for kind in map(type, processors) for name, warper in FILTERS.items() if kind is warper]
-    plain = all(getattr(p, "filter_value", -torch.inf) == -torch.inf and getattr(p, "min_tokens_to_keep", 1) == 1 for p in processors)
+    plain = all(
+        getattr(p, "filter_value", -torch.inf) == -torch.inf and getattr(p, "min_tokens_to_keep", 1) == 1
+        for p in processors
+    )
     if not names or not plain or len(names) != len(processors) or names != [name for name in FILTERS if name in names]:
         return None
     return SamplingSettings(**{name: getattr(p, name) for name, p in zip(names, processors, strict=True)})
@@ -127,11 +163,14 @@ def temperature_of(processors: Iterable[Any]) -> float:
 
 def signature(processors: lp.LogitsProcessorList) -> Hashable:
     """What tells one list of processors that look at no history from another: their kinds and their settings."""
-    return tuple((type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items()))) for p in processors)
+    return tuple(
+        (type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items()))) for p in processors
+    )
 
 
 class Ending:
-    """When a row ends: length and end tokens, which the loop checks itself, and every other criterion, asked per token."""
+    """When a row ends: length and end tokens, which the loop checks itself, and every other criterion, asked per
+    token."""
 
     def __init__(self, criteria: Any, ids: Tensor) -> None:
         self.ids = ids
@@ -149,8 +188,8 @@ class Ending:
 
 
 class Streaming:
-    """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it; of one row, to a streamer
-    whose class has `put_tokens(tokens)`, a round's tokens as one list instead."""
+    """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it; of one
+    row, to a streamer whose class has `put_tokens(tokens)`, a round's tokens as one list instead."""
 
     def __init__(self, streamer: Any, rows: int, pad: int) -> None:
         self.streamer, self.pad = streamer, pad
@@ -158,8 +197,11 @@ class Streaming:
         self.done = [False] * rows
         self.shown = 0
         self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
-        """A streamer's `on_tree(tree, verdict, logits)`, which gets each round's draft tree before its tokens are emitted."""
-        takes_lists = rows == 1 and hasattr(type(streamer), "put_tokens")  # its class: one that answers to any name has none
+        """A streamer's `on_tree(tree, verdict, logits)`, which gets each round's draft tree before its tokens are
+        emitted."""
+        takes_lists = rows == 1 and hasattr(
+            type(streamer), "put_tokens"
+        )  # its class: one that answers to any name has none
         self.put_tokens = streamer.put_tokens if takes_lists else None
 
     def emit(self, row: int, tokens: list[int], accepted: int, done: bool) -> None:
@@ -175,7 +217,9 @@ class Streaming:
         while any(len(s) > self.shown for s in self.emitted) and all(
             len(s) > self.shown or d for s, d in zip(self.emitted, self.done, strict=True)
         ):
-            self.streamer.put(torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.emitted], device="cpu"))
+            self.streamer.put(
+                torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.emitted], device="cpu")
+            )
             self.shown += 1
 
     def end(self) -> None:
@@ -186,8 +230,8 @@ class Streaming:
 class PlainSteps:
     """What plain `generate` does with a step's logits, in its order: processors, choice, padding, criteria, streamer.
 
-    ids [B, T] are the prompts as `generate` has them. A sampled token is drawn as `generate` draws it, so that a seed gives its tokens.
-    `scores` and `logits` hold a tensor [B, V] per step, where the call asks for them.
+    ids [B, T] are the prompts as `generate` has them. A sampled token is drawn as `generate` draws it, so that a seed
+    gives its tokens. `scores` and `logits` hold a tensor [B, V] per step, where the call asks for them.
     """
 
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
@@ -209,7 +253,9 @@ class PlainSteps:
         """The next token of every row; it is a `fastspec.generation.verify.Steps`."""
         # Processors write into these scores, some past torch and its strides: a copy, laid out as plain decoding's.
         raw = logits.to(dtype=torch.float32, device=self.ids.device).clone(memory_format=torch.contiguous_format)
-        processed = self.processors(self.ids, raw) if scores is None else scores.to(dtype=torch.float32, device=self.ids.device)
+        processed = (
+            self.processors(self.ids, raw) if scores is None else scores.to(dtype=torch.float32, device=self.ids.device)
+        )
         if self.scores is not None:
             self.scores += (processed,)
         if self.logits is not None:
@@ -226,12 +272,14 @@ class PlainSteps:
         self.over = not any(going)
         if self.pads:
             here = self.ids.shape[1] - self.width
-            self.lengths = [here if length is None and not on else length for length, on in zip(self.lengths, going, strict=True)]
+            self.lengths = [
+                here if length is None and not on else length for length, on in zip(self.lengths, going, strict=True)
+            ]
         return chosen
 
     def _drawn(self, probs: Tensor) -> Tensor:
-        """Tokens [B] of probabilities [B, V]. Raises NoDistribution where plain decoding's own draw would raise or, on CUDA, end the
-        process."""
+        """Tokens [B] of probabilities [B, V]. Raises NoDistribution where plain decoding's own draw would raise or, on
+        CUDA, end the process."""
         for row, fails in enumerate(probs[:, 0].isnan().tolist()):  # then all of the row are
             if fails:
                 raise NoDistribution.after(self.ids.shape[1] - self.width, row)

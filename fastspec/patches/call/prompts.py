@@ -1,4 +1,5 @@
-"""The prompts of a call: which tokens are real, inputs besides tokens, and prompts that plain decoding reads otherwise."""
+"""The prompts of a call: which tokens are real, inputs besides tokens, and prompts that plain decoding reads
+otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from fastspec.errors import Unsupported
 from fastspec.generation.target import Target
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import CACHE, import_past
-from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens, is_recurrent, read_cache, recurrent_layers
+from fastspec.patches.hf.compat import (
+    first_inputs,
+    first_pass,
+    is_besides_tokens,
+    is_recurrent,
+    read_cache,
+    recurrent_layers,
+)
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, layer_spans
 from fastspec.patches.hf.model import HFModel
@@ -24,8 +32,9 @@ from fastspec.patches.hf.tree_check import reads_prompts_alike
 
 
 def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past: int) -> Tensor:
-    """Which tokens of the past and of ids [B, T] are real, [B, past + T] bool, or [B, T] where the mask is of the ids alone: by the call's
-    mask, or where it has none, as transformers infers it. Raises Unsupported for a mask of another width."""
+    """Which tokens of the past and of ids [B, T] are real, [B, past + T] bool, or [B, T] where the mask is of the ids
+    alone: by the call's mask, or where it has none, as transformers infers it. Raises Unsupported for a mask of another
+    width."""
     rows, width = ids.shape
     if mask is None:
         held = getattr(config, "_pad_token_tensor", None)
@@ -54,25 +63,30 @@ def compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 def besides_tokens(model_kwargs: dict[str, Any]) -> set[str]:
     """The inputs besides tokens that a call brings."""
-    given = {name for name, value in model_kwargs.items() if value is not None and not (isinstance(value, dict) and not value)}
+    given = {
+        name
+        for name, value in model_kwargs.items()
+        if value is not None and not (isinstance(value, dict) and not value)
+    }
     return {name for name in given if is_besides_tokens(name)}
 
 
 def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
-    """Whether a model lets a prompt's tokens see others than those before them, so that its own pass must read every prompt. Raises
-    Unsupported as `check_trust`."""
+    """Whether a model lets a prompt's tokens see others than those before them, so that its own pass must read every
+    prompt. Raises Unsupported as `check_trust`."""
     besides = is_wrapped(model) or may_see_ahead(model)
     checked = besides if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
     return checked and not reads_prompts_alike(model, adapter)
 
 
 def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
-    """How far the position of the token behind a prompt is from the number of tokens before it, [B] int64; None for a model that reads
-    nothing but tokens, whose positions count them.
+    """How far the position of the token behind a prompt is from the number of tokens before it, [B] int64; None for a
+    model that reads nothing but tokens, whose positions count them.
 
-    keep [B, T] bool tells which tokens are real. A grid of image tokens takes fewer positions than it has tokens, or more, and some models
-    count from one. Every new token is one further than the last of the prompt, whose position the model prepares for the first pass; one
-    that prepares none counts padding too, which shows in the keys that a cache keeps.
+    keep [B, T] bool tells which tokens are real. A grid of image tokens takes fewer positions than it has tokens, or
+    more, and some models count from one. Every new token is one further than the last of the prompt, whose position the
+    model prepares for the first pass; one that prepares none counts padding too, which shows in the keys that a cache
+    keeps.
     """
     if not is_wrapped(model):
         return None
@@ -85,10 +99,11 @@ def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str
 
 @dataclass(frozen=True, slots=True)
 class OwnPrefill:
-    """The model's own pass over prompts ids [B, T] with the `inputs` that `generate` has prepared, behind what their cache holds.
+    """The model's own pass over prompts ids [B, T] with the `inputs` that `generate` has prepared, behind what their
+    cache holds.
 
-    keep [B, past + new] bool tells which tokens of the cache and of the prompts are real. It may run more than once: the cache that it
-    fills is a copy.
+    keep [B, past + new] bool tells which tokens of the cache and of the prompts are real. It may run more than once:
+    the cache that it fills is a copy.
     """
 
     model: Any
@@ -98,12 +113,14 @@ class OwnPrefill:
     inputs: dict[str, Any]
 
     def __call__(self, target: Target) -> tuple[Tensor, Tensor]:
-        """Let a target stand behind the prompts -> logits of each prompt's last token [B, V], and the features [B, new, F] of the tokens
-        that the cache did not hold, left padding removed. Raises Unsupported where the pass leaves more than keys and values of them."""
+        """Let a target stand behind the prompts -> logits of each prompt's last token [B, V], and the features [B, new,
+        F] of the tokens that the cache did not hold, left padding removed. Raises Unsupported where the pass leaves
+        more than keys and values of them."""
         assert isinstance(target, HFModel)
         if target.before_norm:
             raise Unsupported(
-                f"this head reads the last layer's output before the final norm, which {type(self.model).__name__} does not give of "
+                f"this head reads the last layer's output before the final norm, which {type(self.model).__name__} "
+                "does not give of "
                 "prompts that it reads itself, such as those with images: use 'nasd', 'speculative' or another head"
             )
         before = self.inputs.get(CACHE)
@@ -129,7 +146,8 @@ class OwnPrefill:
                 continue
             if layer.keys.shape[2] != length or length != self.keep.shape[1]:
                 raise Unsupported(
-                    f"{type(self.model).__name__} keeps {layer.keys.shape[2]} keys in a layer behind a text of {self.keep.shape[1]} "
+                    f"{type(self.model).__name__} keeps {layer.keys.shape[2]} keys in a layer behind a text of "
+                    f"{self.keep.shape[1]} "
                     "tokens: what it reads besides tokens lies in its cache, and cannot be combined with assistant="
                 )
 
@@ -138,10 +156,12 @@ INSTEAD = "pass the whole text of every row, padded on the left alone, without a
 
 
 def refuse_holes(model: Any, keep: Tensor, past: int, limit: int, dropped: Sequence[Span | None]) -> None:
-    """Raise Unsupported for a mask keep [B, past + T] bool with holes under which plain decoding sees other tokens than it would without
-    padding, in a call of up to `limit` new tokens on a cache of `past`; `dropped` are those of `HFModel`.
+    """Raise Unsupported for a mask keep [B, past + T] bool with holes under which plain decoding sees other tokens than
+    it would without padding, in a call of up to `limit` new tokens on a cache of `past`; `dropped` are those of
+    `HFModel`.
 
-    Plain decoding counts slots: padding in the middle of a text fills up windows and chunks, and a recurrent state decays over it.
+    Plain decoding counts slots: padding in the middle of a text fills up windows and chunks, and a recurrent state
+    decays over it.
     """
     first = keep.int().argmax(1, keepdim=True)
     holes = ~keep & (torch.arange(keep.shape[1], device=keep.device) > first)
@@ -162,25 +182,27 @@ def refuse_holes(model: Any, keep: Tensor, past: int, limit: int, dropped: Seque
             if cut is not None:
                 kind = "chunks" if cut.chunk else "a window"
                 raise Unsupported(
-                    f"{where}, and {name} sees {kind} of {cut.size} tokens, which plain decoding counts padding among: {INSTEAD}"
+                    f"{where}, and {name} sees {kind} of {cut.size} tokens, which plain decoding counts padding "
+                    f"among: {INSTEAD}"
                 )
 
 
 def _differs(slots: Tensor, begin: int, limit: int, span: Span) -> bool:
-    """Whether a row's queries from number `begin` on, `limit` new tokens included, see other tokens by their slots than by their
-    numbers. Behind the last hole both go on alike: two spans show all that there is."""
+    """Whether a row's queries from number `begin` on, `limit` new tokens included, see other tokens by their slots than
+    by their numbers. Behind the last hole both go on alike: two spans show all that there is."""
     new = torch.arange(min(max(limit - 1, 0), 2 * span.size), device="cpu")  # the last new token is never read
     slots = torch.cat((slots, slots[-1] + 1 + new))
     number = torch.arange(len(slots), device="cpu")
     first, wanted = (
         each // span.size * span.size if span.chunk else (each - span.size + 1).clamp(min=0) for each in (number, slots)
-    )  # fmt: skip
+    )
     return not torch.equal(torch.searchsorted(slots, wanted)[begin:], first[begin:])
 
 
 def refuse_dropped(model: Any, cache: Any, past: int, config: Any, dropped: Sequence[Span | None]) -> None:
-    """Raise Unsupported for a call on a cache that keeps less of the text than the model's layers see, where plain decoding goes by more
-    than that: `cache` is static, or holds `past` tokens of which some are gone, or the prompt is read in parts."""
+    """Raise Unsupported for a call on a cache that keeps less of the text than the model's layers see, where plain
+    decoding goes by more than that: `cache` is static, or holds `past` tokens of which some are gone, or the prompt is
+    read in parts."""
     sizes = [span.size for span in dropped if span is not None]
     if not sizes:
         return
@@ -194,6 +216,7 @@ def refuse_dropped(model: Any, cache: Any, past: int, config: Any, dropped: Sequ
     else:
         return
     raise Unsupported(
-        f"{what}, by a setting that the forward of {type(model).__name__} does not read ({' or '.join(LAYER_KINDS.values())}): set it to "
+        f"{what}, by a setting that the forward of {type(model).__name__} does not read "
+        f"({' or '.join(LAYER_KINDS.values())}): set it to "
         "None, or pass whole prompts without a cache"
     )

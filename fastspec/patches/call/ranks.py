@@ -1,10 +1,12 @@
-"""One call in several processes: of a model that they hold together (tensor parallelism), or whose weights they share out (FSDP).
+"""One call in several processes: of a model that they hold together (tensor parallelism), or whose weights they share
+out (FSDP).
 
-Every process runs the same rounds, on logits of which all have the same bits; what any of them sees alone must not change how many rounds
-there are, or the sums between them would not meet.
+Every process runs the same rounds, on logits of which all have the same bits; what any of them sees alone must not
+change how many rounds there are, or the sums between them would not meet.
 
-How many passes a call takes depends on its drafts, and so differs from process to process. So every process says before each pass that it
-works, and one that has nothing to do (`agree`) answers each of these passes with one of its own, over a single token, until none works.
+How many passes a call takes depends on its drafts, and so differs from process to process. So every process says before
+each pass that it works, and one that has nothing to do (`agree`) answers each of these passes with one of its own, over
+a single token, until none works.
 """
 
 from __future__ import annotations
@@ -59,8 +61,10 @@ class Ranks:
         """Raise Unsupported, in every process, where they were not called alike; ids [B, T]."""
         if self.differ(tuple(ids.shape), ids, *parts):
             raise Unsupported(
-                f"the {self.group.size()} processes that hold the model together called generate with different arguments: each must "
-                "pass the same input_ids, assistant, settings and kinds of streamer, profile and criteria, and have the same launches that "
+                f"the {self.group.size()} processes that hold the model together called generate with different "
+                "arguments: each must "
+                "pass the same input_ids, assistant, settings and kinds of streamer, profile and criteria, and have "
+                "the same launches that "
                 "fastspec.tune found, in a cache folder that all of them read"
             )
 
@@ -70,8 +74,10 @@ class Ranks:
             found: list[list[list[int]]] = [[] for _ in range(self.group.size())]
             dist.all_gather_object(found, answers, group=self.group)
             raise FastSpecError(
-                f"the {self.group.size()} processes that hold the model together ended with different tokens ({_first_difference(found)}): "
-                "a logits processor, a hook or weights differ between them, or the sums between the devices are at fault"
+                f"the {self.group.size()} processes that hold the model together ended with different tokens "
+                f"({_first_difference(found)}): "
+                "a logits processor, a hook or weights differ between them, or the sums between the devices are at "
+                "fault"
             )
 
     def share_random_numbers(self) -> None:
@@ -93,8 +99,8 @@ class Ranks:
         return held[0]
 
     def by_first(self, run: Callable[[], Value]) -> Value:
-        """What `run` gives in the first process, which alone calls it; what it raises there is raised in all, or told of where it cannot
-        be sent."""
+        """What `run` gives in the first process, which alone calls it; what it raises there is raised in all, or told
+        of where it cannot be sent."""
         told: tuple[Value | None, BaseException | None] = None, None
         if self.group.rank() == 0:
             try:
@@ -108,7 +114,8 @@ class Ranks:
         return made  # type: ignore[return-value]
 
     def agreed(self, criteria: Iterable[Any]) -> StoppingCriteriaList:
-        """Criteria of which those that may look at a clock, or at anything else beside the text, say what the first process's say."""
+        """Criteria of which those that may look at a clock, or at anything else beside the text, say what the first
+        process's say."""
         return StoppingCriteriaList(each if type(each) in BY_TEXT else FirstSays(each, self) for each in criteria)
 
 
@@ -147,7 +154,9 @@ class LocalCall:
     def __enter__(self) -> LocalCall:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def check(self, decoding: Any) -> None:
@@ -159,10 +168,11 @@ class LocalCall:
 
 
 class SynchronizedCall(LocalCall):
-    """Call that all processes of FSDP make, each on prompts of its own. One that fails answers the others' passes all the same.
+    """Call that all processes of FSDP make, each on prompts of its own. One that fails answers the others' passes all
+    the same.
 
-    A process waits twice: when it knows whether it can serve the call, and in the end. Where one cannot, none does, and this is over: plain
-    decoding has a way of its own of keeping processes together.
+    A process waits twice: when it knows whether it can serve the call, and in the end. Where one cannot, none does, and
+    this is over: plain decoding has a way of its own of keeping processes together.
     """
 
     def __init__(self, model: Any) -> None:
@@ -172,16 +182,22 @@ class SynchronizedCall(LocalCall):
         self.hook: Any = self.model.register_forward_pre_hook(self._before_pass, prepend=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.hook is not None:
             self._wait(self.agreed)
             self._leave()
 
     def check(self, decoding: Any) -> None:
-        """Raise Unsupported for what runs the model otherwise than in passes of the whole, or needs weights between them."""
+        """Raise Unsupported for what runs the model otherwise than in passes of the whole, or needs weights between
+        them."""
         inner, why = decoding.decoding if isinstance(decoding, Continued) else decoding, None
         if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
-            why = "it is the first version of it, whose inner model does not gather its weights by itself: use fully_shard"
+            why = (
+                "it is the first version of it, whose inner model does not gather its weights by itself: use "
+                "fully_shard"
+            )
         elif self.model.config.is_encoder_decoder:
             why = "an encoder-decoder model takes no assistant there"
         elif isinstance(inner, AdaptiveCascade):
@@ -189,9 +205,14 @@ class SynchronizedCall(LocalCall):
         elif any(is_shared_out(module) for module in inner.modules):
             why = "its draft model is shared out too, and its passes are not kept in step"
         elif isinstance(inner, (EagleDecoding, StaticDecoding)) and self._is_cut():
-            why = "a head reads its embeddings between two passes, where they are cut: call fully_shard(model, reshard_after_forward=False)"
+            why = (
+                "a head reads its embeddings between two passes, where they are cut: call fully_shard(model, "
+                "reshard_after_forward=False)"
+            )
         if why is not None:
-            raise Unsupported(f"several processes share out the weights of this {type(self.model).__name__} by FSDP, and {why}")
+            raise Unsupported(
+                f"several processes share out the weights of this {type(self.model).__name__} by FSDP, and {why}"
+            )
 
     def _is_cut(self) -> bool:
         """Whether embeddings or LM head are cut behind a pass."""

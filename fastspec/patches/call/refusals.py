@@ -25,35 +25,63 @@ _ARGUMENTS = {
     "synced_gpus": "the loop does not keep idle ranks running",
 }
 _CONFIG: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,), "constraints": (None,), "force_words_ids": (None,),
-    "prompt_lookup_num_tokens": (None,), "guidance_scale": (None, 1, 1.0), "assistant_early_exit": (None,),
-    "cache_implementation": (None, "hybrid", "paged", "dynamic"), "use_cache": (None, True),
-    "output_attentions": (None, False), "output_hidden_states": (None, False), "use_mtp": (None, False), "token_healing": (None, False),
-}  # fmt: skip
+    "num_beams": (None, 1),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "assistant_early_exit": (None,),
+    "cache_implementation": (None, "hybrid", "paged", "dynamic"),
+    "use_cache": (None, True),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "use_mtp": (None, False),
+    "token_healing": (None, False),
+}
 """Settings by name -> the values under which plain `generate` decodes token by token over a growing cache.
 
-transformers makes that cache for "hybrid", which Gemma 2 and 3 are published with, and, where it is a configuration's and no argument, for
-"paged". Healing needs the tokenizer, which it does not hand on to a custom loop."""
+transformers makes that cache for "hybrid", which Gemma 2 and 3 are published with, and, where it is a configuration's
+and no argument, for "paged". Healing needs the tokenizer, which it does not hand on to a custom loop."""
 _READ_BESIDE: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "penalty_alpha": ("do_sample", (None, False)), "output_attentions": ("return_dict_in_generate", (True,)),
+    "penalty_alpha": ("do_sample", (None, False)),
+    "output_attentions": ("return_dict_in_generate", (True,)),
     "output_hidden_states": ("return_dict_in_generate", (True,)),
-}  # fmt: skip
+}
 """Settings that transformers ignores unless another one has one of these values."""
 _EXPECTED = {
-    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "tokenizer", "synced_gpus",
-    "assistant_model", "assistant_tokenizer", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-}  # fmt: skip
+    "attention_mask",
+    "position_ids",
+    CACHE,
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+    "tokenizer",
+    "synced_gpus",
+    "assistant_model",
+    "assistant_tokenizer",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+}
 
 
 _PASSED_BY = (
-    "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample", "_has_unfinished_sequences",
-)  # fmt: skip
-"""Methods of a model that plain decoding calls at every pass, and an assisted call does not: those of transformers' own are known."""
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_prefill",
+    "_sample",
+    "_has_unfinished_sequences",
+)
+"""Methods of a model that plain decoding calls at every pass, and an assisted call does not: those of transformers' own
+are known."""
 
 
 def refuse_overrides(model: Any) -> None:
-    """Refuse a model whose decoding someone else has changed, in ways that an assistant's rounds would pass by, and one that DeepSpeed
-    has spread over several processes."""
+    """Refuse a model whose decoding someone else has changed, in ways that an assistant's rounds would pass by, and one
+    that DeepSpeed has spread over several processes."""
     for name in _PASSED_BY:
         method = getattr(type(model) if name == "_sample" else model, name, None)  # as plain decoding looks them up
         if method is None or (_home(method).startswith("transformers.") and not is_strangers(method)):
@@ -62,13 +90,15 @@ def refuse_overrides(model: Any) -> None:
             refuse_peft(owner)
             continue
         raise Unsupported(
-            f"{type(model).__name__}.{name} is {_home(method)}'s ({where_defined(method)}): plain decoding calls it at every step, an "
+            f"{type(model).__name__}.{name} is {_home(method)}'s ({where_defined(method)}): plain decoding calls it "
+            "at every step, an "
             "assistant's rounds do not; "
             "remove the override, or leave out assistant="
         )
     if is_zero3():
         raise Unsupported(
-            f"DeepSpeed's ZeRO 3 has spread this {type(model).__name__} over several processes, which must run the same number of passes: "
+            f"DeepSpeed's ZeRO 3 has spread this {type(model).__name__} over several processes, which must run the "
+            "same number of passes: "
             "rounds take as many as their drafts need; generate with the unsharded model, or share it out by FSDP2"
         )
 
@@ -78,21 +108,29 @@ def _home(method: Any) -> str:
 
 
 def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
-    """Refuse what an assistant cannot honour among the arguments of `generate`, by name, and the settings that hold where they are
-    silent: those of the given generation_config, then of the model's own.
+    """Refuse what an assistant cannot honour among the arguments of `generate`, by name, and the settings that hold
+    where they are silent: those of the given generation_config, then of the model's own.
 
-    This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model. What a decoder-only
-    model reads besides tokens goes through its own first pass.
+    This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model.
+    What a decoder-only model reads besides tokens goes through its own first pass.
     """
     kept = ("synced_gpus",) if is_shared_out(model) else ()  # what a call does by itself there
     for name, why in _ARGUMENTS.items():
         if given.get(name) is not None and given[name] is not False and name not in kept:
             raise Unsupported(f"{name} cannot be combined with assistant=: {why}")
     inputs = sorted(name for name, value in given.items() if is_besides_tokens(name) and value is not None)
-    if inputs and (model.config.is_encoder_decoder or not set(inputs) <= set(inspect.signature(type(model).forward).parameters)):
-        raise Unsupported(f"{', '.join(inputs)} cannot be combined with assistant=: it decodes from input_ids and attention_mask alone")
+    if inputs and (
+        model.config.is_encoder_decoder or not set(inputs) <= set(inspect.signature(type(model).forward).parameters)
+    ):
+        raise Unsupported(
+            f"{', '.join(inputs)} cannot be combined with assistant=: it decodes from input_ids and attention_mask "
+            "alone"
+        )
     if given.get("cache_implementation") == "paged":
-        raise Unsupported("cache_implementation='paged' cannot be combined with assistant=: it is transformers' own continuous batching")
+        raise Unsupported(
+            "cache_implementation='paged' cannot be combined with assistant=: it is transformers' own continuous "
+            "batching"
+        )
 
     def setting(name: str) -> Any:
         held = (getattr(config, name, None) for config in (given.get("generation_config"), model.generation_config))
@@ -105,11 +143,16 @@ def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: boo
     """Refuse model inputs besides tokens, and settings that a `generate` of the user's own has added on the way."""
     _refuse_settings(lambda name: getattr(config, name, None))
     expected = _EXPECTED | ({"encoder_outputs"} if reads_source else set())
-    given = {name for name, value in model_kwargs.items() if value is not None and not (isinstance(value, dict) and not value)}
+    given = {
+        name
+        for name, value in model_kwargs.items()
+        if value is not None and not (isinstance(value, dict) and not value)
+    }
     extra = sorted(name for name in given - expected if reads_source or not is_besides_tokens(name))
     if extra:
         raise Unsupported(
-            f"{', '.join(extra)} cannot be combined with assistant=: rounds read tokens, and of other inputs only those are known that "
+            f"{', '.join(extra)} cannot be combined with assistant=: rounds read tokens, and of other inputs only "
+            "those are known that "
             "the first pass over a prompt takes"
         )
 
@@ -118,18 +161,24 @@ def refuse_heads(name: str, model: Any) -> None:
     """Refuse an assistant that drafts with a head for an encoder-decoder model."""
     if model.config.is_encoder_decoder:
         raise Unsupported(
-            f"assistant {name!r} drafts with a head for decoder-only models, and {type(model).__name__} is an encoder-decoder model: "
+            f"assistant {name!r} drafts with a head for decoder-only models, and {type(model).__name__} is an "
+            "encoder-decoder model: "
             'use "nasd" or "speculative"'
         )
 
 
 def refuse_joining(decoding: Any, model: Any) -> None:
-    """Refuse continuous batching of an encoder-decoder model, and with a decoding whose rows cannot begin anew one by one."""
+    """Refuse continuous batching of an encoder-decoder model, and with a decoding whose rows cannot begin anew one by
+    one."""
     if model.config.is_encoder_decoder:
-        raise Unsupported(f"ContinuousBatch takes prompts of a decoder-only model, and {type(model).__name__} is an encoder-decoder model")
+        raise Unsupported(
+            f"ContinuousBatch takes prompts of a decoder-only model, and {type(model).__name__} is an "
+            "encoder-decoder model"
+        )
     if not isinstance(decoding, Decoding) or not decoding.continuous:
         raise Unsupported(
-            f"ContinuousBatch: assistant {decoding.name!r} cannot take a new prompt into a running batch: accepted are 'autoregressive', "
+            f"ContinuousBatch: assistant {decoding.name!r} cannot take a new prompt into a running batch: accepted "
+            "are 'autoregressive', "
             "'eagle', 'eagle2', 'eagle3', 'nasd' and decodings that say `continuous = True`"
         )
 
@@ -143,7 +192,8 @@ def _refuse_settings(setting: Callable[[str], Any]) -> None:
 
 
 def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
-    """Refuse empty batches and prompts, right padding, a cache without new tokens, and prompts past the position limit."""
+    """Refuse empty batches and prompts, right padding, a cache without new tokens, and prompts past the position
+    limit."""
     if ids.shape[0] == 0 or ids.shape[1] == 0:
         raise Unsupported(f"input_ids has shape {tuple(ids.shape)}: a batch needs at least one row with one token")
     if keep.shape[0] != ids.shape[0]:
@@ -155,4 +205,7 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
     limit = position_limit(model.config) if model.config.is_encoder_decoder else position_rows(model)
     longest = int(keep.sum(1).max())
     if limit is not None and longest > limit:
-        raise Unsupported(f"the prompt has {longest} tokens and the model's positions end at {limit} (max_position_embeddings): shorten it")
+        raise Unsupported(
+            f"the prompt has {longest} tokens and the model's positions end at {limit} (max_position_embeddings): "
+            "shorten it"
+        )

@@ -1,4 +1,5 @@
-"""The assistant `cascade` in adaptive mode: stage after stage answers, verifies what the one before wrote, and is judged."""
+"""The assistant `cascade` in adaptive mode: stage after stage answers, verifies what the one before wrote, and is
+judged."""
 
 from __future__ import annotations
 
@@ -24,8 +25,26 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.assistants.speculative import MixedDecoding, StagedDecoding
 from fastspec.patches.call.prompts import refuse_holes
-from fastspec.patches.cascade.settings import ends_of, left_padded, new_tokens, pad_of, read_prompts, refuse, setting, stage_options
-from fastspec.patches.cascade.stages import Patching, check_kept, check_room, hand_over, keep_past, measure_rates, past_of, stage_models
+from fastspec.patches.cascade.settings import (
+    ends_of,
+    left_padded,
+    new_tokens,
+    pad_of,
+    read_prompts,
+    refuse,
+    setting,
+    stage_options,
+)
+from fastspec.patches.cascade.stages import (
+    Patching,
+    check_kept,
+    check_room,
+    hand_over,
+    keep_past,
+    measure_rates,
+    past_of,
+    stage_models,
+)
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.changes import fingerprint
 from fastspec.patches.hf.compat import device_of, position_limit
@@ -37,8 +56,8 @@ PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """One stage's answer to row `row` of a call: its visit, its tokens, how long its prompt was, whether it reached an end token, its
-    features, and the milliseconds a row before the first new token and after it."""
+    """One stage's answer to row `row` of a call: its visit, its tokens, how long its prompt was, whether it reached an
+    end token, its features, and the milliseconds a row before the first new token and after it."""
 
     row: int
     visit: Visit
@@ -63,11 +82,14 @@ class _Row:
 
 
 class CascadeModels:
-    """The stages of a patched model's cascade, the model itself last, and what is kept between calls. A deep copy shares the models."""
+    """The stages of a patched model's cascade, the model itself last, and what is kept between calls. A deep copy
+    shares the models."""
 
     def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
         if large.config.is_encoder_decoder:
-            raise Unsupported(f"a cascade takes decoder-only models, and {type(large).__name__} is an encoder-decoder model")
+            raise Unsupported(
+                f"a cascade takes decoder-only models, and {type(large).__name__} is an encoder-decoder model"
+            )
         self.config, self.large = config, large
         self.stages = stage_models(config, large, patching)
         self.memory = None if config.memory is None else CacheManager(config.memory, host_budget=config.host_memory)
@@ -95,7 +117,8 @@ class CascadeModels:
         return tuple(stage.label for stage in self.stages)
 
     def predictor(self, config: Cascade) -> Predictor:
-        """The predictor of a configuration, for these stages. Raises CheckpointError for one that was trained for others."""
+        """The predictor of a configuration, for these stages. Raises CheckpointError for one that was trained for
+        others."""
         given = config.predictor
         if isinstance(given, Predictor):
             given.check(self.names)
@@ -107,8 +130,8 @@ class CascadeModels:
         return self.predictors[given]
 
     def solver(self, config: Cascade, prompt: Sequence[int]) -> Solver:
-        """The solver for a configuration; where it has no costs they are the predictor's, if it was made on such a device, else they are
-        measured once, on this prompt."""
+        """The solver for a configuration; where it has no costs they are the predictor's, if it was made on such a
+        device, else they are measured once, on this prompt."""
         predictor = self.predictor(config)
         if config.costs is None and None not in self.rates:
             known = predictor.rates if predictor.place.get("device") == device_name(device_of(self.large)) else None
@@ -125,14 +148,16 @@ class CascadeModels:
         """The decoding of a call. Raises Unsupported for a configuration of other stages."""
         if [stage.model for stage in config.stages] != [stage.stage.model for stage in self.stages[:-1]]:
             raise Unsupported(
-                f"the cascade of this call has the stages {[stage.label for stage in config.stages]} and the model was patched with "
+                f"the cascade of this call has the stages {[stage.label for stage in config.stages]} and the model "
+                "was patched with "
                 f"{list(self.names[:-1])}: dataclasses.replace(cascade, price=...) keeps them"
             )
         other = [name for name in PATCHED if getattr(config, name) != getattr(self.config, name)]
         if other:
             raise Unsupported(
                 f"the cascade of this call differs in {', '.join(other)} from the one that the model was patched with: "
-                "dataclasses.replace(cascade, price=...) keeps them; to change them, fastspec.unpatch(model) and patch it anew"
+                "dataclasses.replace(cascade, price=...) keeps them; to change them, fastspec.unpatch(model) and "
+                "patch it anew"
             )
         if config.mode == "adaptive":
             return AdaptiveCascade(self, config)
@@ -141,7 +166,8 @@ class CascadeModels:
             stage.check_shared(self.large)
             if stage.foreign or stage.stage.prompt is not None:
                 raise Unsupported(
-                    f"mode={config.mode!r} goes token by token, and the stage {stage.label!r} has other tokens or another prompt: "
+                    f"mode={config.mode!r} goes token by token, and the stage {stage.label!r} has other tokens or "
+                    "another prompt: "
                     "use mode='adaptive'"
                 )
             place, wanted = device_of(stage.model), device_of(self.large)
@@ -168,8 +194,8 @@ class CascadeModels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptiveCascade:
-    """The cascade of one call. With `hear` every row goes through every stage, and what each answers is heard; `assistant` replaces the
-    stages' own. `reuse=False` lets every stage answer from scratch, to compare with."""
+    """The cascade of one call. With `hear` every row goes through every stage, and what each answers is heard;
+    `assistant` replaces the stages' own. `reuse=False` lets every stage answer from scratch, to compare with."""
 
     models: CascadeModels
     config: Cascade
@@ -199,7 +225,9 @@ class AdaptiveCascade:
             if not pending:
                 break
         answers = [self._answer(row, given) for row in rows]
-        stats = Stats(assistant=self.name, rows=len(rows), emitted=sum(map(len, answers)), seconds=time.perf_counter() - began)
+        stats = Stats(
+            assistant=self.name, rows=len(rows), emitted=sum(map(len, answers)), seconds=time.perf_counter() - began
+        )
         stats.explanations = tuple(Explanation(tuple(row.visits)) for row in rows)
         session.calls.append(stats)
         if self.config.explain:
@@ -223,7 +251,9 @@ class AdaptiveCascade:
             self._ask(index, asked, given, limit)
         return [] if last else [row for row in rows if not row.done]
 
-    def _ask(self, index: int, asked: list[tuple[_Row, list[int], list[int]]], given: dict[str, Any], limit: int) -> None:
+    def _ask(
+        self, index: int, asked: list[tuple[_Row, list[int], list[int]]], given: dict[str, Any], limit: int
+    ) -> None:
         """Let a stage answer rows that fit, and judge what it says."""
         stage = self.models.stages[index]
         handed = [answer for _, _, answer in asked]
@@ -235,15 +265,25 @@ class AdaptiveCascade:
         for at, (row, prompt, _) in enumerate(asked):
             row.answer, row.giver = outcome.tokens[at], index
             visit = Visit(
-                index, stage.label, "answered: it is the last", new_tokens=len(row.answer) - kept[at], kept_tokens=kept[at],
-                handed_tokens=len(handed[at]), milliseconds=share,
-            )  # fmt: skip
+                index,
+                stage.label,
+                "answered: it is the last",
+                new_tokens=len(row.answer) - kept[at],
+                kept_tokens=kept[at],
+                handed_tokens=len(handed[at]),
+                milliseconds=share,
+            )
             last, ended = index == len(self.models.stages) - 1, row.answer[-1] in ends
             if not last or self.hear is not None:
                 told = features(
-                    outcome.measures[at], row.answer, prompt_tokens=len(prompt), limit=limit, ended=ended, stage=index,
+                    outcome.measures[at],
+                    row.answer,
+                    prompt_tokens=len(prompt),
+                    limit=limit,
+                    ended=ended,
+                    stage=index,
                     stages=len(self.models.stages),
-                )  # fmt: skip
+                )
                 if self.hear is not None:
                     visit = replace(visit, why="heard")
                     times = _times(outcome.stats, len(asked))
@@ -260,7 +300,9 @@ class AdaptiveCascade:
         ends = taker.ends(ends_of(taker, given))
         return hand_over(row.answer, giver, taker, giver.ends(ends_of(giver, given)), ends[0] if ends else None)
 
-    def _run(self, index: int, prompts: list[list[int]], handed: list[list[int]] | None, given: dict[str, Any], limit: int) -> Outcome:
+    def _run(
+        self, index: int, prompts: list[list[int]], handed: list[list[int]] | None, given: dict[str, Any], limit: int
+    ) -> Outcome:
         """One stage's `generate` for these prompts, after what was handed over."""
         stage, memory = self.models.stages[index], self.models.memory
         options, heard = stage_options(stage, given, limit), []  # type: dict[str, Any], list[Outcome]
@@ -299,7 +341,9 @@ class AdaptiveCascade:
         assert row.answer is not None
         return row.answer if row.giver == last else self._handed(row, last, given)
 
-    def _output(self, ids: Tensor, answers: list[list[int]], large: Any, given: dict[str, Any], stats: Stats, streamer: Any) -> Any:
+    def _output(
+        self, ids: Tensor, answers: list[list[int]], large: Any, given: dict[str, Any], stats: Stats, streamer: Any
+    ) -> Any:
         pad = pad_of(self.models.stages[-1], given)
         longest = max(map(len, answers))
         new = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], device=ids.device)

@@ -17,24 +17,43 @@ from fastspec.patches.hf.cache import GIVEN
 from fastspec.patches.hf.compat import is_besides_tokens
 
 OF_TOKENS = (
-    "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "bad_words_ids", "sequence_bias", "suppress_tokens",
-    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "watermarking_config",
-)  # fmt: skip
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "watermarking_config",
+)
 """Arguments of `generate` that name or see tokens of one vocabulary."""
 ENDS = ("eos_token_id", "pad_token_id", "bos_token_id")
 OURS = {
-    "input_ids", "inputs", "attention_mask", "streamer", "num_return_sequences", "return_dict_in_generate", "max_length", "max_new_tokens",
-    "tokenizer", "generation_config", "assistant",
-}  # fmt: skip
+    "input_ids",
+    "inputs",
+    "attention_mask",
+    "streamer",
+    "num_return_sequences",
+    "return_dict_in_generate",
+    "max_length",
+    "max_new_tokens",
+    "tokenizer",
+    "generation_config",
+    "assistant",
+}
 REFUSED = {
     **dict.fromkeys(GIVEN, "its stages keep caches of their own: Cascade(memory=bytes)"),
-    "output_scores": "the answer may be another model's", "output_logits": "the answer may be another model's",
+    "output_scores": "the answer may be another model's",
+    "output_logits": "the answer may be another model's",
     "inputs_embeds": "a stage reads tokens: pass input_ids",
-}  # fmt: skip
+}
 
 
 def setting(name: str, given: dict[str, Any], *more: Any) -> Any:
-    """A setting of a call: the argument, else the given generation_config's, else that of `more`; None where none says."""
+    """A setting of a call: the argument, else the given generation_config's, else that of `more`; None where none
+    says."""
     sources = (given.get(name), *(getattr(config, name, None) for config in (given.get("generation_config"), *more)))
     return next((value for value in sources if value is not None), None)
 
@@ -46,12 +65,17 @@ def refuse(stages: Sequence[StageModel], given: dict[str, Any]) -> None:
             raise Unsupported(f"{name} cannot be combined with assistant='cascade': {why}")
     inputs = sorted(name for name, value in given.items() if value is not None and is_besides_tokens(name))
     if inputs:
-        raise Unsupported(f"{', '.join(inputs)} cannot be combined with assistant='cascade': its stages share texts of tokens alone")
+        raise Unsupported(
+            f"{', '.join(inputs)} cannot be combined with assistant='cascade': its stages share texts of tokens alone"
+        )
     criteria, processors = (given.get(name) or () for name in ("stopping_criteria", "logits_processor"))
-    stateful = unknown_types(processors, criteria) or ("prefix_allowed_tokens_fn" if given.get("prefix_allowed_tokens_fn") else "")
+    stateful = unknown_types(processors, criteria) or (
+        "prefix_allowed_tokens_fn" if given.get("prefix_allowed_tokens_fn") else ""
+    )
     if stateful:
         raise Unsupported(
-            f"{stateful} may keep a state over a whole batch, and the stages of a cascade answer some of its rows each, one after another: "
+            f"{stateful} may keep a state over a whole batch, and the stages of a cascade answer some of its rows "
+            "each, one after another: "
             "leave it out, or decode with the large model's own assistant"
         )
     for stage in stages:
@@ -62,13 +86,18 @@ def refuse(stages: Sequence[StageModel], given: dict[str, Any]) -> None:
 def _refuse_tokens(stage: StageModel, given: dict[str, Any]) -> None:
     """Refuse arguments that speak of the large model's tokens for a stage that has others."""
     held = {name: setting(name, given) for name in OF_TOKENS}
-    named = [name for name, value in held.items() if value is not None and (not hasattr(value, "__len__") or len(value))]
+    named = [
+        name for name, value in held.items() if value is not None and (not hasattr(value, "__len__") or len(value))
+    ]
     if named and stage.foreign:
-        raise Unsupported(f"{', '.join(named)} speaks of the large model's tokens, and {stage.label} has others: leave it out")
+        raise Unsupported(
+            f"{', '.join(named)} speaks of the large model's tokens, and {stage.label} has others: leave it out"
+        )
 
 
 def read_prompts(large: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The call's token ids [B, T] and which of them are real [B, T]; without a mask pad tokens are not, as in transformers."""
+    """The call's token ids [B, T] and which of them are real [B, T]; without a mask pad tokens are not, as in
+    transformers."""
     ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or 0 in ids.shape:
         raise Unsupported("assistant='cascade' needs input_ids [B, T] of at least one row and one token")
@@ -78,13 +107,17 @@ def read_prompts(large: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         mask = None if int(pad) in ends else ids != int(pad)
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
     if keep.shape != ids.shape or not bool(keep[:, -1].all()):
-        raise Unsupported(f"attention_mask {tuple(keep.shape)} must have the shape of input_ids {tuple(ids.shape)}, padding on the left")
+        raise Unsupported(
+            f"attention_mask {tuple(keep.shape)} must have the shape of input_ids {tuple(ids.shape)}, padding on the "
+            "left"
+        )
     times = setting("num_return_sequences", given, large.generation_config) or 1
     return ids.repeat_interleave(times, 0), keep.repeat_interleave(times, 0)
 
 
 def new_tokens(large: Any, given: dict[str, Any], width: int) -> int:
-    """New tokens that a stage may say, as transformers reads it: max_new_tokens from anywhere comes before max_length."""
+    """New tokens that a stage may say, as transformers reads it: max_new_tokens from anywhere comes before
+    max_length."""
     limit = setting("max_new_tokens", given, large.generation_config)
     if limit is not None:
         return int(limit)
@@ -116,13 +149,17 @@ def pad_of(stage: StageModel, given: dict[str, Any]) -> int:
 def stage_options(stage: StageModel, given: dict[str, Any], limit: int) -> dict[str, Any]:
     """The call's arguments as a stage takes them, for `limit` new tokens."""
     _refuse_tokens(stage, given)  # a stage that is loaded late has brought its tokenizer with it
-    options = {name: value for name, value in given.items() if name not in OURS and not (stage.foreign and name in ENDS)}
+    options = {
+        name: value for name, value in given.items() if name not in OURS and not (stage.foreign and name in ENDS)
+    }
     if given.get("tokenizer") is not None:
         options["tokenizer"] = stage.tokenizer if stage.foreign else given["tokenizer"]
     fixed = {"max_new_tokens": limit, "num_return_sequences": 1, "pad_token_id": pad_of(stage, given)}
     if given.get("generation_config") is None:
         return options | fixed
-    config = copy.deepcopy(given["generation_config"])  # all of it goes in here: arguments beside a generation_config are deprecated
+    config = copy.deepcopy(
+        given["generation_config"]
+    )  # all of it goes in here: arguments beside a generation_config are deprecated
     own = {name: getattr(stage.model.generation_config, name) for name in ENDS} if stage.foreign else {}
     for name, value in (own | fixed | {"max_length": None}).items():
         setattr(config, name, value)

@@ -31,6 +31,7 @@ from fastspec.patches.session import session_of
 if TYPE_CHECKING:
     from fastspec.cascade.memory import CacheManager
 
+
 def check_kept(model: Any) -> None:
     """Raise `Unsupported`, naming the reason, for a model whose keys and values cannot be kept between calls."""
     name, instead = type(model).__name__, "keep nothing between calls (Cascade: memory=None)"
@@ -38,8 +39,13 @@ def check_kept(model: Any) -> None:
         raise Unsupported(f"the cache of {name}, an encoder-decoder model, belongs to its source: {instead}")
     check_present(model)
     wanted = model.generation_config.cache_implementation
-    if wanted not in (None, "hybrid"):  # beside a cache that is handed in transformers takes none, and this one is its own to unset
-        raise Unsupported(f"{name} asks for cache_implementation={wanted!r}: set it to None in its generation_config, or {instead}")
+    if wanted not in (
+        None,
+        "hybrid",
+    ):  # beside a cache that is handed in transformers takes none, and this one is its own to unset
+        raise Unsupported(
+            f"{name} asks for cache_implementation={wanted!r}: set it to None in its generation_config, or {instead}"
+        )
     if rope_bound(model.config) is not None:
         raise Unsupported(f"the keys of {name} depend on the length of the text, by its rope_parameters: {instead}")
     reason = _not_plain(DynamicCache(config=model.config))
@@ -48,24 +54,32 @@ def check_kept(model: Any) -> None:
 
 
 def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
-    """Raise `Unsupported`, before anything is computed, where the keys and values of a text of so many tokens exceed the budget."""
+    """Raise `Unsupported`, before anything is computed, where the keys and values of a text of so many tokens exceed
+    the budget."""
     shapes = layer_shapes(model.config)
-    numbers = sum(heads * (key + value) for heads, key, value in (shapes[layer] for layer in set(kept_by(model.config)))) * tokens
+    numbers = (
+        sum(heads * (key + value) for heads, key, value in (shapes[layer] for layer in set(kept_by(model.config))))
+        * tokens
+    )
     need = numbers * torch.empty((), dtype=model.dtype, device="cpu").element_size()
     if need > manager.budget:
         raise Unsupported(
-            f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, and the cascade's memory "
-            f"is {manager.budget} bytes: raise Cascade(memory=...), ask for fewer new tokens, or keep nothing (memory=None)"
+            f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, "
+            "and the cascade's memory "
+            f"is {manager.budget} bytes: raise Cascade(memory=...), ask for fewer new tokens, or keep nothing "
+            "(memory=None)"
         )
 
 
 def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> DynamicCache | None:
-    """What a stage has kept of the beginning of ids [1, T], without padding: a cache of at most T - 1 tokens, the caller's own, or None.
+    """What a stage has kept of the beginning of ids [1, T], without padding: a cache of at most T - 1 tokens, the
+    caller's own, or None.
 
-    It goes to `model.generate(ids, attention_mask=..., **{CACHE: ...})`, where None is no cache at all; with a mask of ones, since
-    transformers takes pad tokens within the text for padding. It lies on the model's device; a model laid over devices by `device_map`
-    gets each layer where it was. What was kept in another dtype than the model's is not given: the model would not have computed it.
-    Raises `Unsupported` for a model that `check_kept` refuses, and for several rows.
+    It goes to `model.generate(ids, attention_mask=..., **{CACHE: ...})`, where None is no cache at all; with a mask of
+    ones, since transformers takes pad tokens within the text for padding. It lies on the model's device; a model laid
+    over devices by `device_map` gets each layer where it was. What was kept in another dtype than the model's is not
+    given: the model would not have computed it. Raises `Unsupported` for a model that `check_kept` refuses, and for
+    several rows.
     """
     check_kept(model)
     found = manager.find(stage, _row(ids))
@@ -83,19 +97,23 @@ def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> Dynam
 def keep_past(manager: CacheManager, stage: int, ids: Tensor, cache: Any) -> None:
     """Keep what a call's cache holds of the text ids [1, T], prompt and answer, without padding.
 
-    The cache holds the text's first tokens; after `generate`, with or without an assistant, all but the last. It stays the caller's.
-    Raises `Unsupported` for a cache that is not plain keys and values in every layer, for one that holds more than the text, for
-    several rows, and where it exceeds the manager's budget.
+    The cache holds the text's first tokens; after `generate`, with or without an assistant, all but the last. It stays
+    the caller's. Raises `Unsupported` for a cache that is not plain keys and values in every layer, for one that holds
+    more than the text, for several rows, and where it exceeds the manager's budget.
     """
     tokens, reason = _row(ids), _not_plain(cache)
     if reason:
-        raise Unsupported(f"a cache with {reason} cannot be kept: hand in a call's DynamicCache, or keep nothing between calls")
+        raise Unsupported(
+            f"a cache with {reason} cannot be kept: hand in a call's DynamicCache, or keep nothing between calls"
+        )
     layers = read_cache(cache, len(cache.layers))
     if layers is None:
         return
     held = layers[0][0].shape[2]
     if held > len(tokens):
-        raise Unsupported(f"the cache holds {held} tokens and the text has {len(tokens)}: pass the whole text, prompt and answer")
+        raise Unsupported(
+            f"the cache holds {held} tokens and the text has {len(tokens)}: pass the whole text, prompt and answer"
+        )
     manager.keep(stage, tokens[:held], layers)
 
 
@@ -106,9 +124,11 @@ def _row(ids: Tensor) -> list[int]:
 
 
 def _not_plain(cache: Any) -> str:
-    """What tells a cache from one that holds every token's keys and values in every layer, where they were computed; "" for nothing.
+    """What tells a cache from one that holds every token's keys and values in every layer, where they were computed; ""
+    for nothing.
 
-    Kinds derived from the plain ones (windows, quantised, indexed, recurrent) hold less or more, so that only these two will do.
+    Kinds derived from the plain ones (windows, quantised, indexed, recurrent) hold less or more, so that only these two
+    will do.
     """
     if type(cache) is not DynamicCache:
         return f"the class {type(cache).__name__}"
@@ -135,20 +155,25 @@ TRIAL = 24
 class StageModel:
     """One model of a cascade, ready to generate.
 
-    `tokenizer` is None where the stage shares the large model's tokens; one that is named is loaded when it is first needed. A model that
-    the user has patched already is used as it is; one that is loaded here goes to `device`, the large model's.
+    `tokenizer` is None where the stage shares the large model's tokens; one that is named is loaded when it is first
+    needed. A model that the user has patched already is used as it is; one that is loaded here goes to `device`, the
+    large model's.
     """
 
     def __init__(self, stage: Stage, large_tokenizer: Any, device: str, patching: Patching) -> None:
         self.stage, self.label, self.device, self.patching = stage, stage.label, device, patching
         if stage.tokenizer is not None and large_tokenizer is None:
             raise Unsupported(
-                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, Cascade(tokenizer=...)"
+                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, "
+                "Cascade(tokenizer=...)"
             )
         self._own, self._large = stage.tokenizer, large_tokenizer
         if isinstance(stage.assistant, str) and stage.assistant not in NAMES:
             known = ", ".join(repr(name) for name in NAMES if name != Cascade.name)
-            raise Unsupported(f"the cascade's stage {self.label!r} has the unknown assistant {stage.assistant!r}; accepted are {known}")
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has the unknown assistant {stage.assistant!r}; accepted are "
+                f"{known}"
+            )
         self.lock = threading.Lock()
         self.held: Any = None
         self.patched = False
@@ -186,7 +211,11 @@ class StageModel:
             options["device_map"] = stage.device_map
         dtype = None if stage.dtype == "auto" else getattr(torch, stage.dtype)
         if stage.quantization is not None:  # bitsandbytes would put it on CUDA's current device
-            options = {"device_map": {"": self.device}} | options | {"quantization_config": quantization(stage.quantization, dtype)}
+            options = (
+                {"device_map": {"": self.device}}
+                | options
+                | {"quantization_config": quantization(stage.quantization, dtype)}
+            )
         model, tokenizer = load_model(str(stage.model), self.device, dtype, **options)
         self._own = self._own or tokenizer
         self._take(model)
@@ -194,7 +223,9 @@ class StageModel:
     def _take(self, model: Any) -> None:
         check_supported(model)
         if model.config.is_encoder_decoder:
-            raise Unsupported(f"the cascade's stage {self.label!r} is an encoder-decoder model: a cascade takes decoder-only models")
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} is an encoder-decoder model: a cascade takes decoder-only models"
+            )
         self.held = model
 
     def _patch(self) -> None:
@@ -206,7 +237,8 @@ class StageModel:
         missing = sorted(set(self.stage.resources) - {"backend", *session.resources})
         if missing:
             raise Unsupported(
-                f"the cascade's stage {self.label!r} is patched already, without the {', '.join(missing)} of its resources: give them to "
+                f"the cascade's stage {self.label!r} is patched already, without the {', '.join(missing)} of its "
+                "resources: give them to "
                 "fastspec.patch, or leave the patch to the cascade"
             )
 
@@ -214,7 +246,9 @@ class StageModel:
         """Take the patch off again, if it was ours and is still there."""
         with self.lock:
             if self.patched and session_of(self.held) is not None:
-                self.patching.unpatch(self.held, force=True)  # the large model's patch is off: this must not end half done
+                self.patching.unpatch(
+                    self.held, force=True
+                )  # the large model's patch is off: this must not end half done
             self.patched = False
 
     @property
@@ -224,16 +258,23 @@ class StageModel:
             return False
         if self._large is None:  # the stage's own came with its model
             raise Unsupported(
-                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, Cascade(tokenizer=...)"
+                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, "
+                "Cascade(tokenizer=...)"
             )
         return token_table(self.tokenizer) != token_table(self.large_tokenizer)
 
     def check_shared(self, large: Any) -> None:
         """Refuse a stage that is said to share the large model's tokens and has another number of them."""
-        sizes = vocabulary(self.held if self.loaded else self.model), vocabulary(large)  # what is loaded need not be patched yet
-        if abs(sizes[0] - sizes[1]) > PADDING and not self.foreign:  # in this order: tokenizers are loaded where they are needed
+        sizes = (
+            vocabulary(self.held if self.loaded else self.model),
+            vocabulary(large),
+        )  # what is loaded need not be patched yet
+        if (
+            abs(sizes[0] - sizes[1]) > PADDING and not self.foreign
+        ):  # in this order: tokenizers are loaded where they are needed
             raise Unsupported(
-                f"the cascade's stage {self.label!r} has a vocabulary of {sizes[0]} tokens and the large model one of {sizes[1]}: give "
+                f"the cascade's stage {self.label!r} has a vocabulary of {sizes[0]} tokens and the large model one "
+                f"of {sizes[1]}: give "
                 "both tokenizers, Cascade(stages=[Stage(model, tokenizer=...)], tokenizer=...)"
             )
 
@@ -248,20 +289,29 @@ class StageModel:
             return list(ids)
         reader = self.large_tokenizer or self.tokenizer
         if reader is None:
-            raise Unsupported(f"the cascade's stage {self.label!r} has a prompt function, which reads text: give Cascade(tokenizer=...)")
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has a prompt function, which reads text: give "
+                "Cascade(tokenizer=...)"
+            )
         text = decoded(reader, ids[1:] if ids and ids[0] == reader.bos_token_id else ids)
         text = text if self.stage.prompt is None else self.stage.prompt(text)
         if not isinstance(text, str):
-            raise Unsupported(f"the prompt function of the cascade's stage {self.label!r} gave {text!r}: it must give text")
+            raise Unsupported(
+                f"the prompt function of the cascade's stage {self.label!r} gave {text!r}: it must give text"
+            )
         writer = self.tokenizer or reader
         start = writer("", add_special_tokens=True)["input_ids"][:1]
         begins = [writer.bos_token_id] if writer.bos_token_id is not None and start == [writer.bos_token_id] else []
         return begins + encoded(writer, text)
 
 
-def hand_over(answer: Sequence[int], giver: StageModel, taker: StageModel, ends: Sequence[int], end: int | None) -> list[int]:
+def hand_over(
+    answer: Sequence[int], giver: StageModel, taker: StageModel, ends: Sequence[int], end: int | None
+) -> list[int]:
     """A stage's answer in another's tokens; an end token of the giver, one of `ends`, becomes the taker's, `end`."""
-    if giver.foreign == taker.foreign and (not giver.foreign or token_table(giver.tokenizer) == token_table(taker.tokenizer)):
+    if giver.foreign == taker.foreign and (
+        not giver.foreign or token_table(giver.tokenizer) == token_table(taker.tokenizer)
+    ):
         return list(answer)
     over = bool(answer) and answer[-1] in ends
     text = decoded(giver.tokenizer or giver.large_tokenizer, answer[:-1] if over else answer)
@@ -275,7 +325,8 @@ def _tokenizer(given: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a path or hub id, or of a model named as in `fastspec.models.load_model`. Raises Unsupported where there is none."""
+    """The tokenizer of a path or hub id, or of a model named as in `fastspec.models.load_model`. Raises Unsupported
+    where there is none."""
     from transformers import AutoTokenizer
 
     source, packed = source_of(name)
@@ -286,8 +337,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def quantization(kind: str, dtype: torch.dtype | None) -> Any:
-    """bitsandbytes' settings, for transformers; products of 4-bit weights are computed in `dtype`, which bitsandbytes takes to be fp32
-    unless told. Raises Unsupported where bitsandbytes is missing."""
+    """bitsandbytes' settings, for transformers; products of 4-bit weights are computed in `dtype`, which bitsandbytes
+    takes to be fp32 unless told. Raises Unsupported where bitsandbytes is missing."""
     import importlib.util
 
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -311,8 +362,8 @@ def stage_models(config: Cascade, large: Any, patching: Patching) -> list[StageM
 
 
 def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]], new: int = TRIAL) -> Rates:
-    """Every stage's milliseconds per generated token, per verified token and per start, on this machine: means over the large model's
-    `prompts`, `new` tokens after each, of the better of two runs after a first one."""
+    """Every stage's milliseconds per generated token, per verified token and per start, on this machine: means over the
+    large model's `prompts`, `new` tokens after each, of the better of two runs after a first one."""
     columns = []
     for stage in stages:
         judged = stage is not stages[-1]  # what the last one says is not measured token by token
@@ -329,7 +380,10 @@ def _rates_after(stage: StageModel, prompt: Sequence[int], new: int, judged: boo
         tokens = tokens[-max(bound - new, 1) :]
     ids = torch.tensor([tokens], device=device_of(stage.model))
     text = [_trial(stage, ids, new, None, judged)[1][:-1]]
-    runs = [[_trial(stage, ids, count, given, judged)[0] for count, given in ((1, None), (new, None), (new, text))] for _ in range(3)][1:]
+    runs = [
+        [_trial(stage, ids, count, given, judged)[0] for count, given in ((1, None), (new, None), (new, text))]
+        for _ in range(3)
+    ][1:]
     start, whole, verified = (min(column) for column in zip(*runs, strict=True))
     return max(whole - start, 1e-3) / (new - 1), max(verified - start, 0.0) / (new - 1), start
 
@@ -339,7 +393,12 @@ def _trial(stage: StageModel, ids: Tensor, new: int, texts: Any, judged: bool) -
     heard: list[Outcome] = []
     began = time.perf_counter()
     stage.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
         assistant=Continued(stage.stage.assistant, texts, heard.append, measure=judged),
-    )  # fmt: skip
+    )
     return 1000 * (time.perf_counter() - began), heard[0].tokens[0]

@@ -1,4 +1,5 @@
-"""Runs a backend's kernels, and a whole draft phase, beside their references on small inputs, and says where they differ."""
+"""Runs a backend's kernels, and a whole draft phase, beside their references on small inputs, and says where they
+differ."""
 
 from __future__ import annotations
 
@@ -27,16 +28,23 @@ from fastspec.patches.checks.rows import CHECKS, Check
 
 SHAPE = TreeShape(total_tokens=6, depth=2, top_k=2)
 SEED, ROUNDING = 5, 0.12
-"""The candidates of the head that this seed draws are 0.188 apart and more, and in bfloat16 off by up to 0.04 of those in fp32: a tree that
-is another, or scores that are off by more than this, are wrong."""
+"""The candidates of the head that this seed draws are 0.188 apart and more, and in bfloat16 off by up to 0.04 of those
+in fp32: a tree that is another, or scores that are off by more than this, are wrong."""
 
 
 def small_head(draw: Draw) -> EagleHead:
     """A head whose candidates are far apart."""
     config = HeadConfig(
-        hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=40, draft_vocab_size=24,
-        target_hidden_size=32, taps=(0, 1, 2),
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=40,
+        draft_vocab_size=24,
+        target_hidden_size=32,
+        taps=(0, 1, 2),
+    )
     with draw.device:
         head, embedding = EagleHead(config).eval(), nn.Embedding(config.vocab_size, config.hidden_size)
     for module in (head, embedding):
@@ -78,15 +86,18 @@ def phase_difference(ops: Ops, dtype: torch.dtype, device: torch.device, drafts:
     return None if off <= ROUNDING else f"scores are off by up to {off:.3g}, where {ROUNDING} is rounding"
 
 
-REFERENCE = replace(TORCH, linear_parts=linear_reference.linear, experts=linear_reference.experts, stack=layer_reference.stack)
+REFERENCE = replace(
+    TORCH, linear_parts=linear_reference.linear, experts=linear_reference.experts, stack=layer_reference.stack
+)
 ROUNDINGS = {torch.float32: 256, torch.float16: 16, torch.bfloat16: 16}
-"""How many units in the last place of the largest value a kernel may be off. It sums in fp32 in an order of its own and rounds where the
-reference does, a few times; sums of 4,096 products in fp32 are off by the square root of their number."""
+"""How many units in the last place of the largest value a kernel may be off. It sums in fp32 in an order of its own and
+rounds where the reference does, a few times; sums of 4,096 products in fp32 are off by the square root of their
+number."""
 
 
 class Problem(NamedTuple):
-    """A check that a backend fails: its name, and what differs. One that `raised` an error may have met a fault that passes, such as a
-    device that an earlier kernel has broken."""
+    """A check that a backend fails: its name, and what differs. One that `raised` an error may have met a fault that
+    passes, such as a device that an earlier kernel has broken."""
 
     check: str
     what: str
@@ -99,10 +110,14 @@ def has_kernel(ops: Ops, op: str) -> bool:
 
 
 def problems(
-    ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check] = CHECKS, drafts: type[EagleDrafter] = EagleDrafter
-) -> Iterator[Problem]:  # fmt: skip
-    """Every check that a backend fails on a device, the draft phase of `drafts` last. An error ends the checks: what follows one on a
-    device says nothing."""
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    checks: Sequence[Check] = CHECKS,
+    drafts: type[EagleDrafter] = EagleDrafter,
+) -> Iterator[Problem]:
+    """Every check that a backend fails on a device, the draft phase of `drafts` last. An error ends the checks: what
+    follows one on a device says nothing."""
     runs = [(check.name, partial(difference, check)) for check in checks if has_kernel(ops, check.op)]
     for name, run in (*runs, (f"{drafts.__name__} (a small head)", partial(phase_difference, drafts=drafts))):
         try:
@@ -131,13 +146,19 @@ def exact_products() -> Iterator[None]:
 
 
 def launcher(
-    ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check] = CHECKS, drafts: type[EagleDrafter] = EagleDrafter
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    checks: Sequence[Check] = CHECKS,
+    drafts: type[EagleDrafter] = EagleDrafter,
 ) -> Callable[[], None]:
     """A program that runs what `problems` compares of a backend, without comparing, and on tensors without data too."""
     return partial(_launch_all, ops, dtype, device, checks, small_drafter(ops, dtype, device, drafts))
 
 
-def _launch_all(ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check], drafter: EagleDrafter) -> None:
+def _launch_all(
+    ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check], drafter: EagleDrafter
+) -> None:
     for check in checks:
         if has_kernel(ops, check.op):
             run(check, ops, dtype, device)
@@ -157,7 +178,9 @@ def difference(check: Check, ops: Ops, dtype: torch.dtype, device: torch.device)
 def run(check: Check, ops: Ops, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[Tensor]]:
     """The result of a row's op, and its inputs, some of which it may write to."""
     args, options = check.inputs(Draw(dtype, device))
-    given = [ops.attention_layout(*each.args, **each.options) if isinstance(each, LayoutArguments) else each for each in args]
+    given = [
+        ops.attention_layout(*each.args, **each.options) if isinstance(each, LayoutArguments) else each for each in args
+    ]
     with torch.no_grad():
         result = getattr(ops, check.calls or check.op)(*given, **options)
     return copy.copy(result), tensors([each for each in args if not isinstance(each, LayoutArguments)])

@@ -42,7 +42,9 @@ class Draw:
         return self._uniform(*shape, count).argsort(-1).to(self.device)
 
     def _uniform(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+        return torch.rand(
+            shape, generator=self.generator, dtype=torch.float32, device="cpu"
+        )  # whatever torch's defaults are
 
     def fixed(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         """These values."""
@@ -75,11 +77,22 @@ KEYS, QUERIES, SIZE, SLOTS = 2, 4, 16, 24
 
 
 def layers(
-    nodes: int, *, rows: int = 2, width: int = 64, inner: int = 48, apart: bool = True, biased: bool = False, norms: bool = False,
-    offset: float | None = None, given: bool = False, tapped: bool = True, single: bool = False,
-) -> Callable[[Draw], tuple[Stacked, dict[str, object]]]:  # fmt: skip
-    """`rows` texts of `nodes` nodes each; weights side by side or `apart`, with or without biases and norms of heads; with `given` the
-    first layer reads an input of twice the width, and has no norm; with `single` cosines and sines are in fp32 whatever the dtype."""
+    nodes: int,
+    *,
+    rows: int = 2,
+    width: int = 64,
+    inner: int = 48,
+    apart: bool = True,
+    biased: bool = False,
+    norms: bool = False,
+    offset: float | None = None,
+    given: bool = False,
+    tapped: bool = True,
+    single: bool = False,
+) -> Callable[[Draw], tuple[Stacked, dict[str, object]]]:
+    """`rows` texts of `nodes` nodes each; weights side by side or `apart`, with or without biases and norms of heads;
+    with `given` the first layer reads an input of twice the width, and has no norm; with `single` cosines and sines are
+    in fp32 whatever the dtype."""
 
     def make(draw: Draw) -> tuple[Stacked, dict[str, object]]:
         def linear(depth: int, *channels: int) -> Weighted:
@@ -92,10 +105,16 @@ def layers(
             return PlainLayer(
                 norm=None if first and given else norm,
                 qkv=linear(2 * width if first and given else width, QUERIES * SIZE, KEYS * SIZE, KEYS * SIZE),
-                q_norm=draw.floats(SIZE) if norms else None, k_norm=draw.floats(SIZE) if norms else None, eps=1e-5, offset=offset,
-                scale=SIZE**-0.5, out=linear(QUERIES * SIZE, width), mlp_norm=behind, gate_up=linear(width, inner, inner),
+                q_norm=draw.floats(SIZE) if norms else None,
+                k_norm=draw.floats(SIZE) if norms else None,
+                eps=1e-5,
+                offset=offset,
+                scale=SIZE**-0.5,
+                out=linear(QUERIES * SIZE, width),
+                mlp_norm=behind,
+                gate_up=linear(width, inner, inner),
                 down=linear(inner, width),
-            )  # fmt: skip
+            )
 
         _, depths, words = tree(draw, rows, nodes)
         prefix = draw.whole(SLOTS - nodes, rows) + 1

@@ -29,8 +29,8 @@ def same(result: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The op that a row is about, which form of it, its inputs, and what of its result has a meaning. `calls` names another op that is
-    called, where the result of the row's own can only be read by that."""
+    """The op that a row is about, which form of it, its inputs, and what of its result has a meaning. `calls` names
+    another op that is called, where the result of the row's own can only be read by that."""
 
     op: str
     form: str
@@ -44,7 +44,9 @@ class Check:
         return f"{self.op} ({self.form})"
 
 
-def products(rows: int, channels: int, depth: int, bias: bool = False, kind: Activation = SILU) -> Callable[[Draw], Inputs]:
+def products(
+    rows: int, channels: int, depth: int, bias: bool = False, kind: Activation = SILU
+) -> Callable[[Draw], Inputs]:
     """x [rows, depth] times `channels` output channels; `kind` is for a gate."""
 
     def make(draw: Draw) -> Inputs:
@@ -68,7 +70,7 @@ def apart(rows: int, channels: Sequence[int], depth: int, kind: Activation | Non
 
 def attention(
     nodes: int, extent: int, chain: bool = False, span: Span | None = None, extras: bool = False, size: int = 32
-) -> Callable[[Draw], Inputs]:  # fmt: skip
+) -> Callable[[Draw], Inputs]:
     """Two rows of `nodes` queries behind prefixes of different length, four query heads to two key heads."""
 
     def make(draw: Draw) -> Inputs:
@@ -88,13 +90,16 @@ def norm(residual: bool = False, offset: float | None = None) -> Callable[[Draw]
     """Rows of a width that is no power of 2, with a residual or without."""
 
     def make(draw: Draw) -> Inputs:
-        return (draw.floats(2, 3, 80), draw.floats(80), 1e-5, draw.floats(2, 3, 80) if residual else None), {"offset": offset}
+        return (draw.floats(2, 3, 80), draw.floats(80), 1e-5, draw.floats(2, 3, 80) if residual else None), {
+            "offset": offset
+        }
 
     return make
 
 
 def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
-    """Two rows of three nodes, four query heads to two key heads; with norms of heads, and a factor for each position."""
+    """Two rows of three nodes, four query heads to two key heads; with norms of heads, and a factor for each
+    position."""
 
     def make(draw: Draw) -> Inputs:
         size, rows, nodes = 16, 2, 3
@@ -104,7 +109,16 @@ def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
         k, v = (draw.floats(rows, 2, 32, size) for _ in "kv")
         weights = (draw.floats(size), draw.floats(size), 1e-6) if norms else ()
         more = {"factor": draw.uniform(32) + 0.5} if scaled else {}
-        return (draw.floats(rows, nodes, (4 + 2 * 2) * size), angles.cos(), angles.sin(), positions, k, v, slots, *weights), more
+        return (
+            draw.floats(rows, nodes, (4 + 2 * 2) * size),
+            angles.cos(),
+            angles.sin(),
+            positions,
+            k,
+            v,
+            slots,
+            *weights,
+        ), more
 
     return make
 
@@ -131,7 +145,8 @@ def scores(rows: int, drawn: bool, settings: SamplingSettings | None = None) -> 
 
 
 def expansion(nodes: int, count: int, below: bool = False) -> Callable[[Draw], Inputs]:
-    """Logits are whole numbers by construction, all different at a node: p(v) / 16, and its negative at every other node."""
+    """Logits are whole numbers by construction, all different at a node: p(v) / 16, and its negative at every other
+    node."""
 
     def make(draw: Draw) -> Inputs:
         vocab, hidden = 200, 64
@@ -179,7 +194,12 @@ def head(draw: Draw) -> Inputs:
 
 def verdict(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """path [2, 3], accepted, bonus and active of two rows with trees of five nodes."""
-    return draw.fixed([[0, 2, 4], [0, 1, 1]]), draw.fixed([2, 1]), draw.fixed([77, 78]), draw.fixed([True, False], torch.bool)
+    return (
+        draw.fixed([[0, 2, 4], [0, 1, 1]]),
+        draw.fixed([2, 1]),
+        draw.fixed([77, 78]),
+        draw.fixed([True, False], torch.bool),
+    )
 
 
 def commitment(draw: Draw) -> Inputs:
@@ -348,9 +368,18 @@ CHECKS: tuple[Check, ...] = (
     Check("gate_heads", "plain", gates),
     Check("gated_norm", "plain", gated),
     Check("route", "softmax", routing(Routing(4, normalised=True)), by_expert),
-    Check("route", "groups", routing(Routing(4, sigmoid=True, normalised=True, groups=4, kept=2), corrected=True), by_expert),
+    Check(
+        "route",
+        "groups",
+        routing(Routing(4, sigmoid=True, normalised=True, groups=4, kept=2), corrected=True),
+        by_expert,
+    ),
     Check("experts", "few tokens", mixture(3, Expert())),
-    Check("experts", "40 tokens, interleaved", mixture(40, Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0))),
+    Check(
+        "experts",
+        "40 tokens, interleaved",
+        mixture(40, Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0)),
+    ),
     Check("kv_block_copy", "overlap", moves),
     Check("tree_input", "trees", places),
     Check("commit_slots", "two rows", commitment),

@@ -1,9 +1,9 @@
-"""The self-check: on a device that the kernels were never tested on, each is held against its reference before the first use. Those in
-C++, which the machine's own compiler made, are on every machine.
+"""The self-check: on a device that the kernels were never tested on, each is held against its reference before the
+first use. Those in C++, which the machine's own compiler made, are on every machine.
 
-Once for a device's name, a dtype and the versions of torch, triton and fastspec, and for a compiled library: the verdict is kept in the
-cache folder, but for one that an error has ended, which may pass. The environment's FASTSPEC_SELF_CHECK says "auto" (that), "always" (on
-every device, in every process) or "never".
+Once for a device's name, a dtype and the versions of torch, triton and fastspec, and for a compiled library: the
+verdict is kept in the cache folder, but for one that an error has ended, which may pass. The environment's
+FASTSPEC_SELF_CHECK says "auto" (that), "always" (on every device, in every process) or "never".
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def mode() -> str:
 
 
 def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter] | None = None) -> None:
-    """Check a backend's kernels for models of a dtype on a device, where that was not done before; with `drafts` the draft phase of that
-    drafter alone, which has a kernel of its own.
+    """Check a backend's kernels for models of a dtype on a device, where that was not done before; with `drafts` the
+    draft phase of that drafter alone, which has a kernel of its own.
 
-    Raises FastSpecError with the names of kernels that differ from their references. Nothing else is run in their place.
+    Raises FastSpecError with the names of kernels that differ from their references. Nothing else is run in their
+    place.
     """
     wanted = mode()
     if wanted == "never" or ops.name not in ("triton", "cpp") or (ops.name == "cpp" and dtype not in ENDINGS):
@@ -78,9 +79,12 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[
         told = "; ".join(f"{check}: {what}" for check, what in failures)
         kept = f"The verdict is kept in {path}; {SETTING}=always in the environment checks again"
         versions = ", ".join(f"{name} {value}" for name, value in files.versions().items())
-        others = 'fastspec.patch(model, backend="torch")' if drafts is None else f"An assistant without {drafts.__name__}"
+        others = (
+            'fastspec.patch(model, backend="torch")' if drafts is None else f"An assistant without {drafts.__name__}"
+        )
         raise FastSpecError(
-            f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: {told}. "
+            f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: "
+            f"{told}. "
             f"{others} runs without them. Please report this with the versions {versions}. "
             f"{kept if key in _known else 'An error may pass: nothing of it is kept, and the next patch checks again'}"
         )
@@ -91,7 +95,9 @@ def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
     if found is None:
         return None
     failures = found.get("failures")
-    well = isinstance(failures, list) and all(isinstance(each, list) and [type(x) for x in each] == [str, str] for each in failures)
+    well = isinstance(failures, list) and all(
+        isinstance(each, list) and [type(x) for x in each] == [str, str] for each in failures
+    )
     if not well or found.get("about") != about:
         files.ignore(path, "it holds no verdict on this device")
         return None
@@ -99,7 +105,12 @@ def _read(path: Path, about: dict[str, str]) -> list[list[str]] | None:
 
 
 def _run(
-    ops: Ops, dtype: torch.dtype, device: torch.device, about: dict[str, str], path: Path, drafts: type[EagleDrafter] | None
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    about: dict[str, str],
+    path: Path,
+    drafts: type[EagleDrafter] | None,
 ) -> tuple[list[list[str]], bool]:
     """Check -> the failures, and whether they are to be kept."""
     from fastspec.patches.checks.compare import launcher, problems

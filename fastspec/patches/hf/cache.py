@@ -1,7 +1,7 @@
 """What the layers of a transformers decoder keep of a text, as fastspec's states, and as transformers' own cache.
 
-One name is that of the installed version: an argument of `generate`, what it hands to a custom loop, a field of its outputs. A forward has
-its own: of a class that transformers does not ship it may still be the old one.
+One name is that of the installed version: an argument of `generate`, what it hands to a custom loop, a field of its
+outputs. A forward has its own: of a class that transformers does not ship it may still be the old one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fastspec.patches.hf.compat import delta_shape, device_of, dtype_of, kept_by
 from fastspec.patches.hf.parallel import layer_devices, local_heads
 
 _IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-"""Delete this, and the old name with it, when 5.24 is the oldest version and transformers takes no old name any more (6.0)."""
+"""Delete this, and the old name with it, when 5.24 is the oldest version and transformers takes no old name any more
+(6.0)."""
 OLD = "past_key_values"
 _NAMES = ("cache", OLD) if _IS_RENAMED else (OLD,)
 CACHE = _NAMES[0]
@@ -34,7 +35,8 @@ GIVEN = (*_NAMES, "cache_params") if _IS_RENAMED else _NAMES
 
 
 def given_cache(given: dict[str, Any]) -> Any:
-    """The cache among the arguments of a `generate` call, or None. Where several names are given, transformers heeds the first of these."""
+    """The cache among the arguments of a `generate` call, or None. Where several names are given, transformers heeds
+    the first of these."""
     return next((given[name] for name in GIVEN if name in given), None)
 
 
@@ -50,14 +52,16 @@ def kept_cache(output: Any) -> Any:
 
 
 class SlotCache(Cache):
-    """One forward pass's view of a state: `update` writes at given slots, by how many a state goes round in, and returns the first `extent`
-    slots, or the ring."""
+    """One forward pass's view of a state: `update` writes at given slots, by how many a state goes round in, and
+    returns the first `extent` slots, or the ring."""
 
     def __init__(self, state: SequenceState, ops: Ops, slots: Mapping[int | None, Tensor], extent: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.state, self.ops, self.slots, self.extent = state, ops, slots, extent
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, N, D] of one layer -> its keys and values [B, Hkv, extent, D], each of a size of its own."""
         store, index = self.state.places[layer_idx]
         assert isinstance(store, FullAttentionState)
@@ -65,7 +69,8 @@ class SlotCache(Cache):
             held = buffer.shape[2], buffer.shape[4]
             if (states.shape[1], states.shape[3]) != held:
                 raise Unsupported(
-                    f"layer {layer_idx} has {states.shape[1]} {name} heads of size {states.shape[3]}, its config says {held[0]} of "
+                    f"layer {layer_idx} has {states.shape[1]} {name} heads of size {states.shape[3]}, its config "
+                    f"says {held[0]} of "
                     f"{held[1]}: fastspec makes its cache by the config"
                 )
         slots = self.slots[store.ring].to(store.device)
@@ -87,7 +92,8 @@ class SlotCache(Cache):
 
 
 def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
-    """Copy what a user's cache holds of each layer into slots from 0; keep [B, T] bool drops padded slots of keys and values."""
+    """Copy what a user's cache holds of each layer into slots from 0; keep [B, T] bool drops padded slots of keys and
+    values."""
     counts = keep.sum(1)
     width = int(counts.max())
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
@@ -98,27 +104,37 @@ def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
 
 
 def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[Held]:
-    """What transformers keeps of slots first[b] .. of every row, layer by layer, where each computes: keys and values [B, Hkv, width, D],
-    where the row's slots stand one after another in the columns that shown [B, width] bool names; other columns, and those past the row's
-    length, are zero."""
+    """What transformers keeps of slots first[b] .. of every row, layer by layer, where each computes: keys and values
+    [B, Hkv, width, D], where the row's slots stand one after another in the columns that shown [B, width] bool names;
+    other columns, and those past the row's length, are zero."""
     slots = first[:, None] + shown.cumsum(1) - 1
     found = slots.clamp(0, state.slots - 1), shown & (slots < state.lengths[:, None]), state.lengths
     return [kind.export(layer, *(each.to(kind.device) for each in found)) for kind, layer in state.owned]
 
 
 def sequence_state(
-    model: Any, spans: Sequence[Span | None], *, rows: int, capacity: int, tail: int, chunk: int, bounded: bool,
+    model: Any,
+    spans: Sequence[Span | None],
+    *,
+    rows: int,
+    capacity: int,
+    tail: int,
+    chunk: int,
+    bounded: bool,
     first: int | None = None,
-) -> SequenceState:  # fmt: skip
-    """The state of `rows` texts of at most `capacity` tokens, for passes over up to `tail` nodes or `chunk` tokens of a prompt. What a
-    layer keeps is where it computes.
+) -> SequenceState:
+    """The state of `rows` texts of at most `capacity` tokens, for passes over up to `tail` nodes or `chunk` tokens of a
+    prompt. What a layer keeps is where it computes.
 
-    Where it is `bounded`, layers that see a span of the text keep no more than they can see again. `first` is that of `SequenceState`.
+    Where it is `bounded`, layers that see a span of the text keep no more than they can see again. `first` is that of
+    `SequenceState`.
     """
     dtype, owners, devices = dtype_of(model), kept_by(model.config), layer_devices(model)
     kinds: list[tuple[Any, ...]] = [
         ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), *sizes)
-        for span, (heads, *sizes), recurrent in zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
+        for span, (heads, *sizes), recurrent in zip(
+            spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True
+        )
     ]
     keys = list(zip(kinds, devices, strict=True))
     of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
@@ -133,4 +149,6 @@ def sequence_state(
             made.append(WindowState(len(layers), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
     found = list(of)
     order = [(found.index(keys[owner]), of[keys[owner]].index(owner)) for owner in owners]
-    return SequenceState(made, rows=rows, capacity=capacity, tail=tail, device=device_of(model), order=order, first=first)
+    return SequenceState(
+        made, rows=rows, capacity=capacity, tail=tail, device=device_of(model), order=order, first=first
+    )

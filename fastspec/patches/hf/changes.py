@@ -2,7 +2,7 @@
 
 | part | reads | who asks |
 |---|---|---|
-| `Settings` | attributes and buffers of modules, configurations: a norm's epsilon, a rotary embedding's frequencies | pools, open batches |
+| `Settings` | attributes and buffers of modules, such as a norm's epsilon, and configurations | pools, open batches |
 | `weight_places` | addresses of weights, kinds, hooks and forwards of modules | pools: keys of captured rounds |
 | `Identities` | the objects that modules hold, compared by identity | open batches, before every prompt |
 | `Snapshot` | all of these, and the mode | open batches |
@@ -29,17 +29,20 @@ from fastspec.patches.hf.replaced import every_module, has_replaced_methods, rep
 PLAIN = frozenset((bool, int, float, str, type(None)))
 HOLDERS = frozenset((list, tuple, dict, set))
 SMALL = 1 << 16
-"""Elements up to which a tensor's values are read; a larger one is known by its place and torch's count of its changes."""
+"""Elements up to which a tensor's values are read; a larger one is known by its place and torch's count of its
+changes."""
 _read: Any = WeakIdKeyDictionary()
 """Tensors on a device -> (place, changes, values): they are read once for each change."""
 
 
 class Settings:
-    """The attributes and buffers of a model's modules and its configurations, as they are now; they live on as long as this does.
+    """The attributes and buffers of a model's modules and its configurations, as they are now; they live on as long as
+    this does.
 
     Rounds are made of some of them.
 
-    Left out are names that begin with an underscore, which are torch's and transformers' own, and `training`, which dropout alone reads.
+    Left out are names that begin with an underscore, which are torch's and transformers' own, and `training`, which
+    dropout alone reads.
     """
 
     def __init__(self, model: nn.Module, modules: list[nn.Module]) -> None:
@@ -68,7 +71,11 @@ class Settings:
     def hold(self) -> bool:
         """Whether all of it is as it was. False may be wrong, for an equal value in another object, True is not."""
         now = [held.get(name) for held, name in self.places]
-        return all(map(is_, now, self.plain)) and list(map(len, self.owners)) == self.sizes and self._others() == self.other
+        return (
+            all(map(is_, now, self.plain))
+            and list(map(len, self.owners)) == self.sizes
+            and self._others() == self.other
+        )
 
     @property
     def values(self) -> Hashable:
@@ -85,8 +92,8 @@ def _value(value: Any) -> Hashable:
 
 
 def _tensor_value(tensor: Tensor) -> Hashable:
-    """The values of a small tensor. On another device than the CPU they are those of the last change that torch counts, which one by
-    `.data` is not."""
+    """The values of a small tensor. On another device than the CPU they are those of the last change that torch counts,
+    which one by `.data` is not."""
     if tensor.is_meta:
         return tuple(tensor.shape)
     state = tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
@@ -107,24 +114,29 @@ def _bytes(tensor: Tensor) -> Hashable:
 
 
 ADAPTERS_OF_PEFT = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
-"""Attributes of PEFT's layers by which they choose what they add: Python's, so that a graph holds what they were at its capture."""
+"""Attributes of PEFT's layers by which they choose what they add: Python's, so that a graph holds what they were at its
+capture."""
 
 
 def weight_places(model: nn.Module) -> Hashable:
     """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone.
 
-    Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's adapters it adds.
-    Buffers and other attributes are not among it: those are `Settings`. Raises RuntimeError where another thread adds a module meanwhile.
+    Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's
+    adapters it adds. Buffers and other attributes are not among it: those are `Settings`. Raises RuntimeError where
+    another thread adds a module meanwhile.
     """
     places: list[int] = []
     changed: list[Hashable] = []
     kinds: list[type[nn.Module]] = []
     for index, module in enumerate(every_module(model)):
-        places += [local_part(parameter).data_ptr() for parameter in module._parameters.values() if parameter is not None]
+        places += [
+            local_part(parameter).data_ptr() for parameter in module._parameters.values() if parameter is not None
+        ]
         kinds.append(type(module))
         held = module.__dict__
         hooks = bool(module._forward_hooks or module._forward_pre_hooks) and any(
-            not is_capturing_hook(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            not is_capturing_hook(hook)
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         )
         if hooks or "forward" in held:
             changed.append((index, hooks, id(held.get("forward"))))
@@ -141,10 +153,11 @@ OWN = "forward", "_hf_hook"
 
 
 class Identities:
-    """Cheap check whether a model's modules, hooks, weights or settings changed; what the modules held lives on as long as this does.
+    """Cheap check whether a model's modules, hooks, weights or settings changed; what the modules held lives on as long
+    as this does.
 
-    Attributes that replace others are seen where OWN names them, or `Settings` does. A model with PEFT's adapters, whose switches are
-    others, never `holds`.
+    Attributes that replace others are seen where OWN names them, or `Settings` does. A model with PEFT's adapters,
+    whose switches are others, never `holds`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,35 +168,42 @@ class Identities:
         self.empty = [held for held in self.dicts if not held]
         self.filled = [(held, tuple(held.values())) for held in self.dicts if held]
         self.own = [(own, name, own[name]) for own in self.owns for name in OWN if name in own]
-        self.parameters = [local_part(each) for own in self.owns for each in own["_parameters"].values() if each is not None]
+        self.parameters = [
+            local_part(each) for own in self.owns for each in own["_parameters"].values() if each is not None
+        ]
         self.places = list(map(Tensor.data_ptr, self.parameters))
         self.each = list(dict(zip(self.kinds, self.modules, strict=True)).values())
         self.switched = any("_active_adapter" in own for own in self.owns)
         self.outside = self._outside()
 
     def holds(self) -> bool:
-        """Whether the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread adds a module."""
+        """Whether the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread
+        adds a module."""
         same = (
-            not self.switched and list(map(type, self.modules)) == self.kinds and self.settings.hold()
-            and all(map(is_, self._dicts(), self.dicts)) and not any(self.empty)
+            not self.switched
+            and list(map(type, self.modules)) == self.kinds
+            and self.settings.hold()
+            and all(map(is_, self._dicts(), self.dicts))
+            and not any(self.empty)
             and all(len(held) == len(before) and all(map(is_, held.values(), before)) for held, before in self.filled)
             and all(own.get(name) is before for own, name, before in self.own)
-        )  # fmt: skip
+        )
         return same and list(map(Tensor.data_ptr, self.parameters)) == self.places and self._outside() == self.outside
 
     def _dicts(self) -> list[dict[str, Any]]:
         return [own[name] for own in self.owns for name in HELD]
 
     def _outside(self) -> Hashable:
-        """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what these call."""
+        """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what
+        these call."""
         functions = tuple(replaced_functions(self.model, self.each))  # themselves: an address may be used again
         kinds = tuple((type(module).forward, has_replaced_methods(type(module))) for module in self.each)
         return has_global_hooks(), kinds, functions
 
 
 class Snapshot:
-    """Snapshot of what rounds are made of: the model's mode, its settings and the addresses of its weights. `differs()` is true once one of
-    them changed, and `changed()` says the same at less cost."""
+    """Snapshot of what rounds are made of: the model's mode, its settings and the addresses of its weights. `differs()`
+    is true once one of them changed, and `changed()` says the same at less cost."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -195,8 +215,8 @@ class Snapshot:
         return self._parts_now() != self._parts
 
     def changed(self) -> bool:
-        """The answer of `differs`, in a fraction of the time where nothing changed. True where the model cannot be read, too: the next
-        rounds raise the error."""
+        """The answer of `differs`, in a fraction of the time where nothing changed. True where the model cannot be
+        read, too: the next rounds raise the error."""
         try:
             if self._identities.holds() and self._training_now() == self._training:
                 return False
@@ -214,9 +234,15 @@ class Snapshot:
 
     def _parts_now(self) -> Hashable:
         """Equal to nothing else where another thread adds modules to the model just now."""
-        with torch.autocast(device_of(self.model).type, enabled=False):  # of the thread that asks; the batch's own has none
+        with torch.autocast(
+            device_of(self.model).type, enabled=False
+        ):  # of the thread that asks; the batch's own has none
             try:
-                return mode_for(self.model), weight_places(self.model), Settings(self.model, every_module(self.model)).values
+                return (
+                    mode_for(self.model),
+                    weight_places(self.model),
+                    Settings(self.model, every_module(self.model)).values,
+                )
             except RuntimeError as error:
                 if "during iteration" not in str(error):  # of a dictionary of modules or hooks
                     raise
@@ -224,7 +250,8 @@ class Snapshot:
 
 
 BLOCK = 63
-"""Words of 8 bytes whose sum stands for them in a large tensor. Odd: where a bit flips in every word the sum changes too."""
+"""Words of 8 bytes whose sum stands for them in a large tensor. Odd: where a bit flips in every word the sum changes
+too."""
 WORDS = 1 << 14
 """Words up to which every one counts by itself."""
 SKIPPED = frozenset(vars(nn.Module())) - {"training"} | {CAPTURING_FLAG}
@@ -233,12 +260,12 @@ GOLDEN, FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47  # odd numbers of 64 b
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Key of what a model's passes follow from: names, shapes, dtypes, device types and bytes of its parameters and buffers, hooks and
-    replaced forwards, and the modules' own switches (training, active adapters and their scales).
+    """Key of what a model's passes follow from: names, shapes, dtypes, device types and bytes of its parameters and
+    buffers, hooks and replaced forwards, and the modules' own switches (training, active adapters and their scales).
 
-    Equal for equal models, wherever the weights lie. Any one value that changes is seen, and any change of many but by a chance of about
-    2^-64, or where values of a tensor of more than 128 KiB change places within 504 bytes. Raises `Unsupported` for weights that are not
-    in memory.
+    Equal for equal models, wherever the weights lie. Any one value that changes is seen, and any change of many but by
+    a chance of about 2^-64, or where values of a tensor of more than 128 KiB change places within 504 bytes. Raises
+    `Unsupported` for weights that are not in memory.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     check_present(model)
@@ -254,7 +281,8 @@ def check_present(model: nn.Module) -> None:
     absent = next((name for name, each in model.named_parameters() if each.is_meta), None)
     if absent is not None:
         raise Unsupported(
-            f"the weights of {type(model).__name__} are not in memory between passes ({absent} is on the device meta), so that a change of "
+            f"the weights of {type(model).__name__} are not in memory between passes ({absent} is on the device "
+            "meta), so that a change of "
             "them would not be seen: load it without offloading, or keep nothing between calls (Cascade: memory=None)"
         )
 
@@ -268,8 +296,8 @@ def _checksum(tensors: list[Tensor]) -> int:
 
 
 def _sums(tensor: Tensor) -> list[Tensor]:
-    """The words of a tensor, or sums over blocks of them, and the bytes behind its last word, int64. As few calls as can be: on a GPU it is
-    these that take the time."""
+    """The words of a tensor, or sums over blocks of them, and the bytes behind its last word, int64. As few calls as
+    can be: on a GPU it is these that take the time."""
     held = tensor if tensor.is_contiguous() else tensor.contiguous()
     flat, ends = held.view(-1), tensor.nbytes % 8
     if held.data_ptr() % 8 or held.storage_offset() * held.itemsize % 8:

@@ -35,7 +35,8 @@ def layer_count(config: Any) -> int:
 def layer_shapes(config: Any) -> list[tuple[int, int, int]]:
     """Key heads, and the sizes of a key and a value, of every layer of a decoder, as its caches hold them.
 
-    `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`) since transformers 5.10; reading it from the whole raises.
+    `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`) since transformers 5.10; reading it from
+    the whole raises.
     """
     config, layers = config.get_text_config(), layer_count(config)
     if {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ()):
@@ -50,7 +51,8 @@ DOUBLED = {"mimo_v2_flash": "sliding_attention"}
 
 
 def _shape(config: Any) -> tuple[int, int, int]:
-    """Latent attention keeps a head of latents and one of rotated channels since transformers 5.20, other layers keys and values."""
+    """Latent attention keeps a head of latents and one of rotated channels since transformers 5.20, other layers keys
+    and values."""
     latent = getattr(config, "kv_lora_rank", None)
     if latent:
         return 1, latent, config.qk_rope_head_dim
@@ -70,8 +72,8 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
-    """What every layer of a decoder reads of each token beside the hidden state, [B, N, L, P], from its own tables; None where there are
-    none.
+    """What every layer of a decoder reads of each token beside the hidden state, [B, N, L, P], from its own tables;
+    None where there are none.
 
     Gemma 4's decoder has the two methods since transformers 5.5.
     """
@@ -82,14 +84,17 @@ def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
 
 
 def kept_by(config: Any) -> list[int]:
-    """Whose keys and values every layer of a decoder reads: its own, or, for the last `num_kv_shared_layers`, those of the last layer in
-    front of these of the same type. Caches keep nothing for such a layer."""
+    """Whose keys and values every layer of a decoder reads: its own, or, for the last `num_kv_shared_layers`, those of
+    the last layer in front of these of the same type. Caches keep nothing for such a layer."""
     config = config.get_text_config()
     layers, kinds = layer_count(config), getattr(config, "layer_types", None)
     first = layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     if first == layers or kinds is None:
         return list(range(layers))
-    return [layer if layer < first else max(each for each in range(first) if kinds[each] == kinds[layer]) for layer in range(layers)]
+    return [
+        layer if layer < first else max(each for each in range(first) if kinds[each] == kinds[layer])
+        for layer in range(layers)
+    ]
 
 
 RECURRENT = "linear_attention"
@@ -107,9 +112,12 @@ def delta_shape(config: Any) -> DeltaShape:
     """The sizes of a decoder's Gated DeltaNet layers."""
     config = config.get_text_config()
     return DeltaShape(
-        config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim,
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
         config.linear_conv_kernel_dim,
-    )  # fmt: skip
+    )
 
 
 def varied_lengths(config: Any) -> list[str]:
@@ -121,9 +129,9 @@ LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
 def read_cache(cache: Any, layers: int) -> list[Held] | None:
-    """What a cache handed in by the user holds of each layer that keeps anything: keys and values [B, Hkv, T, D], or a recurrent layer's
-    inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest tokens, which it never sees again:
-    zeros take their places.
+    """What a cache handed in by the user holds of each layer that keeps anything: keys and values [B, Hkv, T, D], or a
+    recurrent layer's inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest
+    tokens, which it never sees again: zeros take their places.
 
     Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
     """
@@ -140,13 +148,14 @@ def _held(layer: Any, length: int) -> Held:
 
 
 def keeps_all(cache: Any, layer: int) -> bool:
-    """Whether a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs them, and they do."""
+    """Whether a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs
+    them, and they do."""
     return layer >= len(cache.layers) or not getattr(cache.layers[layer], "is_sliding", False)
 
 
 def kept_lengths(cache: Any, layers: int) -> list[int | None]:
-    """How many of the last tokens a pass of one token finds in each layer of a cache, its own counted; None for all. A static cache's
-    layers name their size alone."""
+    """How many of the last tokens a pass of one token finds in each layer of a cache, its own counted; None for all. A
+    static cache's layers name their size alone."""
     kept = [None if keeps_all(cache, layer) else cache.layers[layer] for layer in range(layers)]
     return [None if layer is None else getattr(layer, "sliding_window", None) or layer.max_cache_len for layer in kept]
 
@@ -157,7 +166,8 @@ def is_recurrent(layer: Any) -> bool:
 
 
 def text_length(held: list[Held] | None) -> int:
-    """How many tokens `read_cache` has read: keys and values are of one length, and what recurrent layers keep is of any."""
+    """How many tokens `read_cache` has read: keys and values are of one length, and what recurrent layers keep is of
+    any."""
     return max((keys.shape[2] for keys, values in held or () if keys.shape[:-1] == values.shape[:-1]), default=0)
 
 
@@ -167,12 +177,16 @@ def _last(states: Tensor, length: int) -> Tensor:
 
 
 def fill_cache(cache: Any, kept: int, more: list[Held]) -> Any:
-    """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`; a recurrent layer's
-    inputs [B, C, K] and state take the place of what it has."""
+    """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`; a
+    recurrent layer's inputs [B, C, K] and state take the place of what it has."""
     if int(cache.get_seq_length()) != kept:
-        raise RuntimeError(f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}")
+        raise RuntimeError(
+            f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}"
+        )
     for layer, (keys, values) in enumerate(more):
-        if layer < len(cache.layers) and is_recurrent(cache.layers[layer]):  # one that was not told of layers makes them now
+        if layer < len(cache.layers) and is_recurrent(
+            cache.layers[layer]
+        ):  # one that was not told of layers makes them now
             cache.update_conv_state(keys, layer, conv_kernel_size=keys.shape[-1])
             cache.update_recurrent_state(values, layer)
         else:
@@ -180,13 +194,29 @@ def fill_cache(cache: Any, kept: int, more: list[Held]) -> Any:
     return cache
 
 
-FIRST_PASS = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
-STEMS = "pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_attention_mask", "vision_", "second_per_grid"
+FIRST_PASS = {
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+    "token_type_ids",
+    "mm_token_type_ids",
+    "moe_mm_token_type_ids",
+}
+STEMS = (
+    "pixel_",
+    "image_",
+    "images",
+    "video_",
+    "videos",
+    "audio_",
+    "input_features",
+    "feature_attention_mask",
+    "vision_",
+    "second_per_grid",
+)
 
 
 def is_besides_tokens(name: str) -> bool:
-    """Whether an argument of `generate` is what the first pass over a prompt takes besides its tokens: images, sound, what was encoded of
-    them, and which tokens stand for them (of every new token plain decoding says that it is text).
+    """Whether an argument of `generate` is what the first pass over a prompt takes besides its tokens: images, sound,
+    what was encoded of them, and which tokens stand for them (of every new token plain decoding says that it is text).
 
     Transformers keeps a list of most since 5.10, and pops what its encoders took.
     """
@@ -202,7 +232,8 @@ def first_inputs(model: Any, ids: Tensor, inputs: dict[str, Any]) -> dict[str, A
 
 
 def first_pass(model: Any, ids: Tensor, config: Any, inputs: dict[str, Any]) -> Any:
-    """Plain decoding's own pass over a prompt, the whole of it at once -> the model's output. Its cache is among the inputs.
+    """Plain decoding's own pass over a prompt, the whole of it at once -> the model's output. Its cache is among the
+    inputs.
 
     `_prefill` has had these arguments since transformers 5.0.
     """
@@ -214,11 +245,15 @@ def first_pass(model: Any, ids: Tensor, config: Any, inputs: dict[str, Any]) -> 
 def own_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `generate` with stop strings made into a stopping criterion.
 
-    transformers (up to 5.24 at least) loses `tokenizer` on its way to the criteria when a custom loop is given; delete this when
-    it does not.
+    transformers (up to 5.24 at least) loses `tokenizer` on its way to the criteria when a custom loop is given; delete
+    this when it does not.
     """
     tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")
-    sources = (arguments.get("stop_strings"), getattr(config, "stop_strings", None), model.generation_config.stop_strings)
+    sources = (
+        arguments.get("stop_strings"),
+        getattr(config, "stop_strings", None),
+        model.generation_config.stop_strings,
+    )
     strings = next((s for s in sources if s is not None), None)
     if strings is None or tokenizer is None:
         return arguments
@@ -226,9 +261,11 @@ def own_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "stopping_criteria": StoppingCriteriaList(given), "stop_strings": None}
 
 
-def plain_decoding(model: Any, given: dict[str, Any], ids: Tensor, processors: Any, criteria: Any, config: Any, inputs: Any) -> Any:
-    """transformers' own decoding of a call that `generate` has prepared for a custom loop: `given` are the call's arguments by name, the
-    others what `generate` hands to the loop.
+def plain_decoding(
+    model: Any, given: dict[str, Any], ids: Tensor, processors: Any, criteria: Any, config: Any, inputs: Any
+) -> Any:
+    """transformers' own decoding of a call that `generate` has prepared for a custom loop: `given` are the call's
+    arguments by name, the others what `generate` hands to the loop.
 
     `GENERATION_MODES_MAPPING` names the methods since transformers 4.56; a custom loop is not handed the streamer.
     """
@@ -238,15 +275,17 @@ def plain_decoding(model: Any, given: dict[str, Any], ids: Tensor, processors: A
 
 
 def in_step(model: Any, given: dict[str, Any]) -> bool:
-    """Whether plain decoding of a call that an assistant cannot serve keeps processes together: in all of them or in none, wherever each
-    learned of it. Unless the call says, `generate` decides by the whole model alone, and would not for one of which only layers are cut.
+    """Whether plain decoding of a call that an assistant cannot serve keeps processes together: in all of them or in
+    none, wherever each learned of it. Unless the call says, `generate` decides by the whole model alone, and would not
+    for one of which only layers are cut.
     """
     said = given.get("synced_gpus")
     return is_shared_out(model) if said is None else bool(said)
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside what PEFT, `torch.compile` or `accelerate.prepare` wrapped around it, or the model itself.
+    """The transformers model inside what PEFT, `torch.compile` or `accelerate.prepare` wrapped around it, or the model
+    itself.
 
     accelerate knows its own wrappers and torch's; PEFT's models name theirs.
     """
@@ -256,13 +295,14 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_shared_out(model: Any) -> bool:
-    """Whether several processes share a model's weights out by FSDP, or those of some of its layers, so that each pass of one needs a pass
-    of all."""
+    """Whether several processes share a model's weights out by FSDP, or those of some of its layers, so that each pass
+    of one needs a pass of all."""
     return _are_several() and any(map(is_fsdp_managed_module, model.modules()))
 
 
 def brings_weights(hook: Any) -> bool:
-    """Whether a module's hook is one of FSDP's, or one of our own that goes with them: without them a pass has no weights."""
+    """Whether a module's hook is one of FSDP's, or one of our own that goes with them: without them a pass has no
+    weights."""
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "fastspec.patches."))
 
 
@@ -277,8 +317,8 @@ def _are_several() -> bool:
 
 
 def table_rows(module: Any, config: Any) -> int:
-    """Rows of an embedding or an LM head, or what the configuration says where the module in its place does not: the layers of
-    `torch.ao.nn.quantized` have a method for the weight."""
+    """Rows of an embedding or an LM head, or what the configuration says where the module in its place does not: the
+    layers of `torch.ao.nn.quantized` have a method for the weight."""
     weight = getattr(module, "weight", None)
     return int(weight.shape[0] if isinstance(weight, Tensor) else config.get_text_config().vocab_size)
 
@@ -303,7 +343,8 @@ def rope_bound(config: Any) -> int | None:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model computes: where its parameters are, or, where accelerate keeps them elsewhere between passes, where its hooks put them.
+    """Where a model computes: where its parameters are, or, where accelerate keeps them elsewhere between passes, where
+    its hooks put them.
 
     Delete when `PreTrainedModel.device` of an offloaded model is no longer "meta".
     """
@@ -315,7 +356,8 @@ def device_of(model: Any) -> torch.device:
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """What a model's layers compute in: its own dtype, or the one to which FSDP2's mixed precision casts all weights for a pass.
+    """What a model's layers compute in: its own dtype, or the one to which FSDP2's mixed precision casts all weights
+    for a pass.
 
     torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
     """
@@ -331,15 +373,19 @@ def stack_of(base: Any) -> Any:
     Llama 4 gives itself, since its `base_model_prefix` is no attribute of it; delete when it gives its `model`.
     """
     below = getattr(base, "model", None)
-    return below if below is not None and hasattr(base, "lm_head") and not hasattr(base, base.base_model_prefix) else base
+    return (
+        below if below is not None and hasattr(base, "lm_head") and not hasattr(base, base.base_model_prefix) else base
+    )
 
 
 CAPTURING_FLAG = "_output_capturing_hooks_installed"
-"""The attribute by which transformers remembers that its capturing hooks are on a model; it goes with the three below."""
+"""The attribute by which transformers remembers that its capturing hooks are on a model; it goes with the three
+below."""
 
 
 def is_capturing_hook(hook: Any) -> bool:
-    """Whether a forward hook is transformers' own, left on layers by the first output_hidden_states=True and idle otherwise.
+    """Whether a forward hook is transformers' own, left on layers by the first output_hidden_states=True and idle
+    otherwise.
 
     Delete this and the next two when `transformers.utils.output_capturing` no longer leaves hooks behind.
     """
@@ -347,16 +393,18 @@ def is_capturing_hook(hook: Any) -> bool:
 
 
 def is_unpacking_hook(hook: Any) -> bool:
-    """Whether a forward hook is the one that compressed-tensors puts on a model whose weights are packed: the first forward pass unpacks
-    them and takes the hook off.
+    """Whether a forward hook is the one that compressed-tensors puts on a model whose weights are packed: the first
+    forward pass unpacks them and takes the hook off.
 
-    Delete this and the next when compressed-tensors, or transformers' loading, no longer leaves the weights to the first pass.
+    Delete this and the next when compressed-tensors, or transformers' loading, no longer leaves the weights to the
+    first pass.
     """
     return getattr(hook, "__name__", None) == "ct_decompress_hook"
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Let compressed-tensors unpack a model's weights, as at the model's own first pass, which an assisted call does not make."""
+    """Let compressed-tensors unpack a model's weights, as at the model's own first pass, which an assisted call does
+    not make."""
     for hook in filter(is_unpacking_hook, list(model._forward_pre_hooks.values())):
         hook(model, ())
 

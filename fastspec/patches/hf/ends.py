@@ -27,9 +27,9 @@ _lock = threading.Lock()
 def stop_criterion(tokenizer: Any, strings: str | list[str] | tuple[str, ...]) -> StopStringCriteria:
     """The criterion that ends an answer in which one of the strings has appeared; it keeps nothing of an answer.
 
-    transformers keeps such tables too, up to 5.23 by the order of the vocabulary, which fast tokenizers shuffle: it made them again for
-    each call, in 0.2 seconds for a string of one character and 49,000 tokens. Delete this when 5.24 is the oldest version. Raises
-    ValueError for a string that no tokens of the tokenizer make up.
+    transformers keeps such tables too, up to 5.23 by the order of the vocabulary, which fast tokenizers shuffle: it
+    made them again for each call, in 0.2 seconds for a string of one character and 49,000 tokens. Delete this when 5.24
+    is the oldest version. Raises ValueError for a string that no tokens of the tokenizer make up.
     """
     key = _key(tokenizer, strings)
     with _lock:

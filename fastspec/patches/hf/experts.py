@@ -1,4 +1,5 @@
-"""A transformers mixture of experts through the backend's ops, where it is one of plain weights that a family's row describes."""
+"""A transformers mixture of experts through the backend's ops, where it is one of plain weights that a family's row
+describes."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH}
 
 
 def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
-    """A mixture that `is_mixture`: x [B, N, H] -> [B, N, H]. The router's logits, its choice, and the experts, all by the backend.
+    """A mixture that `is_mixture`: x [B, N, H] -> [B, N, H]. The router's logits, its choice, and the experts, all by
+    the backend.
 
-    Of experts that several processes hold, each computes its channels, and the answers are added up once. A shared expert that all have
-    whole is the first process's to add.
+    Of experts that several processes hold, each computes its channels, and the answers are added up once. A shared
+    expert that all have whole is the first process's to add.
     """
     compute = ops.experts
     assert compute is not None
@@ -36,7 +38,10 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
     bias, correction = router._parameters.get("bias"), getattr(router, row.correction) if row.correction else None
     *weights, group = _weights(held)
     gate_up, down = (each.transpose(1, 2) if row.transposed else each for each in weights)
-    biases = {"gate_up_bias": held._parameters.get("gate_up_proj_bias"), "down_bias": held._parameters.get("down_proj_bias")}
+    biases = {
+        "gate_up_bias": held._parameters.get("gate_up_proj_bias"),
+        "down_bias": held._parameters.get("down_proj_bias"),
+    }
     shared = _shared(getattr(mlp, row.shared), group, ops) if row.shared else None
     opening = product(ops, (getattr(mlp, row.shared_gate),)) if row.shared_gate and shared is not None else None
 
@@ -69,15 +74,19 @@ def _shared(side: Any, group: dist.ProcessGroup | None, ops: Ops) -> Product | N
 
 def _routing(row: Mixture, router: Any) -> Routing:
     return Routing(
-        choices=router.top_k, sigmoid=row.sigmoid,
+        choices=router.top_k,
+        sigmoid=row.sigmoid,
         normalised=bool(getattr(router, row.normalised_if)) if row.normalised_if else row.normalised,
-        scale=float(getattr(router, row.scale)) if row.scale else 1.0, groups=getattr(router, row.groups) if row.groups else 1,
-        kept=getattr(router, row.kept) if row.kept else 1, rounded=row.rounded,
-    )  # fmt: skip
+        scale=float(getattr(router, row.scale)) if row.scale else 1.0,
+        groups=getattr(router, row.groups) if row.groups else 1,
+        kept=getattr(router, row.kept) if row.kept else 1,
+        rounded=row.rounded,
+    )
 
 
 def experts_of(held: Any, ops: Ops) -> Callable[..., Tensor]:
-    """Experts without their router: x [T, H], chosen [T, K], their shares [T, K] -> [T, H]. By the backend where they are plain."""
+    """Experts without their router: x [T, H], chosen [T, K], their shares [T, K] -> [T, H]. By the backend where they
+    are plain."""
     if ops.experts is None or not are_plain(held):
         return held
     compute, kind, (gate_up, down, group) = ops.experts, _expert(Mixture(), held), _weights(held)
@@ -88,14 +97,17 @@ def experts_of(held: Any, ops: Ops) -> Callable[..., Tensor]:
 
 def _expert(row: Mixture, held: Any) -> Expert:
     return Expert(
-        interleaved=row.interleaved, gate=Activation(float(getattr(held, row.alpha))) if row.alpha else ACTIVATIONS[_act(held)],
-        offset=row.offset, limit=float(getattr(held, row.limit)) if row.limit else None, scales_input=row.scales_input,
-    )  # fmt: skip
+        interleaved=row.interleaved,
+        gate=Activation(float(getattr(held, row.alpha))) if row.alpha else ACTIVATIONS[_act(held)],
+        offset=row.offset,
+        limit=float(getattr(held, row.limit)) if row.limit else None,
+        scales_input=row.scales_input,
+    )
 
 
 def are_plain(held: Any, *, act: bool = True) -> bool:
-    """Whether experts are plain weights of one dtype, or this process's part of such, with an activation that the op has (or, without
-    `act`, one that is told otherwise), and nobody else having a say in them."""
+    """Whether experts are plain weights of one dtype, or this process's part of such, with an activation that the op
+    has (or, without `act`, one that is told otherwise), and nobody else having a say in them."""
     weights = dict(held.named_parameters())
     if weights.keys() not in (WEIGHTS, WEIGHTS | BIASES) or not is_own(held) or (act and _act(held) not in ACTIVATIONS):
         return False  # quantised ones bring scales
@@ -104,26 +116,32 @@ def are_plain(held: Any, *, act: bool = True) -> bool:
 
 
 def is_mixture(row: Mixture, mlp: Any) -> bool:
-    """Whether a feed-forward is the mixture that a row describes, of plain weights or this process's part of them, with nobody else having
-    a say in it."""
+    """Whether a feed-forward is the mixture that a row describes, of plain weights or this process's part of them, with
+    nobody else having a say in it."""
     names = {name for name, _ in mlp.named_children()}
     if names != {"experts", row.router, *filter(None, (row.shared, row.shared_gate))} or not is_own(mlp):
         return False
     router = dict(getattr(mlp, row.router).named_parameters())
     if not {"weight"} <= router.keys() <= {"weight", "bias"} or not are_plain(mlp.experts, act=not row.alpha):
         return False
-    dtypes = {mlp.experts.gate_up_proj.dtype, *((torch.float32,) if row.wide else ())}  # transformers 5.24 keeps wide routers in fp32
+    dtypes = {
+        mlp.experts.gate_up_proj.dtype,
+        *((torch.float32,) if row.wide else ()),
+    }  # transformers 5.24 keeps wide routers in fp32
     if any(type(weight) is not nn.Parameter or weight.dtype not in dtypes for weight in router.values()):
         return False
     side, opening = (getattr(mlp, name) if name else None for name in (row.shared, row.shared_gate))
     cut = share_of_experts(mlp.experts) is not None
-    if (cut and row.transposed) or (side is not None and not (gate_of(side, row.shared_act) == SILU and _is_addend(side, cut))):
+    if (cut and row.transposed) or (
+        side is not None and not (gate_of(side, row.shared_act) == SILU and _is_addend(side, cut))
+    ):
         return False
     return opening is None or is_plain(opening)
 
 
 def _is_addend(side: Any, cut: bool) -> bool:
-    """Whether a shared expert is of plain weights, or, beside experts that are cut, may be so too: its parts add up with theirs."""
+    """Whether a shared expert is of plain weights, or, beside experts that are cut, may be so too: its parts add up
+    with theirs."""
     inner, last = (side.gate_proj, side.up_proj), side.down_proj
     if all(map(is_plain, (*inner, last))):
         return True
@@ -132,11 +150,11 @@ def _is_addend(side: Any, cut: bool) -> bool:
 
 
 def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
-    """Whether a feed-forward, or a layer with experts beside one, runs the experts' own module, which reads its routing back: no graph can
-    hold that.
+    """Whether a feed-forward, or a layer with experts beside one, runs the experts' own module, which reads its routing
+    back: no graph can hold that.
 
-    Transformers' `grouped_mm` multiplies on the device in bf16 alone, its `batched_mm` always, its `eager` never. Kernels of others, for
-    weights packed in bytes, are taken to read it.
+    Transformers' `grouped_mm` multiplies on the device in bf16 alone, its `batched_mm` always, its `eager` never.
+    Kernels of others, for weights packed in bytes, are taken to read it.
     """
     if not hasattr(holder, "experts"):
         return False
@@ -160,6 +178,7 @@ def _act(module: Any, name: str = "act_fn") -> str:
 
 
 def is_own(module: nn.Module) -> bool:
-    """Whether nobody else has a say in what a feed-forward or its parts compute, beside transformers, which may have cut experts."""
+    """Whether nobody else has a say in what a feed-forward or its parts compute, beside transformers, which may have
+    cut experts."""
     parts = (each for each in module.modules() if type(each) is not nn.Linear)
     return not any(is_foreign(each) for each in parts if parallel_style(each) is not ParallelStyle.EXPERTS)

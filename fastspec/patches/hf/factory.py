@@ -27,12 +27,23 @@ from fastspec.patches.hf.tree_check import check_states, check_trust
 
 
 def language_model(
-    model: Any, source: Source | None, *, rows: int, capacity: int, tail: int, taps: Any, ops: Ops, drafts: bool = False,
-    bounded: bool = True, likeliest: bool = False, first: int | None = None, dropped: Sequence[Span | None] | None = None,
+    model: Any,
+    source: Source | None,
+    *,
+    rows: int,
+    capacity: int,
+    tail: int,
+    taps: Any,
+    ops: Ops,
+    drafts: bool = False,
+    bounded: bool = True,
+    likeliest: bool = False,
+    first: int | None = None,
+    dropped: Sequence[Span | None] | None = None,
     before_norm: bool = False,
-) -> HFModel:  # fmt: skip
-    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded`, `likeliest`,
-    `first`, `dropped` and `before_norm` as for `HFModel`.
+) -> HFModel:
+    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded`,
+    `likeliest`, `first`, `dropped` and `before_norm` as for `HFModel`.
 
     Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on
     (`fastspec.patches.hf.tree_check`).
@@ -44,7 +55,8 @@ def language_model(
     if adapter is None:
         if any(recurrent_layers(model.config)):
             raise Unsupported(
-                f"{type(model).__name__} keeps a recurrent state, which only fastspec's own loop over its layers can take back, and it "
+                f"{type(model).__name__} keeps a recurrent state, which only fastspec's own loop over its layers can "
+                "take back, and it "
                 f"cannot run now: {mode.why}"
             )
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
@@ -53,7 +65,8 @@ def language_model(
             refuse_lost_cache(model)
         elif (noise := noise_of(model.get_decoder().modules())) is not None:
             raise Unsupported(
-                f"{noise} of this {type(model).__name__} in train mode, which fastspec's own loop over the decoder's layers leaves out: "
+                f"{noise} of this {type(model).__name__} in train mode, which fastspec's own loop over the decoder's "
+                "layers leaves out: "
                 "call model.eval() for the calls of generate"
             )
         check_trust(model, reads_source=source is not None)
@@ -61,8 +74,10 @@ def language_model(
             check_states(model)
         if before_norm:
             raise Unsupported(
-                "this head reads the last layer's output before the final norm, which fastspec's own loop over the layers gives: it "
-                f"needs an adapter, and {type(model).__name__} runs in generic mode ({mode.why or 'it has none'}): use 'nasd', "
+                "this head reads the last layer's output before the final norm, which fastspec's own loop over the "
+                "layers gives: it "
+                f"needs an adapter, and {type(model).__name__} runs in generic mode ({mode.why or 'it has none'}): "
+                "use 'nasd', "
                 "'speculative' or another head"
             )
     elif is_wrapped(model) or may_see_ahead(model):
@@ -70,6 +85,17 @@ def language_model(
     if source is not None:
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
     return HFModel(
-        model, adapter, rows=rows, capacity=capacity, tail=tail, taps=taps, ops=ops, drafts=drafts, bounded=bounded, likeliest=likeliest,
-        first=first, dropped=dropped, before_norm=before_norm,
-    )  # fmt: skip
+        model,
+        adapter,
+        rows=rows,
+        capacity=capacity,
+        tail=tail,
+        taps=taps,
+        ops=ops,
+        drafts=drafts,
+        bounded=bounded,
+        likeliest=likeliest,
+        first=first,
+        dropped=dropped,
+        before_norm=before_norm,
+    )

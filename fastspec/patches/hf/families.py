@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Names of the parts of a mixture of experts, as attributes of the feed-forward or of its router or `experts`, and how it computes."""
+    """Names of the parts of a mixture of experts, as attributes of the feed-forward or of its router or `experts`, and
+    how it computes."""
 
     router: str = "gate"
     sigmoid: bool = False
@@ -19,7 +20,8 @@ class Mixture:
     groups: str = ""
     kept: str = ""
     scale: str = ""
-    """The router's numbers of groups of experts and of those to choose from, and the factor of its shares, where it has them."""
+    """The router's numbers of groups of experts and of those to choose from, and the factor of its shares, where it has
+    them."""
     rounded: bool = True
     """Whether shares are rounded to the dtype of the logits, else fp32."""
     wide: bool = False
@@ -42,19 +44,31 @@ class Mixture:
 QWEN_EXPERTS = Mixture(normalised_if="norm_topk_prob")
 SHARED_EXPERT = replace(QWEN_EXPERTS, shared="shared_expert", shared_gate="shared_expert_gate")
 GLM4_EXPERTS = Mixture(
-    normalised_if="norm_topk_prob", sigmoid=True, correction="e_score_correction_bias", groups="num_group", kept="topk_group",
-    scale="routed_scaling_factor", wide=True, shared="shared_experts",
-)  # fmt: skip
+    normalised_if="norm_topk_prob",
+    sigmoid=True,
+    correction="e_score_correction_bias",
+    groups="num_group",
+    kept="topk_group",
+    scale="routed_scaling_factor",
+    wide=True,
+    shared="shared_experts",
+)
 GPT_OSS_EXPERTS = Mixture(router="router", transposed=True, interleaved=True, offset=1.0, alpha="alpha", limit="limit")
 LLAMA4_EXPERTS = Mixture(
-    router="router", sigmoid=True, normalised=False, shared="shared_expert", shared_act="activation_fn", transposed=True, scales_input=True
+    router="router",
+    sigmoid=True,
+    normalised=False,
+    shared="shared_expert",
+    shared_act="activation_fn",
+    transposed=True,
+    scales_input=True,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PositionFactor:
-    """What queries are multiplied by, growing with the logarithm of where they stand: 1 + b * log(1 + floor((p + first) / period)), with
-    the names of these settings of the configuration, or of its `rope_parameters`."""
+    """What queries are multiplied by, growing with the logarithm of where they stand: 1 + b * log(1 + floor((p + first)
+    / period)), with the names of these settings of the configuration, or of its `rope_parameters`."""
 
     b: str
     period: str
@@ -63,7 +77,8 @@ class PositionFactor:
     used_if: str = ""
     """The setting that says whether there is such a factor at all."""
     unrotated: bool = False
-    """Whether only the layers have it that rotate nothing, and padding in front of a text counts among its positions."""
+    """Whether only the layers have it that rotate nothing, and padding in front of a text counts among its
+    positions."""
     rounded: bool = False
     """Whether the factor is rounded to the model's dtype, else fp32."""
 
@@ -86,12 +101,13 @@ class Adapter:
     mlp: str = "mlp"
     mixer_out_norm: str = ""
     mlp_out_norm: str = ""
-    """Norms of what attention and feed-forward add, where there are any; a family without norms of what they read has "" for those."""
+    """Norms of what attention and feed-forward add, where there are any; a family without norms of what they read has
+    "" for those."""
     qk_norm: bool = False
     """Whether each head's queries and keys are normed."""
     heads_norm: str = ""
-    """The norm of an attention that has no weight, for every head's queries and keys, where there is one. It stands behind the rotation,
-    which leaves a mean square as it is."""
+    """The norm of an attention that has no weight, for every head's queries and keys, where there is one. It stands
+    behind the rotation, which leaves a mean square as it is."""
     normed_if: str = ""
     """The attribute of an attention that says whether they are, where not all models do so."""
     wide_qk_norm: bool = False
@@ -136,15 +152,15 @@ class Adapter:
     norms_values: bool = False
     """Whether values are normed, without a weight."""
     layer_input: str = ""
-    """The module of a layer that opens a gate for the layer's own input of every token, which goes through `layer_input_out` and
-    `layer_input_norm`; some models have none."""
+    """The module of a layer that opens a gate for the layer's own input of every token, which goes through
+    `layer_input_out` and `layer_input_norm`; some models have none."""
     layer_input_out: str = "per_layer_projection"
     layer_input_norm: str = "post_per_layer_input_norm"
     layer_scale: str = ""
     """The attribute of a layer that its output is multiplied by."""
     experts: str = ""
-    """The experts that some models have beside a dense feed-forward, with their `router`, and the norms below: of what the dense one gives,
-    of what experts read and of what they give."""
+    """The experts that some models have beside a dense feed-forward, with their `router`, and the norms below: of what
+    the dense one gives, of what experts read and of what they give."""
     router: str = "router"
     dense_out_norm: str = "post_feedforward_layernorm_1"
     experts_norm: str = "pre_feedforward_layernorm_2"
@@ -174,29 +190,57 @@ class Adapter:
     mixture: Mixture | None = None
     """That of the layers that have one."""
     unless: tuple[str, ...] = ()
-    """Settings under which the family is another one, if they are neither None nor False: such a model has no adapter."""
+    """Settings under which the family is another one, if they are neither None nor False: such a model has no
+    adapter."""
 
 
 GEMMA2 = Adapter(
-    "gemma2", mlp_norm="pre_feedforward_layernorm", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
-    eps="eps", offset=1.0, cap="attn_logit_softcapping", final_cap="final_logit_softcapping",
-)  # fmt: skip
+    "gemma2",
+    mlp_norm="pre_feedforward_layernorm",
+    mixer_out_norm="post_attention_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+    eps="eps",
+    offset=1.0,
+    cap="attn_logit_softcapping",
+    final_cap="final_logit_softcapping",
+)
 GEMMA4 = replace(
-    GEMMA2, model_type="gemma4_text", cap="", qk_norm=True, rotary_by_kind=True, offset=0.0, norms_values=True,
-    layer_input="per_layer_input_gate", layer_scale="layer_scalar", experts="experts",
+    GEMMA2,
+    model_type="gemma4_text",
+    cap="",
+    qk_norm=True,
+    rotary_by_kind=True,
+    offset=0.0,
+    norms_values=True,
+    layer_input="per_layer_input_gate",
+    layer_scale="layer_scalar",
+    experts="experts",
     hides=("image_token_id", "video_token_id", "audio_token_id"),
-)  # fmt: skip
+)
 OLMO2 = Adapter(
-    "olmo2", input_norm="", mlp_norm="", mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm",
+    "olmo2",
+    input_norm="",
+    mlp_norm="",
+    mixer_out_norm="post_attention_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
     wide_qk_norm=True,
-)  # fmt: skip
+)
 QWEN3_5 = Adapter("qwen3_5_text", qk_norm=True, eps="eps", offset=1.0, gated_attention=True, recurrent="linear_attn")
 PAIRS = Adapter("ernie4_5", interleaved=True)
 GLM = replace(PAIRS, model_type="glm", gate_up="gate_up_proj", act="activation_fn")
 COHERE = replace(
-    PAIRS, model_type="cohere", angles_twice=True, parallel=True, mlp_norm="", eps="", logit_scale="logit_scale", unless=("use_qk_norm",)
+    PAIRS,
+    model_type="cohere",
+    angles_twice=True,
+    parallel=True,
+    mlp_norm="",
+    eps="",
+    logit_scale="logit_scale",
+    unless=("use_qk_norm",),
 )
-GRANITE = Adapter("granite", residual_scale="residual_multiplier", embed_scale="embedding_multiplier", logit_divisor="logits_scaling")
+GRANITE = Adapter(
+    "granite", residual_scale="residual_multiplier", embed_scale="embedding_multiplier", logit_divisor="logits_scaling"
+)
 ADAPTERS = {
     row.model_type: row
     for row in (
@@ -232,12 +276,23 @@ ADAPTERS = {
         QWEN3_5,
         replace(QWEN3_5, model_type="qwen3_5_moe_text", mixture=replace(SHARED_EXPERT, normalised_if="")),
         replace(
-            QWEN3_5, model_type="qwen3_next", recurrent_inputs=("in_proj_qkvz", "in_proj_ba"), grouped_inputs=True, mixture=SHARED_EXPERT
+            QWEN3_5,
+            model_type="qwen3_next",
+            recurrent_inputs=("in_proj_qkvz", "in_proj_ba"),
+            grouped_inputs=True,
+            mixture=SHARED_EXPERT,
         ),
         replace(
-            OLMO2, model_type="olmo_hybrid", recurrent="linear_attn", recurrent_row=Adapter(
-                "olmo_hybrid", recurrent="linear_attn", recurrent_inputs=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
-                recurrent_norm="o_norm", recurrent_out="o_proj", doubles="allow_neg_eigval",
+            OLMO2,
+            model_type="olmo_hybrid",
+            recurrent="linear_attn",
+            recurrent_row=Adapter(
+                "olmo_hybrid",
+                recurrent="linear_attn",
+                recurrent_inputs=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+                recurrent_norm="o_norm",
+                recurrent_out="o_proj",
+                doubles="allow_neg_eigval",
             ),
         ),
         Adapter("gpt_oss", gated_mlp=False, sinks="sinks", angles_once=True, mixture=GPT_OSS_EXPERTS),
@@ -257,7 +312,14 @@ ADAPTERS = {
         Adapter("phi", out="dense", parallel=True, mlp_norm="", norm="final_layernorm", unless=("qk_layernorm",)),
         Adapter("phi3", qkv="qkv_proj", gate_up="gate_up_proj", act="activation_fn"),
         replace(GEMMA2, model_type="vaultgemma", mixer_out_norm="", mlp_out_norm=""),
-        replace(OLMO2, model_type="exaone4", wide_qk_norm=False, qk_norm=True, rotates="is_sliding", rotates_all="sliding_window"),
+        replace(
+            OLMO2,
+            model_type="exaone4",
+            wide_qk_norm=False,
+            qk_norm=True,
+            rotates="is_sliding",
+            rotates_all="sliding_window",
+        ),
         replace(OLMO2, model_type="flex_olmo", mixture=QWEN_EXPERTS),
         PAIRS,
         replace(PAIRS, model_type="ernie4_5_moe"),
@@ -265,8 +327,14 @@ ADAPTERS = {
         GLM,
         replace(GLM, model_type="glm4", mixer_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),
         replace(
-            PAIRS, model_type="llama4_text", inside="language_model", eps="eps", mlp="feed_forward", act="activation_fn",
-            rotates="use_rope", heads_norm="qk_norm",
+            PAIRS,
+            model_type="llama4_text",
+            inside="language_model",
+            eps="eps",
+            mlp="feed_forward",
+            act="activation_fn",
+            rotates="use_rope",
+            heads_norm="qk_norm",
             position_factor=PositionFactor("attn_scale", "floor_scale", 1, "attn_temperature_tuning", unrotated=True),
             mixture=LLAMA4_EXPERTS,
         ),
@@ -275,8 +343,13 @@ ADAPTERS = {
         GRANITE,
         replace(GRANITE, model_type="granitemoe", mlp="block_sparse_moe"),
         replace(
-            GRANITE, model_type="hyperclovax", mixer_out_norm="post_norm1", mlp_out_norm="post_norm2", logit_scale="logits_scaling",
-            logit_divisor="", scaled_around=("hyperclovax_vision_v2",),
+            GRANITE,
+            model_type="hyperclovax",
+            mixer_out_norm="post_norm1",
+            mlp_out_norm="post_norm2",
+            logit_scale="logits_scaling",
+            logit_divisor="",
+            scaled_around=("hyperclovax_vision_v2",),
         ),
     )
 }
@@ -302,7 +375,8 @@ GENERIC = {
 
 @dataclass(frozen=True, slots=True)
 class Seq2Seq:
-    """Names of the parts of one encoder-decoder `model_type`, as attributes of its decoder, and how positions come in."""
+    """Names of the parts of one encoder-decoder `model_type`, as attributes of its decoder, and how positions come
+    in."""
 
     model_type: str
     relative: bool = False

@@ -1,4 +1,5 @@
-"""A transformers decoder's layers as `LayerParts`: plain layers through the backend, all others through their own forward."""
+"""A transformers decoder's layers as `LayerParts`: plain layers through the backend, all others through their own
+forward."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def rotary_tables(model: Any, parts: Adapter, kinds: Iterable[str | None], count
 
 
 def position_factor(model: Any, row: PositionFactor, count: int) -> Tensor | None:
-    """What the queries of the first `count` positions are multiplied by [count] fp32, or None where the model leaves it out."""
+    """What the queries of the first `count` positions are multiplied by [count] fp32, or None where the model leaves it
+    out."""
     config = model.config.get_text_config()
     if row.used_if and not getattr(config, row.used_if):
         return None
@@ -66,7 +68,9 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
     """cos and sin [count, R / 2]; those of NO_ROTATION leave everything as it is."""
     device, rotary = device_of(model), getattr(decoder_of(model), parts.rotary)
     if rotary is None:  # nothing is rotated: the fewest channels that a table can have stay as they are
-        return torch.ones(count, 1, dtype=model.dtype, device=device), torch.zeros(count, 1, dtype=model.dtype, device=device)
+        return torch.ones(count, 1, dtype=model.dtype, device=device), torch.zeros(
+            count, 1, dtype=model.dtype, device=device
+        )
     places = torch.arange(count, device=device)[None]
     if _has_sections(rotary, model.config.get_text_config()):
         places = places.expand(3, 1, -1)  # of text all three are the same
@@ -83,7 +87,8 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
 
 
 def _has_sections(rotary: Any, config: Any) -> bool:
-    """Whether a rotary module takes three positions of a token, in time, height and width, each for a section of a head.
+    """Whether a rotary module takes three positions of a token, in time, height and width, each for a section of a
+    head.
 
     Its forward takes one position for all three since transformers 5.20; until then it did not.
     """
@@ -95,10 +100,17 @@ KEYED = torch.float32, torch.float16, torch.bfloat16
 
 
 def layer_parts(
-    parts: Adapter, layer: Any, ops: Ops, state: LayerState, index: int, *, sight: Sight | None = None, rotary: str | None = None
+    parts: Adapter,
+    layer: Any,
+    ops: Ops,
+    state: LayerState,
+    index: int,
+    *,
+    sight: Sight | None = None,
+    rotary: str | None = None,
 ) -> LayerParts:
-    """One decoder layer, number `index` of `state`, with what its attention sees and the rotary tables of its kind. A quantised,
-    hooked or replaced module in it keeps its own forward."""
+    """One decoder layer, number `index` of `state`, with what its attention sees and the rotary tables of its kind. A
+    quantised, hooked or replaced module in it keeps its own forward."""
     parts = parts if isinstance(state, FullAttentionState) else parts.recurrent_row or parts
 
     factor = getattr(layer, parts.residual_scale) if parts.residual_scale else None
@@ -129,7 +141,9 @@ def layer_parts(
 def _experts_beside(parts: Adapter, layer: Any, ops: Ops) -> Callable[[Tensor, Tensor], Tensor]:
     """Experts that read what the dense feed-forward's norm reads. Both results are normed before they are added up."""
     router, experts = getattr(layer, parts.router), experts_of(getattr(layer, parts.experts), ops)
-    norm, out_norm, dense_norm = (getattr(layer, name) for name in (parts.experts_norm, parts.experts_out_norm, parts.dense_out_norm))
+    norm, out_norm, dense_norm = (
+        getattr(layer, name) for name in (parts.experts_norm, parts.experts_out_norm, parts.dense_out_norm)
+    )
 
     def beside(dense: Tensor, total: Tensor) -> Tensor:
         flat = total.flatten(0, -2)
@@ -156,22 +170,40 @@ def _after(parts: Adapter, layer: Any, ops: Ops) -> Callable[[Tensor, Tensor | N
 
 def _attention(
     parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, sight: Sight, rotary: str | None
-) -> FullAttention:  # fmt: skip
+) -> FullAttention:
     inputs = _projections(parts, attn)
     owns, ties = bool(parts.qkv) or len(inputs) > 1, len(inputs) == 2
     q_norm, k_norm, eps = _head_norms(parts, attn, state, owns)
     return FullAttention(
-        ops, state, index, scale=attn.scaling, eps=eps, qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of(inputs, ops),
-        out=product_of((getattr(attn, parts.out),), ops, parts=True), q_norm=q_norm, k_norm=k_norm, interleaved=parts.interleaved,
-        norms_values=parts.norms_values, ties_values=ties, owns=owns, offset=parts.offset, sight=sight, rotary=rotary,
-        gated=parts.gated_attention, sinks=local_part(getattr(attn, parts.sinks)) if parts.sinks else None,
-        cap=getattr(attn, parts.cap) if parts.cap and attn.config._attn_implementation != "sdpa" else None,  # which leaves it out
-    )  # fmt: skip
+        ops,
+        state,
+        index,
+        scale=attn.scaling,
+        eps=eps,
+        qkv=normed_together(attn, ops) if parts.wide_qk_norm else product_of(inputs, ops),
+        out=product_of((getattr(attn, parts.out),), ops, parts=True),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        interleaved=parts.interleaved,
+        norms_values=parts.norms_values,
+        ties_values=ties,
+        owns=owns,
+        offset=parts.offset,
+        sight=sight,
+        rotary=rotary,
+        gated=parts.gated_attention,
+        sinks=local_part(getattr(attn, parts.sinks)) if parts.sinks else None,
+        cap=getattr(attn, parts.cap)
+        if parts.cap and attn.config._attn_implementation != "sdpa"
+        else None,  # which leaves it out
+    )
 
 
-def _head_norms(parts: Adapter, attn: Any, state: FullAttentionState, owns: bool) -> tuple[Tensor | None, Tensor | None, float]:
-    """The weights of the norms of each head's queries and keys, and what these add to a mean square; an attention that does not own its
-    keys has no norm for them."""
+def _head_norms(
+    parts: Adapter, attn: Any, state: FullAttentionState, owns: bool
+) -> tuple[Tensor | None, Tensor | None, float]:
+    """The weights of the norms of each head's queries and keys, and what these add to a mean square; an attention that
+    does not own its keys has no norm for them."""
     if norms_heads(parts, attn):
         return attn.q_norm.weight, (attn.k_norm if owns else attn.q_norm).weight, getattr(attn.q_norm, parts.eps)
     norm = getattr(attn, parts.heads_norm, None) if parts.heads_norm else None
@@ -182,7 +214,8 @@ def _head_norms(parts: Adapter, attn: Any, state: FullAttentionState, owns: bool
 
 
 def _projections(parts: Adapter, attn: Any) -> list[Any]:
-    """The linear layers that make queries, keys and values, one or, where an attention has no keys or no values of its own, fewer."""
+    """The linear layers that make queries, keys and values, one or, where an attention has no keys or no values of its
+    own, fewer."""
     names = (parts.qkv,) if parts.qkv else ("q_proj", "k_proj", "v_proj")
     return [each for name in names if (each := getattr(attn, name, None)) is not None]
 
@@ -193,15 +226,22 @@ def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: i
     order = _by_kind(net).to(net.A_log.device) if parts.grouped_inputs else None
     norm, most = getattr(net, parts.recurrent_norm), 2.0 if parts.doubles and getattr(net, parts.doubles) else 1.0
     return GatedDelta(
-        ops, state, index, project=project if order is None else lambda x: project(x).index_select(-1, order),
-        conv=net.conv1d.weight.squeeze(1), rates=DecayRates(net.A_log, net.dt_bias, most), norm=norm.weight, eps=norm.variance_epsilon,
+        ops,
+        state,
+        index,
+        project=project if order is None else lambda x: project(x).index_select(-1, order),
+        conv=net.conv1d.weight.squeeze(1),
+        rates=DecayRates(net.A_log, net.dt_bias, most),
+        norm=norm.weight,
+        eps=norm.variance_epsilon,
         out=product_of((getattr(net, parts.recurrent_out),), ops, parts=True),
         activation=None if net.activation in ("silu", "swish") else ACT2FN[net.activation],
-    )  # fmt: skip
+    )
 
 
 def _by_kind(net: Any) -> Tensor:
-    """Where queries, keys, values, gates, b and a stand in products that hold them key head by key head, in that order."""
+    """Where queries, keys, values, gates, b and a stand in products that hold them key head by key head, in that
+    order."""
     per = net.num_v_heads // net.num_k_heads
     wide, narrow = (net.head_k_dim, net.head_k_dim, per * net.head_v_dim, per * net.head_v_dim), (per, per)
     first = torch.arange(net.num_k_heads * sum(wide), device="cpu").view(net.num_k_heads, -1).split(wide, 1)
@@ -227,8 +267,8 @@ def product_of(modules: Sequence[Any], ops: Ops) -> Linear: ...
 @overload
 def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool) -> Product: ...
 def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Product:
-    """Linear layers over one input, their outputs side by side; `parts` as in `product`. Of layers that several processes hold, what each
-    puts out where the plan leaves that apart, else the whole."""
+    """Linear layers over one input, their outputs side by side; `parts` as in `product`. Of layers that several
+    processes hold, what each puts out where the plan leaves that apart, else the whole."""
     if all(map(is_plain, modules)):
         return product(ops, modules, parts=parts)
     shares = [share for share in map(share_of, modules) if share is not None]
@@ -263,8 +303,8 @@ def times(factor: float, norm: Norm) -> Norm:
 
 
 def vocabulary_of(model: Any, parts: Adapter, ops: Ops, *, likeliest: bool = False) -> Linear:
-    """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped where the family does so; with `likeliest`, of one that
-    several processes hold, the likeliest token [..., 1] int64."""
+    """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped where the family does so; with
+    `likeliest`, of one that several processes hold, the likeliest token [..., 1] int64."""
     lm_head, config = lm_head_of(model, parts), model.config.get_text_config()
     scales = not is_wrapped(model) or model.config.model_type in parts.scaled_around
     names = parts.final_cap, parts.logit_scale if scales else "", parts.logit_divisor if scales else ""
@@ -298,7 +338,8 @@ def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
 
 
 def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
-    """The feed-forward: fused where it is plain and gated by SiLU or GELU, a mixture of experts by the backend's op where it has one."""
+    """The feed-forward: fused where it is plain and gated by SiLU or GELU, a mixture of experts by the backend's op
+    where it has one."""
     dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
     own = is_own(mlp)
     inner = weights_of((mlp.gate_proj, mlp.up_proj)) if dense and own else None
@@ -324,8 +365,9 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
 
 
 def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
-    """Pack the query, key, value and the gate and up weights of a model's plain layers, or what this process has of them, and turn the
-    weights of `experts` that lie with their outputs side by side; returns the tensors that were moved."""
+    """Pack the query, key, value and the gate and up weights of a model's plain layers, or what this process has of
+    them, and turn the weights of `experts` that lie with their outputs side by side; returns the tensors that were
+    moved."""
     parts = adapter_for(model)
     moved: list[Tensor] = []
     if parts is None:
@@ -333,7 +375,12 @@ def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
     for layer in getattr(decoder_of(model), parts.layers):
         attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
         if attn is None:
-            groups = [[getattr(getattr(layer, parts.recurrent), name) for name in (parts.recurrent_row or parts).recurrent_inputs]]
+            groups = [
+                [
+                    getattr(getattr(layer, parts.recurrent), name)
+                    for name in (parts.recurrent_row or parts).recurrent_inputs
+                ]
+            ]
         else:
             groups = [_projections(parts, attn)]
         if parts.gated_mlp and hasattr(mlp, "gate_proj"):
@@ -351,8 +398,9 @@ def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
 
 
 def reads_outliers(module: nn.Module) -> bool:
-    """Whether a module is bitsandbytes' LLM.int8 layer with a threshold, whose forward asks on the host which columns of its input lie
-    above that (Dettmers et al., arXiv 2208.07339): no graph can hold that. Its 4-bit layers ask nothing."""
+    """Whether a module is bitsandbytes' LLM.int8 layer with a threshold, whose forward asks on the host which columns
+    of its input lie above that (Dettmers et al., arXiv 2208.07339): no graph can hold that. Its 4-bit layers ask
+    nothing."""
     named = any(kind.__name__ == "Linear8bitLt" for kind in type(module).__mro__)
     state: Any = module.state if named else None
     return named and state.threshold > 0

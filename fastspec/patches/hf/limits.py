@@ -32,10 +32,11 @@ MAKERS = {
 
 
 def layer_spans(model: Any) -> list[Span | None]:
-    """What the queries of each layer see in one pass, a span or the whole text (None): what the masks say that the decoder's forward makes.
+    """What the queries of each layer see in one pass, a span or the whole text (None): what the masks say that the
+    decoder's forward makes.
 
-    Configurations hold windows that a forward never reads, and kinds of layers that it does not tell apart. A forward that makes its masks
-    by none of `MAKERS` is taken to do as the configuration says.
+    Configurations hold windows that a forward never reads, and kinds of layers that it does not tell apart. A forward
+    that makes its masks by none of `MAKERS` is taken to do as the configuration says.
     """
     config, layers = model.config.get_text_config(), layer_count(model.config)
     words = _read_by(tuple((each, vars(each).get("forward")) for each in type(stack_of(model.get_decoder())).__mro__))
@@ -51,8 +52,8 @@ def layer_spans(model: Any) -> list[Span | None]:
 
 @cache
 def _read_by(forwards: tuple[tuple[type, Any], ...]) -> frozenset[str]:
-    """The names and strings that the forwards of a decoder's class and of its bases read, with the functions of their own modules that they
-    call."""
+    """The names and strings that the forwards of a decoder's class and of its bases read, with the functions of their
+    own modules that they call."""
     found: set[str] = set()
     for each, forward in forwards:
         waiting: list[Any] = [forward]
@@ -88,10 +89,11 @@ def _span(config: Any, kind: str) -> Span | None:
 
 
 def dropped_spans(model: Any, cache: Any = None) -> tuple[Span | None, ...]:
-    """What transformers' cache, this one or the one that it makes for the model, leaves of the text between passes to layers that see the
-    whole of it in each; None for the other layers.
+    """What transformers' cache, this one or the one that it makes for the model, leaves of the text between passes to
+    layers that see the whole of it in each; None for the other layers.
 
-    A cache goes by the configuration alone. Plain decoding sees the whole of a prompt there, and at each new token no more than the span.
+    A cache goes by the configuration alone. Plain decoding sees the whole of a prompt there, and at each new token no
+    more than the span.
     """
     config, spans = model.config.get_text_config(), layer_spans(model)
     names = [name for name in LAYER_KINDS.values() if getattr(config, name, None)]
@@ -103,14 +105,14 @@ def dropped_spans(model: Any, cache: Any = None) -> tuple[Span | None, ...]:
 
 
 DROPS_CACHES = Version(transformers.__version__) < Version("5.20")
-"""Whether Phi's `prepare_inputs_for_generation` takes a text's cache away where longer rotary frequencies begin, if it has such or not:
-padded texts go on with other tokens than they would from the cache."""
+"""Whether Phi's `prepare_inputs_for_generation` takes a text's cache away where longer rotary frequencies begin, if it
+has such or not: padded texts go on with other tokens than they would from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A number of tokens that a call must stay within; `why` goes on from "the call may reach 9 tokens, and". With `slots` the slots of
-    the cache count, drafts and room for growth among them."""
+    """A number of tokens that a call must stay within; `why` goes on from "the call may reach 9 tokens, and". With
+    `slots` the slots of the cache count, drafts and room for growth among them."""
 
     tokens: int
     why: str
@@ -118,14 +120,15 @@ class Limit:
 
 
 def length_limits(model: Any, *, generic: bool, drafts: bool) -> list[Limit]:
-    """All that limits a model's calls; `generic` says whether it runs by its own modules. Where `drafts` are all that it gives, only
-    what would raise is too long."""
+    """All that limits a model's calls; `generic` says whether it runs by its own modules. Where `drafts` are all that
+    it gives, only what would raise is too long."""
     found = [*_by_position(model), *(_by_module(model) if generic else ())]
     return [limit for limit in found if limit.slots] if drafts else found
 
 
 def check_length(model: Any, limits: list[Limit], capacity: int, tail: int) -> None:
-    """Raise Unsupported for a call of up to `capacity` tokens a row and trees of `tail` nodes, if it may go past a limit."""
+    """Raise Unsupported for a call of up to `capacity` tokens a row and trees of `tail` nodes, if it may go past a
+    limit."""
     for limit in limits:
         spare = tail + EXTENT_BUCKET if limit.slots else 0
         if capacity + spare > limit.tokens:
@@ -135,8 +138,8 @@ def check_length(model: Any, limits: list[Limit], capacity: int, tail: int) -> N
 
 
 def check_padding(model: Any, padding: int, slots: int) -> None:
-    """Raise Unsupported for a call of up to `slots` tokens a row, `padding` among them, whose queries would be scaled by where they stand
-    with the padding counted."""
+    """Raise Unsupported for a call of up to `slots` tokens a row, `padding` among them, whose queries would be scaled
+    by where they stand with the padding counted."""
     row = ADAPTERS.get(model.config.get_text_config().model_type)
     factor = None if row is None else row.position_factor
     if factor is None or not factor.unrotated or not padding:
@@ -145,8 +148,10 @@ def check_padding(model: Any, padding: int, slots: int) -> None:
     size = getattr(config, factor.period)
     if getattr(config, factor.used_if) and slots > size:
         raise Unsupported(
-            f"a prompt has {padding} tokens of padding, which {type(model).__name__} counts where it scales queries past {size} tokens "
-            f"({factor.period}), and the call may reach {slots}: ask for at most {size}, prompt and padding included, pass prompts of one "
+            f"a prompt has {padding} tokens of padding, which {type(model).__name__} counts where it scales queries "
+            f"past {size} tokens "
+            f"({factor.period}), and the call may reach {slots}: ask for at most {size}, prompt and padding "
+            "included, pass prompts of one "
             "length, or one at a time"
         )
 
@@ -158,10 +163,11 @@ def _by_position(model: Any) -> Iterator[Limit]:
         kind = config.rope_parameters["rope_type"]
         yield Limit(bound, f"past {bound} this model's rotary frequencies depend on the length of the text ({kind})")
 
-
     size = getattr(config, "original_max_position_embeddings", None)
     if DROPS_CACHES and config.model_type in ("phi3", "phimoe", "phi4_multimodal") and isinstance(size, int):
-        yield Limit(size, f"transformers {transformers.__version__} begins this family's caches anew past {size} tokens")
+        yield Limit(
+            size, f"transformers {transformers.__version__} begins this family's caches anew past {size} tokens"
+        )
 
 
 def _by_module(model: Any) -> Iterator[Limit]:
@@ -172,12 +178,20 @@ def _by_module(model: Any) -> Iterator[Limit]:
     row = GENERIC.get(config.model_type)
     size = getattr(config, row.by_slot, None) if row is not None and row.by_slot else None
     if row is not None and isinstance(size, int):
-        why = f"past {size} slots of the cache ({row.by_slot}) its layers count slots, where draft nodes lie out of order"
+        why = (
+            f"past {size} slots of the cache ({row.by_slot}) its layers count slots, where draft nodes lie out of order"
+        )
         yield Limit(size, why, True)
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's
         size = config.window_size
-        yield Limit(size, f"its local layers count a window of {size} slots (window_size), where draft nodes lie out of order", True)
-    triangles = [b.shape[-1] for b in model.buffers() if b.dim() == 4 and b.shape[:2] == (1, 1) and b.shape[2] == b.shape[3] > 1]
+        yield Limit(
+            size,
+            f"its local layers count a window of {size} slots (window_size), where draft nodes lie out of order",
+            True,
+        )
+    triangles = [
+        b.shape[-1] for b in model.buffers() if b.dim() == 4 and b.shape[:2] == (1, 1) and b.shape[2] == b.shape[3] > 1
+    ]
     if triangles:
         yield Limit(min(triangles), f"its causal masks end at {min(triangles)} slots of the cache", True)
 
@@ -185,8 +199,8 @@ def _by_module(model: Any) -> Iterator[Limit]:
 def position_rows(model: Any) -> int | None:
     """How many positions a model can tell apart, or None where it computes any.
 
-    Rotary embeddings are computed for any position; a table of them, learned or sinusoidal, ends. A model that has neither is taken to
-    end where its configuration says.
+    Rotary embeddings are computed for any position; a table of them, learned or sinusoidal, ends. A model that has
+    neither is taken to end where its configuration says.
     """
     limit = position_limit(model.config)
     if limit is None:
@@ -197,7 +211,11 @@ def position_rows(model: Any) -> int | None:
             if "pos" in name and table is not None and table.dim() == 2 and table.shape[0] == limit:
                 return limit  # GPT-J's rotary embedding has one since transformers 5.24
         for name, part in module._modules.items():
-            if isinstance(part, nn.Embedding) and part is not words and any(each in name.lower() for each in ("pos", "wpe")):
+            if (
+                isinstance(part, nn.Embedding)
+                and part is not words
+                and any(each in name.lower() for each in ("pos", "wpe"))
+            ):
                 return limit
     kinds = set(map(type, modules))  # XGLM's sinusoidal table, which makes its weights, grows
     rotary = any("rotary" in kind.__name__.lower() or callable(getattr(kind, "make_weights", None)) for kind in kinds)

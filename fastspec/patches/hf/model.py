@@ -45,27 +45,40 @@ def plain_layouts(nodes: Nodes) -> Mapping[Sight, AttentionLayout]:
 
 
 class HFModel(Target):
-    """The target of one generate call: `rows` sequences of at most `capacity` tokens, and `tail` nodes of a tree behind them.
+    """The target of one generate call: `rows` sequences of at most `capacity` tokens, and `tail` nodes of a tree behind
+    them.
 
-    `taps` are indices into transformers' hidden_states; () gives the last hidden state after the final norm; None leaves
-    the features empty. With `before_norm` a tap after the last layer is before the final norm. With an adapter the layers' own modules
-    are called in a plain loop; without one the model's forward runs as it is, with a 4-D mask and a cache that writes into the same
-    buffers.
+    `taps` are indices into transformers' hidden_states; () gives the last hidden state after the final norm; None
+    leaves the features empty. With `before_norm` a tap after the last layer is before the final norm. With an adapter
+    the layers' own modules are called in a plain loop; without one the model's forward runs as it is, with a 4-D mask
+    and a cache that writes into the same buffers.
 
-    With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly.
-    Where it is `bounded`, layers that see a span of the text keep no more of it than that.
-    With `likeliest` nobody reads more of the logits than the likeliest tokens, see `Target.score`.
-    Buffers have `first` slots at first, see `SequenceState`.
-    `dropped` is what transformers' cache of the call leaves of layers that see the whole text (None: that of the model's own cache): a
-    prompt's tokens see all of the text, and nodes that span.
-    `early` = (target, k) makes the target's own first k layers, its final norm and its LM head a model on the target's cache.
+    With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly. Where it is
+    `bounded`, layers that see a span of the text keep no more of it than that. With `likeliest` nobody reads more of
+    the logits than the likeliest tokens, see `Target.score`. Buffers have `first` slots at first, see `SequenceState`.
+    `dropped` is what transformers' cache of the call leaves of layers that see the whole text (None: that of the
+    model's own cache): a prompt's tokens see all of the text, and nodes that span. `early` = (target, k) makes the
+    target's own first k layers, its final norm and its LM head a model on the target's cache.
     """
 
     def __init__(
-        self, model: Any, adapter: Adapter | None, *, rows: int, capacity: int, tail: int, taps: tuple[int, ...] | None, ops: Ops,
-        early: tuple[HFModel, int] | None = None, drafts: bool = False, bounded: bool = True, likeliest: bool = False,
-        first: int | None = None, dropped: Sequence[Span | None] | None = None, before_norm: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        adapter: Adapter | None,
+        *,
+        rows: int,
+        capacity: int,
+        tail: int,
+        taps: tuple[int, ...] | None,
+        ops: Ops,
+        early: tuple[HFModel, int] | None = None,
+        drafts: bool = False,
+        bounded: bool = True,
+        likeliest: bool = False,
+        first: int | None = None,
+        dropped: Sequence[Span | None] | None = None,
+        before_norm: bool = False,
+    ) -> None:
         self.before_norm = before_norm
         self.model, self.adapter, self.taps, self.ops, self.likeliest = model, adapter, taps, ops, likeliest
         self.last_position = rope_bound(model.config)
@@ -83,31 +96,45 @@ class HFModel(Target):
         self.state: SequenceState
         if early is None:
             self.state = sequence_state(
-                model, self.spans, rows=rows, capacity=capacity, tail=tail, bounded=bounded, first=first,
+                model,
+                self.spans,
+                rows=rows,
+                capacity=capacity,
+                tail=tail,
+                bounded=bounded,
+                first=first,
                 chunk=padded_width(self.widest) if ops.captures else self.widest,
-            )  # fmt: skip
+            )
         else:
             self.state = SharedState(early[0].state, self.depth)
         heads, shapes = model.config.get_text_config().num_attention_heads, layer_shapes(model.config)
         self.sights = [
-            Sight(self.spans[layer] or dropped[layer], state.ring, heads // shapes[layer][0] if adapter is not None else 1)
+            Sight(
+                self.spans[layer] or dropped[layer], state.ring, heads // shapes[layer][0] if adapter is not None else 1
+            )
             if isinstance(state, FullAttentionState)
             else None
             for layer, (state, _) in enumerate(self.state.places)
         ]
-        """What every layer sees, None for one with a recurrent state; transformers' own attention takes a mask per query."""
-        self.whole_prompts = {sight for sight, span in zip(self.sights, dropped, strict=False) if span is not None and sight is not None}
+        """What every layer sees, None for one with a recurrent state; transformers' own attention takes a mask per
+        query."""
+        self.whole_prompts = {
+            sight for sight, span in zip(self.sights, dropped, strict=False) if span is not None and sight is not None
+        }
         """What layers see whose prompts are read whole, and nodes cut."""
         if adapter is None and self.whole_prompts and len(set(self.sights)) > 1:
             raise Unsupported(
-                f"the cache of {type(model).__name__} keeps windows of some layers (sliding_window, layer_types), and its forward makes "
+                f"the cache of {type(model).__name__} keeps windows of some layers (sliding_window, layer_types), "
+                "and its forward makes "
                 "one mask for all: set both to None, or leave out assistant="
             )
-        self.shift: Tensor | None = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
+        self.shift: Tensor | None = (
+            torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
+        )
         if early is not None:
             self.shift = early[0].shift
-        """[B] what is added to the number of a token for its position, where images in front of it took more or fewer positions than
-        tokens."""
+        """[B] what is added to the number of a token for its position, where images in front of it took more or fewer
+        positions than tokens."""
         self.tables: dict[str | None, Rotary] = {}
         self.layers: list[LayerParts] = []
         self.captures = ops.captures and adapter is not None and self._can_capture(adapter)
@@ -118,7 +145,9 @@ class HFModel(Target):
 
     def _can_capture(self, parts: Adapter) -> bool:
         layers = getattr(decoder_of(self.model), parts.layers)
-        holders = [holder for layer in layers for holder in (getattr(layer, parts.mlp), *((layer,) if parts.experts else ()))]
+        holders = [
+            holder for layer in layers for holder in (getattr(layer, parts.mlp), *((layer,) if parts.experts else ()))
+        ]
         waits = any(waits_for_host(parts, holder, self.model, self.ops) for holder in holders)
         return not waits and not any(is_watched(module) or reads_outliers(module) for module in self.model.modules())
 
@@ -148,12 +177,13 @@ class HFModel(Target):
             self.shift.zero_()
 
     def move(self, shift: Tensor) -> None:
-        """Begin positions shift [B] further than tokens are counted. Raises Unsupported for what is further than the tables of
-        positions reach."""
+        """Begin positions shift [B] further than tokens are counted. Raises Unsupported for what is further than the
+        tables of positions reach."""
         most = int(shift.max())
         if self.shift is None or most > SHIFT_ROOM:
             raise Unsupported(
-                f"positions of this prompt are {most} further than it has tokens, which fastspec's tables have no room for "
+                f"positions of this prompt are {most} further than it has tokens, which fastspec's tables have no "
+                "room for "
                 f"({type(self.model).__name__}): it cannot be combined with assistant="
             )
         self.shift.copy_(shift)
@@ -169,7 +199,8 @@ class HFModel(Target):
         return self.state.lengths
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ids [B, T], the first counts [B] of each row real, in parts -> last logits [B, V], features [B, T, F]."""
+        """Append ids [B, T], the first counts [B] of each row real, in parts -> last logits [B, V], features [B, T,
+        F]."""
         last: Tensor | None = None
         features = []
         start = self.state.lengths.clone()
@@ -182,7 +213,9 @@ class HFModel(Target):
         for begin, width in parts:
             part = ids[:, begin : begin + width]
             want = counts - 1 - begin
-            base = start + counts.clamp(max=begin)  # what fills a shorter row up goes right behind its end: a ring holds no more
+            base = start + counts.clamp(
+                max=begin
+            )  # what fills a shorter row up goes right behind its end: a ring holds no more
             inputs = part, base, want.clamp(0, width - 1), (want + 1).clamp(0, width)
             if self.chunks is None:
                 logits, feats = self._chunk(*inputs, done + begin + width)
@@ -197,16 +230,20 @@ class HFModel(Target):
 
     def _chunk(
         self, tokens: Tensor, base: Tensor, want: Tensor, counts: Tensor, extent: int | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Tokens [B, T], the first counts [B] real, from slot base [B] on -> logits of node want [B] of each row [B, V], features
-        [B, T, F]."""
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, T], the first counts [B] real, from slot base [B] on -> logits of node want [B] of each row [B,
+        V], features [B, T, F]."""
         width = tokens.shape[1]
         steps = base[:, None] + torch.arange(width, device=tokens.device)
-        layouts = self._layouts(base, None, width, self.state.slots if extent is None else extent, whole=self.whole_prompts)
+        layouts = self._layouts(
+            base, None, width, self.state.slots if extent is None else extent, whole=self.whole_prompts
+        )
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers, those of rings too: the last slot is never committed.
         positions, slots = steps.clamp(max=self._positions() - 1), self._wrapped(steps.clamp(max=self.state.slots - 1))
-        return self._forward(tokens, Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts), (row, want))
+        return self._forward(
+            tokens, Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts), (row, want)
+        )
 
     def reserve(self, committed: int) -> int:
         """Make room for this many committed tokens; returns how many of them are in bounds."""
@@ -218,7 +255,8 @@ class HFModel(Target):
         return committed
 
     def _positions(self) -> int:
-        """How many positions are told apart: nodes past the length limit are never emitted, and a position table may end there."""
+        """How many positions are told apart: nodes past the length limit are never emitted, and a position table may
+        end there."""
         last = self.rows if self.adapter is None else self.last_position
         return min(self.state.slots, self.state.slots if last is None else last)
 
@@ -227,8 +265,12 @@ class HFModel(Target):
         extent = self.reserve(extent)
         nodes, lengths = tree.tokens.shape[1], self.state.lengths
         layouts = self._layouts(lengths, tree.ancestors, nodes, extent + nodes, tree.depths)
-        positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, self._positions() - 1, self._table())
-        nodes_at = Nodes(self.tables, self._shifted(positions), self._wrapped(slots), layouts, tree.parents, tree.ancestors)
+        positions, slots, embedded = self.ops.tree_input(
+            tree.tokens, tree.depths, lengths, self._positions() - 1, self._table()
+        )
+        nodes_at = Nodes(
+            self.tables, self._shifted(positions), self._wrapped(slots), layouts, tree.parents, tree.ancestors
+        )
         return self._forward(tree.tokens, nodes_at, None, embedded)
 
     def _wrapped(self, slots: Tensor) -> dict[int | None, Tensor]:
@@ -237,16 +279,23 @@ class HFModel(Target):
         return {ring: slots if ring is None else slots % ring for ring in rings}
 
     def _layouts(
-        self, prefix: Tensor, words: Tensor | None, nodes: int, extent: int, depths: Tensor | None = None,
+        self,
+        prefix: Tensor,
+        words: Tensor | None,
+        nodes: int,
+        extent: int,
+        depths: Tensor | None = None,
         whole: Collection[Sight] = (),
-    ) -> dict[Sight, object]:  # fmt: skip
-        """The attention of nodes that are behind prefix [B], by what layers see; nothing is cut for those in `whole`, and within `extent`
-        slots a longer span cuts nothing."""
+    ) -> dict[Sight, object]:
+        """The attention of nodes that are behind prefix [B], by what layers see; nothing is cut for those in `whole`,
+        and within `extent` slots a longer span cuts nothing."""
         made: dict[Sight, object] = {}
         for sight in dict.fromkeys(sight for sight in self.sights if sight is not None):
             if sight.span is None or sight in whole or extent <= sight.span.size:
                 uncut = Sight(group=sight.group)
-                made[sight] = made.get(uncut) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, sight.group)
+                made[sight] = made.get(uncut) or self.ops.attention_layout(
+                    prefix, words, nodes, nodes, extent, sight.group
+                )
                 made.setdefault(uncut, made[sight])
             else:
                 cut = {"span": sight.span, "depths": depths, "ring": sight.ring}
@@ -254,7 +303,8 @@ class HFModel(Target):
         return made
 
     def _table(self) -> Tensor | None:
-        """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is called."""
+        """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is
+        called."""
         if self.adapter is None:
             return None
         embed = getattr(decoder_of(self.model), self.adapter.embed)
@@ -265,16 +315,21 @@ class HFModel(Target):
         """Tokens as the decoder gets to see them."""
         if self.hidden_tokens is None:
             return tokens
-        return torch.where(torch.isin(tokens, self.hidden_tokens), self.model.config.get_text_config().pad_token_id, tokens)
+        return torch.where(
+            torch.isin(tokens, self.hidden_tokens), self.model.config.get_text_config().pad_token_id, tokens
+        )
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         """Keep the accepted path of the active rows."""
         self.state.commit(self.ops, verdict, active)
 
     def rewind(self, lengths: Tensor) -> None:
-        """Forget every row's committed tokens from lengths [B] on. Raises Unsupported where layers keep a recurrent state."""
+        """Forget every row's committed tokens from lengths [B] on. Raises Unsupported where layers keep a recurrent
+        state."""
         if not self.rewinds:
-            raise Unsupported(f"{type(self.model).__name__} keeps a recurrent state, which cannot be taken back: it cannot draft")
+            raise Unsupported(
+                f"{type(self.model).__name__} keeps a recurrent state, which cannot be taken back: it cannot draft"
+            )
         self.state.lengths.copy_(lengths)
 
     @property
@@ -311,7 +366,7 @@ class HFModel(Target):
 
     def _forward(
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None, embedded: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         if self.adapter is None:
             return self._forward_generic(tokens, nodes, pick)
         if embedded is None:
@@ -323,23 +378,28 @@ class HFModel(Target):
 
     def _forward_adapted(
         self, total: Tensor, own: Tensor | None, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
         parts = [features[..., place * width : (place + 1) * width] for place in range(len(taps))]
-        kept = {tap: parts[taps.index(tap)] for tap in taps if tap < self.depth}  # written there: joining them would be a launch
+        kept = {
+            tap: parts[taps.index(tap)] for tap in taps if tap < self.depth
+        }  # written there: joining them would be a launch
         change, total = self.whole(total, nodes, kept) or self._one_by_one(total, own, nodes, kept)
         hidden, last = self.norm(total) if change is None else self.norm(change, total)
         kept[self.depth] = last if self.before_norm else hidden
         for tap, part in zip(taps, parts, strict=True):
             if kept[tap] is not part:
                 part.copy_(kept[tap])
-        return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(kept, hidden)
+        return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(
+            kept, hidden
+        )
 
     def _one_by_one(
         self, total: Tensor, own: Tensor | None, nodes: Nodes, taps: Mapping[int, Tensor]
-    ) -> tuple[Summed | None, Tensor]:  # fmt: skip
-        """What the last layer adds to the sum so far, where that is not in it, and the sum; taps take what layers read, before norms."""
+    ) -> tuple[Summed | None, Tensor]:
+        """What the last layer adds to the sum so far, where that is not in it, and the sum; taps take what layers read,
+        before norms."""
         change: Summed | None = None
         for index, layer in enumerate(self.layers):
             assert layer.input_norm is not None
@@ -359,11 +419,15 @@ class HFModel(Target):
                 total, change = layer.after(total + joined(change), None if own is None else own[:, :, index]), None
         return change, total
 
-    def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _forward_generic(
+        self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         layouts, dtype = plain_layouts(nodes), dtype_of(self.model)
         hidden_low = torch.finfo(dtype).min
         masks: dict[Sight | None, Tensor] = {
-            sight: torch.zeros(layout.visible.shape, dtype=dtype, device=tokens.device).masked_fill_(~layout.visible, hidden_low)
+            sight: torch.zeros(layout.visible.shape, dtype=dtype, device=tokens.device).masked_fill_(
+                ~layout.visible, hidden_low
+            )
             for sight, layout in layouts.items()
         }
         extent = max(layout.extent for layout in layouts.values())
@@ -372,10 +436,17 @@ class HFModel(Target):
         mask = masks[self.sights[0]] if len(set(self.sights)) == 1 else {kind: masks[sight] for kind, sight in kinds}
         cache = SlotCache(self.state, self.ops, nodes.slots, extent)
         out = self.model(
-            input_ids=tokens, attention_mask=mask, position_ids=nodes.positions, use_cache=True,
-            output_hidden_states=self.taps is not None, return_dict=True, **{self.taking: cache},
-        )  # fmt: skip
-        states = {at: each.to(tokens.device) for at, each in enumerate(out.hidden_states)} if self.taps is not None else {}
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=nodes.positions,
+            use_cache=True,
+            output_hidden_states=self.taps is not None,
+            return_dict=True,
+            **{self.taking: cache},
+        )
+        states = (
+            {at: each.to(tokens.device) for at, each in enumerate(out.hidden_states)} if self.taps is not None else {}
+        )
         if self.taps is not None:
             self._check_states(states, tokens)
         logits = out.logits.to(tokens.device)  # of a model over several devices they come from the last
@@ -384,10 +455,15 @@ class HFModel(Target):
     def _check_states(self, states: dict[int, Tensor], tokens: Tensor) -> None:
         """Raise Unsupported for a model whose hidden states are not one per layer and token, as a head reads them."""
         for tap in self.taps or (self.depth,):
-            found = f"hidden states of shape {list(states[tap].shape)}" if tap in states else f"no hidden state behind layer {tap}"
+            found = (
+                f"hidden states of shape {list(states[tap].shape)}"
+                if tap in states
+                else f"no hidden state behind layer {tap}"
+            )
             if tap not in states or states[tap].shape[:-1] != tokens.shape:
                 raise Unsupported(
-                    f"{type(self.model).__name__} gives {found} for tokens of shape {list(tokens.shape)}, where a head reads one for each "
+                    f"{type(self.model).__name__} gives {found} for tokens of shape {list(tokens.shape)}, where a "
+                    "head reads one for each "
                     'layer and token: use "nasd" or "speculative"'
                 )
 

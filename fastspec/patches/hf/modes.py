@@ -37,11 +37,14 @@ from fastspec.patches.hf.replaced import (
 
 
 def model_within(holder: Any) -> str:
-    """What to pass in place of an object that has transformers models as attributes, such as a pipeline or an engine; "" for none."""
+    """What to pass in place of an object that has transformers models as attributes, such as a pipeline or an engine;
+    "" for none."""
     if isinstance(holder, PreTrainedModel):
         return ""
     parts = {**getattr(holder, "__dict__", {}), **getattr(holder, "__dict__", {}).get("_modules", {})}
-    names = sorted(f".{name}" for name, part in parts.items() if isinstance(part, PreTrainedModel) and not name.startswith("_"))
+    names = sorted(
+        f".{name}" for name, part in parts.items() if isinstance(part, PreTrainedModel) and not name.startswith("_")
+    )
     return f"pass its {' or '.join(names)}" if names else ""
 
 
@@ -57,9 +60,15 @@ def check_supported(model: Any) -> None:
         what = model_within(model) or "load one with AutoModelForCausalLM.from_pretrained(...)"
         raise Unsupported(f"patch takes a transformers model, not {name}: {what}")
     if not callable(getattr(model, "generate", None)) or not model.can_generate():
-        raise Unsupported(f"{name} has no generate method: patch a causal language model, such as {name.replace('Model', '')}ForCausalLM")
+        raise Unsupported(
+            f"{name} has no generate method: patch a causal language model, such as "
+            f"{name.replace('Model', '')}ForCausalLM"
+        )
     if not isinstance(model, GenerationMixin):
-        raise Unsupported(f"{name} generates by a loop of its own; fastspec decodes models that generate token by token, left to right")
+        raise Unsupported(
+            f"{name} generates by a loop of its own; fastspec decodes models that generate token by token, left to "
+            "right"
+        )
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         check_decoder(model)
@@ -69,10 +78,14 @@ def check_supported(model: Any) -> None:
         raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - known)
     if kinds:
-        raise Unsupported(f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer")
+        raise Unsupported(
+            f"{name} has layers of type {', '.join(kinds)}; fastspec needs a full-attention KV cache in every layer"
+        )
     varied = varied_lengths(config)
     if varied:
-        raise Unsupported(f"{name} has layers that differ in {', '.join(varied)}; fastspec takes one for all layers of a type")
+        raise Unsupported(
+            f"{name} has layers that differ in {', '.join(varied)}; fastspec takes one for all layers of a type"
+        )
     if not model.config.is_encoder_decoder and adapter_for(model) is None:
         _check_generic(model, config)
     check_shares(model)
@@ -85,11 +98,17 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     forward = type(model).forward
     missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
     if missing:
-        raise Unsupported(f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands")
+        raise Unsupported(
+            f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands"
+        )
     if not hasattr(config, "num_hidden_layers"):
-        raise Unsupported(f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one")
+        raise Unsupported(
+            f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one"
+        )
     if getattr(config, "alibi", False):
-        raise Unsupported(f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order")
+        raise Unsupported(
+            f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order"
+        )
     if not has_foreign_attention(model):  # whether it heeds a mask is seen when it is tried
         _check_masks(name, config)
 
@@ -97,44 +116,62 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
 def _check_masks(name: str, config: Any) -> None:
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in (None, "eager", "sdpa"):
-        raise Unsupported(f"{name} needs 4-D masks in generic mode, and {kernel} takes none: load it with attn_implementation='sdpa'")
+        raise Unsupported(
+            f"{name} needs 4-D masks in generic mode, and {kernel} takes none: load it with attn_implementation='sdpa'"
+        )
 
 
 def refuse_foreign_masks(model: Any) -> None:
     """Raise Unsupported where a function of someone else's makes the masks of a model in generic mode."""
     for label, function in foreign_masks(replaced_functions(model, list(model.modules()))):
         raise Unsupported(
-            f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, which passes it by: put "
+            f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, "
+            "which passes it by: put "
             "transformers' own back"
         )
 
 
 def refuse_lost_cache(model: Any) -> None:
-    """Raise Unsupported where a model in train mode leaves its cache out under gradient checkpointing: its decoder's own forward, such as
-    GPT-2's, reads the switch, where transformers' layers also ask for gradients."""
+    """Raise Unsupported where a model in train mode leaves its cache out under gradient checkpointing: its decoder's
+    own forward, such as GPT-2's, reads the switch, where transformers' layers also ask for gradients."""
     decoder = model.base_model
     forward = inspect.unwrap(type(decoder).forward)
-    if model.training and getattr(decoder, "gradient_checkpointing", False) and "gradient_checkpointing" in forward.__code__.co_names:
+    if (
+        model.training
+        and getattr(decoder, "gradient_checkpointing", False)
+        and "gradient_checkpointing" in forward.__code__.co_names
+    ):
         raise Unsupported(
-            f"{type(model).__name__} in train mode leaves its cache out under gradient checkpointing: call model.eval(), or "
+            f"{type(model).__name__} in train mode leaves its cache out under gradient checkpointing: call "
+            "model.eval(), or "
             "turn checkpointing off, for the calls of generate"
         )
 
 
 def check_decoder(model: Any) -> None:
-    """Raise `Unsupported` for an encoder-decoder model whose decoder's parts fastspec does not know, or whose loop someone else changed."""
+    """Raise `Unsupported` for an encoder-decoder model whose decoder's parts fastspec does not know, or whose loop
+    someone else changed."""
     name, kind = type(model).__name__, model.config.model_type
     if kind not in SEQ2SEQ:
-        raise Unsupported(f"{name} is an encoder-decoder model of type {kind}; fastspec knows the decoders of {', '.join(SEQ2SEQ)}")
+        raise Unsupported(
+            f"{name} is an encoder-decoder model of type {kind}; fastspec knows the decoders of {', '.join(SEQ2SEQ)}"
+        )
     parts, decoder = SEQ2SEQ[kind], model.get_decoder()
     missing = [part for part in (*parts.needed, "embed_tokens") if not hasattr(decoder, part)]
     table = None if parts.relative or missing else decoder.embed_positions
-    if missing or not hasattr(model, "lm_head") or (table is not None and not parts.counted and not _takes_positions(table)):
-        raise Unsupported(f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it")
+    if (
+        missing
+        or not hasattr(model, "lm_head")
+        or (table is not None and not parts.counted and not _takes_positions(table))
+    ):
+        raise Unsupported(
+            f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it"
+        )
     for module in (model, model.base_model, decoder):
         if is_foreign(module):
             raise Unsupported(
-                f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own loop over the "
+                f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own "
+                "loop over the "
                 "decoder's layers would pass by: remove it"
             )
     loops = model, model.base_model, decoder
@@ -142,7 +179,8 @@ def check_decoder(model: Any) -> None:
     for label, function in replaced_functions(model, list(loops)):
         if label.startswith("the mask") or (label.startswith("transformers.") and label.rpartition(".")[2] in named):
             raise Unsupported(
-                f"{label} is someone else's ({where_defined(function)}), which fastspec's own loop over the layers of {name}'s decoder "
+                f"{label} is someone else's ({where_defined(function)}), which fastspec's own loop over the layers "
+                f"of {name}'s decoder "
                 "would pass by: put it back"
             )
     _check_masks(name, model.config)
@@ -154,15 +192,17 @@ def _takes_positions(table: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a model runs now: by an adapter, or by its own forward. `why` is what keeps a model of a known family from its adapter."""
+    """How a model runs now: by an adapter, or by its own forward. `why` is what keeps a model of a known family from
+    its adapter."""
 
     adapter: Adapter | None
     why: str | None
 
 
 def mode_for(model: Any) -> Mode:
-    """How a model runs now: its own forward for one without a row, with layers on several devices or a layer whose forward belongs to
-    someone else, under autocast, which chooses dtypes op by op in the modules' own forward, or where these call someone else's function."""
+    """How a model runs now: its own forward for one without a row, with layers on several devices or a layer whose
+    forward belongs to someone else, under autocast, which chooses dtypes op by op in the modules' own forward, or where
+    these call someone else's function."""
     adapter = _row_of(model)
     why = None if adapter is None else _why_not(model, adapter)
     return Mode(adapter if why is None else None, why)
@@ -180,12 +220,18 @@ def _row_of(model: Any) -> Adapter | None:
     adapter = ADAPTERS.get(getattr(model.config.get_text_config(), "model_type", ""))
     if adapter is None or lm_head_of(model, adapter) is None:
         return None
-    return adapter if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed)) else None
+    return (
+        adapter
+        if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed))
+        else None
+    )
 
 
 def lm_head_of(model: Any, adapter: Adapter) -> Any:
     """The LM head of a model or of the one inside it, or None where it is elsewhere."""
-    return getattr(model if hasattr(model, adapter.lm_head) else getattr(model, adapter.inside, None), adapter.lm_head, None)
+    return getattr(
+        model if hasattr(model, adapter.lm_head) else getattr(model, adapter.inside, None), adapter.lm_head, None
+    )
 
 
 def _differs_by(model: Any, adapter: Adapter) -> list[str]:
@@ -214,10 +260,17 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     decoder = decoder_of(model)
     layers = list(getattr(decoder, adapter.layers))
     attention = [getattr(layer, adapter.attention) for layer in layers if hasattr(layer, adapter.attention)]
-    nets = [getattr(layer, adapter.recurrent) for layer in layers if adapter.recurrent and hasattr(layer, adapter.recurrent)]
+    nets = [
+        getattr(layer, adapter.recurrent) for layer in layers if adapter.recurrent and hasattr(layer, adapter.recurrent)
+    ]
     own = adapter.recurrent_row or adapter
     names = ("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()
-    norms = [getattr(each, name) for each in attention for name in (*names, adapter.heads_norm) if name and hasattr(each, name)]
+    norms = [
+        getattr(each, name)
+        for each in attention
+        for name in (*names, adapter.heads_norm)
+        if name and hasattr(each, name)
+    ]
     inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
     within = [getattr(model, adapter.inside)] if hasattr(model, adapter.inside) else []
     return [model, *within, model.base_model, decoder, *layers, *attention, *norms, *inner]
@@ -261,8 +314,8 @@ NOISE = ("drop", "jitter")
 
 
 def noise_of(modules: Iterable[nn.Module]) -> str | None:
-    """The noise that a pass of these modules adds in train mode, dropout of their own or of a module right in them: its name and its size,
-    None where there is none."""
+    """The noise that a pass of these modules adds in train mode, dropout of their own or of a module right in them: its
+    name and its size, None where there is none."""
     for module in modules:
         name = type(module).__name__
         for label, child in module._modules.items():
@@ -286,16 +339,16 @@ def mode_of(model: Any) -> str:
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their own."""
+    """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their
+    own."""
     forward = type(module).forward
     home = forward.__module__.startswith(("transformers.", "torch.")) and not is_strangers(forward)
     return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves weights: the replay of a
-    graph would not run it."""
+    """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves
+    weights: the replay of a graph would not run it."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks)
     return has_global_hooks() or "_hf_hook" in module.__dict__ or hasattr(type(module), "_hf_hook") or not known
-

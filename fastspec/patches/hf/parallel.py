@@ -1,7 +1,9 @@
-"""Models over several devices: layers in turn (`device_map`), or cut over processes by transformers' tensor parallelism.
+"""Models over several devices: layers in turn (`device_map`), or cut over processes by transformers' tensor
+parallelism.
 
-`from_pretrained(..., tp_plan="auto")` under torchrun makes a planned parameter a DTensor, and puts a forward of its own on the module. A
-pass of fastspec reads the local parts of the weights instead, and issues the sums and joins between the processes by itself.
+`from_pretrained(..., tp_plan="auto")` under torchrun makes a planned parameter a DTensor, and puts a forward of its own
+on the module. A pass of fastspec reads the local parts of the weights instead, and issues the sums and joins between
+the processes by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from fastspec.patches.hf.replaced import every_module
 
 
 def devices_of(model: Any) -> list[str]:
-    """The devices that a model's parameters are on, in order of their names; those that are loaded for a pass count as none."""
+    """The devices that a model's parameters are on, in order of their names; those that are loaded for a pass count as
+    none."""
     found = {each.device for module in every_module(model) for each in module._parameters.values() if each is not None}
     return sorted(str(device) for device in found if device.type != "meta")
 
@@ -40,29 +43,34 @@ def is_spread(model: Any) -> bool:
 
 
 def check_placement(model: Any) -> None:
-    """Raise `Unsupported`, naming the reason, for a model on several devices whose layers are not each on one, by accelerate's hooks."""
+    """Raise `Unsupported`, naming the reason, for a model on several devices whose layers are not each on one, by
+    accelerate's hooks."""
     devices = devices_of(model)
     if len(devices) < 2:
         return
     name, told = type(model).__name__, f"spread over {', '.join(devices)}"
     if not any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise Unsupported(
-            f"{name} is {told}; without accelerate's hooks nothing moves its states from one to the next: load it with device_map='auto', "
+            f"{name} is {told}; without accelerate's hooks nothing moves its states from one to the next: load it "
+            "with device_map='auto', "
             "on one device (device_map='cuda:0'), or cut over processes (tp_plan='auto', under torchrun)"
         )
     layer_devices(model)
 
 
 def layer_devices(model: Any) -> list[torch.device]:
-    """Where each layer of a decoder computes, and so where what it keeps belongs. Raises Unsupported where one layer is on several
-    devices."""
+    """Where each layer of a decoder computes, and so where what it keeps belongs. Raises Unsupported where one layer is
+    on several devices."""
     count = layer_count(model.config)
     if not is_spread(model):
         return [device_of(model)] * count
-    stacks = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    stacks = [
+        module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
     if not stacks:
         raise Unsupported(
-            f"{type(model).__name__} is spread over {', '.join(devices_of(model))}, and its {count} layers are not found in its decoder: "
+            f"{type(model).__name__} is spread over {', '.join(devices_of(model))}, and its {count} layers are not "
+            "found in its decoder: "
             "load it on one device (device_map='cuda:0')"
         )
     return [_device_of_layer(model, layer, index) for index, layer in enumerate(stacks[0])]
@@ -75,7 +83,8 @@ def _device_of_layer(model: Any, layer: nn.Module, index: int) -> torch.device:
         found = {next((torch.device(place) for place in places if place is not None), device_of(model))}
     if len(found) > 1:
         raise Unsupported(
-            f"layer {index} of {type(model).__name__} is itself spread over {', '.join(sorted(map(str, found)))}: lay whole layers on a "
+            f"layer {index} of {type(model).__name__} is itself spread over {', '.join(sorted(map(str, found)))}: "
+            "lay whole layers on a "
             "device (device_map='auto' does)"
         )
     return found.pop()
@@ -97,7 +106,8 @@ class ParallelStyle(enum.Enum):
 def parallel_style(module: nn.Module) -> ParallelStyle | None:
     """How transformers' tensor parallelism has cut a module, or None where it has put no forward of its own there.
 
-    Since 5.21 a style replaces `module.forward` and keeps itself in the closure; delete when a module says what its style is.
+    Since 5.21 a style replaces `module.forward` and keeps itself in the closure; delete when a module says what its
+    style is.
     """
     code = getattr(module.__dict__.get("forward"), "__code__", None)
     if code is None or code.co_name != "tp_forward":
@@ -120,8 +130,8 @@ def mesh_of(parameter: Tensor) -> DeviceMesh | None:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """What lies here of a parameter: itself, or its part of one that is cut; to move that moves the parameter's, which it would not do to
-    what `to_local` gives of a parameter since torch 2.13, a view."""
+    """What lies here of a parameter: itself, or its part of one that is cut; to move that moves the parameter's, which
+    it would not do to what `to_local` gives of a parameter since torch 2.13, a view."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -139,14 +149,16 @@ def local_heads(model: Any, heads: int) -> int:
         from transformers.distributed.tensor_parallel import get_kv_heads_per_rank  # since 5.21; whole models need none
     except ImportError as error:
         raise Unsupported(
-            f"{type(model).__name__} was loaded over {size} processes by transformers {transformers.__version__}; fastspec reads what 5.21 "
+            f"{type(model).__name__} was loaded over {size} processes by transformers {transformers.__version__}; "
+            "fastspec reads what 5.21 "
             "and later make of tp_plan: install one of them"
         ) from error
 
     found = get_kv_heads_per_rank(model.tp_plan, heads, size)
     if found is None:
         raise Unsupported(
-            f"{type(model).__name__} has {heads} key heads, which {size} processes cannot divide: load it over a number of processes that "
+            f"{type(model).__name__} has {heads} key heads, which {size} processes cannot divide: load it over a "
+            "number of processes that "
             f"divides {heads}"
         )
     return found
@@ -176,8 +188,8 @@ class Share:
     @overload
     def run(self, ops: Ops, *, parts: bool) -> Product: ...
     def run(self, ops: Ops, *, parts: bool = False) -> Product:
-        """The layer's product as the plan has it: x [..., K] -> [..., M], of which a `COLUMN` share gives its own part. With `parts` a sum
-        over the processes is left to the norm behind it."""
+        """The layer's product as the plan has it: x [..., K] -> [..., M], of which a `COLUMN` share gives its own part.
+        With `parts` a sum over the processes is left to the norm behind it."""
         if self.style is ParallelStyle.COLUMN:
             return lambda x: ops.linear(x, self.weight, self.bias)
         if self.style is ParallelStyle.COLUMN_JOINED:
@@ -192,7 +204,8 @@ class Share:
         return lambda x: ops.likeliest(change(ops.linear(x, weight, bias)), first, group)
 
     def reduced(self, ops: Ops, *, parts: bool = False) -> Product:
-        """The product of a layer that was cut by inputs: this process's part x [..., K] of them -> [..., M], the same for all."""
+        """The product of a layer that was cut by inputs: this process's part x [..., K] of them -> [..., M], the same
+        for all."""
         weight, bias, group = self.weight, self.bias, self.group
         if bias is None and parts:
             multiply = ops.linear_parts or ops.linear
@@ -211,8 +224,8 @@ def product_of_shares(shares: Sequence[Share], ops: Ops) -> Linear: ...
 @overload
 def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool) -> Product: ...
 def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool = False) -> Product:
-    """Layers over one input, their outputs side by side: the processes' own of them, or, where the plan joins outputs, all of them by one
-    join; `parts` as in `Share.run`."""
+    """Layers over one input, their outputs side by side: the processes' own of them, or, where the plan joins outputs,
+    all of them by one join; `parts` as in `Share.run`."""
     styles, size = {share.style for share in shares}, shares[0].group.size()
     if len(shares) == 1:
         return shares[0].run(ops, parts=parts)
@@ -222,7 +235,11 @@ def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool = False)
         runs = [each.run(ops) for each in shares]
         return lambda x: torch.cat([run(x) for run in runs], -1)
     own, group, wide = product(ops, shares), shares[0].group, sum(each.wide for each in shares)
-    places = torch.arange(wide, device=shares[0].weight.device).view(size, -1).split([each.wide // size for each in shares], 1)
+    places = (
+        torch.arange(wide, device=shares[0].weight.device)
+        .view(size, -1)
+        .split([each.wide // size for each in shares], 1)
+    )
     order = torch.cat([place.flatten() for place in places])
     return lambda x: ops.all_gather(own(x), wide, group).index_select(-1, order)
 
@@ -237,12 +254,18 @@ def share_of(module: nn.Module) -> Share | None:
         return None
     by_outputs = style in (ParallelStyle.COLUMN, ParallelStyle.COLUMN_JOINED)
     bias = None if module.bias is None else local_part(module.bias)
-    return Share(local_part(module.weight), bias, style, mesh.get_group(), module.out_features if by_outputs else module.in_features)
+    return Share(
+        local_part(module.weight),
+        bias,
+        style,
+        mesh.get_group(),
+        module.out_features if by_outputs else module.in_features,
+    )
 
 
 def weights_of(modules: Sequence[Any], *, behind: bool = False) -> Sequence[Weights] | None:
-    """What the ops may read of linear layers: themselves where they are plain, or what this process has of them where each has outputs of
-    its own (or, `behind` such, inputs); else None."""
+    """What the ops may read of linear layers: themselves where they are plain, or what this process has of them where
+    each has outputs of its own (or, `behind` such, inputs); else None."""
     if all(map(is_plain, modules)):
         return modules
     shares = [share for share in map(share_of, modules) if share is not None]
@@ -252,8 +275,8 @@ def weights_of(modules: Sequence[Any], *, behind: bool = False) -> Sequence[Weig
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShare:
-    """What this process has of all experts: `gate_up` [E, 2 * I, H] and `down` [E, H, I] of I channels of its own. Its answers are addends
-    of the experts'."""
+    """What this process has of all experts: `gate_up` [E, 2 * I, H] and `down` [E, H, I] of I channels of its own. Its
+    answers are addends of the experts'."""
 
     gate_up: Tensor
     down: Tensor
@@ -270,13 +293,20 @@ def share_of_experts(held: nn.Module) -> ExpertsShare | None:
         return None
     gate_up, down = (local_part(weights[name]) for name in ("gate_up_proj", "down_proj"))
     mesh = meshes.pop()
-    return ExpertsShare(gate_up, down, mesh.get_group()) if mesh is not None and gate_up.shape[1] == 2 * down.shape[2] else None
+    return (
+        ExpertsShare(gate_up, down, mesh.get_group())
+        if mesh is not None and gate_up.shape[1] == 2 * down.shape[2]
+        else None
+    )
 
 
 def embedding_of(module: nn.Module, ops: Ops) -> Callable[[Tensor], Tensor]:
-    """An embedding's look-up, tokens [...] int64 -> [..., H]: the module itself, or this process's part of it and the others'."""
+    """An embedding's look-up, tokens [...] int64 -> [..., H]: the module itself, or this process's part of it and the
+    others'."""
     style = parallel_style(module)
-    if style not in (ParallelStyle.EMBEDDING_ROWS, ParallelStyle.EMBEDDING_COLUMNS) or not isinstance(module, nn.Embedding):
+    if style not in (ParallelStyle.EMBEDDING_ROWS, ParallelStyle.EMBEDDING_COLUMNS) or not isinstance(
+        module, nn.Embedding
+    ):
         return module
     mesh = mesh_of(module.weight)
     assert mesh is not None
@@ -299,23 +329,30 @@ def embedding_of(module: nn.Module, ops: Ops) -> Callable[[Tensor], Tensor]:
 
 
 def check_shares(model: Any) -> None:
-    """Raise `Unsupported`, naming the reason, for a model that is spread over processes in a way that fastspec does not know."""
+    """Raise `Unsupported`, naming the reason, for a model that is spread over processes in a way that fastspec does not
+    know."""
     name, size = type(model).__name__, processes_of(model)
     if size == 1:
         return
     if group_of(model) is None:
         raise Unsupported(
-            f"{name} was loaded over {size} processes, and none of its parameters is a DTensor: fastspec reads what transformers 5.21 and "
+            f"{name} was loaded over {size} processes, and none of its parameters is a DTensor: fastspec reads what "
+            "transformers 5.21 and "
             "later make of tp_plan"
         )
     config = getattr(model.config, "distributed_config", None)
     others = [kind for kind in ("ep_size", "pp_size", "fsdp_size") if (getattr(config, kind, None) or 1) > 1]
     if others:
-        raise Unsupported(f"{name} was loaded with {' and '.join(others)} above 1; fastspec takes a model that is cut by tp_plan alone")
+        raise Unsupported(
+            f"{name} was loaded with {' and '.join(others)} above 1; fastspec takes a model that is cut by tp_plan "
+            "alone"
+        )
     for heads in {heads for heads, *_ in layer_shapes(model.config)}:
         local_heads(model, heads)
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{name} is an encoder-decoder model over {size} processes; fastspec takes decoder-only ones")
     meshes = {mesh for mesh in map(mesh_of, model.parameters()) if mesh is not None}
     if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
-        raise Unsupported(f"{name} is cut over several meshes of processes: load it with tp_plan='auto' and no other parallelism")
+        raise Unsupported(
+            f"{name} is cut over several meshes of processes: load it with tp_plan='auto' and no other parallelism"
+        )

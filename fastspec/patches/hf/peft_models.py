@@ -1,8 +1,10 @@
-"""What PEFT does to the inputs of a model for the length of its own `generate`, read from the model without importing PEFT.
+"""What PEFT does to the inputs of a model for the length of its own `generate`, read from the model without importing
+PEFT.
 
-PEFT puts its `prepare_inputs_for_generation` on the base model there. Adapters that change weights leave the inputs as they are. Prompt
-learning puts virtual tokens in front: as keys and values (prefix tuning), or as embeddings that the first pass reads (prompt tuning,
-p-tuning). Both come to keys and values that an assisted call begins with, as with a cache of the user's own.
+PEFT puts its `prepare_inputs_for_generation` on the base model there. Adapters that change weights leave the inputs as
+they are. Prompt learning puts virtual tokens in front: as keys and values (prefix tuning), or as embeddings that the
+first pass reads (prompt tuning, p-tuning). Both come to keys and values that an assisted call begins with, as with a
+cache of the user's own.
 """
 
 from __future__ import annotations
@@ -35,23 +37,29 @@ def refuse_peft(owner: Any) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning and kind not in (*AS_CACHE, *AS_EMBEDDINGS):
         raise Unsupported(
-            f"the prompt-learning adapter {kind} cannot be combined with an assistant: accepted are {', '.join(AS_CACHE + AS_EMBEDDINGS)}, "
+            f"the prompt-learning adapter {kind} cannot be combined with an assistant: accepted are "
+            f"{', '.join(AS_CACHE + AS_EMBEDDINGS)}, "
             "and adapters of weights such as LoRA"
         )
     said = inspect.unwrap(type(owner).prepare_inputs_for_generation).__code__.co_consts
     if config.is_prompt_learning and OLD in said and CACHE not in said:  # PEFT before 0.22 with transformers 5.24
         raise Unsupported(
-            f"this PEFT looks for {OLD} where transformers has {CACHE}, so that plain decoding goes wrong about the virtual tokens of "
+            f"this PEFT looks for {OLD} where transformers has {CACHE}, so that plain decoding goes wrong about the "
+            "virtual tokens of "
             f"{kind}: update PEFT"
         )
     if getattr(config, "alora_invocation_tokens", None) is not None:
-        raise Unsupported("an activated LoRA begins within the text, at its invocation tokens: merge it, or leave out assistant=")
+        raise Unsupported(
+            "an activated LoRA begins within the text, at its invocation tokens: merge it, or leave out assistant="
+        )
 
 
 def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[Held] | None:
-    """Keys and values [B, Hkv, n, D] per layer of the virtual tokens in front of prompts with the mask keep [B, T]; None without any.
+    """Keys and values [B, Hkv, n, D] per layer of the virtual tokens in front of prompts with the mask keep [B, T];
+    None without any.
 
-    Raises Unsupported for virtual embeddings before padding: PEFT gives no positions then, and plain decoding counts the padding.
+    Raises Unsupported for virtual embeddings before padding: PEFT gives no positions then, and plain decoding counts
+    the padding.
     """
     owner = peft_of(model)
     if owner is None or not owner.active_peft_config.is_prompt_learning:
@@ -62,7 +70,8 @@ def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[Held] | None:
         return read_cache(owner.get_prompt(batch_size=rows), layers)
     if not bool(keep.all()):
         raise Unsupported(
-            "prompts of different lengths behind a prompt-tuning adapter: plain decoding counts their padding as positions, which an "
+            "prompts of different lengths behind a prompt-tuning adapter: plain decoding counts their padding as "
+            "positions, which an "
             "assistant leaves out; generate prompts of one length together, or one at a time"
         )
     embeddings = owner.get_prompt(batch_size=1).to(device=model.device, dtype=owner.word_embeddings.weight.dtype)

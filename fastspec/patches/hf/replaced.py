@@ -1,4 +1,5 @@
-"""A model's modules, and whose code their passes run: functions that someone has replaced, and forwards that someone has wrapped."""
+"""A model's modules, and whose code their passes run: functions that someone has replaced, and forwards that someone
+has wrapped."""
 
 from __future__ import annotations
 
@@ -27,41 +28,67 @@ def every_module(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-KNOWN = frozenset({
-    "transformers", "torch", "torchvision", "accelerate", "kernels", "huggingface_hub", "typing_extensions", "numpy", "scipy", "PIL",
-    "timm", "einops", "causal_conv1d", "fla", "flash_attn", "mamba_ssm", *sys.stdlib_module_names,
-})  # fmt: skip
+KNOWN = frozenset(
+    {
+        "transformers",
+        "torch",
+        "torchvision",
+        "accelerate",
+        "kernels",
+        "huggingface_hub",
+        "typing_extensions",
+        "numpy",
+        "scipy",
+        "PIL",
+        "timm",
+        "einops",
+        "causal_conv1d",
+        "fla",
+        "flash_attn",
+        "mamba_ssm",
+        *sys.stdlib_module_names,
+    }
+)
 """Packages whose functions transformers' modelling files import."""
 CLASSES: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
-    (nn.Module, ("__call__", "_call_impl")), (nn.Linear, ("__call__", "forward")), (nn.Embedding, ("__call__", "forward")),
+    (nn.Module, ("__call__", "_call_impl")),
+    (nn.Linear, ("__call__", "forward")),
+    (nn.Embedding, ("__call__", "forward")),
     (nn.Conv1d, ("__call__", "forward", "_conv_forward")),
-)  # fmt: skip
+)
 """Methods of torch's that the backend's ops stand for in any model, beside all of `torch.nn.functional`."""
 
 
 def replaced_functions(model: Any, modules: list[nn.Module]) -> list[tuple[str, Any]]:
-    """(name, function) of each that a pass over these modules of a model would call in place of transformers' or torch's own.
+    """(name, function) of each that a pass over these modules of a model would call in place of transformers' or
+    torch's own.
 
-    Seen are the functions under the model's `attn_implementation`, its mask's too, the files that these come from, the functions in the
-    modelling files that the modules' classes come from, the methods of these classes, those of torch's layers, and `torch.nn.functional`.
-    A function's home is where its code was written: a decorator that copies names, as `functools.wraps` does, does not hide it.
+    Seen are the functions under the model's `attn_implementation`, its mask's too, the files that these come from, the
+    functions in the modelling files that the modules' classes come from, the methods of these classes, those of torch's
+    layers, and `torch.nn.functional`. A function's home is where its code was written: a decorator that copies names,
+    as `functools.wraps` does, does not hide it.
     """
     found = [*_of_attention(model), *_strangers_in("torch.nn.functional", vars(functional))]
     for kind, names in CLASSES:
         found += _strangers_in(f"torch.nn.{kind.__name__}", {name: getattr(kind, name) for name in names})
     kinds = sorted({type(module) for module in modules}, key=lambda kind: kind.__qualname__)
-    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("transformers.models."))
+    bases = dict.fromkeys(
+        base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("transformers.models.")
+    )
     for base in bases:
         if not hasattr(base, "generate"):  # a whole model has methods for much else
             found += _strangers_in(base.__name__, vars(base))
     attention = (str(getattr(value, "__module__", None)) for _, value in attention_functions(model))
-    for home in dict.fromkeys((*(base.__module__ for base in bases), *(each for each in attention if each.startswith("transformers.")))):
+    for home in dict.fromkeys(
+        (*(base.__module__ for base in bases), *(each for each in attention if each.startswith("transformers.")))
+    ):
         found += _strangers_in(home, vars(sys.modules[home]))
     return found
 
 
 _SEEN: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {}
-"""By the name of a place, what was last seen there, and which of it is someone else's: every call looks, and little ever changes."""
+"""By the name of a place, what was last seen there, and which of it is someone else's: every call looks, and little
+ever changes."""
 
 
 def _strangers_in(place: str, held: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -75,7 +102,11 @@ def _strangers_in(place: str, held: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def has_replaced_methods(kind: type[nn.Module]) -> bool:
     """Whether a module's class has a method of someone else's in the place of one of transformers' own."""
-    return any(_strangers_in(base.__name__, vars(base)) for base in kind.__mro__ if base.__module__.startswith("transformers.models."))
+    return any(
+        _strangers_in(base.__name__, vars(base))
+        for base in kind.__mro__
+        if base.__module__.startswith("transformers.models.")
+    )
 
 
 def has_foreign_attention(model: Any) -> bool:
@@ -98,12 +129,16 @@ def _of_attention(model: Any) -> list[tuple[str, Any]]:
 
 def foreign_masks(functions: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Of replaced functions those that make masks: a tree's own mask would pass them by in every mode."""
-    return [(name, function) for name, function in functions if "mask" in name.rpartition(".")[2] or name.startswith("the mask")]
+    return [
+        (name, function)
+        for name, function in functions
+        if "mask" in name.rpartition(".")[2] or name.startswith("the mask")
+    ]
 
 
 def is_strangers(value: Any) -> bool:
-    """Whether a value is a function whose code, or that of one that it wraps, none of the known packages holds, or an object that can be
-    called whose class none of them holds, such as a module or what a C++ extension exports."""
+    """Whether a value is a function whose code, or that of one that it wraps, none of the known packages holds, or an
+    object that can be called whose class none of them holds, such as a module or what a C++ extension exports."""
     while value is not None:
         owner = getattr(value, "__self__", None)
         if isinstance(owner, type) and _is_unknown(owner.__module__):  # `apply` of an autograd function
@@ -120,13 +155,13 @@ def is_strangers(value: Any) -> bool:
 
 
 CARRIERS = frozenset({"torch._ops", "torch._library.custom_ops", "torch.jit", "torch.jit._script", "unittest.mock"})
-"""Homes of classes whose objects call anyone's code. Of them transformers' modelling files hold scripted functions alone, whose names
-say where they are from."""
+"""Homes of classes whose objects call anyone's code. Of them transformers' modelling files hold scripted functions
+alone, whose names say where they are from."""
 
 
 def _maker_of(value: Any) -> str | None:
-    """The name of the module that what can be called comes from, its own or its class's; "" where nobody can tell, and None of anything
-    else."""
+    """The name of the module that what can be called comes from, its own or its class's; "" where nobody can tell, and
+    None of anything else."""
     if isinstance(value, type) or not callable(value):
         return None
     if isinstance(value, BuiltinFunctionType):
@@ -142,13 +177,14 @@ def _is_unknown(home: Any) -> bool:
 
 
 def calls_original(model: nn.Module) -> bool:
-    """Whether what stands in a model's own `__dict__` as `forward` calls the class's with the same arguments and returns its outputs.
+    """Whether what stands in a model's own `__dict__` as `forward` calls the class's with the same arguments and
+    returns its outputs.
 
-    Followed by what is really called, since `functools.wraps` lets any decorator look like what it wraps: TRL's forward with a fused LM
-    head, which computes its own loss in training alone, and accelerate's conversion of outputs to fp32, which generation does anyway. An
-    autocast region is not followed: what it casts is the modules' own to say. Nor is a forward of transformers' tensor parallelism that
-    changes what comes in or out. Where accelerate takes its wrappers off again, it goes down
-    to the function inside the class's own decorators.
+    Followed by what is really called, since `functools.wraps` lets any decorator look like what it wraps: TRL's forward
+    with a fused LM head, which computes its own loss in training alone, and accelerate's conversion of outputs to fp32,
+    which generation does anyway. An autocast region is not followed: what it casts is the modules' own to say. Nor is a
+    forward of transformers' tensor parallelism that changes what comes in or out. Where accelerate takes its wrappers
+    off again, it goes down to the function inside the class's own decorators.
     """
     own = [type(model).forward]
     while hasattr(own[-1], "__wrapped__"):
@@ -163,12 +199,16 @@ def calls_original(model: nn.Module) -> bool:
 
 
 def autocast_inside(model: nn.Module) -> torch.dtype | None:
-    """The dtype of the autocast region that `forward` in a model's own `__dict__` opens, as accelerate's in mixed precision, or None."""
+    """The dtype of the autocast region that `forward` in a model's own `__dict__` opens, as accelerate's in mixed
+    precision, or None."""
     forward: Any = model.__dict__.get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)
         code = getattr(function, "__code__", None)
-        if code is not None and (function.__globals__["__name__"], code.co_name) == ("torch.amp.autocast_mode", "decorate_autocast"):
+        if code is not None and (function.__globals__["__name__"], code.co_name) == (
+            "torch.amp.autocast_mode",
+            "decorate_autocast",
+        ):
             region = dict(zip(code.co_freevars, function.__closure__, strict=True))["autocast_instance"].cell_contents
             return region.fast_dtype if region._enabled else None
         forward = _called(function)
@@ -194,7 +234,8 @@ def _called(function: Any) -> Any:
     if home == ("trl.trainer.utils", "_fused_forward"):
         return cells.get("original_forward")
     if home == ("transformers.distributed.tensor_parallel", "tp_forward"):
-        # Styles that leave inputs and outputs as they are: of a norm within heads, and of a module that has a cut parameter of its own.
+        # Styles that leave inputs and outputs as they are: of a norm within heads, and of a module that has a cut
+        # parameter of its own.
         leaves = "self" not in cells or type(cells["self"]).__name__ in ("LocalParamsParallel", "TensorParallelLayer")
         return cells["original_forward"] if leaves else None
     return cells.get("model_forward") if home == ("accelerate.utils.operations", "forward") else None

@@ -1,7 +1,7 @@
 """Encoder-decoder models: what the encoder read, and the decoder as a `Target`.
 
-A decoder's own forward derives positions from the length of its cache, one for all rows. Here the decoder's modules are called in a plain
-loop instead, so that every node of a tree stands where its own text would put it.
+A decoder's own forward derives positions from the length of its cache, one for all rows. Here the decoder's modules are
+called in a plain loop instead, so that every node of a tree stands where its own text would put it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:
     """Refuse, by name, what an encoder-decoder model cannot be asked for with an assistant."""
     if isinstance(decoding, Decoding) and decoding.taps is not None:
         raise Unsupported(
-            f"assistant {decoding.name!r} drafts from hidden states, which fastspec reads from decoder-only models, and "
+            f"assistant {decoding.name!r} drafts from hidden states, which fastspec reads from decoder-only models, "
+            "and "
             f'{type(model).__name__} is an encoder-decoder model: use "nasd" or "speculative"'
         )
     if given_cache(given) is not None:
@@ -41,17 +42,26 @@ def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], row
     device = device_of(model)
     ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
     if ids is not None:
-        ids = ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0) if ids.dim() == 2 and not ids.is_floating_point() else None
+        ids = (
+            ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0)
+            if ids.dim() == 2 and not ids.is_floating_point()
+            else None
+        )
     mask = prepared.get("attention_mask")
-    encoder, decoder = (table_rows(part.get_input_embeddings(), part.config) for part in (model.get_encoder(), model.get_decoder()))
+    encoder, decoder = (
+        table_rows(part.get_input_embeddings(), part.config) for part in (model.get_encoder(), model.get_decoder())
+    )
     shared = getattr(model.config, "share_encoder_decoder_embeddings", True) and encoder == decoder
     return Source(prepared["encoder_outputs"][0], None if mask is None else mask.to(device), ids, shared)
 
 
 def encode(model: Any, source: Source) -> Source:
-    """The same source as a draft model's own encoder reads it; tokens that the model has no embedding for are shown to it as another."""
+    """The same source as a draft model's own encoder reads it; tokens that the model has no embedding for are shown to
+    it as another."""
     if source.ids is None:
-        raise Unsupported("the draft model of assistant 'speculative' reads the source itself: pass input_ids besides encoder_outputs")
+        raise Unsupported(
+            "the draft model of assistant 'speculative' reads the source itself: pass input_ids besides encoder_outputs"
+        )
     encoder = model.get_encoder()
     known = source.ids.clamp(max=table_rows(encoder.get_input_embeddings(), encoder.config) - 1)
     return Source(encoder(input_ids=known, attention_mask=source.mask, return_dict=True)[0], source.mask, known)
@@ -68,10 +78,13 @@ class DecoderCache(SlotCache):
 class Seq2SeqModel(HFModel):
     """The decoder of an encoder-decoder model, after a source.
 
-    The cache holds the keys and values of self-attention; those of cross-attention are made by the first pass and read by all others.
+    The cache holds the keys and values of self-attention; those of cross-attention are made by the first pass and read
+    by all others.
     """
 
-    def __init__(self, model: Any, source: Source, *, rows: int, capacity: int, tail: int, ops: Ops, drafts: bool = False) -> None:
+    def __init__(
+        self, model: Any, source: Source, *, rows: int, capacity: int, tail: int, ops: Ops, drafts: bool = False
+    ) -> None:
         check_decoder(model)  # a hook may have come since the patch
         super().__init__(model, None, rows=rows, capacity=capacity, tail=tail, taps=None, ops=ops, drafts=drafts)
         self.parts, self.source = SEQ2SEQ[model.config.model_type], source
@@ -81,19 +94,30 @@ class Seq2SeqModel(HFModel):
         self.taking = cache_argument(type(layers[0]).forward)
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the decoder's first tokens ids [B, T], the first counts [B] of each row real -> last logits [B, V], no features."""
+        """Append the decoder's first tokens ids [B, T], the first counts [B] of each row real -> last logits [B, V], no
+        features."""
         padding = getattr(getattr(self.decoder, "embed_positions", None), "padding_idx", None)
         if self.parts.counted and ids.shape[1] > 1 and padding in ids.flatten().tolist():
-            raise Unsupported(f"decoder_input_ids holds the padding token {padding}, which {type(self.model).__name__} gives no position")
+            raise Unsupported(
+                f"decoder_input_ids holds the padding token {padding}, which {type(self.model).__name__} gives no "
+                "position"
+            )
         return super().prefill(ids, counts)
 
-    def _forward_generic(self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _forward_generic(
+        self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         hidden, layout = self._embed(tokens, nodes.positions), plain_layouts(nodes)[EVERYTHING]
         states = self.source.states
         low = torch.finfo(hidden.dtype).min
-        mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(~layout.visible, low)
+        mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(
+            ~layout.visible, low
+        )
         cross = create_bidirectional_mask(
-            config=self.decoder.config, inputs_embeds=hidden, attention_mask=self.source.mask, encoder_hidden_states=states
+            config=self.decoder.config,
+            inputs_embeds=hidden,
+            attention_mask=self.source.mask,
+            encoder_hidden_states=states,
         )
         cache = EncoderDecoderCache(DecoderCache(self.state, self.ops, nodes.slots, layout.extent), self.cross)
         if self.parts.relative:
@@ -119,7 +143,9 @@ class Seq2SeqModel(HFModel):
             hidden = hidden * getattr(decoder, parts.scale)
         if parts.counted:
             table = decoder.embed_positions
-            places = table.weights[torch.where(tokens == table.padding_idx, 0, positions + 1) + table.padding_idx].to(hidden.dtype)
+            places = table.weights[torch.where(tokens == table.padding_idx, 0, positions + 1) + table.padding_idx].to(
+                hidden.dtype
+            )
         else:
             places = decoder.embed_positions(tokens, 0, position_ids=positions.flatten()).view(hidden.shape)
         if not parts.embed_norm:
@@ -128,10 +154,17 @@ class Seq2SeqModel(HFModel):
         return norm(hidden) + places if parts.norm_first else norm(hidden + places)
 
     def _bias(self, positions: Tensor, slots: Tensor, extent: int) -> Tensor:
-        """The relative position bias [B, H, N, extent] of nodes at positions in slots, both [B, N]; committed slots are their positions."""
+        """The relative position bias [B, H, N, extent] of nodes at positions in slots, both [B, N]; committed slots are
+        their positions."""
         attention = self.decoder.block[0].layer[0].SelfAttention
-        table = attention.compute_bias(1, extent, device=positions.device, past_seen_tokens=extent - 1)[0, :, 0].flip(-1)  # by distance
-        keys = torch.arange(extent, device=positions.device).expand(len(slots), -1).scatter(1, slots.clamp(max=extent - 1), positions)
+        table = attention.compute_bias(1, extent, device=positions.device, past_seen_tokens=extent - 1)[0, :, 0].flip(
+            -1
+        )  # by distance
+        keys = (
+            torch.arange(extent, device=positions.device)
+            .expand(len(slots), -1)
+            .scatter(1, slots.clamp(max=extent - 1), positions)
+        )
         distance = (positions[:, :, None] - keys[:, None]).clamp(0, extent - 1)  # what is ahead of a node is masked
         return table[:, distance].transpose(0, 1)
 

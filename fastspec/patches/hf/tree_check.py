@@ -1,7 +1,8 @@
-"""Whether fastspec scores the nodes of a tree as a model scores their texts: checked on the model itself, before it is relied on.
+"""Whether fastspec scores the nodes of a tree as a model scores their texts: checked on the model itself, before it is
+relied on.
 
-A model without an adapter runs its own forward with positions and a 4-D mask of fastspec's making, and some classes read neither as
-transformers' convention has it. What goes wrong then is no error but another text, so it is looked for.
+A model without an adapter runs its own forward with positions and a 4-D mask of fastspec's making, and some classes
+read neither as transformers' convention has it. What goes wrong then is no error but another text, so it is looked for.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from fastspec.patches.hf.seq2seq import Seq2SeqModel
 LENGTHS = (12, 7)
 """Tokens of the two prompts: in one batch the second is padded."""
 DRAWS = (0, 3, 4)
-"""Texts that are tried before a class is refused: where experts are chosen by scores that are nearly equal, rounding may choose another for
-one node of one text, which is then far off. A class that reads positions or masks in a way of its own does so in every text."""
+"""Texts that are tried before a class is refused: where experts are chosen by scores that are nearly equal, rounding
+may choose another for one node of one text, which is then far off. A class that reads positions or masks in a way of
+its own does so in every text."""
 FIRST = (0, 0, 0, 0, 1, 2, 3, 5, 4)
 """Parents of the first tree, level by level, so that nearly every node lies behind nodes that are not its ancestors."""
 PATHS = ((0, 2, 5, 7), (0, 3, 6))
@@ -55,19 +57,22 @@ MORE = 2
 ROOM = LENGTHS[0] + len(PATHS[0]) + 3 + MORE
 LEAVES = (6, 7, 8), (1, 3)
 BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
-"""By dtype, how far logits may be apart: the root mean square of the difference, in standard deviations of a node's logits.
+"""By dtype, how far logits may be apart: the root mean square of the difference, in standard deviations of a node's
+logits.
 
-A layer rounds its sums some ten times. Roundings add up like a random walk: in 100 layers to about 1000**0.5 = 30 units of the last
-place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Texts that differ in what is attended to differ by 0.1 to 1.4 standard deviations.
+A layer rounds its sums some ten times. Roundings add up like a random walk: in 100 layers to about 1000**0.5 = 30 units
+of the last place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Texts that differ in what is attended to differ by 0.1
+to 1.4 standard deviations.
 """
 WHOLE = (torch.float64, torch.float32)
-"""Dtypes in which every node must agree. In the others a router may choose another expert by a rounding: the median node must."""
+"""Dtypes in which every node must agree. In the others a router may choose another expert by a rounding: the median
+node must."""
 _VERDICTS: dict[Any, _Verdict] = {}
 
 
 class _Verdict(NamedTuple):
-    """Why a model cannot be relied on, or None, and whether it reads a prompt without padding as fastspec does. One that is no more than
-    `passing` says nothing of other models of its class: weights that are NaN, or an error."""
+    """Why a model cannot be relied on, or None, and whether it reads a prompt without padding as fastspec does. One
+    that is no more than `passing` says nothing of other models of its class: weights that are NaN, or an error."""
 
     reason: str | None
     alike: bool = True
@@ -75,11 +80,11 @@ class _Verdict(NamedTuple):
 
 
 def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> None:
-    """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype and versions, and
-    anew where an error or NaN has kept the last check from saying so.
+    """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype
+    and versions, and anew where an error or NaN has kept the last check from saying so.
 
-    With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the model. The model,
-    its modes and hooks, and the global generators of random numbers are left as they were.
+    With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the
+    model. The model, its modes and hooks, and the global generators of random numbers are left as they were.
     """
     reason = _verdict(model, reads_source, adapter).reason
     if reason is not None:
@@ -87,20 +92,24 @@ def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | No
 
 
 def reads_prompts_alike(model: Any, adapter: Adapter | None) -> bool:
-    """Whether a pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the whole of a prompt that
-    has no padding. Raises Unsupported as `check_trust`."""
+    """Whether a pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the
+    whole of a prompt that has no padding. Raises Unsupported as `check_trust`."""
     check_trust(model, adapter=adapter)
     return _verdict(model, False, adapter).alike
 
 
 def check_states(model: Any) -> None:
-    """Raise Unsupported for a model that gives no hidden states when asked for them: once per class, configuration, dtype and versions."""
+    """Raise Unsupported for a model that gives no hidden states when asked for them: once per class, configuration,
+    dtype and versions."""
     key = "states", _key(model)
     if key not in _VERDICTS:
         with _undisturbed(model), torch.no_grad():
             two = torch.tensor([[1, 2]], device=device_of(model))
             states = model(input_ids=two, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
-        silent = f"{type(model).__name__} gives no hidden states when it is asked for them, and this assistant's drafter reads them"
+        silent = (
+            f"{type(model).__name__} gives no hidden states when it is asked for them, and this assistant's "
+            "drafter reads them"
+        )
         _VERDICTS[key] = _Verdict(silent if states is None else None)
     if (reason := _VERDICTS[key].reason) is not None:
         raise Unsupported(reason)
@@ -120,15 +129,29 @@ def _verdict(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdic
 def _key(model: Any) -> Any:
     config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     modules = every_module(model)  # one that stands in two places is counted once
-    parts = frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in modules), len(modules)
+    parts = (
+        frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in modules),
+        len(modules),
+    )
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
     versions = torch.__version__, transformers.__version__
     replaced = frozenset((*attention_functions(model), *replaced_functions(model, modules)))
-    return type(model), hash(config), parts, replaced, attention, _computed(model), device_of(model).type, has_global_hooks(), versions
+    return (
+        type(model),
+        hash(config),
+        parts,
+        replaced,
+        attention,
+        _computed(model),
+        device_of(model).type,
+        has_global_hooks(),
+        versions,
+    )
 
 
 def _computed(model: Any) -> torch.dtype:
-    """The coarsest dtype that a pass computes in: torch's dynamically quantised layers round what they read to 8 bits, as bf16 does."""
+    """The coarsest dtype that a pass computes in: torch's dynamically quantised layers round what they read to 8 bits,
+    as bf16 does."""
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         return torch.bfloat16
     kind = device_of(model).type
@@ -145,7 +168,8 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
             found = before if math.isnan(before) else _apart(*_after_texts(model, reads_source, adapter, draw), dtype)
             if math.isnan(found):
                 return _Verdict(
-                    f"{name} gives logits that are NaN or infinite for random texts in {str(dtype).removeprefix('torch.')}: look for NaN "
+                    f"{name} gives logits that are NaN or infinite for random texts in "
+                    f"{str(dtype).removeprefix('torch.')}: look for NaN "
                     "in its weights, and for a dtype that overflows",
                     passing=True,
                 )
@@ -162,19 +186,24 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
             passing=True,
         )
     return _Verdict(
-        f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits are {found:.2g} "
-        "standard deviations apart): it reads positions or masks in a way of its own, and cannot be combined with assistant="
+        f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits "
+        f"are {found:.2g} "
+        "standard deviations apart): it reads positions or masks in a way of its own, and cannot be combined with "
+        "assistant="
     )
 
 
 def _after_texts(model: Any, reads_source: bool, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
-    """What fastspec and the model give after the same texts, logits [n, V] each; with short spans too where there may be any."""
+    """What fastspec and the model give after the same texts, logits [n, V] each; with short spans too where there may
+    be any."""
     if reads_source:
         return _after_source(model, draw)
     got, want = _after_prompts(model, adapter, draw)
     if names := _span_settings(model):
         with _short_spans(model, names):
-            got, want = (torch.cat(both) for both in zip((got, want), _after_prompts(model, adapter, draw), strict=True))
+            got, want = (
+                torch.cat(both) for both in zip((got, want), _after_prompts(model, adapter, draw), strict=True)
+            )
     return got, want
 
 
@@ -191,13 +220,17 @@ def _bound(dtype: torch.dtype) -> float:
 def _span_settings(model: Any) -> list[str]:
     """The settings that may say how far back layers of a model see; the model tells whether it reads them."""
     config = model.config.get_text_config()
-    return [name for name in LAYER_KINDS.values() if isinstance(getattr(config, name, None), int) and getattr(config, name) > 0]
+    return [
+        name
+        for name in LAYER_KINDS.values()
+        if isinstance(getattr(config, name, None), int) and getattr(config, name) > 0
+    ]
 
 
 @contextmanager
 def _short_spans(model: Any, names: list[str]) -> Iterator[None]:
-    """A model whose layers see SPAN positions, where they see a span, so that short texts go past it: transformers reads these settings at
-    every pass."""
+    """A model whose layers see SPAN positions, where they see a span, so that short texts go past it: transformers
+    reads these settings at every pass."""
     config = model.config.get_text_config()
     held = {name: getattr(config, name) for name in names}
     try:
@@ -227,8 +260,13 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
     target = _target(model, adapter, 2, len(FIRST))
     texts, prefixes, got = _as_trees(target, _words(model), draw)
     want, tokens = _own(model, texts)
-    ends = [-1 - len(LEAVES[1]), -1]  # each row's last text ends in the second tree's last leaf; it is read on as a chain
-    chain = torch.stack([torch.cat((tokens.new_tensor(texts[end][len(prefixes[row]) :]), tokens[end])) for row, end in enumerate(ends)])
+    ends = [
+        -1 - len(LEAVES[1]),
+        -1,
+    ]  # each row's last text ends in the second tree's last leaf; it is read on as a chain
+    chain = torch.stack(
+        [torch.cat((tokens.new_tensor(texts[end][len(prefixes[row]) :]), tokens[end])) for row, end in enumerate(ends)]
+    )
     logits, _ = target.score(TokenTree.chain(chain), max(map(len, prefixes)))
     after = torch.cat([want[end, 1:] for end in ends])
     return torch.cat((got, *logits[:, -MORE:])), torch.cat((want[:, 0], after))
@@ -249,7 +287,8 @@ def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
 
 
 def _as_trees(target: HFModel, words: Tensor, draw: int) -> tuple[list[list[int]], list[list[int]], Tensor]:
-    """Texts, the committed tokens of both rows, and what passes over two prompts and two trees give after each text, [n, V]."""
+    """Texts, the committed tokens of both rows, and what passes over two prompts and two trees give after each text,
+    [n, V]."""
     device, generator = device_of(target.model), torch.Generator().manual_seed(draw)
 
     def drawn(*shape: int) -> Tensor:
@@ -279,23 +318,30 @@ def _text(tokens: list[int], parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """What the model's own `generate` says behind texts, left-padded in one batch: logits [n, 1 + MORE, V], tokens [n, MORE]."""
+    """What the model's own `generate` says behind texts, left-padded in one batch: logits [n, 1 + MORE, V], tokens [n,
+    MORE]."""
     device, width = device_of(model), max(map(len, texts))
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     pad = pad if isinstance(pad, int) and 0 <= pad < table_rows(model.get_input_embeddings(), model.config) else 0
     ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts], device=device)
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
     new = 1 + MORE
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=pad)
-    settings: dict[str, Any] = {"generation_config": config, "synced_gpus": False}  # not `generate`'s own way of keeping processes together
+    config = GenerationConfig(
+        max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=pad
+    )
+    settings: dict[str, Any] = {
+        "generation_config": config,
+        "synced_gpus": False,
+    }  # not `generate`'s own way of keeping processes together
     if not model.config.is_encoder_decoder and any(dropped_spans(model)):
         settings[CACHE] = DynamicCache()  # its own would keep less than what its layers see
     out = type(model).generate(model, input_ids=ids, attention_mask=mask, **settings)
-    return torch.stack(out.logits, 1), out.sequences[:, -new : -1]
+    return torch.stack(out.logits, 1), out.sequences[:, -new:-1]
 
 
 def _after_source(model: Any, draw: int) -> tuple[Tensor, Tensor]:
-    """As `_after_prompts`, for a model that reads a source. Its own texts come one by one: its decoder gives padding positions."""
+    """As `_after_prompts`, for a model that reads a source. Its own texts come one by one: its decoder gives padding
+    positions."""
     words = _words(model)
     encoder = model.get_encoder()
     device, known = device_of(model), words[words < table_rows(encoder.get_input_embeddings(), encoder.config)]
@@ -312,8 +358,9 @@ def _after_source(model: Any, draw: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, without its forward hooks and its own settings for `generate`, and everything as it was in the end:
-    attributes, buffers and global generators. Hooks of accelerate and FSDP, which bring weights, stay at work, and torch's global ones."""
+    """The model in evaluation mode, without its forward hooks and its own settings for `generate`, and everything as it
+    was in the end: attributes, buffers and global generators. Hooks of accelerate and FSDP, which bring weights, stay
+    at work, and torch's global ones."""
     modules = list(model.modules())
     held = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in modules]
     devices = [device_of(model)] if device_of(model).type == "cuda" else []

@@ -1,6 +1,7 @@
 """What is tried at a place: the launches of an op, and its inputs of the shapes that were asked for.
 
-Several copies of what a launch reads take turns, so that weights come from memory as in a model, and not from the L2 cache.
+Several copies of what a launch reads take turns, so that weights come from memory as in a model, and not from the L2
+cache.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from fastspec.kernels.linear.launches import HopperLaunch, Launch, PartsLaunch, 
 from fastspec.kernels.tuned_launches import Place, forced
 
 KINDS: dict[str, Any] = {
-    "rows": Launch, "row": RowLaunch, "hopper": HopperLaunch, "parts": PartsLaunch, "tree": TreeLaunch,
+    "rows": Launch,
+    "row": RowLaunch,
+    "hopper": HopperLaunch,
+    "parts": PartsLaunch,
+    "tree": TreeLaunch,
     "few": FewLaunch,
-}  # fmt: skip
+}
 """The names of launches in the file that keeps them."""
 COPIES_OF = 128 << 20
 """Bytes that copies of what a launch reads make together, more than the L2 cache of any GPU."""
@@ -36,8 +41,8 @@ MOST_COPIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A place, its launches in no order, and how one runs: `run` takes a launch, and a copy's number, and gives the result; `reference`
-    gives what the first copy's should be."""
+    """A place, its launches in no order, and how one runs: `run` takes a launch, and a copy's number, and gives the
+    result; `reference` gives what the first copy's should be."""
 
     op: str
     place: Place
@@ -71,9 +76,10 @@ def _product(op: str, place: Place, about: Any, device: torch.device) -> Trial:
     weights = [normal(lines, depth, like=like, scale=depth**-0.5)]
     weights += [weights[0].clone() for _ in range(copies - 1)]
     ops: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "linear": (linear.linear, products.linear), "gate_up": (linear.gate_up, products.gate_up),
+        "linear": (linear.linear, products.linear),
+        "gate_up": (linear.gate_up, products.gate_up),
         "linear_parts": (linear.linear_parts, products.linear),
-    }  # fmt: skip
+    }
     run, wanted = ops[op]
 
     def once(launch: Any, copy: int) -> Any:
@@ -81,22 +87,42 @@ def _product(op: str, place: Place, about: Any, device: torch.device) -> Trial:
             return run(x, weights[copy], None)
 
     on_hopper = hopper.takes(x[0], weights[0])
-    launches = _of_parts(rows, channels, depth, on_hopper) if op == "linear_parts" else _of_rows(op, rows, channels, depth, on_hopper)
+    launches = (
+        _of_parts(rows, channels, depth, on_hopper)
+        if op == "linear_parts"
+        else _of_rows(op, rows, channels, depth, on_hopper)
+    )
     return Trial(op, place, about, (None, *launches), once, partial(wanted, x, weights[0], None), copies)
 
 
 def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> list[Any]:
     """Launches of a product [rows, depth] times so many channels."""
     if rows == 1:
-        sizes = [(2, 512, 1), (2, 1024, 2), (2, 2048, 4), (4, 512, 1), (4, 512, 2), (4, 1024, 2), (4, 1024, 4), (4, 2048, 4), (4, 2048, 8),
-                 (8, 512, 4), (8, 1024, 8)]  # fmt: skip
+        sizes = [
+            (2, 512, 1),
+            (2, 1024, 2),
+            (2, 2048, 4),
+            (4, 512, 1),
+            (4, 512, 2),
+            (4, 1024, 2),
+            (4, 1024, 4),
+            (4, 2048, 4),
+            (4, 2048, 8),
+            (8, 512, 4),
+            (8, 1024, 8),
+        ]
         whole = max(16, 1 << (depth - 1).bit_length())  # a line at once
         return [RowLaunch(*size) for size in sizes if size[1] <= whole] or [RowLaunch(4, whole, 1)]
     tiles = [(16, 128, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4)]
-    found: list[Any] = [Launch(*tile, stages, pdl=True) for tile, stages in product(tiles, (3, 4, 6)) if tile[0] < 2 * channels]
+    found: list[Any] = [
+        Launch(*tile, stages, pdl=True) for tile, stages in product(tiles, (3, 4, 6)) if tile[0] < 2 * channels
+    ]
     found += [Launch(64, 128, 4, stages, tma=True, pdl=True) for stages in (3, 4)]
     if on_hopper:
-        found += [HopperLaunch(64, deep, stages, min(ahead, stages)) for deep, stages, ahead in product((64, 128), (4, 6), (2, 4))]
+        found += [
+            HopperLaunch(64, deep, stages, min(ahead, stages))
+            for deep, stages, ahead in product((64, 128), (4, 6), (2, 4))
+        ]
         found += [HopperLaunch(64, 128, 8, 2)] if op == "linear" and rows <= 16 else []
     return found
 
@@ -131,16 +157,28 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
     if op == "few_attention":
         launches = [FewLaunch(*each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256]
     else:
-        tiles = [(16, 32, 4), (16, 64, 4), (32, 32, 4), (32, 64, 4), (64, 32, 4), (64, 64, 4), (128, 64, 8), (128, 128, 8)]
+        tiles = [
+            (16, 32, 4),
+            (16, 64, 4),
+            (32, 32, 4),
+            (32, 64, 4),
+            (64, 32, 4),
+            (64, 64, 4),
+            (128, 64, 8),
+            (128, 128, 8),
+        ]
         launches = [
-            TreeLaunch(*tile, stages, resident) for tile, stages, resident in product(tiles, (2, 3), (1, 2)) if tile[1] * wide <= 128 * 256
+            TreeLaunch(*tile, stages, resident)
+            for tile, stages, resident in product(tiles, (2, 3), (1, 2))
+            if tile[1] * wide <= 128 * 256
         ]
     reference = partial(plain_attention, q, k, v, plain, size**-0.5)
     return Trial(op, place, about, tuple(launches), once, reference, copies)
 
 
 def _line(nodes: int, device: torch.device) -> torch.Tensor:
-    """Ancestors of nodes each of which sees all before it, as bits [1, N, W]: the work of a tree does not depend on its form."""
+    """Ancestors of nodes each of which sees all before it, as bits [1, N, W]: the work of a tree does not depend on its
+    form."""
     words = torch.zeros(1, nodes, -(-nodes // 64), dtype=torch.int64, device="cpu")
     for node in range(nodes):
         for word in range(words.shape[2]):

@@ -29,7 +29,8 @@ def path_of(device: torch.device) -> Path:
 
 
 def use_tuned(device: torch.device) -> Launches:
-    """Read what was tuned for a device, once, and let the kernels use it -> the launches. A damaged file is ignored with a warning."""
+    """Read what was tuned for a device, once, and let the kernels use it -> the launches. A damaged file is ignored
+    with a warning."""
     name = name_of(device)
     if name not in _loaded:
         _loaded[name] = read_launches(path_of(device))
@@ -78,8 +79,8 @@ def forget() -> list[Path]:
 
 
 def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
-    """Where the launches of a model's kernels come from: "tuned" on this machine, at least some of them, "shipped" for this device,
-    "portable" on one that none were measured on, or "none" without kernels."""
+    """Where the launches of a model's kernels come from: "tuned" on this machine, at least some of them, "shipped" for
+    this device, "portable" on one that none were measured on, or "none" without kernels."""
     if ops.name != "triton":
         return "none"
     if any(dtype in place for _, place in use_tuned(device)):
@@ -100,4 +101,6 @@ def _place(words: list[Any]) -> Place:
 
 
 def _launch(told: dict[str, Any] | None, kinds: Mapping[str, Any]) -> Any:
-    return None if told is None else kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})
+    return (
+        None if told is None else kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})
+    )

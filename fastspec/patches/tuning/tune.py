@@ -1,4 +1,5 @@
-"""`fastspec.tune`: the fastest of the launches that compute what they should, for every place that a model's calls ask for."""
+"""`fastspec.tune`: the fastest of the launches that compute what they should, for every place that a model's calls ask
+for."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ ATTENTION = ("few_attention", "tree_attention")
 
 
 def call_times(model: Any, names: Sequence[str], rows: Sequence[int], length: int) -> list[float]:
-    """Seconds of a round of every assistant with every number of rows, behind `length` tokens that mean nothing, or as many as there is
-    room for: the median of three calls, behind two that compile and capture."""
+    """Seconds of a round of every assistant with every number of rows, behind `length` tokens that mean nothing, or as
+    many as there is room for: the median of three calls, behind two that compile and capture."""
     session, device, config, found = session_of(model), device_of(model), model.config.get_text_config(), []
     assert session is not None
     width = max(1, min(length, (getattr(config, "max_position_embeddings", None) or length + NEW) - NEW))
@@ -49,9 +50,14 @@ def call_times(model: Any, names: Sequence[str], rows: Sequence[int], length: in
         times = []
         for _ in range(5):
             model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), assistant=name, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0,
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                assistant=name,
+                max_new_tokens=NEW,
+                eos_token_id=None,
+                pad_token_id=0,
                 do_sample=False,
-            )  # fmt: skip
+            )
             last = session.calls[-1]
             times.append((last.seconds - last.phases["prefill"]) / max(1, last.rounds))
         found.append(statistics.median(times[2:]))
@@ -70,13 +76,17 @@ def kind_of(key: Key) -> tuple[str, bool]:
 
 
 def harmless(
-    found: Mapping[Key, Any], use: Callable[[Mapping[Key, Any]], None], times: Callable[[], list[float]],
-    agreed: Callable[[float], float], late: Callable[[], bool],
-) -> set[Key]:  # fmt: skip
+    found: Mapping[Key, Any],
+    use: Callable[[Mapping[Key, Any]], None],
+    times: Callable[[], list[float]],
+    agreed: Callable[[float], float],
+    late: Callable[[], bool],
+) -> set[Key]:
     """Those of the launches with which calls take no longer.
 
-    They are tried kind by kind, and of a kind with which calls are slower one by one, what is `late` not at all. `use` lets launches be
-    used, `times` measures calls with them, and `agreed` is the first of the processes' word for a number.
+    They are tried kind by kind, and of a kind with which calls are slower one by one, what is `late` not at all. `use`
+    lets launches be used, `times` measures calls with them, and `agreed` is the first of the processes' word for a
+    number.
     """
     use({})
     before, kept = times(), set[Key]()
@@ -109,9 +119,10 @@ REPLAYS = 7
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """One place: the op, its shape as it was asked for, microseconds with the launch that was used before and with the fastest, and that
-    launch (None: torch, or the op's plainer form). `kept` says whether it is used from now on; one that `harms` is the fastest by itself,
-    and calls are slower with it. `refused` launches computed something else, or did not run."""
+    """One place: the op, its shape as it was asked for, microseconds with the launch that was used before and with the
+    fastest, and that launch (None: torch, or the op's plainer form). `kept` says whether it is used from now on; one
+    that `harms` is the fastest by itself, and calls are slower with it. `refused` launches computed something else, or
+    did not run."""
 
     op: str
     shape: tuple[Any, ...]
@@ -140,15 +151,21 @@ class Tuning:
         for each in self.places:
             shape = " x ".join(str(word).removeprefix("torch.") for word in each.shape)
             stays = f" stay, {each.best_us:.1f} us are slower in calls" if each.harms else " stay"
-            told = f"{each.before_us:.1f} us" + (f" -> {each.best_us:.1f} us, {each.launch or 'torch'}" if each.kept else stays)
-            lines.append(f"  {each.op} {shape}: {told}, {each.tried} tried" + (f", {len(each.refused)} refused" if each.refused else ""))
+            told = f"{each.before_us:.1f} us" + (
+                f" -> {each.best_us:.1f} us, {each.launch or 'torch'}" if each.kept else stays
+            )
+            lines.append(
+                f"  {each.op} {shape}: {told}, {each.tried} tried"
+                + (f", {len(each.refused)} refused" if each.refused else "")
+            )
         if self.left:
             lines.append(f"  {self.left} places were left when the time was over: more minutes would measure them")
         return "\n".join(lines)
 
 
 def seconds_of(run: Callable[[int], object], copies: int, device: torch.device) -> float:
-    """Seconds of a run, one after another over all copies: the median of several replays of a CUDA graph, or of plain calls elsewhere."""
+    """Seconds of a run, one after another over all copies: the median of several replays of a CUDA graph, or of plain
+    calls elsewhere."""
     if device.type != "cuda":
         spent = []
         for _ in range(3):
@@ -175,27 +192,37 @@ def seconds_of(run: Callable[[int], object], copies: int, device: torch.device) 
 
 
 def tune(
-    model: Any, *, rows: Sequence[int] = (1,), length: int = 1024, minutes: float = 5.0, told: Callable[[int, int], object] | None = None
-) -> Tuning:  # fmt: skip
-    """Measure the launches of a patched model's kernels on this GPU, and use the fastest from now on, in later processes too.
+    model: Any,
+    *,
+    rows: Sequence[int] = (1,),
+    length: int = 1024,
+    minutes: float = 5.0,
+    told: Callable[[int, int], object] | None = None,
+) -> Tuning:
+    """Measure the launches of a patched model's kernels on this GPU, and use the fastest from now on, in later
+    processes too.
 
-    The shapes are those that short calls of `rows` prompts of up to `length` tokens ask for, by every assistant that the model is patched
-    with. Every launch is held against the reference before it is timed; one that computes something else, or does not run, is refused.
-    What reads most is measured first, until `minutes` have passed. The winners are then tried in calls behind `length` tokens, and those
-    dropped that make these slower: kind by kind, however long that takes, and of a kind that does one by one, while half of the minutes
-    more have not passed. The others are kept in the cache folder, for this
-    device, these shapes and dtypes, and the versions of torch, triton and fastspec. `told` is called with (places that are done, of how
-    many). Where several processes hold the model together all of them call this; the first one measures, and calls `told`, and all use
-    what it found.
-    Raises Unsupported for an unpatched model, and for one that runs without kernels.
+    The shapes are those that short calls of `rows` prompts of up to `length` tokens ask for, by every assistant that
+    the model is patched with. Every launch is held against the reference before it is timed; one that computes
+    something else, or does not run, is refused. What reads most is measured first, until `minutes` have passed. The
+    winners are then tried in calls behind `length` tokens, and those dropped that make these slower: kind by kind,
+    however long that takes, and of a kind that does one by one, while half of the minutes more have not passed. The
+    others are kept in the cache folder, for this device, these shapes and dtypes, and the versions of torch, triton and
+    fastspec. `told` is called with (places that are done, of how many). Where several processes hold the model together
+    all of them call this; the first one measures, and calls `told`, and all use what it found. Raises Unsupported for
+    an unpatched model, and for one that runs without kernels.
     """
     model = unwrapped(model)
     session = session_of(model)
     if session is None:
-        raise Unsupported(f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.tune(model)")
+        raise Unsupported(
+            f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.tune(model)"
+        )
     ops, device = session.ops(model, mode_for(model)), device_of(model)
     if ops.name != "triton":
-        raise Unsupported(f"backend {ops.name!r} has no launches to tune: fastspec.tune is for Triton's kernels, on a CUDA device")
+        raise Unsupported(
+            f"backend {ops.name!r} has no launches to tune: fastspec.tune is for Triton's kernels, on a CUDA device"
+        )
     if not minutes > 0:
         raise Unsupported(f"minutes={minutes}: a positive number is accepted")
     from fastspec.kernels.tuned_launches import name_of, recorded
@@ -209,7 +236,8 @@ def tune(
     waiting = sorted(asked.items(), key=lambda item: -bytes_of(item[0][0], item[1]))
 
     def measured() -> tuple[list[tuple[Key, Tuned]], set[Key]]:
-        """The places, and those that rounds ask for: the first process's, whose shapes may be others than the last one's."""
+        """The places, and those that rounds ask for: the first process's, whose shapes may be others than the last
+        one's."""
         found: list[tuple[Key, Tuned]] = []
         for done, ((op, place), about) in enumerate(waiting):
             if told is not None:
@@ -226,22 +254,43 @@ def tune(
     places, of_rounds = measured() if ranks is None else ranks.by_first(measured)
     judged = {key: found.launch for key, found in places if found.kept and key in of_rounds}
     kept = _in_calls(model, session, ranks, judged, rows, length, began + 90 * minutes) if judged else judged.keys()
-    places = [(key, replace(found, kept=False, harms=True) if key in judged and key not in kept else found) for key, found in places]
+    places = [
+        (key, replace(found, kept=False, harms=True) if key in judged and key not in kept else found)
+        for key, found in places
+    ]
     launches = {key: found.launch for key, found in places if found.kept}
-    notes = {key: {"us": round(found.best_us, 2), "before_us": round(found.before_us, 2)} for key, found in places if found.kept}
+    notes = {
+        key: {"us": round(found.best_us, 2), "before_us": round(found.before_us, 2)}
+        for key, found in places
+        if found.kept
+    }
     path = keep(device, launches, notes) if launches else None
-    return Tuning(name_of(device), tuple(found for _, found in places), path, time.perf_counter() - began, len(waiting) - len(places))
+    return Tuning(
+        name_of(device),
+        tuple(found for _, found in places),
+        path,
+        time.perf_counter() - began,
+        len(waiting) - len(places),
+    )
 
 
 def _in_calls(
-    model: Any, session: PatchSession, ranks: Ranks | None, found: Mapping[Key, Any], rows: Sequence[int], length: int, end: float
-) -> Set[Key]:  # fmt: skip
+    model: Any,
+    session: PatchSession,
+    ranks: Ranks | None,
+    found: Mapping[Key, Any],
+    rows: Sequence[int],
+    length: int,
+    end: float,
+) -> Set[Key]:
     """Those of the launches that make no call slower. What is left to look at when `end` has passed is dropped."""
     from fastspec.kernels.tuned_launches import install, name_of
 
     device = device_of(model)
     name, before = name_of(device), use_tuned(device)
-    assistants = [each for each in assistants_of(session) if each != "nasd"]  # its rounds are as long as the host is busy
+    assistants = [
+        each for each in assistants_of(session) if each != "nasd"
+    ]  # its rounds are as long as the host is busy
 
     def use(more: Mapping[Key, Any]) -> None:
         install(name, {**before, **more})
@@ -251,19 +300,25 @@ def _in_calls(
         return mine if ranks is None else ranks.first_value(mine)
 
     try:
-        return harmless(found, use, partial(call_times, model, assistants, rows, length), agreed, lambda: time.perf_counter() > end)
+        return harmless(
+            found, use, partial(call_times, model, assistants, rows, length), agreed, lambda: time.perf_counter() > end
+        )
     finally:
         use({})
 
 
 def tune_place(trial: Any, device: torch.device) -> Tuned:
-    """The fastest of a place's launches. Raises FastSpecError where the launch that is used now computes something else."""
+    """The fastest of a place's launches. Raises FastSpecError where the launch that is used now computes something
+    else."""
     from fastspec.kernels.ahead import compile_ahead
     from fastspec.kernels.tuned_launches import MISSING
 
     wanted = tensors(trial.reference())[0]
     if device.type == "cuda":
-        with suppress(Exception), torch.no_grad():  # a launch that does not compile is met again below, and refused there
+        with (
+            suppress(Exception),
+            torch.no_grad(),
+        ):  # a launch that does not compile is met again below, and refused there
             compile_ahead(partial(_each, trial), notice)
     with torch.no_grad():
         fault = wrong(trial, MISSING, wanted)
@@ -280,9 +335,15 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
     best, launch = min(times, key=lambda pair: pair[0], default=(before, MISSING))
     kept = best <= GAIN * before
     return Tuned(
-        trial.op, trial.about, 1e6 * before, 1e6 * (best if kept else before), launch if kept else None, kept, len(trial.launches),
+        trial.op,
+        trial.about,
+        1e6 * before,
+        1e6 * (best if kept else before),
+        launch if kept else None,
+        kept,
+        len(trial.launches),
         tuple(refused),
-    )  # fmt: skip
+    )
 
 
 def _each(trial: Any) -> None:

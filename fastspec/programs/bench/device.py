@@ -19,7 +19,8 @@ from fastspec.programs.bench.prompts import Row
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least time of a pass: every weight is read once, at the bandwidth at which this device reads a large tensor."""
+    """The least time of a pass: every weight is read once, at the bandwidth at which this device reads a large
+    tensor."""
 
     weight_bytes: int
     bytes_per_second: float
@@ -61,8 +62,8 @@ def read_bandwidth(device: Any, mib: int = 512, times: int = 7) -> float:
 
 
 def versions() -> Row:
-    """The software that every row names: torch, triton (None where it is not installed), transformers, fastspec, and the commit of this
-    tree, with "-dirty" behind it where files were changed (None outside of a repository)."""
+    """The software that every row names: torch, triton (None where it is not installed), transformers, fastspec, and
+    the commit of this tree, with "-dirty" behind it where files were changed (None outside of a repository)."""
     found = {name: _version(name) for name in ("torch", "triton", "transformers")}
     root = Path(fastspec.__file__).parent.parent
     commit = None
@@ -86,7 +87,9 @@ def environment(model: Any) -> Row:
 
     return {
         "device": device_name(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        **versions(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }  # fmt: skip
+        **versions(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }

@@ -1,11 +1,12 @@
-"""vLLM's answers to a bench's prompts, in a process and, if need be, an environment of its own: `python in_vllm.py JOB OUT`.
+"""vLLM's answers to a bench's prompts, in a process and, if need be, an environment of its own: `python in_vllm.py JOB
+OUT`.
 
-JOB is a JSON object: `options` of `vllm.LLM`, `batches` of prompts as token ids, `max_new_tokens` of each batch, `ends` (end tokens),
-`exact_length` (answers go on behind end tokens), `unbiased` (biases are set to 0, where weights are random: a router's would send every
-token to the same experts), and for every batch so many calls before the timed ones (`warmup`) and timed ones
-(`runs`). The first line of OUT says which `version` answers, every other one is a timed call's answer to a batch: `batch`, `call`,
-`tokens`, `seconds`, and of drafts `drafts` (how often any were made, summed over the rows), `accepted`, `accepted_at` (by position). Only
-vLLM and Python's own library are imported here.
+JOB is a JSON object: `options` of `vllm.LLM`, `batches` of prompts as token ids, `max_new_tokens` of each batch, `ends`
+(end tokens), `exact_length` (answers go on behind end tokens), `unbiased` (biases are set to 0, where weights are
+random: a router's would send every token to the same experts), and for every batch so many calls before the timed ones
+(`warmup`) and timed ones (`runs`). The first line of OUT says which `version` answers, every other one is a timed
+call's answer to a batch: `batch`, `call`, `tokens`, `seconds`, and of drafts `drafts` (how often any were made, summed
+over the rows), `accepted`, `accepted_at` (by position). Only vLLM and Python's own library are imported here.
 """
 
 import json
@@ -32,16 +33,25 @@ def main(job_path: str, out_path: str) -> None:
         print(json.dumps({"version": vllm.__version__}), file=out, flush=True)
         for number, (batch, new) in enumerate(zip(job["batches"], job["max_new_tokens"], strict=True)):
             settings = vllm.SamplingParams(
-                temperature=0.0, max_tokens=new, min_tokens=new if exact else 0, ignore_eos=exact,
-                stop_token_ids=[] if exact else job["ends"], detokenize=False,
-            )  # fmt: skip
+                temperature=0.0,
+                max_tokens=new,
+                min_tokens=new if exact else 0,
+                ignore_eos=exact,
+                stop_token_ids=[] if exact else job["ends"],
+                detokenize=False,
+            )
             prompts = [{"prompt_token_ids": ids} for ids in batch]
             for call in range(-job["warmup"], job["runs"]):
                 before, start = drafted(engine) if counts else {}, time.perf_counter()
                 done = engine.generate(prompts, settings, use_tqdm=False)
                 seconds = time.perf_counter() - start
                 after = drafted(engine) if counts else {}
-                answer = {"call": call, "batch": number, "tokens": [list(each.outputs[0].token_ids) for each in done], "seconds": seconds}
+                answer = {
+                    "call": call,
+                    "batch": number,
+                    "tokens": [list(each.outputs[0].token_ids) for each in done],
+                    "seconds": seconds,
+                }
                 answer |= {"drafts": 0, "accepted": 0, "accepted_at": []} | minus(after, before)
                 if call >= 0:
                     print(json.dumps(answer), file=out, flush=True)
@@ -58,16 +68,20 @@ def drafted(engine):
     """What the engine has counted of drafts since it began."""
     found = {metric.name: metric for metric in engine.get_metrics()}
     return {
-        "drafts": found[DRAFTS].value, "accepted": found[ACCEPTED].value, "accepted_at": list(found[f"{ACCEPTED}_per_pos"].values),
-    }  # fmt: skip
+        "drafts": found[DRAFTS].value,
+        "accepted": found[ACCEPTED].value,
+        "accepted_at": list(found[f"{ACCEPTED}_per_pos"].values),
+    }
 
 
 def minus(after, before):
     """Counts between two looks."""
     return {
-        name: [b - a for a, b in zip(before[name], count, strict=True)] if isinstance(count, list) else count - before[name]
+        name: [b - a for a, b in zip(before[name], count, strict=True)]
+        if isinstance(count, list)
+        else count - before[name]
         for name, count in after.items()
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -12,14 +12,21 @@ from fastspec.programs.texts import padded_inputs
 
 
 def on_part(
-    part: list[BenchPrompt], methods: list[Method], tokenizer: Any, max_new_tokens: int, floor_ms: float, untimed: int = 0,
-    warmup: int | None = None, runs: int = 1, bases: list[MeasuredAnswer] | None = None,
-) -> Iterator[Row]:  # fmt: skip
-    """The rows of one batch of prompts; the first method is the baseline that the others are compared with, and its answer is put behind
-    `bases`.
+    part: list[BenchPrompt],
+    methods: list[Method],
+    tokenizer: Any,
+    max_new_tokens: int,
+    floor_ms: float,
+    untimed: int = 0,
+    warmup: int | None = None,
+    runs: int = 1,
+    bases: list[MeasuredAnswer] | None = None,
+) -> Iterator[Row]:
+    """The rows of one batch of prompts; the first method is the baseline that the others are compared with, and its
+    answer is put behind `bases`.
 
-    Every method answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures), then `runs` times, of
-    which the call of median time makes the row.
+    Every method answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures),
+    then `runs` times, of which the call of median time makes the row.
     """
     base: MeasuredAnswer | None = None
     for method in methods:
@@ -30,7 +37,9 @@ def on_part(
             base = answers[(runs - 1) // 2]
             if bases is not None:
                 bases.append(base)
-        other = next((answer for answer in answers if answer.tokens != base.tokens), None)  # one that differs must not go unseen
+        other = next(
+            (answer for answer in answers if answer.tokens != base.tokens), None
+        )  # one that differs must not go unseen
         answer = other or answers[(runs - 1) // 2]
         yield row_of(part, method.name, method.drafted_by, answer, base, floor_ms, tokenizer, runs)
 
@@ -47,10 +56,16 @@ def row_of(
 ) -> Row:
     """The row of a method's answer to a batch of prompts, beside the baseline's."""
     return {
-        "category": part[0].category, "ids": [prompt.id for prompt in part], "method": name, **drafted_by,
-        "batch": len(part), "runs": runs, "prompt_tokens": sum(len(prompt.ids) for prompt in part), **figures(answer, base, floor_ms),
+        "category": part[0].category,
+        "ids": [prompt.id for prompt in part],
+        "method": name,
+        **drafted_by,
+        "batch": len(part),
+        "runs": runs,
+        "prompt_tokens": sum(len(prompt.ids) for prompt in part),
+        **figures(answer, base, floor_ms),
         "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer.tokens],
-    }  # fmt: skip
+    }
 
 
 def figures(answer: MeasuredAnswer, base: MeasuredAnswer, floor_ms: float) -> Row:

@@ -18,7 +18,8 @@ from fastspec.programs.compare import BASELINE
 
 LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
 PEERS = (BASELINE, LOOKUP, ASSISTED, COMPILED)
-"""What transformers itself offers: plain `generate`, n-gram lookup, a draft model or early exit, a static cache with a compiled forward."""
+"""What transformers itself offers: plain `generate`, n-gram lookup, a draft model or early exit, a static cache with a
+compiled forward."""
 ENGINES = ("vllm",)
 """Other libraries, which answer in processes of their own."""
 LOOKUP_TOKENS = 10
@@ -36,7 +37,8 @@ def is_peer(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A name of the table, the instance that generates, what `generate` is given, and what drafts; a peer's instance is not patched."""
+    """A name of the table, the instance that generates, what `generate` is given, and what drafts; a peer's instance is
+    not patched."""
 
     name: str
     model: Any
@@ -55,9 +57,11 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Drafters:
-    """What drafts in a run: heads by assistant, and for `speculative` and `assisted` a draft model or the target's first layers.
+    """What drafts in a run: heads by assistant, and for `speculative` and `assisted` a draft model or the target's
+    first layers.
 
-    `resources` is what `fastspec.patch` is given, and `assisted` what transformers' assisted generation is, empty where nothing drafts.
+    `resources` is what `fastspec.patch` is given, and `assisted` what transformers' assisted generation is, empty where
+    nothing drafts.
     """
 
     heads: dict[str, str]
@@ -68,19 +72,30 @@ class Drafters:
 
     def assistant(self, name: str) -> Any:
         """What `assistant=` is given."""
-        return Speculative(early_exit=self.early_exit) if name == Speculative.name and self.early_exit is not None else name
+        return (
+            Speculative(early_exit=self.early_exit)
+            if name == Speculative.name and self.early_exit is not None
+            else name
+        )
 
     def of(self, name: str) -> Row:
         """What drafts for a method, as its rows say it; None for what it does not use."""
         drafts = {"draft_model": self.draft_model, "early_exit": self.early_exit}
-        return {"head": self.heads.get(name)} | (drafts if name in (Speculative.name, ASSISTED) else dict.fromkeys(drafts))
+        return {"head": self.heads.get(name)} | (
+            drafts if name in (Speculative.name, ASSISTED) else dict.fromkeys(drafts)
+        )
 
 
 def read_drafters(
-    heads: Sequence[str] | None, draft_model: str | None, early_exit: int | None, model: str, target: Any, tokenizer: Any
+    heads: Sequence[str] | None,
+    draft_model: str | None,
+    early_exit: int | None,
+    model: str,
+    target: Any,
+    tokenizer: Any,
 ) -> Drafters:
-    """What drafts for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads of one kind, both a
-    draft model and an early exit, and one that the target has not."""
+    """What drafts for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads
+    of one kind, both a draft model and an early exit, and one that the target has not."""
     from fastspec.patches.api import check_assistant
 
     found = read_heads(list(dict.fromkeys(source for _, source in SHIPPED.get(model, ()))) if heads is None else heads)
@@ -88,13 +103,18 @@ def read_drafters(
     assisted: dict[str, Any] = {}
     if early_exit is not None:
         if draft_model is not None:
-            raise Unsupported("--draft-model and --early-exit both say what drafts for speculative and assisted: give one of them")
+            raise Unsupported(
+                "--draft-model and --early-exit both say what drafts for speculative and assisted: give one of them"
+            )
         check_assistant(Speculative(early_exit=early_exit), target)
         assisted = {"assistant_early_exit": early_exit}
     elif draft_model is not None:
         given = resources[Speculative.name] = load_draft(draft_model, target, tokenizer)
         draft, *both = given if isinstance(given, tuple) else (given,)
-        assisted = {"assistant_model": twin(draft), **dict(zip(("assistant_tokenizer", "tokenizer"), both, strict=False))}
+        assisted = {
+            "assistant_model": twin(draft),
+            **dict(zip(("assistant_tokenizer", "tokenizer"), both, strict=False)),
+        }
     return Drafters(found, draft_model, early_exit, resources, assisted)
 
 
@@ -106,7 +126,10 @@ def read_heads(sources: Sequence[str]) -> dict[str, str]:
     for source in sources:
         names = READERS[inspect_head(source).config.kind]
         if names[0] in found:
-            raise Unsupported(f"--head {found[names[0]]} and --head {source} are both heads of {' and '.join(names)}: give one of them")
+            raise Unsupported(
+                f"--head {found[names[0]]} and --head {source} are both heads of {' and '.join(names)}: give one of "
+                "them"
+            )
         found |= dict.fromkeys(names, source)
     return found
 
@@ -128,14 +151,21 @@ def check_names(methods: Sequence[str] | None) -> None:
             raise Unsupported(f"method {name!r} is unknown: accepted are {', '.join(accepted)}")
 
 
-def choose(methods: Sequence[str] | None, plain: Any, target: Any, drafters: Drafters, batch: int, say: Say) -> list[Method]:
-    """The methods to measure, the baseline first. What lacks something is left out with a note, or refused if it was named."""
+def choose(
+    methods: Sequence[str] | None, plain: Any, target: Any, drafters: Drafters, batch: int, say: Say
+) -> list[Method]:
+    """The methods to measure, the baseline first. What lacks something is left out with a note, or refused if it was
+    named."""
     from fastspec.patches.api import ASSISTANTS
 
     options = {
-        BASELINE: {}, LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, ASSISTED: drafters.assisted,
-        COMPILED: {"cache_implementation": "static"},  # on CUDA transformers compiles the forward of a static cache by itself
-    }  # fmt: skip
+        BASELINE: {},
+        LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+        ASSISTED: drafters.assisted,
+        COMPILED: {
+            "cache_implementation": "static"
+        },  # on CUDA transformers compiles the forward of a static cache by itself
+    }
     options |= {name: {"assistant": drafters.assistant(name)} for name in ASSISTANTS}
     lacking = find_lacking(plain, target, options, batch)
     chosen = []

@@ -1,6 +1,7 @@
 """Engines beside fastspec: the same prompts, as token ids, to another library in a process of its own.
 
-An engine runs after fastspec has left the device, once without drafts and once for every length of chain with the same EAGLE-3 head.
+An engine runs after fastspec has left the device, once without drafts and once for every length of chain with the same
+EAGLE-3 head.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Peer:
 
     def __post_init__(self) -> None:
         if self.engine not in WORKERS:
-            raise Unsupported(f"peer {self.engine!r} is unknown: accepted are {', '.join(WORKERS)}; no other engine was tried")
+            raise Unsupported(
+                f"peer {self.engine!r} is unknown: accepted are {', '.join(WORKERS)}; no other engine was tried"
+            )
 
     def is_installed(self) -> bool:
         """Whether that Python finds the engine, which is not imported."""
@@ -73,8 +76,8 @@ def ways(peer: Peer, head: str | None) -> list[Way]:
 
 @dataclass(frozen=True, slots=True)
 class PeerJob:
-    """What an engine is asked. `batches` are prompts as token ids, `max_new_tokens` one number for all batches or one for each; with
-    `dummy` weights the model is a configuration alone."""
+    """What an engine is asked. `batches` are prompts as token ids, `max_new_tokens` one number for all batches or one
+    for each; with `dummy` weights the model is a configuration alone."""
 
     model: str
     dtype: str
@@ -99,13 +102,19 @@ class PeerJob:
         return [each] * len(self.batches) if isinstance(each, int) else list(each)
 
     def options(self, way: Way) -> dict[str, Any]:
-        """Of `vllm.LLM`: its own compilation and CUDA graphs; no prefixes are kept from call to call, which repeats would find."""
+        """Of `vllm.LLM`: its own compilation and CUDA graphs; no prefixes are kept from call to call, which repeats
+        would find."""
         longest = max(len(ids) for batch in self.batches for ids in batch)
         options: dict[str, Any] = {
-            "model": self.model, "dtype": self.dtype, "max_model_len": longest + max(self.new) + SPARE, "seed": 0,
-            "max_num_seqs": min(SEQUENCES, max(map(len, self.batches))), "enable_prefix_caching": False,
-            "gpu_memory_utilization": self.memory, "skip_tokenizer_init": True,
-        }  # fmt: skip
+            "model": self.model,
+            "dtype": self.dtype,
+            "max_model_len": longest + max(self.new) + SPARE,
+            "seed": 0,
+            "max_num_seqs": min(SEQUENCES, max(map(len, self.batches))),
+            "enable_prefix_caching": False,
+            "gpu_memory_utilization": self.memory,
+            "skip_tokenizer_init": True,
+        }
         if self.cache_bytes is not None:
             options["kv_cache_memory_bytes"] = self.cache_bytes
         if self.processes > 1:
@@ -113,17 +122,27 @@ class PeerJob:
         if self.dummy:
             options["load_format"] = "dummy"
         if way.chain is not None:
-            options["speculative_config"] = {"method": "eagle3", "model": self.head, "num_speculative_tokens": way.chain}
+            options["speculative_config"] = {
+                "method": "eagle3",
+                "model": self.head,
+                "num_speculative_tokens": way.chain,
+            }
         return options
 
 
 def answers(peer: Peer, job: PeerJob, way: Way, timeout: float | None = None) -> tuple[Row, list[list[MeasuredAnswer]]]:
-    """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed, also when `timeout` seconds have passed."""
+    """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed, also when `timeout`
+    seconds have passed."""
     asked: dict[str, Any] = {
-        "options": job.options(way), "batches": [[list(ids) for ids in batch] for batch in job.batches], "ends": list(job.ends),
-        "max_new_tokens": job.new, "exact_length": job.exact_length, "warmup": job.warmup, "runs": job.runs,
+        "options": job.options(way),
+        "batches": [[list(ids) for ids in batch] for batch in job.batches],
+        "ends": list(job.ends),
+        "max_new_tokens": job.new,
+        "exact_length": job.exact_length,
+        "warmup": job.warmup,
+        "runs": job.runs,
         "unbiased": job.dummy and job.processes == 1,  # several processes take no function; what runs there is dense
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as folder:
         path, out, log = (Path(folder) / name for name in ("job.json", "out.jsonl", "log.txt"))
         path.write_text(json.dumps(asked), encoding="utf-8")
@@ -133,7 +152,9 @@ def answers(peer: Peer, job: PeerJob, way: Way, timeout: float | None = None) ->
             try:
                 status = subprocess.run(command, **streams, cwd=folder, timeout=timeout).returncode
             except subprocess.TimeoutExpired as error:
-                raise PeerFailed(f"{way.name} was ended after {timeout:.0f} s, before it had answered everything") from error
+                raise PeerFailed(
+                    f"{way.name} was ended after {timeout:.0f} s, before it had answered everything"
+                ) from error
         said = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
         if status or len(said) != 1 + len(job.batches) * job.runs:
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])
@@ -148,16 +169,24 @@ def answers(peer: Peer, job: PeerJob, way: Way, timeout: float | None = None) ->
 
 
 def _stats(answer: Row) -> Stats:
-    """An engine's counts in the form in which the loop tells of an assistant. It does not say how many rounds its batches shared, nor how
-    long a prompt took, and counts drafts that were accepted behind an answer's end, which are left out of the tokens of rounds."""
+    """An engine's counts in the form in which the loop tells of an assistant. It does not say how many rounds its
+    batches shared, nor how long a prompt took, and counts drafts that were accepted behind an answer's end, which are
+    left out of the tokens of rounds."""
     drafts, accepted, at = answer["drafts"], answer["accepted"], answer["accepted_at"]
     lengths = [more - less for more, less in zip([drafts, *at], [*at, 0], strict=True)] if drafts else []
     rows = len(answer["tokens"])
-    emitted = min(drafts + accepted, max(0, sum(map(len, answer["tokens"])) - rows))  # the first token of each comes from its prompt
+    emitted = min(
+        drafts + accepted, max(0, sum(map(len, answer["tokens"])) - rows)
+    )  # the first token of each comes from its prompt
     return Stats(
-        rows=rows, row_rounds=drafts, draft_rounds=drafts, accepted=accepted, round_tokens=emitted,
-        lengths=lengths, seconds=answer["seconds"],
-    )  # fmt: skip
+        rows=rows,
+        row_rounds=drafts,
+        draft_rounds=drafts,
+        accepted=accepted,
+        round_tokens=emitted,
+        lengths=lengths,
+        seconds=answer["seconds"],
+    )
 
 
 def ids_of(part: Sequence[Any]) -> list[list[int]]:

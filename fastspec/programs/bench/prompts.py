@@ -26,14 +26,17 @@ class BenchPrompt:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Rows of a jsonl file in Spec-Bench's form: `turns`, of which the first is asked, or `prompt`; `category` (else the file's name)
-    and `id` (else the line's number). Raises Unsupported for a file or a row that is not of this form."""
+    """Rows of a jsonl file in Spec-Bench's form: `turns`, of which the first is asked, or `prompt`; `category` (else
+    the file's name) and `id` (else the line's number). Raises Unsupported for a file or a row that is not of this
+    form."""
     rows = []
     for number, row in read_jsonl(path):
         text = first_turn(row)
         if not isinstance(text, str):
             raise Unsupported(f'{path}, line {number}: not a row with "prompt" or "turns"')
-        rows.append({"category": str(row.get("category", Path(path).stem)), "id": str(row.get("id", number)), "text": text})
+        rows.append(
+            {"category": str(row.get("category", Path(path).stem)), "id": str(row.get("id", number)), "text": text}
+        )
     return rows
 
 
@@ -42,8 +45,11 @@ def rows_of(texts: Sequence[str]) -> list[Row]:
     return [{"category": "prompt", "id": str(number), "text": text} for number, text in enumerate(texts, 1)]
 
 
-def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say) -> list[BenchPrompt]:
-    """The first `each` prompts of every category that the model has positions for, categories in the order of their first prompt."""
+def encode_rows(
+    rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say
+) -> list[BenchPrompt]:
+    """The first `each` prompts of every category that the model has positions for, categories in the order of their
+    first prompt."""
     bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     found: dict[str, list[BenchPrompt]] = {}
     left = 0
@@ -60,7 +66,9 @@ def encode_rows(rows: list[Row], tokenizer: Any, model: Any, each: int | None, m
     if left:
         say(f"left out: {left} prompts, empty or with no room for {max_new_tokens} new tokens in {bound} positions")
     if not any(found.values()):
-        raise Unsupported(f"no prompt is left: each is empty, or leaves no room for {max_new_tokens} new tokens in {bound} positions")
+        raise Unsupported(
+            f"no prompt is left: each is empty, or leaves no room for {max_new_tokens} new tokens in {bound} positions"
+        )
     return [prompt for group in found.values() for prompt in group]
 
 

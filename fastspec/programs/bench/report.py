@@ -37,8 +37,9 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """One row per batch size, method and category, and one per size and method over all (`OVERALL`, first): quantiles of each figure over
-    the prompts, None where no row has it; medians of the phases; acceptance by position over all rounds; how many were identical."""
+    """One row per batch size, method and category, and one per size and method over all (`OVERALL`, first): quantiles
+    of each figure over the prompts, None where no row has it; medians of the phases; acceptance by position over all
+    rounds; how many were identical."""
     groups: dict[tuple[int | None, str, str], list[Row]] = {}
     for category in (OVERALL, *dict.fromkeys(row["category"] for row in rows)):
         for row in rows:
@@ -49,7 +50,8 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
 
 
 def by_size(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of every batch size, in the order in which the sizes came; those of older runs, which do not say it, as one."""
+    """The rows of every batch size, in the order in which the sizes came; those of older runs, which do not say it, as
+    one."""
     sizes = dict.fromkeys(row.get("batch_size") for row in rows)
     return [[row for row in rows if row.get("batch_size") == size] for size in sizes]
 
@@ -76,7 +78,8 @@ def rows_without_texts(rows: Iterable[Row]) -> list[Row]:
 
 @contextmanager
 def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
-    """A function that appends a row to a jsonl file, so that a run cut short leaves what it has; None without a file."""
+    """A function that appends a row to a jsonl file, so that a run cut short leaves what it has; None without a
+    file."""
     if path is None:
         yield None
         return
@@ -89,8 +92,8 @@ def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
 
 
 def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Console) -> None:
-    """Under each method's name what the parts of its rounds took, and where the trace of them was written for Perfetto. Raises
-    Unsupported where it cannot be written."""
+    """Under each method's name what the parts of its rounds took, and where the trace of them was written for Perfetto.
+    Raises Unsupported where it cannot be written."""
     for name, profile in profiles.items():
         path = folder / f"TRACE-{name}.json"
         console.print(f"\n{name}", style="bold", markup=False)
@@ -108,7 +111,8 @@ def differing(rows: Iterable[Row], peers: bool = False) -> list[Row]:
 
 
 def print_report(rows: Sequence[Row], console: Console) -> None:
-    """Differing answers first, then for every batch size the tables: speed by method, a round by method, speed by category."""
+    """Differing answers first, then for every batch size the tables: speed by method, a round by method, speed by
+    category."""
     print_differences(rows, console)
     for group in by_size(rows):
         summary, where = summarise(group), group[0]
@@ -118,13 +122,17 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
         whole = [row for row in summary if row["category"] == OVERALL]
         for table in (speed_table(whole), round_table(whole), *category_tables(summary)):
             console.print(table)
-    drafters = [f"{row['method']}: {said}" for row in {row["method"]: row for row in rows}.values() if (said := drafter_of(row))]
+    drafters = [
+        f"{row['method']}: {said}" for row in {row["method"]: row for row in rows}.values() if (said := drafter_of(row))
+    ]
     if drafters:
         console.print(f"drafted by: {'; '.join(drafters)}", style="dim", markup=False, highlight=False)
     console.print(
-        "20, 50, 80: quantiles over the prompts; every other figure is a median. by position: share of rounds that accepted draft 1, 2, 3. "
+        "20, 50, 80: quantiles over the prompts; every other figure is a median. by position: share of rounds that "
+        "accepted draft 1, 2, 3. "
         "floor: reading "
-        f"{rows[0]['weight_bytes'] / 1e6:.0f} MB of weights at {rows[0]['read_gb_per_s']} GB/s over the time of a round.",
+        f"{rows[0]['weight_bytes'] / 1e6:.0f} MB of weights at {rows[0]['read_gb_per_s']} GB/s over the time of a "
+        "round.",
         style="dim",
     )
 
@@ -137,12 +145,16 @@ def drafter_of(row: Row) -> str:
 
 
 def print_differences(rows: Sequence[Row], console: Console) -> None:
-    """Say where an answer is not transformers' own: an error in fp32, where rounding explains none of it; a note in lower precision."""
+    """Say where an answer is not transformers' own: an error in fp32, where rounding explains none of it; a note in
+    lower precision."""
     exact = rows[0]["dtype"] == "float32"
     for row in (*differing(rows), *differing(rows, peers=True)):
         loud = exact and not is_peer(row["method"])
         at = next(index for index in row["first_difference"] if index is not None)
-        line = f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])} from new token {at + 1} on"
+        line = (
+            f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])} from new "
+            f"token {at + 1} on"
+        )
         console.print(f"{'ERROR: ' if loud else 'note: '}{line}", style="bold red" if loud else "yellow", markup=False)
     if not exact and differing(rows):
         console.print(f"In {rows[0]['dtype']} {ROUNDING}.")
@@ -173,7 +185,8 @@ def round_table(whole: list[Row]) -> Table:
 
 
 def category_tables(summary: list[Row]) -> Iterator[Table]:
-    """One line per category: methods' median tokens/s, and their ratio to transformers; a few methods in each table, for 80 columns."""
+    """One line per category: methods' median tokens/s, and their ratio to transformers; a few methods in each table,
+    for 80 columns."""
     found = {(row["category"], row["method"]): row for row in summary}
     names = list(dict.fromkeys(row["method"] for row in summary if row["method"] != BASELINE))
     for start in range(0, max(1, len(names)), SIDE_BY_SIDE):

@@ -1,6 +1,7 @@
 """The run: every prompt answered by all methods.
 
-A prompt is answered by one method after another before the next prompt comes, so that a machine's slow spell hits all of them.
+A prompt is answered by one method after another before the next prompt comes, so that a machine's slow spell hits all
+of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from fastspec.programs.bench.device import Floor, environment
 from fastspec.programs.bench.measure import ask, on_part, row_of
 from fastspec.programs.bench.methods import Drafters, Method, check_names, choose, read_drafters, twin
 from fastspec.programs.bench.peers import Peer, PeerFailed, PeerJob, answers, ids_of, medians, ways
-from fastspec.programs.bench.prompts import BUNDLED, BenchPrompt, Row, Say, encode_rows, make_batches, read_rows, rows_of
+from fastspec.programs.bench.prompts import (
+    BUNDLED,
+    BenchPrompt,
+    Row,
+    Say,
+    encode_rows,
+    make_batches,
+    read_rows,
+    rows_of,
+)
 from fastspec.programs.compare import MeasuredAnswer
 
 if TYPE_CHECKING:
@@ -27,8 +37,8 @@ if TYPE_CHECKING:
     from fastspec.generation.stats import Profile
 
 UNTIMED = 2
-"""Calls on every prompt before the timed one, on CUDA, of methods that compile or capture: a size is compiled in the first and captured in
-the second."""
+"""Calls on every prompt before the timed one, on CUDA, of methods that compile or capture: a size is compiled in the
+first and captured in the second."""
 WARM_UP_TOKENS = 8
 
 
@@ -55,29 +65,33 @@ def run_bench(
     on_row: Callable[[Row], object] | None = None,
     on_profile: Callable[[str, Profile], object] | None = None,
 ) -> list[Row]:
-    """Answer the prompts greedily by every method, and return one row per method and batch of prompts; see docs/performance.md.
+    """Answer the prompts greedily by every method, and return one row per method and batch of prompts; see
+    docs/performance.md.
 
-    `prompts` are jsonl files in Spec-Bench's form, and `texts` prompts of the category "prompt"; without both the bundled prompts are asked
-    (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and `draft_model` are names as in `load_model` and
-    `fastspec.patch`; without `heads` those that ship for the model are taken. A head serves the assistants that read its kind.
-    `speculative`, and transformers' `assisted` beside it, draft with `draft_model`, of any tokenizer, or with the target's first
-    `early_exit` layers. `batch` prompts of a category are answered together; of several such numbers one after another (`batch_size` of a
-    row). `methods` are names of assistants and of `PEERS`; without them all that have what they need. "transformers" is
-    always measured. `dtype` ("float32", "bfloat16", "float16") defaults to fp32 on the CPU and bf16 on CUDA, `device` to CUDA where there
-    is one; `backend` is `fastspec.patch`'s. `say` is told of what is left out, and `on_row` is given every row as it comes. `on_profile` is
-    given the name of every assistant among the methods and the times of its rounds, from one more call on the first batch of prompts after
-    all else is measured.
+    `prompts` are jsonl files in Spec-Bench's form, and `texts` prompts of the category "prompt"; without both the
+    bundled prompts are asked (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and
+    `draft_model` are names as in `load_model` and `fastspec.patch`; without `heads` those that ship for the model are
+    taken. A head serves the assistants that read its kind. `speculative`, and transformers' `assisted` beside it, draft
+    with `draft_model`, of any tokenizer, or with the target's first `early_exit` layers. `batch` prompts of a category
+    are answered together; of several such numbers one after another (`batch_size` of a row). `methods` are names of
+    assistants and of `PEERS`; without them all that have what they need. "transformers" is always measured. `dtype`
+    ("float32", "bfloat16", "float16") defaults to fp32 on the CPU and bf16 on CUDA, `device` to CUDA where there is
+    one; `backend` is `fastspec.patch`'s. `say` is told of what is left out, and `on_row` is given every row as it
+    comes. `on_profile` is given the name of every assistant among the methods and the times of its rounds, from one
+    more call on the first batch of prompts after all else is measured.
 
-    Every method answers a batch `runs` times, and the call of median time makes its row; before these `warmup` times (None: on CUDA twice,
-    methods that compile or capture). Of runs that differ, one that differs from `transformers` makes the row.
+    Every method answers a batch `runs` times, and the call of median time makes its row; before these `warmup` times
+    (None: on CUDA twice, methods that compile or capture). Of runs that differ, one that differs from `transformers`
+    makes the row.
 
-    `peers` are other engines, which answer the same prompts after all methods, when the model has left the device; one that is not
-    installed is left out with a word to `say`. What one that fails wrote last is given to `on_failure`, or raised as PeerFailed once all
-    have answered.
+    `peers` are other engines, which answer the same prompts after all methods, when the model has left the device; one
+    that is not installed is left out with a word to `say`. What one that fails wrote last is given to `on_failure`, or
+    raised as PeerFailed once all have answered.
 
-    A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a round. Loading and
-    one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad arguments, an unknown method and one that
-    was named and lacks its resource, two heads of one kind, and whatever loading and patching raise.
+    A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a
+    round. Loading and one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad
+    arguments, an unknown method and one that was named and lacks its resource, two heads of one kind, and whatever
+    loading and patching raise.
     """
     sizes = [batch] if isinstance(batch, int) else list(dict.fromkeys(batch))
     counts = [("max_new_tokens", max_new_tokens), ("each", 1 if each is None else each), ("runs", runs)]
@@ -106,11 +120,16 @@ def run_bench(
         where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | floor.row
         rows, untimed = [], UNTIMED if target.device.type == "cuda" else 0
         for size in sizes:
-            say(f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts[size])} x {size} prompts, greedy")
+            say(
+                f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts[size])} x "
+                f"{size} prompts, greedy"
+            )
             warm_up(chosen[size], parts[size], min(max_new_tokens, WARM_UP_TOKENS), say)
             for number, part in enumerate(parts[size], 1):
                 say(f"{number}/{len(parts[size])}: {part[0].category}")
-                for row in on_part(part, chosen[size], tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs, bases):
+                for row in on_part(
+                    part, chosen[size], tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs, bases
+                ):
                     rows.append(row | {"batch_size": size} | where)
                     if on_row is not None:
                         on_row(rows[-1])
@@ -151,11 +170,15 @@ def by_peer(
     runs: int,
     say: Say,
 ) -> Iterator[Row]:
-    """The rows of an engine, which has the device to itself: the model goes to the CPU. `sized` are the batches of each size."""
+    """The rows of an engine, which has the device to itself: the model goes to the CPU. `sized` are the batches of each
+    size."""
     import torch
 
     if not peer.is_installed():
-        say(f"left out: {peer.engine}: it is not installed for {peer.python}; another Python that has it can be named with --peer-python")
+        say(
+            f"left out: {peer.engine}: it is not installed for {peer.python}; another Python that has it can be "
+            "named with --peer-python"
+        )
         return
     target.to("cpu")
     if torch.cuda.is_available():
@@ -167,10 +190,14 @@ def by_peer(
     parts = [(size, part) for size, group in sized.items() for part in group]
     with saved(name, target, tokenizer) as folder, tempfile.TemporaryDirectory() as place:
         job = PeerJob(
-            folder, str(target.dtype).removeprefix("torch."), [ids_of(part) for _, part in parts], max_new_tokens,
-            ends=sorted(end_tokens(config)), runs=runs,
+            folder,
+            str(target.dtype).removeprefix("torch."),
+            [ids_of(part) for _, part in parts],
+            max_new_tokens,
+            ends=sorted(end_tokens(config)),
+            runs=runs,
             head=None if head is None else readable(load_head(head, target), head, place),
-        )  # fmt: skip
+        )
         for way in ways(peer, head):
             say(f"{way.name}: {', '.join(f'{len(group)} x {size}' for size, group in sized.items())} prompts")
             told, found = answers(peer, job, way)
@@ -181,7 +208,8 @@ def by_peer(
 
 
 def readable(head: EagleHead, source: str, place: str) -> str:
-    """The folder of a head that other programs read: its own, or `place`, to which one is written out whose LM head the target lends."""
+    """The folder of a head that other programs read: its own, or `place`, to which one is written out whose LM head the
+    target lends."""
     from fastspec.patches.assistants.heads import find_head
     from fastspec.programs.training.save import save_head, with_own_lm_head
 
@@ -193,7 +221,8 @@ def readable(head: EagleHead, source: str, place: str) -> str:
 
 @contextlib.contextmanager
 def saved(name: str, target: Any, tokenizer: Any) -> Iterator[str]:
-    """A folder or a hub id from which another library loads a model; what came from a GGUF is written out in its dtype meanwhile."""
+    """A folder or a hub id from which another library loads a model; what came from a GGUF is written out in its dtype
+    meanwhile."""
     source, packed = source_of(name)
     if not packed:
         yield source

@@ -1,7 +1,9 @@
-"""`fastspec chat`: a conversation in the terminal in which strategies answer in turn, or beside each other, and are compared.
+"""`fastspec chat`: a conversation in the terminal in which strategies answer in turn, or beside each other, and are
+compared.
 
-`session.Chat` holds the model and the conversation, `resources` reads what the model is patched with, `commands` is the table of commands,
-`view` what is shown, `loop` runs lines through them, and `terminal` reads the lines. docs/chat.md shows it.
+`session.Chat` holds the model and the conversation, `resources` reads what the model is patched with, `commands` is the
+table of commands, `view` what is shown, `loop` runs lines through them, and `terminal` reads the lines. docs/chat.md
+shows it.
 """
 
 from __future__ import annotations
@@ -22,11 +24,17 @@ if TYPE_CHECKING:
 
 
 def make_settings(
-    *, model: str, head: str | None, resources: list[str] | None, assistants: str | None, temperature: float,
-    gamma: int | None = None, **others: Any
+    *,
+    model: str,
+    head: str | None,
+    resources: list[str] | None,
+    assistants: str | None,
+    temperature: float,
+    gamma: int | None = None,
+    **others: Any,
 ) -> Settings:
-    """Settings from the command line's options: `resources` are "assistant=source", `assistants` is comma-separated, temperature 0 is
-    greedy. SmolLM2 comes with its heads; without an EAGLE-3 head the one who answers is `nasd`.
+    """Settings from the command line's options: `resources` are "assistant=source", `assistants` is comma-separated,
+    temperature 0 is greedy. SmolLM2 comes with its heads; without an EAGLE-3 head the one who answers is `nasd`.
 
     Raises `Unsupported` for what cannot be read.
     """
@@ -42,9 +50,12 @@ def make_settings(
     return settings.with_fields(changes).at_temperature(temperature)
 
 
-def run_chat(settings: Settings, console: Console, prompts: list[str] | None = None, saved: SavedChat | None = None) -> Chat:
-    """Load what the settings name and converse: over `prompts` where there are any, then it is over and errors are raised; else over what
-    is typed, or over standard input where that is no terminal. The conversation goes on from a `saved` one. Returns the chat as it ended.
+def run_chat(
+    settings: Settings, console: Console, prompts: list[str] | None = None, saved: SavedChat | None = None
+) -> Chat:
+    """Load what the settings name and converse: over `prompts` where there are any, then it is over and errors are
+    raised; else over what is typed, or over standard input where that is no terminal. The conversation goes on from a
+    `saved` one. Returns the chat as it ended.
     """
     from fastspec.programs.chat.loop import converse
     from fastspec.programs.chat.session import Chat

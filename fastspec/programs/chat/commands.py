@@ -1,6 +1,8 @@
-"""The commands of a chat, as one table: name, arguments, what it does, its present value, and the function that does it.
+"""The commands of a chat, as one table: name, arguments, what it does, its present value, and the function that does
+it.
 
-A command is a function of the chat and its arguments. It returns what is to be shown and raises `Unsupported` for what it refuses.
+A command is a function of the chat and its arguments. It returns what is to be shown and raises `Unsupported` for what
+it refuses.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ Run = Callable[[Chat, list[str]], Any]
 
 @dataclass(frozen=True)
 class Command:
-    """One row of the table. `arguments` is their grammar, a word each, the optional ones in brackets; `value` gives the setting's
-    present value, `choices` what completes the first argument, and `second` what completes the second."""
+    """One row of the table. `arguments` is their grammar, a word each, the optional ones in brackets; `value` gives the
+    setting's present value, `choices` what completes the first argument, and `second` what completes the second."""
 
     name: str
     arguments: str
@@ -55,7 +57,9 @@ class Command:
         least = sum(not word.startswith("[") for word in words)
         if not least <= len(arguments) <= len(words):
             count = str(least) if least == len(words) else f"{least} to {len(words)}"
-            raise Unsupported(f"/{self.name} takes {count} argument{'' if count == '1' else 's'}, not {len(arguments)}: {self.usage}")
+            raise Unsupported(
+                f"/{self.name} takes {count} argument{'' if count == '1' else 's'}, not {len(arguments)}: {self.usage}"
+            )
 
 
 def execute(chat: Chat, line: str) -> Any:
@@ -71,7 +75,9 @@ def execute(chat: Chat, line: str) -> Any:
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean /{near[0]}? " if near else ""
-        raise Unsupported(f"unknown command /{name}: {hint}/help lists them; a space before the slash makes the line a prompt")
+        raise Unsupported(
+            f"unknown command /{name}: {hint}/help lists them; a space before the slash makes the line a prompt"
+        )
     command.check(arguments)
     return command.run(chat, arguments)
 
@@ -80,11 +86,14 @@ def _number(command: str, name: str, text: str, kind: type) -> Any:
     try:
         return kind(text)
     except ValueError as error:
-        raise Unsupported(f"/{command}: {name} must be a {'whole number' if kind is int else 'number'}, not {text!r}") from error
+        raise Unsupported(
+            f"/{command}: {name} must be a {'whole number' if kind is int else 'number'}, not {text!r}"
+        ) from error
 
 
 def _read(name: str, text: str) -> Any:
-    """The value that a text gives a field: a number, on or off, JSON, or else the text itself. "default" is the class's default."""
+    """The value that a text gives a field: a number, on or off, JSON, or else the text itself. "default" is the class's
+    default."""
     if text == "default":
         return FIELDS.get(name)
     if text in ("on", "off"):
@@ -215,14 +224,20 @@ def _early_exit(chat: Chat, arguments: list[str]) -> str:
     if value is not None:
         chat.check("speculative", chat.settings.with_fields({name: value}))  # the target may have fewer layers
     chat.change({name: value})
-    return f"early_exit {arguments[0]}" + ("" if value is None else f": speculative drafts with the target's first {value} layers")
+    return f"early_exit {arguments[0]}" + (
+        "" if value is None else f": speculative drafts with the target's first {value} layers"
+    )
 
 
 def _tree(chat: Chat, arguments: list[str]) -> str:
     size, *more = arguments
     if size == "default" and more:
         raise Unsupported("/tree default is the device's tree as a whole: leave depth and top_k out")
-    total = {"default": None, "auto": "auto"}[size] if size in ("default", "auto") else _number("tree", "total_tokens", size, int)
+    total = (
+        {"default": None, "auto": "auto"}[size]
+        if size in ("default", "auto")
+        else _number("tree", "total_tokens", size, int)
+    )
     grown = {name: _number("tree", name, text, int) for name, text in zip(TREE[1:], more, strict=False)}
     sizes = {"total_tokens": total, **grown}
     chat.change({name: sizes.get(part) for part in TREE for name in COMMAND_FIELDS[f"tree_{part}"]})
@@ -329,51 +344,168 @@ def _default(chat: Chat) -> Iterable[str]:
 TABLE: tuple[Command, ...] = (
     Command("help", "[COMMAND]", "this table", _help, None, lambda chat: [command.name for command in TABLE]),
     Command("model", "NAME [HEAD]", "load another model and patch it, with an EAGLE-3 head", _model, _shown("model")),
-    Command("resource", "ASSISTANT SOURCE", "patch anew, with a head, a draft model or a cascade's YAML file for an assistant",
-            _resource, _resources, lambda chat: resource_names()),
-    Command("assistant", "NAME[,NAME...]", "who answers; several answer in turn and are compared; transformers is none", _assistant,
-            lambda chat: ",".join(chat.settings.assistants), Chat.known),
-    Command("length", "N", "new tokens per answer, at most", _count("length", "max_new_tokens"), _shown("max_new_tokens")),
-    Command("processor", f"{'|'.join(PROCESSORS)} [T] [k] [p]", "how tokens are chosen; of T, k, p those that it reads", _processor,
-            lambda chat: chat.settings.processor_text(), lambda chat: PROCESSORS),
-    Command("temperature", "T", "temperature of sampling; 0 is greedy", _temperature,
-            lambda chat: "0" if chat.settings.greedy else f"{chat.settings.temperature:g}"),
-    Command("seed", "N|off", "seed set before every answer", _seed,
-            lambda chat: "off" if chat.settings.seed is None else str(chat.settings.seed), lambda chat: ["off"]),
-    Command("beams", "N", "a further answer by transformers' beam search, without an assistant; 1: none", _count("beams", "beams"),
-            _shown("beams")),
-    Command("gamma", "N|default", "tokens drafted a round by nasd and speculative", _fields("gamma"), _shown_field("gamma"), _default),
+    Command(
+        "resource",
+        "ASSISTANT SOURCE",
+        "patch anew, with a head, a draft model or a cascade's YAML file for an assistant",
+        _resource,
+        _resources,
+        lambda chat: resource_names(),
+    ),
+    Command(
+        "assistant",
+        "NAME[,NAME...]",
+        "who answers; several answer in turn and are compared; transformers is none",
+        _assistant,
+        lambda chat: ",".join(chat.settings.assistants),
+        Chat.known,
+    ),
+    Command(
+        "length", "N", "new tokens per answer, at most", _count("length", "max_new_tokens"), _shown("max_new_tokens")
+    ),
+    Command(
+        "processor",
+        f"{'|'.join(PROCESSORS)} [T] [k] [p]",
+        "how tokens are chosen; of T, k, p those that it reads",
+        _processor,
+        lambda chat: chat.settings.processor_text(),
+        lambda chat: PROCESSORS,
+    ),
+    Command(
+        "temperature",
+        "T",
+        "temperature of sampling; 0 is greedy",
+        _temperature,
+        lambda chat: "0" if chat.settings.greedy else f"{chat.settings.temperature:g}",
+    ),
+    Command(
+        "seed",
+        "N|off",
+        "seed set before every answer",
+        _seed,
+        lambda chat: "off" if chat.settings.seed is None else str(chat.settings.seed),
+        lambda chat: ["off"],
+    ),
+    Command(
+        "beams",
+        "N",
+        "a further answer by transformers' beam search, without an assistant; 1: none",
+        _count("beams", "beams"),
+        _shown("beams"),
+    ),
+    Command(
+        "gamma",
+        "N|default",
+        "tokens drafted a round by nasd and speculative",
+        _fields("gamma"),
+        _shown_field("gamma"),
+        _default,
+    ),
     Command("ngram", "N|default", "longest n-gram of nasd", _fields("ngram"), _shown_field("ngram"), _default),
-    Command("top_k_filler", "N|default", "the target's best tokens of each position that nasd counts",
-            _fields("top_k_filler"), _shown_field("top_k_filler"), _default),
-    Command("stop_if_unknown", "[on|off]", "where nasd knows nothing, draft nothing; off: the last token again",
-            _stop_if_unknown, lambda chat: _told(chat.settings.field("nasd.stop_if_unknown")), _switch),
-    Command("storage", f"{'|'.join(STORAGES)} [{'|'.join(KEPT_FOR)}]",
-            "where nasd keeps its n-grams, and how long: one storage for each answer, or one for the chat until /reset",
-            _storage, _storage_value, lambda chat: STORAGES, KEPT_FOR),
-    Command("early_exit", "K|off", "speculative drafts with the target's own first K layers, without a draft model", _early_exit,
-            lambda chat: str(chat.settings.field("speculative.early_exit") or "off"), lambda chat: ["off"]),
-    Command("tree", "N|auto|default [DEPTH] [TOP_K]", "nodes of the trees of eagle2 and eagle3, root counted; auto measures",
-            _tree, _tree_value, lambda chat: ["auto", "default"]),
-    Command("branches", "N|default", "children that speculative drafts at every position", _fields("branches"),
-            _shown_field("branches"), _default),
-    Command("drafts", "greedy|sampled", "how eagle drafts in sampled answers", _fields("drafts"), _shown_field("drafts"),
-            lambda chat: ("greedy", "sampled")),
-    Command("set", "ASSISTANT.FIELD VALUE", "any field of an assistant's config, such as nasd.total_tokens 24; default takes it back",
-            _set, _given, lambda chat: FIELDS, ("default",)),
-    Command("cache", "[on|off]",
-            "keep keys and values from turn to turn; EAGLE heads then see the new turn alone. A cascade keeps its own, by its `memory`",
-            _toggle("cache", Chat.drop_caches), _shown("cache"), _switch),
-    Command("chat", "[on|off]", "the model's chat template; off: the texts as they stand", _toggle("chat"), _chat_value, _switch),
-    Command("debug", "[on|off]", "draw the draft tree of every round after the answer; the stages of a cascade show none",
-            _toggle("debug"), _shown("debug"), _switch),
-    Command("columns", "[on|off]", f"several answers beside each other, where the terminal has {COLUMN} characters for each",
-            _toggle("columns"), _shown("columns"), _switch),
+    Command(
+        "top_k_filler",
+        "N|default",
+        "the target's best tokens of each position that nasd counts",
+        _fields("top_k_filler"),
+        _shown_field("top_k_filler"),
+        _default,
+    ),
+    Command(
+        "stop_if_unknown",
+        "[on|off]",
+        "where nasd knows nothing, draft nothing; off: the last token again",
+        _stop_if_unknown,
+        lambda chat: _told(chat.settings.field("nasd.stop_if_unknown")),
+        _switch,
+    ),
+    Command(
+        "storage",
+        f"{'|'.join(STORAGES)} [{'|'.join(KEPT_FOR)}]",
+        "where nasd keeps its n-grams, and how long: one storage for each answer, or one for the chat until /reset",
+        _storage,
+        _storage_value,
+        lambda chat: STORAGES,
+        KEPT_FOR,
+    ),
+    Command(
+        "early_exit",
+        "K|off",
+        "speculative drafts with the target's own first K layers, without a draft model",
+        _early_exit,
+        lambda chat: str(chat.settings.field("speculative.early_exit") or "off"),
+        lambda chat: ["off"],
+    ),
+    Command(
+        "tree",
+        "N|auto|default [DEPTH] [TOP_K]",
+        "nodes of the trees of eagle2 and eagle3, root counted; auto measures",
+        _tree,
+        _tree_value,
+        lambda chat: ["auto", "default"],
+    ),
+    Command(
+        "branches",
+        "N|default",
+        "children that speculative drafts at every position",
+        _fields("branches"),
+        _shown_field("branches"),
+        _default,
+    ),
+    Command(
+        "drafts",
+        "greedy|sampled",
+        "how eagle drafts in sampled answers",
+        _fields("drafts"),
+        _shown_field("drafts"),
+        lambda chat: ("greedy", "sampled"),
+    ),
+    Command(
+        "set",
+        "ASSISTANT.FIELD VALUE",
+        "any field of an assistant's config, such as nasd.total_tokens 24; default takes it back",
+        _set,
+        _given,
+        lambda chat: FIELDS,
+        ("default",),
+    ),
+    Command(
+        "cache",
+        "[on|off]",
+        "keep keys and values from turn to turn; EAGLE heads then see the new turn alone. A cascade keeps its own, "
+        "by its `memory`",
+        _toggle("cache", Chat.drop_caches),
+        _shown("cache"),
+        _switch,
+    ),
+    Command(
+        "chat",
+        "[on|off]",
+        "the model's chat template; off: the texts as they stand",
+        _toggle("chat"),
+        _chat_value,
+        _switch,
+    ),
+    Command(
+        "debug",
+        "[on|off]",
+        "draw the draft tree of every round after the answer; the stages of a cascade show none",
+        _toggle("debug"),
+        _shown("debug"),
+        _switch,
+    ),
+    Command(
+        "columns",
+        "[on|off]",
+        f"several answers beside each other, where the terminal has {COLUMN} characters for each",
+        _toggle("columns"),
+        _shown("columns"),
+        _switch,
+    ),
     Command("reset", "", "forget the conversation", _reset, lambda chat: f"{len(chat.turns)} turns"),
     Command("save", "FILE", "write conversation and statistics as JSON", _save),
     Command("load", "FILE", "go on with a conversation that /save wrote, with its model and settings", _load),
     Command("clear", "", "clear the screen", _clear),
     Command("quit", "", "leave; so does Ctrl-D", _quit),
-)  # fmt: skip
+)
 COMMANDS = {command.name: command for command in TABLE}
 """Name, without the slash -> its row."""

@@ -12,7 +12,16 @@ from rich.tree import Tree
 from fastspec.errors import FastSpecError
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
-from fastspec.programs.chat.view import AnswerStreamer, Columns, fits, legend, round_tree, stage_tree, turn_table, verdict_line
+from fastspec.programs.chat.view import (
+    AnswerStreamer,
+    Columns,
+    fits,
+    legend,
+    round_tree,
+    stage_tree,
+    turn_table,
+    verdict_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +40,11 @@ def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool
             take(chat, line.rstrip("\n"), console)
         except KeyboardInterrupt:
             console.print("\nstopped", style="yellow")
-        except (FastSpecError, RuntimeError, ValueError) as error:  # transformers refuses with ValueError, torch with RuntimeError
+        except (
+            FastSpecError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # transformers refuses with ValueError, torch with RuntimeError
             if strict:
                 raise
             console.print(f"error: {error}", style="red", markup=False, highlight=False)
@@ -52,7 +65,8 @@ def take(chat: Chat, line: str, console: Console) -> None:
 
 
 def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
-    """Answer a prompt with every strategy in turn, and compare them. An interrupt ends the answer at hand and drops the ones after it."""
+    """Answer a prompt with every strategy in turn, and compare them. An interrupt ends the answer at hand and drops the
+    ones after it."""
     turn, names = ChatTurn(prompt, chat.settings), chat.strategies()
     below: list[str | Tree] = []
     beside = chat.settings.columns and fits(console, names)

@@ -14,7 +14,9 @@ from fastspec.programs.chat.settings import Settings
 
 def resource_names() -> list[str]:
     """The assistants that `fastspec.patch` takes a resource for."""
-    return [name for name in inspect.signature(fastspec.patch).parameters if name not in ("model", "assistant", "backend")]
+    return [
+        name for name in inspect.signature(fastspec.patch).parameters if name not in ("model", "assistant", "backend")
+    ]
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
@@ -50,7 +52,8 @@ def _read_cascade(path: str, tokenizer: Any) -> fastspec.Cascade:
     config = fastspec.Cascade.from_yaml(path)
     if config.tokenizer is not None and token_table(load_tokenizer(config.tokenizer)) != token_table(tokenizer):
         raise Unsupported(
-            f"{path}: tokenizer={config.tokenizer!r} has other tokens than the chat's model: name that model's, or leave it out, and the "
+            f"{path}: tokenizer={config.tokenizer!r} has other tokens than the chat's model: name that model's, or "
+            "leave it out, and the "
             "chat's own is taken"
         )
     return replace(config, tokenizer=tokenizer, explain=False)  # the chat itself shows the decisions

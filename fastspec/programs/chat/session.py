@@ -25,14 +25,16 @@ STORED_FIELDS = ("nasd.n", "nasd.storage")
 
 @dataclass
 class Answer:
-    """One strategy's answer: new tokens, wall-clock seconds (prefill included, printing not), what was drafted and accepted."""
+    """One strategy's answer: new tokens, wall-clock seconds (prefill included, printing not), what was drafted and
+    accepted."""
 
     strategy: str
     tokens: list[int]
     text: str
     seconds: float
     acceptance_length: float | None = 1.0
-    """None for beam search, which has no rounds, and where a cascade's stages answered, each with an assistant of its own."""
+    """None for beam search, which has no rounds, and where a cascade's stages answered, each with an assistant of its
+    own."""
     drafted: int = 0
     accepted: int = 0
     reused: int = 0
@@ -41,7 +43,8 @@ class Answer:
     explanation: Explanation | None = None
     """What a cascade decided, stage by stage."""
     exact: bool = True
-    """Whether greedy tokens are the target's: not where a smaller stage of a cascade answered, or a mixture of two models."""
+    """Whether greedy tokens are the target's: not where a smaller stage of a cascade answered, or a mixture of two
+    models."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -53,7 +56,8 @@ class Answer:
             **asdict(self),
             "tokens_per_second": round(self.tokens_per_second, 2),
             "acceptance_length": None if length is None else round(length, 3),
-            "explanation": told and {"stage": told.stage, "reused": told.reused, "milliseconds": told.milliseconds, **asdict(told)},
+            "explanation": told
+            and {"stage": told.stage, "reused": told.reused, "milliseconds": told.milliseconds, **asdict(told)},
         }
 
 
@@ -67,12 +71,13 @@ class ChatTurn:
 
     @property
     def reference(self) -> Answer | None:
-        """The answer that others are compared with: the first that must be the target's own. None where none need be (sampling)."""
+        """The answer that others are compared with: the first that must be the target's own. None where none need be
+        (sampling)."""
         return next((answer for answer in self.answers if self._fixed(answer)), None)
 
     def identical(self, answer: Answer) -> bool | None:
-        """Whether an answer has the reference's tokens; None where it need not (sampling, beam search, a cascade's smaller stage, stopped)
-        and for the reference."""
+        """Whether an answer has the reference's tokens; None where it need not (sampling, beam search, a cascade's
+        smaller stage, stopped) and for the reference."""
         first = self.reference
         return None if first is None or answer is first or not self._fixed(answer) else answer.tokens == first.tokens
 
@@ -87,7 +92,8 @@ class ChatTurn:
 class Chat:
     """A model that `fastspec.patch` has patched, its tokenizer, the settings, and the conversation.
 
-    `own` maps names to assistants of your own (objects of the `Decoding` protocol), which then are strategies like the others.
+    `own` maps names to assistants of your own (objects of the `Decoding` protocol), which then are strategies like the
+    others.
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, own: dict[str, Any] | None = None) -> None:
@@ -122,15 +128,16 @@ class Chat:
         self._settings = settings
 
     def change(self, fields: dict[str, Any], **others: Any) -> None:
-        """Change fields of the assistants' configs, and settings. Raises Unsupported, and changes nothing, where one of the assistants
-        cannot answer with them."""
+        """Change fields of the assistants' configs, and settings. Raises Unsupported, and changes nothing, where one of
+        the assistants cannot answer with them."""
         settings = self.settings.replace(**others).with_fields(fields)
         for name in settings.assistants:
             self.check(name, settings)
         self.settings = settings
 
     def reopen(self, settings: Settings) -> dict[str, str]:
-        """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer answer, and why.
+        """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer
+        answer, and why.
 
         The conversation goes on. Where loading fails, everything is as it was.
         """
@@ -180,7 +187,9 @@ class Chat:
         from fastspec.patches.api import check_assistant, has_resource, is_patched
 
         if not is_patched(self.model):
-            raise Unsupported(f"this {type(self.model).__name__} is not patched: fastspec.patch(model) comes before Chat(model, ...)")
+            raise Unsupported(
+                f"this {type(self.model).__name__} is not patched: fastspec.patch(model) comes before Chat(model, ...)"
+            )
         try:
             check_assistant(settings.assistant(name), self.model)
         except Unsupported as error:
@@ -188,7 +197,9 @@ class Chat:
             exits = early and settings.field("speculative.early_exit") is not None
             if has_resource(name, self.model) or name not in resource_names() or exits:
                 raise
-            raise Unsupported(f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}") from error
+            raise Unsupported(
+                f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}"
+            ) from error
 
     def _refusal(self, name: str) -> Unsupported | None:
         try:
@@ -200,8 +211,9 @@ class Chat:
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
         """The answer of one strategy to the conversation and a further prompt.
 
-        `streamer` is a `view.AnswerStreamer`; an interrupt (Ctrl-C) ends the answer with what it was handed. Its display time does not
-        count. What `generate` refuses or raises comes through, and the conversation stays as it was.
+        `streamer` is a `view.AnswerStreamer`; an interrupt (Ctrl-C) ends the answer with what it was handed. Its
+        display time does not count. What `generate` refuses or raises comes through, and the conversation stays as it
+        was.
         """
         import torch
 
@@ -229,28 +241,42 @@ class Chat:
         if stopped:
             tokens, stats = list(streamer.ids), streamer if streamer.rounds else None
         else:
-            tokens, stats = output.sequences[0, prompt_width(self.model, ids) :].tolist(), getattr(output, "fastspec", None)
-        if not stopped and self.settings.cache and strategy != BEAMS and cascade is None:  # a cascade's stages have caches of their own
+            tokens, stats = (
+                output.sequences[0, prompt_width(self.model, ids) :].tolist(),
+                getattr(output, "fastspec", None),
+            )
+        if (
+            not stopped and self.settings.cache and strategy != BEAMS and cascade is None
+        ):  # a cascade's stages have caches of their own
             self._caches[strategy] = (output.sequences[0].tolist(), kept_cache(output))
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         answer = Answer(strategy, tokens, text, seconds, reused=reused, stopped=stopped)
         if strategy == BEAMS:
             answer.acceptance_length = None
         if stats is not None:
-            answer.acceptance_length, answer.drafted, answer.accepted = stats.acceptance_length, stats.drafted, stats.accepted
+            answer.acceptance_length, answer.drafted, answer.accepted = (
+                stats.acceptance_length,
+                stats.drafted,
+                stats.accepted,
+            )
         if cascade is not None:
             _judge(answer, cascade, () if stopped else output.fastspec.explanations)
         return answer
 
     def keep(self, turn: ChatTurn) -> None:
-        """Make a turn part of the conversation, which goes on from its first answer. A turn stopped before its first token is dropped."""
+        """Make a turn part of the conversation, which goes on from its first answer. A turn stopped before its first
+        token is dropped."""
         if not turn.answers or not turn.answers[0].tokens:
             return
         self.turns.append(turn)
-        self.conversation += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": turn.answers[0].text}]
+        self.conversation += [
+            {"role": "user", "content": turn.prompt},
+            {"role": "assistant", "content": turn.answers[0].text},
+        ]
 
     def restore(self, settings: Settings, conversation: list[dict[str, str]], turns: list[ChatTurn]) -> dict[str, str]:
-        """Go on with a chat that was saved, with its model and settings; returns the assistants that cannot answer here, and why.
+        """Go on with a chat that was saved, with its model and settings; returns the assistants that cannot answer
+        here, and why.
 
         Where loading or patching fails, everything is as it was.
         """
@@ -320,8 +346,8 @@ class Chat:
         return given if isinstance(given, fastspec.Cascade) else None if models is None else models.config
 
     def _warm_up(self, strategy: str, ids: Any, options: dict[str, Any]) -> None:
-        """A few tokens ahead of the first answer with an assistant's settings, so that its seconds do not hold what is done once. What is
-        kept from answer to answer does not have them."""
+        """A few tokens ahead of the first answer with an assistant's settings, so that its seconds do not hold what is
+        done once. What is kept from answer to answer does not have them."""
         import torch
 
         config = None if strategy == BASELINE or strategy in self.own else self.settings.assistant(strategy)
@@ -335,7 +361,8 @@ class Chat:
             forget_cascade(self.model)
 
     def _past(self, strategy: str, ids: list[int]) -> tuple[Any, int]:
-        """A strategy's cache cut to what it shares with ids, at most all but the last token -> cache or None, tokens in it."""
+        """A strategy's cache cut to what it shares with ids, at most all but the last token -> cache or None, tokens in
+        it."""
         held, cache = self._caches.pop(strategy, ([], None))
         if cache is None or not self.settings.cache:
             return None, 0

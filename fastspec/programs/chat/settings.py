@@ -48,8 +48,8 @@ _NEUTRAL = {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff":
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a chat. `resources` are pairs (assistant, source), as `fastspec.patch` takes them; temperature in the target's logits,
-    `max_new_tokens` per answer. Raises `Unsupported` for values out of range.
+    """Settings of a chat. `resources` are pairs (assistant, source), as `fastspec.patch` takes them; temperature in the
+    target's logits, `max_new_tokens` per answer. Raises `Unsupported` for values out of range.
     """
 
     model: str = SMOLLM2
@@ -77,7 +77,10 @@ class Settings:
             if getattr(self, name) < 1:
                 raise Unsupported(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.temperature < float("inf"):
-            raise Unsupported(f"temperature must be above 0 and finite, not {self.temperature:g}: /processor greedy does without sampling")
+            raise Unsupported(
+                f"temperature must be above 0 and finite, not {self.temperature:g}: /processor greedy does without "
+                "sampling"
+            )
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
         for name, accepted in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):
@@ -116,7 +119,8 @@ class Settings:
         return dict(self.given).get(name, FIELDS[name])
 
     def assistant(self, name: str) -> Any:
-        """The value that `generate(assistant=...)` takes for a strategy: a config object where it has one, else the name."""
+        """The value that `generate(assistant=...)` takes for a strategy: a config object where it has one, else the
+        name."""
         if name not in CONFIGS:
             return name
         keys = [(key.partition("."), value) for key, value in self.given]
@@ -124,8 +128,11 @@ class Settings:
         return CONFIGS[name](**given)
 
     def sampling(self, model: Any) -> dict[str, Any]:
-        """The arguments of `generate` that make it follow the processor, whatever the model's generation config says of sampling."""
-        off = {name: value for name, value in _NEUTRAL.items() if getattr(model.generation_config, name, None) is not None}
+        """The arguments of `generate` that make it follow the processor, whatever the model's generation config says of
+        sampling."""
+        off = {
+            name: value for name, value in _NEUTRAL.items() if getattr(model.generation_config, name, None) is not None
+        }
         if self.greedy:  # the defaults, which transformers takes for "not given"
             return {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, **off}
         read = PROCESSORS[self.processor]

@@ -42,7 +42,8 @@ class CommandCompleter(Completer):
 
 
 def terminal_lines(chat: Chat, **options: Any) -> Iterator[str]:
-    """What the user types, until Ctrl-D. Ctrl-C drops a line, Alt-Enter (Esc, Enter) starts another one; `options` go to PromptSession."""
+    """What the user types, until Ctrl-D. Ctrl-C drops a line, Alt-Enter (Esc, Enter) starts another one; `options` go
+    to PromptSession."""
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")
@@ -50,9 +51,14 @@ def terminal_lines(chat: Chat, **options: Any) -> Iterator[str]:
         event.current_buffer.insert_text("\n")
 
     session: PromptSession[str] = PromptSession(
-        "> ", completer=CommandCompleter(chat), history=InMemoryHistory(), key_bindings=bindings, complete_while_typing=True,
-        bottom_toolbar=lambda: _state(chat), **options,
-    )  # fmt: skip
+        "> ",
+        completer=CommandCompleter(chat),
+        history=InMemoryHistory(),
+        key_bindings=bindings,
+        complete_while_typing=True,
+        bottom_toolbar=lambda: _state(chat),
+        **options,
+    )
     while True:
         try:
             yield session.prompt()
@@ -65,6 +71,7 @@ def terminal_lines(chat: Chat, **options: Any) -> Iterator[str]:
 def _state(chat: Chat) -> str:
     settings = chat.settings
     return (
-        f" {settings.model} | {','.join(settings.assistants)} | {settings.processor_text()} | {settings.max_new_tokens} tokens | "
+        f" {settings.model} | {','.join(settings.assistants)} | {settings.processor_text()} | "
+        f"{settings.max_new_tokens} tokens | "
         "/help, Ctrl-C stops an answer, Ctrl-D quits"
     )

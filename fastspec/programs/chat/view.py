@@ -1,4 +1,5 @@
-"""Views of a chat: answers with their tokens marked, below each other or in columns, the table of a turn, the draft trees."""
+"""Views of a chat: answers with their tokens marked, below each other or in columns, the table of a turn, the draft
+trees."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 ACCEPTED, RECOVERED, BONUS, OWN = "accepted", "recovered", "bonus", "own"
 STYLES: dict[str, str | None] = {ACCEPTED: "bold green", RECOVERED: "bold yellow", BONUS: "bold cyan", OWN: None}
-"""Mark -> style. OWN is a token of the target with no draft beside it: the first of an answer, and all of plain decoding."""
+"""Mark -> style. OWN is a token of the target with no draft beside it: the first of an answer, and all of plain
+decoding."""
 COLUMN = 36
 """Characters of the screen's width that a column needs."""
 PAUSE = 0.1
@@ -32,10 +34,11 @@ PAUSE = 0.1
 
 @dataclass(frozen=True)
 class RoundTree:
-    """One round's draft tree on the host: tokens and parents of the nodes, the accepted path as node ids, the token that the target added.
+    """One round's draft tree on the host: tokens and parents of the nodes, the accepted path as node ids, the token
+    that the target added.
 
-    `notes[i]` says how probable node i's token is given its parent, p by the target and q by the drafter where drafts were drawn at random;
-    `notes[-1]` speaks of `last`. Without a look at the logits there are none.
+    `notes[i]` says how probable node i's token is given its parent, p by the target and q by the drafter where drafts
+    were drawn at random; `notes[-1]` speaks of `last`. Without a look at the logits there are none.
     """
 
     tokens: list[int]
@@ -46,15 +49,19 @@ class RoundTree:
 
     @property
     def mark(self) -> str:
-        """What the target's own token of the round is: recovered where it stands in a draft's place, a bonus after the path's end."""
+        """What the target's own token of the round is: recovered where it stands in a draft's place, a bonus after the
+        path's end."""
         beside = [self.tokens[i] for i in range(1, len(self.tokens)) if self.parents[i] == self.path[-1]]
         if len(self.tokens) == 1:
             return OWN
-        return RECOVERED if beside and self.last not in beside else BONUS  # an end token ends the walk although it was drafted
+        return (
+            RECOVERED if beside and self.last not in beside else BONUS
+        )  # an end token ends the walk although it was drafted
 
 
 class AnswerStreamer(MarkedStreamer):
-    """Prints an answer with its tokens in the style of their marks, counts rounds, and keeps their trees where asked to.
+    """Prints an answer with its tokens in the style of their marks, counts rounds, and keeps their trees where asked
+    to.
 
     `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds.
     """
@@ -98,8 +105,8 @@ class AnswerStreamer(MarkedStreamer):
 
 
 def read_round(tree: Any, verdict: Any, logits: Any = None) -> RoundTree:
-    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given. Of equal siblings the first
-    stands for all, which are copies that fill a tree up."""
+    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given. Of equal
+    siblings the first stands for all, which are copies that fill a tree up."""
     tokens, parents = tree.tokens[0], tree.parents[0]
     path = verdict.path[0, : int(verdict.accepted[0]) + 1].tolist()
     last = int(verdict.bonus[0])
@@ -122,9 +129,12 @@ def _without_copies(found: RoundTree) -> RoundTree:
             number[node] = len(number)
     kept, notes = list(number), found.notes
     return RoundTree(
-        [found.tokens[node] for node in kept], [number[found.parents[node]] for node in kept], [number[node] for node in found.path],
-        found.last, None if notes is None else [notes[node] for node in (*kept, -1)],
-    )  # fmt: skip
+        [found.tokens[node] for node in kept],
+        [number[found.parents[node]] for node in kept],
+        [number[node] for node in found.path],
+        found.last,
+        None if notes is None else [notes[node] for node in (*kept, -1)],
+    )
 
 
 def legend() -> Text:
@@ -152,9 +162,13 @@ def turn_table(turn: ChatTurn) -> Table:
         length = "-" if answer.acceptance_length is None else f"{answer.acceptance_length:.2f}"
         drafted = f"{answer.accepted}/{answer.drafted}" if answer.drafted else "-"
         row = [
-            answer.strategy + (" (stopped)" if answer.stopped else ""), str(len(answer.tokens)), f"{answer.seconds:.2f}",
-            f"{answer.tokens_per_second:.1f}", length, drafted,
-        ]  # fmt: skip
+            answer.strategy + (" (stopped)" if answer.stopped else ""),
+            str(len(answer.tokens)),
+            f"{answer.seconds:.2f}",
+            f"{answer.tokens_per_second:.1f}",
+            length,
+            drafted,
+        ]
         row += [str(answer.reused)] if "reused" in titles else []
         table.add_row(*row, *([said] if any(same) else []))
     return table
@@ -171,7 +185,8 @@ def _agreement(turn: ChatTurn, answer: Answer) -> str:
 
 
 def verdict_line(turn: ChatTurn, dtype: str) -> str | None:
-    """Whether the answers of greedy strategies agree, where not, and which ones need not; None where there is nothing to compare."""
+    """Whether the answers of greedy strategies agree, where not, and which ones need not; None where there is nothing
+    to compare."""
     first, others = turn.reference, [answer for answer in turn.answers if turn.identical(answer) is not None]
     told = [_why_not_compared(answer) for answer in turn.answers if not answer.exact and _agreement(turn, answer)]
     if first is not None and others:
@@ -209,8 +224,8 @@ def stage_tree(explanation: Explanation) -> Tree:
 
 
 def round_tree(tokenizer: Any, number: int, found: RoundTree) -> Tree:
-    """A round's draft tree: tokens with the target's probability p (q the drafter's, where known), the accepted path marked, and the
-    target's own token under the node that it follows."""
+    """A round's draft tree: tokens with the target's probability p (q the drafter's, where known), the accepted path
+    marked, and the target's own token under the node that it follows."""
 
     def label(token: int, index: int, style: str, mark: str = "") -> Text:
         note = found.notes[index] if found.notes else ""
@@ -221,7 +236,12 @@ def round_tree(tokenizer: Any, number: int, found: RoundTree) -> Tree:
             at[node].add(label(found.last, -1, STYLES[found.mark] or "bold", found.mark))
 
     drafted, accepted = len(found.tokens) - 1, len(found.path) - 1
-    at = {0: Tree(f"round {number}: {accepted} of {drafted} drafted tokens accepted, after {tokenizer.decode(found.tokens[:1])!r}")}
+    at = {
+        0: Tree(
+            f"round {number}: {accepted} of {drafted} drafted tokens accepted, after "
+            f"{tokenizer.decode(found.tokens[:1])!r}"
+        )
+    }
     close(0)
     for node in range(1, len(found.tokens)):
         accepted_here = node in found.path

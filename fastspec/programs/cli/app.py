@@ -1,4 +1,5 @@
-"""The command line of fastspec, gathered: a file beside this one holds each command or group, and loads its program on use."""
+"""The command line of fastspec, gathered: a file beside this one holds each command or group, and loads its program on
+use."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def bench(
         bool, typer.Option("--allow-different", help="Exit status 0 though an fp32 answer differs.")
     ] = False,
 ) -> None:
-    """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See docs/performance.md."""
+    """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See
+    docs/performance.md."""
     from fastspec.programs.bench import run_bench
     from fastspec.programs.bench.peers import Peer
     from fastspec.programs.bench.report import (

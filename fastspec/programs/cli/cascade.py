@@ -38,8 +38,12 @@ class _Command(typer.core.TyperCommand):
 
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
-Stages = Annotated[list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
-Model = Annotated[str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")]
+Stages = Annotated[
+    list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")
+]
+Model = Annotated[
+    str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")
+]
 WIDTH = 80
 PROMPTS = (
     "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the right "
@@ -48,7 +52,9 @@ PROMPTS = (
 TASK = f"NAME[,NAME] of lm-eval's tasks, which ask the questions and judge the answers. Needs {install_command('eval')}"
 METRIC = "With --task: METRIC or METRIC,FILTER that says what is right; by default a task's first. Several for several."
 UNSAFE = "With --task: lm-eval's switch for tasks that run models' code, beside HF_ALLOW_CODE_EVAL=1."
-RIGHT = "A judge's word on the answers: JSON lines with `item`, `stage` and `right` (true, false or a number in [0, 1])."
+RIGHT = (
+    "A judge's word on the answers: JSON lines with `item`, `stage` and `right` (true, false or a number in [0, 1])."
+)
 POINTS = 15
 """Prices of a frontier that are printed; the rows have all."""
 RATED, LONG = 8, 64
@@ -67,10 +73,16 @@ def train(
     metric: Annotated[list[str] | None, typer.Option(help=METRIC)] = None,
     confirm_run_unsafe_code: Annotated[bool, typer.Option("--confirm-run-unsafe-code", help=UNSAFE)] = False,
     right: Annotated[Path | None, typer.Option(help=RIGHT)] = None,
-    report: Annotated[Path | None, typer.Option(help="Append the calibration's rows to this file, as JSON lines.")] = None,
-    head: Annotated[list[str] | None, typer.Option(help="NAME=HEAD: a stage's EAGLE-3 head, which it then decodes with.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Append the calibration's rows to this file, as JSON lines.")
+    ] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="NAME=HEAD: a stage's EAGLE-3 head, which it then decodes with.")
+    ] = None,
     most: Annotated[int | None, typer.Option(min=1, help="Items of each file and task that are used.")] = None,
-    share: Annotated[float, typer.Option(min=0, max=1, help="Part of the items that is trained on; the rest is held out.")] = 0.5,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Part of the items that is trained on; the rest is held out.")
+    ] = 0.5,
     batch: Annotated[int, typer.Option(min=1, help="Items answered at a time.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens, where no task sets it.")] = 256,
     device: Device = None,
@@ -101,7 +113,15 @@ def train(
     try:
         with counting(f"items answered by {len(models.stages)} stages", console) as tell:
             cascade_answers.answer(
-                models, tokenizer, items, answers, batch=batch, new_tokens=max_new_tokens, seed=seed, share=share, tell=tell
+                models,
+                tokenizer,
+                items,
+                answers,
+                batch=batch,
+                new_tokens=max_new_tokens,
+                seed=seed,
+                share=share,
+                tell=tell,
             )
         ways = cascade_answers.judge(answers, items, right=right, score=score)
         some = [cascade_answers.encode(tokenizer, item) for item in items[:: -(-len(items) // RATED)]]
@@ -128,9 +148,12 @@ def evaluate(
     predictor: Annotated[Path, typer.Option(help="The predictor that `fastspec cascade train` wrote.")],
     answers: Annotated[Path, typer.Option(help="The stages' answers that it wrote.")],
     out: Annotated[Path | None, typer.Option(help="Append the rows to this file, as JSON lines.")] = None,
-    risk: Annotated[float | None, typer.Option(min=0, max=1, help="Decide by this lower quantile of the probabilities' posterior.")] = None,
+    risk: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Decide by this lower quantile of the probabilities' posterior.")
+    ] = None,
 ) -> None:
-    """Quality against cost over the price of a bad answer, beside single stages and random mixing, on held-out items."""
+    """Quality against cost over the price of a bad answer, beside single stages and random mixing, on held-out
+    items."""
     from fastspec.cascade import records
     from fastspec.cascade.predictor import Predictor
     from fastspec.programs.training import cascade, cascade_answers
@@ -195,7 +218,9 @@ def models_of(
     label, source = _named("--model", large)
     model, tokenizer = load_model(source, device, kind)
     fastspec.patch(model, backend=backend)
-    return cascade_models(fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label), model), tokenizer
+    return cascade_models(
+        fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label), model
+    ), tokenizer
 
 
 def _named(option: str, text: str) -> tuple[str, str]:

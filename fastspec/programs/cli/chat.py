@@ -40,7 +40,8 @@ def chat(
         bool, typer.Option("--json", help="With --prompt: print one JSON object, and nothing else, on stdout.")
     ] = False,
 ) -> None:
-    """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See docs/chat.md."""
+    """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
+    docs/chat.md."""
     from fastspec.programs.chat import make_settings, run_chat
     from fastspec.programs.chat.saved import read_saved
 

@@ -21,11 +21,19 @@ from fastspec.programs.cli.progress import counting
 
 Eagle3 = Annotated[str | None, typer.Option(help="Directory, hub id or shipped name of an EAGLE-3 head.")]
 Eagle = Annotated[str | None, typer.Option(help="The same of an EAGLE-1 or EAGLE-2 head.")]
-Rows = Annotated[list[int] | None, typer.Option(min=1, help="Prompts that are answered together; may be given several times.")]
+Rows = Annotated[
+    list[int] | None, typer.Option(min=1, help="Prompts that are answered together; may be given several times.")
+]
 
 
 def patched_model(
-    model: str, eagle3: str | None, eagle: str | None, draft_model: str | None, dtype: str | None, device: str | None, backend: str
+    model: str,
+    eagle3: str | None,
+    eagle: str | None,
+    draft_model: str | None,
+    dtype: str | None,
+    device: str | None,
+    backend: str,
 ) -> Any:
     """A model loaded and patched as a command's options say."""
     import torch
@@ -49,7 +57,8 @@ def warmup(
     device: Device = None,
     backend: Backend = "auto",
 ) -> None:
-    """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See docs/devices.md."""
+    """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See
+    docs/devices.md."""
     import fastspec
 
     target = patched_model(model, eagle3, eagle, draft_model, dtype, device, backend)
@@ -58,7 +67,9 @@ def warmup(
     report = fastspec.report(target)
     places = {"triton": "its kernels are in Triton's cache", "cpp": f"its kernels are in {cache_folder()}"}
     kept = places.get(report.backend, f"backend {report.backend!r} has no kernels to compile")
-    Console(highlight=False).print(f"warmed up in {seconds:.1f} s on {report.device}: {kept}", markup=False, soft_wrap=True)
+    Console(highlight=False).print(
+        f"warmed up in {seconds:.1f} s on {report.device}: {kept}", markup=False, soft_wrap=True
+    )
 
 
 def tune(
@@ -72,10 +83,15 @@ def tune(
     dtype: Dtype = None,
     device: Device = None,
     backend: Backend = "auto",
-    forget: Annotated[bool, typer.Option("--forget", help="Remove all that was tuned on this machine, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")] = False,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Remove all that was tuned on this machine, and stop.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")
+    ] = False,
 ) -> None:
-    """Measure the launches of the kernels on this GPU for a model's shapes, and keep the fastest for later runs. See docs/devices.md."""
+    """Measure the launches of the kernels on this GPU for a model's shapes, and keep the fastest for later runs. See
+    docs/devices.md."""
     import fastspec
 
     console = Console(highlight=False)
@@ -83,7 +99,9 @@ def tune(
         from fastspec.patches.tuning.store import forget as remove
 
         paths = remove()
-        console.print("\n".join(f"removed {path}" for path in paths) or "nothing was tuned", markup=False, soft_wrap=True)
+        console.print(
+            "\n".join(f"removed {path}" for path in paths) or "nothing was tuned", markup=False, soft_wrap=True
+        )
         return
     if backend in ("torch", "cpp"):  # before a model is loaded in vain
         raise Unsupported(f"backend {backend!r} has no launches to tune: give --backend triton, or none")
@@ -99,5 +117,9 @@ def tune(
         return
     console.print(str(found), markup=False, soft_wrap=True)
     for each in (each for each in found.places if each.refused):
-        console.print(f"refused at {each.op} {each.shape}: " + "; ".join(each.refused), markup=False, soft_wrap=True, style="dim")
-    console.print(f"kept in {found.path}" if found.path else "the tables' own launches stay", markup=False, soft_wrap=True)
+        console.print(
+            f"refused at {each.op} {each.shape}: " + "; ".join(each.refused), markup=False, soft_wrap=True, style="dim"
+        )
+    console.print(
+        f"kept in {found.path}" if found.path else "the tables' own launches stay", markup=False, soft_wrap=True
+    )

@@ -78,29 +78,32 @@ def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: C
 
 
 def verdict(source: str, rows: Sequence[Any]) -> str:
-    """The verdict on a head by the rows of `fastspec.patches.assistants.heads.probe_head`, best first: keep its declared reading, take
-    another, or look for another head.
+    """The verdict on a head by the rows of `fastspec.patches.assistants.heads.probe_head`, best first: keep its
+    declared reading, take another, or look for another head.
 
-    A reading is better than the declared one where it met the target's choice more often at one of the two steps by over two standard
-    errors, and at both together.
+    A reading is better than the declared one where it met the target's choice more often at one of the two steps by
+    over two standard errors, and at both together.
     """
     best, declared = rows[0], next(row for row in rows if row.declared)
     shares = ((best.agreement, declared.agreement), (best.second, declared.second))
     better = any(a - b > 2 * math.sqrt((a + b) / 2 * (1 - (a + b) / 2) / best.tokens) for a, b in shares)
     if best.agreement < POOR:
         return (
-            f"no reading drafts well ({best.agreement:.0%} at best): this head was trained for another target, too little, or on text of "
+            f"no reading drafts well ({best.agreement:.0%} at best): this head was trained for another target, too "
+            "little, or on text of "
             "another kind; try a prompt of the kind that it was trained on"
         )
     if not better:
         return (
-            f"read it as declared ({declared.agreement:.0%} of {declared.tokens} drafts are the target's, {declared.second:.0%} of those "
+            f"read it as declared ({declared.agreement:.0%} of {declared.tokens} drafts are the target's, "
+            f"{declared.second:.0%} of those "
             "after them): no reading is clearly better"
         )
     kept = declared.overrides()
     options = ", ".join(f"{name}={value!r}" for name, value in best.overrides().items() if value != kept[name])
     return (
-        f"another reading drafts better, {best.agreement:.0%} and {best.second:.0%} (of the drafts after the first) against "
+        f"another reading drafts better, {best.agreement:.0%} and {best.second:.0%} (of the drafts after the first) "
+        "against "
         f"{declared.agreement:.0%} and {declared.second:.0%} as declared: "
         f"fastspec.patch(model, ...=fastspec.load_head({source!r}, model, {options}))"
     )

@@ -7,7 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 PARTS = 10_000
 """A training run's share that is done is counted in these."""
@@ -20,7 +28,8 @@ def _bars(console: Console, *columns: Any) -> Progress:
 
 @contextmanager
 def counting(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with (how many are done, of how many): a bar in a terminal, else a line "3 of 8 <what>" each time."""
+    """A function to call with (how many are done, of how many): a bar in a terminal, else a line "3 of 8 <what>" each
+    time."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield lambda done, of: console.print(f"{done} of {of} {what}", markup=False, highlight=False)
@@ -31,8 +40,8 @@ def counting(what: str, console: Console | None = None) -> Iterator[Callable[[in
 
 
 class TrainingBars:
-    """Bars of the answers and of the training, from what `training.train` reports. They start with the first report, since the other
-    processes of a run report nothing."""
+    """Bars of the answers and of the training, from what `training.train` reports. They start with the first report,
+    since the other processes of a run report nothing."""
 
     def __init__(self, console: Console) -> None:
         self.bars = _bars(console, TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[told]}"))

@@ -24,9 +24,12 @@ ASSISTANTS = ("eagle3", "nasd", "autoregressive")
 """What a command that brings one head can name."""
 
 
-def patched_model(name: str, head: str | None, assistant: str | None, device: str | None, backend: str) -> tuple[Any, Any, str]:
-    """(model, tokenizer, assistant) of a command: the model patched with the EAGLE-3 head that it names or that ships for the model, and
-    the assistant that it names, else the head's, else "nasd". Without a device it is that of the process."""
+def patched_model(
+    name: str, head: str | None, assistant: str | None, device: str | None, backend: str
+) -> tuple[Any, Any, str]:
+    """(model, tokenizer, assistant) of a command: the model patched with the EAGLE-3 head that it names or that ships
+    for the model, and the assistant that it names, else the head's, else "nasd". Without a device it is that of the
+    process."""
     import fastspec
     from fastspec.programs.bulk import own_device
 
@@ -45,18 +48,25 @@ def generate(
     out: Annotated[Path, typer.Option(help="jsonl file of the answers; what it answers already is not asked again.")],
     model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
     eagle3: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
-    assistant: Annotated[str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")] = None,
+    assistant: Annotated[
+        str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at a time.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Share of the probability that is sampled from.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampling; line n has this plus n.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on from the prompts as they stand, without the chat format.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on from the prompts as they stand, without the chat format.")
+    ] = False,
     device: Device = None,
     backend: Backend = "auto",
 ) -> None:
-    """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU takes its share."""
+    """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU
+    takes its share."""
     from fastspec.programs.bulk import answer_file, read_left, settings_of, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
@@ -67,20 +77,42 @@ def generate(
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
         done = answer_file(
-            target, tokenizer, prompts, out, assistant=chosen, rows=rows, max_new_tokens=max_new_tokens, max_length=max_length,
-            temperature=temperature, top_p=top_p, seed=seed, chat=not raw, share=share, name=model,
+            target,
+            tokenizer,
+            prompts,
+            out,
+            assistant=chosen,
+            rows=rows,
+            max_new_tokens=max_new_tokens,
+            max_length=max_length,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            chat=not raw,
+            share=share,
+            name=model,
             tell=lambda total, failed: bar.update(task, total=total, advance=1),
-        )  # fmt: skip
-    console.print(f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed", markup=False)
+        )
+    console.print(
+        f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed", markup=False
+    )
     if done.failed:
         raise typer.Exit(1)
 
 
 def opened(
-    model: str, eagle3: str | None = None, assistant: str | None = None, rows: int = 8, max_length: int | None = None,
-    prefill_chunk: int | None = None, device: str | None = None, backend: str = "auto", warmup: int | None = None,
-) -> tuple[Continuous, Any]:  # fmt: skip
-    """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of so many tokens."""
+    model: str,
+    eagle3: str | None = None,
+    assistant: str | None = None,
+    rows: int = 8,
+    max_length: int | None = None,
+    prefill_chunk: int | None = None,
+    device: str | None = None,
+    backend: str = "auto",
+    warmup: int | None = None,
+) -> tuple[Continuous, Any]:
+    """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of
+    so many tokens."""
     from fastspec.patches.continuous import continuous
 
     target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
@@ -95,18 +127,27 @@ def opened(
 def serve(
     model: Annotated[str, typer.Argument(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
     eagle3: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
-    assistant: Annotated[str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")] = None,
+    assistant: Annotated[
+        str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL by default.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time.")] = 8,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
-    api_key: Annotated[str | None, typer.Option(envvar="FASTSPEC_API_KEY", help="Key that requests must bring.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer that a request may ask for, in tokens.")] = 4096,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FASTSPEC_API_KEY", help="Key that requests must bring.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest answer that a request may ask for, in tokens.")
+    ] = 4096,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a row; more are answered 429.")] = 64,
     max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 1 << 20,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens read between two rounds; 1,024 on CUDA and 256 elsewhere without it.")
+        int | None,
+        typer.Option(min=1, help="Prompt tokens read between two rounds; 1,024 on CUDA and 256 elsewhere without it."),
     ] = None,
     device: Device = None,
     backend: Backend = "auto",
@@ -115,7 +156,8 @@ def serve(
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
 ) -> None:
-    """Serve a model by OpenAI's routes: chat, completions, responses, models, health and metrics. See docs/serving.md."""
+    """Serve a model by OpenAI's routes: chat, completions, responses, models, health and metrics. See
+    docs/serving.md."""
     try:
         from fastspec.programs.serving.app import bound, build_app, run_server
         from fastspec.programs.serving.remote import Remote
@@ -124,8 +166,21 @@ def serve(
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
     listener = bound(host, port)  # before a model is loaded in vain
-    build = partial(opened, model, eagle3, assistant, rows, max_length, prefill_chunk, device, backend, warmup_length if warmup else None)
+    build = partial(
+        opened,
+        model,
+        eagle3,
+        assistant,
+        rows,
+        max_length,
+        prefill_chunk,
+        device,
+        backend,
+        warmup_length if warmup else None,
+    )
     with listener, Remote(build) as batch:
-        app = build_app(batch, batch.tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key)
+        app = build_app(
+            batch, batch.tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key
+        )
         with left_alone_by_the_collector():
             run_server(app, listener, log_level=log_level, grace=grace)

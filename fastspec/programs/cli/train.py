@@ -74,7 +74,8 @@ def train(
     device: Device = None,
     removed: Annotated[str | None, typer.Option(*BLOCK_OPTIONS, hidden=True)] = None,
 ) -> None:
-    """Train a drafting head. What is left out keeps the default of `fastspec.programs.training.TrainConfig`; see docs/training.md."""
+    """Train a drafting head. What is left out keeps the default of `fastspec.programs.training.TrainConfig`; see
+    docs/training.md."""
     if removed is not None:
         raise typer.BadParameter(BLOCK_HEADS, param_hint=" / ".join(BLOCK_OPTIONS))
     given = {name: value for name, value in locals().items() if name != "device" and value is not None and value != []}

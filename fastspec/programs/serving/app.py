@@ -57,7 +57,9 @@ class OneModel(ModelManager):
         """The one model, as `/v1/models` lists it."""
         return [{"id": self.name, "object": "model", "created": self.since, "owned_by": "fastspec"}]
 
-    get_gen_models = list_models  # the method's name before transformers 5.24: delete it when that is the oldest version
+    get_gen_models = (
+        list_models  # the method's name before transformers 5.24: delete it when that is the oldest version
+    )
 
     def shutdown(self) -> None:
         """The server stops: requests that are still there are let go of."""
@@ -75,23 +77,33 @@ def _later_handlers(manager: ModelManager, state: BatchState) -> dict[str, Any]:
 
 def build_app(
     batch: Continuous | Remote, tokenizer: Any, name: str, *, limits: Limits | None = None, api_key: str | None = None
-) -> RequestMiddleware:  # fmt: skip
-    """An ASGI application that answers OpenAI's routes for one model by an open batch, and closes the batch at its shutdown.
+) -> RequestMiddleware:
+    """An ASGI application that answers OpenAI's routes for one model by an open batch, and closes the batch at its
+    shutdown.
 
-    `batch` is an open batch of this process, or one in a process of its own, whose process it ends. `name` is what requests call the model,
-    `tokenizer` a fast one of transformers, of which an open batch here makes stop strings. With `api_key` requests must bring it. Raises
-    Unsupported for a tokenizer that is not a fast one.
+    `batch` is an open batch of this process, or one in a process of its own, whose process it ends. `name` is what
+    requests call the model, `tokenizer` a fast one of transformers, of which an open batch here makes stop strings.
+    With `api_key` requests must bring it. Raises Unsupported for a tokenizer that is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise Unsupported(f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True")
+        raise Unsupported(
+            f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True"
+        )
     served: Served = Here(batch, tokenizer) if isinstance(batch, Continuous) else batch
     limits, metrics = limits or Limits(), Metrics(served)
     manager, state = OneModel(name, tokenizer, served), BatchState(BatchManager(served, tokenizer, limits, metrics))
-    chats, completions, responses = (handler(kind, tokenizer, limits, manager, state) for kind in (Chats, Completions, Responses))
+    chats, completions, responses = (
+        handler(kind, tokenizer, limits, manager, state) for kind in (Chats, Completions, Responses)
+    )
     app: FastAPI = build_server(
-        manager, chats, completion_handler=completions, response_handler=responses,
-        transcription_handler=TranscriptionHandler(manager, state), generation_state=state, **_later_handlers(manager, state),
-    )  # fmt: skip
+        manager,
+        chats,
+        completion_handler=completions,
+        response_handler=responses,
+        transcription_handler=TranscriptionHandler(manager, state),
+        generation_state=state,
+        **_later_handlers(manager, state),
+    )
 
     @app.get("/metrics")
     def metrics_page() -> Response:
@@ -118,14 +130,19 @@ def build_app(
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket for `run_server`, which does not listen yet. Raises Unsupported for an address that cannot be had: taken, or no own one."""
+    """A socket for `run_server`, which does not listen yet. Raises Unsupported for an address that cannot be had:
+    taken, or no own one."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:
-        raise Unsupported(f"{host}:{port} cannot be listened on ({error.strerror}): name another --port or --host") from error
+        raise Unsupported(
+            f"{host}:{port} cannot be listened on ({error.strerror}): name another --port or --host"
+        ) from error
     return made
 
 

@@ -17,7 +17,17 @@ from transformers.cli.serving.utils import BaseHandler
 
 from fastspec.patches.hf.ends import stop_criterion
 from fastspec.programs.serving.manager import BatchState, is_taken
-from fastspec.programs.serving.requests import ASKED, GREEDY_BELOW, OF_TOKENS, Body, Limits, read, refuse, texts_of, tokens_of
+from fastspec.programs.serving.requests import (
+    ASKED,
+    GREEDY_BELOW,
+    OF_TOKENS,
+    Body,
+    Limits,
+    read,
+    refuse,
+    texts_of,
+    tokens_of,
+)
 
 OWN_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What `apply_chat_template` takes itself; other names are variables of the template."""
@@ -36,7 +46,11 @@ class Checked(BaseHandler):
 
     async def handle_request(self, body: Body, request_id: str) -> Any:
         """Check and answer a request. Raises HTTPException: 400 for one that cannot be answered."""
-        given = {name: _without_null(value) for name, value in body.items() if value is not None and (name, value) != ("stop", [])}
+        given = {
+            name: _without_null(value)
+            for name, value in body.items()
+            if value is not None and (name, value) != ("stop", [])
+        }
         body = self.prepared(given)
         asked = read(body, request_id, self.limits, self.needs)
         self._check_template(body.get("chat_template_kwargs", {}))
@@ -52,7 +66,12 @@ class Checked(BaseHandler):
             return response
         except HTTPException:
             raise
-        except (ValueError, TypeError, KeyError, TemplateError) as error:  # a template or a configuration takes the request no further
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            TemplateError,
+        ) as error:  # a template or a configuration takes the request no further
             raise refuse(f"{type(error).__name__}: {error}") from error
         finally:
             ASKED.reset(token)
@@ -67,21 +86,31 @@ class Checked(BaseHandler):
             return
         encode = self.tokenizer.backend_tokenizer.encode
         counts = await asyncio.to_thread(
-            lambda: [sum(encode(text.strip(), add_special_tokens=False).attention_mask) for text in texts]  # 0 where a tokenizer pads
+            lambda: [
+                sum(encode(text.strip(), add_special_tokens=False).attention_mask) for text in texts
+            ]  # 0 where a tokenizer pads
         )
-        length, most = sum(counts) - 2 * len(counts), self.model_manager.batch.max_length  # words may join at the ends of a text
+        length, most = (
+            sum(counts) - 2 * len(counts),
+            self.model_manager.batch.max_length,
+        )  # words may join at the ends of a text
         if length >= most:
             raise refuse(f"the prompt has {length} tokens or more, and this server takes {most - 1} at most")
 
     def _check_template(self, variables: Body) -> None:
-        """Templates get variables by `chat_template_kwargs`; another template, truncation and padding are the server's own matter."""
+        """Templates get variables by `chat_template_kwargs`; another template, truncation and padding are the server's
+        own matter."""
         taken = [name for name in variables if name in OWN_OF_TEMPLATES]
         if taken:
             raise refuse(f"chat_template_kwargs has {taken[0]!r}, which is no variable of the model's template")
 
     def _build_generation_config(self, body: Body, model_generation_config: Any, use_cb: bool = False) -> Any:
-        config = super()._build_generation_config({**body, "seed": None}, model_generation_config, use_cb=use_cb)  # a global seed otherwise
-        if (body.get("temperature") or 0) >= GREEDY_BELOW:  # transformers' server leaves that to the model's configuration
+        config = super()._build_generation_config(
+            {**body, "seed": None}, model_generation_config, use_cb=use_cb
+        )  # a global seed otherwise
+        if (
+            body.get("temperature") or 0
+        ) >= GREEDY_BELOW:  # transformers' server leaves that to the model's configuration
             config.do_sample = True
         elif "temperature" in body:
             config.do_sample = False
@@ -90,8 +119,14 @@ class Checked(BaseHandler):
         size = self.model_manager.batch.model.config.get_text_config().vocab_size
         for name in OF_TOKENS:  # which processors would find in the middle of the answer
             value = getattr(config, name)
-            if value != getattr(model_generation_config, name) and not all(0 <= token < size for token in tokens_of(name, value)):
-                said = "logit_bias" if name == "sequence_bias" and body.get("logit_bias") else f"{name} of generation_config"
+            if value != getattr(model_generation_config, name) and not all(
+                0 <= token < size for token in tokens_of(name, value)
+            ):
+                said = (
+                    "logit_bias"
+                    if name == "sequence_bias" and body.get("logit_bias")
+                    else f"{name} of generation_config"
+                )
                 raise refuse(f"{said} names a token that the model has not: its tokens are 0 to {size - 1}")
         if not config.do_sample:  # the defaults, which stand for "not given"
             config.temperature, config.top_p, config.top_k = 1.0, 1.0, 50
@@ -127,7 +162,10 @@ def _without_null(value: Any) -> Any:
     """A list of objects, as messages are, without fields that are null."""
     if not isinstance(value, list):
         return value
-    return [{name: held for name, held in each.items() if held is not None} if isinstance(each, dict) else each for each in value]
+    return [
+        {name: held for name, held in each.items() if held is not None} if isinstance(each, dict) else each
+        for each in value
+    ]
 
 
 def handler(kind: type[Checked], tokenizer: Any, limits: Limits, model_manager: Any, state: BatchState) -> Checked:

@@ -1,4 +1,5 @@
-"""The open batch as transformers' handlers of requests take it: a manager of generation, and the text that streams out of it."""
+"""The open batch as transformers' handlers of requests take it: a manager of generation, and the text that streams out
+of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cli.serving.utils import BaseGenerateManager, CBWorkerDeadError, DirectStreamer, GenerationState, _StreamError
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    CBWorkerDeadError,
+    DirectStreamer,
+    GenerationState,
+    _StreamError,
+)
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.hf.ends import end_tokens
@@ -43,7 +50,9 @@ class FinishReason:
 class MeasuredStreamer:
     """A streamer that measures, and hands on what it is given."""
 
-    def __init__(self, asked: RequestSettings, metrics: Metrics, inner: DirectStreamer | None, ending: FinishReason) -> None:
+    def __init__(
+        self, asked: RequestSettings, metrics: Metrics, inner: DirectStreamer | None, ending: FinishReason
+    ) -> None:
         self.asked, self.metrics, self.inner, self.ending = asked, metrics, inner, ending
         self.tokens: list[int] = []
         """Of the answer."""
@@ -92,22 +101,27 @@ class MeasuredStreamer:
         self.metrics.seconds.observe(seconds)
         first = "none" if self.first is None else f"{self.first:.3f} s"
         log.info(
-            "%s: %s, %d prompt tokens, %d new, first after %s, %.3f s", self.asked.request_id, outcome, prompt_tokens, len(self.tokens),
-            first, seconds,
-        )  # fmt: skip
+            "%s: %s, %d prompt tokens, %d new, first after %s, %.3f s",
+            self.asked.request_id,
+            outcome,
+            prompt_tokens,
+            len(self.tokens),
+            first,
+            seconds,
+        )
         if outcome == "error":
             log.error("%s failed", self.asked.request_id, exc_info=future.exception())
 
 
 PACE = 0.001
-"""Seconds for every reader of one delivery that pass before the next: to send a chunk takes the event loop some tenths of a millisecond,
-for which the rounds' thread waits."""
+"""Seconds for every reader of one delivery that pass before the next: to send a chunk takes the event loop some tenths
+of a millisecond, for which the rounds' thread waits."""
 LONGEST_PACE = 0.04
 
 
 class Mail:
-    """Brings what the batch's thread says to the event loop: all that waits in one wake-up, texts to one reader as one. With many readers
-    wake-ups are `PACE` for each of them apart."""
+    """Brings what the batch's thread says to the event loop: all that waits in one wake-up, texts to one reader as one.
+    With many readers wake-ups are `PACE` for each of them apart."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -126,7 +140,9 @@ class Mail:
     def _bring(self) -> None:
         readers = self._deliver()
         if readers > 1:
-            self.loop.call_later(min(LONGEST_PACE, PACE * readers), self._bring)  # called still: who posts meanwhile waits for that
+            self.loop.call_later(
+                min(LONGEST_PACE, PACE * readers), self._bring
+            )  # called still: who posts meanwhile waits for that
             return
         self.called = False
         if self.waiting:  # posted before that line, by who saw that it was called
@@ -172,8 +188,8 @@ class Stream(DirectStreamer):
 
 
 async def is_taken(sent: Sent) -> None:
-    """Return when the batch has taken a prompt. Raises what refuses it: HTTPException (400), or CBWorkerDeadError where the batch takes
-    none any more. Where nobody waits for that any more the prompt is let go of."""
+    """Return when the batch has taken a prompt. Raises what refuses it: HTTPException (400), or CBWorkerDeadError where
+    the batch takes none any more. Where nobody waits for that any more the prompt is let go of."""
     try:
         await asyncio.shield(asyncio.wrap_future(sent.taken))
     except asyncio.CancelledError:
@@ -194,8 +210,9 @@ class BatchManager(BaseGenerateManager):
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue[Any], Stream]:  # fmt: skip
-        """Stream of an answer, as `BaseGenerateManager` has it; `RequestSettings.sent` tells whether the batch takes the prompt.
+    ) -> tuple[asyncio.Queue[Any], Stream]:
+        """Stream of an answer, as `BaseGenerateManager` has it; `RequestSettings.sent` tells whether the batch takes
+        the prompt.
 
         Raises HTTPException where too many wait.
         """
@@ -208,7 +225,9 @@ class BatchManager(BaseGenerateManager):
         def failed(future: Future[Any]) -> None:
             error = None if future.cancelled() else future.exception()
             if future.cancelled() or error is not None:
-                text = " ".join(str(error).replace('"', "'").replace("\\", "/").split())  # transformers writes it between quotes
+                text = " ".join(
+                    str(error).replace('"', "'").replace("\\", "/").split()
+                )  # transformers writes it between quotes
                 mail.post(queue, _StreamError(text) if error is not None else None)
 
         stream.sent.answer.add_done_callback(failed)
@@ -216,7 +235,7 @@ class BatchManager(BaseGenerateManager):
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, Tensor]:  # fmt: skip
+    ) -> tuple[str, int, Tensor]:
         """See `BaseGenerateManager`; a request that is cancelled lets go of its prompt."""
         sent, watch = self._submit(inputs, gen_config, None)
         await is_taken(sent)
@@ -228,7 +247,11 @@ class BatchManager(BaseGenerateManager):
         except Exception as error:
             raise refuse(f"{type(error).__name__}: {error}", 500) from error
         tokens = watch.tokens  # the answer's own lies on the model's device, which is busy
-        return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], torch.tensor(tokens, device="cpu")
+        return (
+            processor.decode(tokens, skip_special_tokens=True),
+            inputs["input_ids"].shape[-1],
+            torch.tensor(tokens, device="cpu"),
+        )
 
     def _submit(self, inputs: Any, gen_config: Any, stream: Stream | None) -> tuple[Sent, MeasuredStreamer]:
         """Hand a request to the batch. Raises HTTPException: 400 for one that has no room, 429 where too many wait."""

@@ -45,29 +45,42 @@ class Metrics:
         self.registry.register(self)
         self.requests = Counter("fastspec_requests", "Requests by how they ended.", ["outcome"], registry=self.registry)
         self.tokens = Counter("fastspec_generated_tokens", "New tokens of all answers.", registry=self.registry)
-        self.prompt_tokens = Counter("fastspec_prompt_tokens", "Tokens of all prompts that were taken.", registry=self.registry)
+        self.prompt_tokens = Counter(
+            "fastspec_prompt_tokens", "Tokens of all prompts that were taken.", registry=self.registry
+        )
         self.first_token = Histogram(
-            "fastspec_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS, registry=self.registry
-        )  # fmt: skip
+            "fastspec_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.seconds = Histogram(
-            "fastspec_request_seconds", "From a request's arrival to its answer's end.", buckets=SECONDS, registry=self.registry
-        )  # fmt: skip
+            "fastspec_request_seconds",
+            "From a request's arrival to its answer's end.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
 
     def collect(self) -> Iterator[Metric]:
         """What the batch itself counts."""
         batch, stats = self.batch, self.batch.stats
         gauges = {
-            "fastspec_rows": ("Rows of a round.", stats.rows), "fastspec_rows_running": ("Rows that hold a request.", batch.running),
+            "fastspec_rows": ("Rows of a round.", stats.rows),
+            "fastspec_rows_running": ("Rows that hold a request.", batch.running),
             "fastspec_queue": ("Requests that wait for a row.", batch.waiting),
-            "fastspec_acceptance_length": ("Mean tokens that a round emits for a row, the bonus token counted.", stats.acceptance_length),
+            "fastspec_acceptance_length": (
+                "Mean tokens that a round emits for a row, the bonus token counted.",
+                stats.acceptance_length,
+            ),
             "fastspec_tokens_per_second": (f"New tokens a second over the last {WINDOW:g} seconds.", self.rate.value()),
-        }  # fmt: skip
+        }
         for name, (said, value) in gauges.items():
             yield GaugeMetricFamily(name, said, value=value)
         counters = {
-            "fastspec_rounds": ("Rounds.", stats.rounds), "fastspec_row_rounds": ("Rounds summed over running rows.", stats.row_rounds),
+            "fastspec_rounds": ("Rounds.", stats.rounds),
+            "fastspec_row_rounds": ("Rounds summed over running rows.", stats.row_rounds),
             "fastspec_drafted_tokens": ("Draft tokens scored.", stats.drafted),
             "fastspec_accepted_tokens": ("Draft tokens accepted.", stats.accepted),
-        }  # fmt: skip
+        }
         for name, (said, value) in counters.items():
             yield CounterMetricFamily(name, said, value=value)

@@ -15,8 +15,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 LET_GO: ContextVar[list[Callable[[], object]]] = ContextVar("fastspec_let_go")
-"""What is called when nobody waits for the request that is being answered any more: a stream whose client goes before its first byte was
-never begun, so that nothing of its own can take care."""
+"""What is called when nobody waits for the request that is being answered any more: a stream whose client goes before
+its first byte was never begun, so that nothing of its own can take care."""
 OPEN = ("/health",)
 """Paths that need no key."""
 DRAINED = 16
@@ -25,7 +25,9 @@ DRAINED = 16
 
 def error_body(message: str, status: int) -> dict[str, Any]:
     """An error in OpenAI's form."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
@@ -34,7 +36,8 @@ class ClientGone(Exception):
 
 
 class RequestMiddleware:
-    """ASGI middleware around `app`, outside all else. A request whose client goes away is cancelled, streamed or not."""
+    """ASGI middleware around `app`, outside all else. A request whose client goes away is cancelled, streamed or
+    not."""
 
     def __init__(self, app: App, paths: tuple[str, ...], body: int, key: str | None) -> None:
         self.app, self.paths, self.body, self.key = app, paths, body, key
@@ -71,8 +74,8 @@ class RequestMiddleware:
         return None
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body, or None for one that is too long, most of which is read and forgotten: clients that are cut off while they send
-        do not read the answer. Raises ClientGone."""
+        """The whole body, or None for one that is too long, most of which is read and forgotten: clients that are cut
+        off while they send do not read the answer. Raises ClientGone."""
         parts: list[bytes] = []
         size = 0
         while True:
@@ -89,8 +92,8 @@ class RequestMiddleware:
                 return b"".join(parts) if size <= self.body else None
 
     async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the app until it has answered, until the client has gone, or until the server cancels what it does, since it stops: then
-        a client that has no part of its answer is told so, and a stream breaks off without its end."""
+        """Run the app until it has answered, until the client has gone, or until the server cancels what it does, since
+        it stops: then a client that has no part of its answer is told so, and a stream breaks off without its end."""
         read, begun, gone, completed = False, False, asyncio.Event(), False
 
         async def replay() -> Message:

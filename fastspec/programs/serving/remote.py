@@ -1,4 +1,5 @@
-"""An open batch in a process of its own, as a server uses it: HTTP and texts do not share an interpreter with the rounds."""
+"""An open batch in a process of its own, as a server uses it: HTTP and texts do not share an interpreter with the
+rounds."""
 
 from __future__ import annotations
 
@@ -52,10 +53,11 @@ class Described:
 
 
 class Remote:
-    """The batch that `build` opens in a process of its own; `build` is pickled, and returns the batch and its tokenizer. See `Served`.
+    """The batch that `build` opens in a process of its own; `build` is pickled, and returns the batch and its
+    tokenizer. See `Served`.
 
-    Returns when the batch is open. Raises what `build` raises, and FastSpecError where the process ends before. The process ends with
-    this one, however that ends.
+    Returns when the batch is open. Raises what `build` raises, and FastSpecError where the process ends before. The
+    process ends with this one, however that ends.
     """
 
     def __init__(self, build: Callable[[], Opened]) -> None:
@@ -86,7 +88,9 @@ class Remote:
         self.model = Described(ready.config, ready.generation_config)
         self._thread = threading.Thread(target=self._read, name="fastspec-remote", daemon=True)
         self._thread.start()
-        self._at_exit = Finalize(self, _end_at_exit, (self.wire, self.process), exitpriority=10)  # before multiprocessing waits for it
+        self._at_exit = Finalize(
+            self, _end_at_exit, (self.wire, self.process), exitpriority=10
+        )  # before multiprocessing waits for it
 
     def _opened(self) -> Ready:
         for messages, state in self._parcels:
@@ -97,7 +101,9 @@ class Remote:
                 assert isinstance(messages[0], Ready)
                 return messages[0]
         self.process.join()
-        raise FastSpecError(f"the process of the rounds has ended with status {self.process.exitcode} before its batch was open")
+        raise FastSpecError(
+            f"the process of the rounds has ended with status {self.process.exitcode} before its batch was open"
+        )
 
     @property
     def waiting(self) -> int:
@@ -113,7 +119,9 @@ class Remote:
         """See `Served`."""
         sent, number = Sent(), next(self._numbers)
         try:
-            prompt = Packed.of(PromptMessage(number, ids[0].tolist(), None if mask is None else mask[0].tolist(), config, seed))
+            prompt = Packed.of(
+                PromptMessage(number, ids[0].tolist(), None if mask is None else mask[0].tolist(), config, seed)
+            )
         except ValueError as error:
             sent.taken.set_exception(error)
             return sent
@@ -128,7 +136,8 @@ class Remote:
         return sent
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
-        """See `Served`: a table as long as the vocabulary, which is sent once for the sets of strings that the other process keeps."""
+        """See `Served`: a table as long as the vocabulary, which is sent once for the sets of strings that the other
+        process keeps."""
         with self._lock:
             told = self._told.pop(strings, False)
             self._told[strings] = True
@@ -148,7 +157,9 @@ class Remote:
     def __enter__(self) -> Remote:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _end_process(self, patience: float) -> None:
@@ -180,7 +191,15 @@ class Remote:
     def _note(self, state: tuple[Any, ...]) -> None:
         self.running, self._lives, counts = state
         stats = self.stats
-        stats.assistant, stats.rows, stats.rounds, stats.row_rounds, stats.round_tokens, stats.drafted, stats.accepted = counts
+        (
+            stats.assistant,
+            stats.rows,
+            stats.rounds,
+            stats.row_rounds,
+            stats.round_tokens,
+            stats.drafted,
+            stats.accepted,
+        ) = counts
 
     def _take(self, message: Any, sent: Sent, reader: TokenReader) -> None:
         if isinstance(message, Tokens):
@@ -217,8 +236,8 @@ class Remote:
 
 
 def _settle(future: Future[Any], error: BaseException | None, last: Callable[[], object] = lambda: None) -> None:
-    """A future is done, with an error, or without one behind `last`, whose error is its own; not where it is already, or was cancelled. It
-    cannot be cancelled any more before `last`."""
+    """A future is done, with an error, or without one behind `last`, whose error is its own; not where it is already,
+    or was cancelled. It cannot be cancelled any more before `last`."""
     with suppress(InvalidStateError, RuntimeError):  # of another thread that settles it meanwhile
         if future.done() or not future.set_running_or_notify_cancel():
             return
@@ -250,7 +269,8 @@ def _end_at_exit(wire: Wire, process: BaseProcess) -> None:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """A process that starts meanwhile looks for no modules in the current folder before it has this one's path (from Python 3.11 on)."""
+    """A process that starts meanwhile looks for no modules in the current folder before it has this one's path (from
+    Python 3.11 on)."""
     name = "PYTHONSAFEPATH"
     former = os.environ.get(name)
     os.environ[name] = "1"

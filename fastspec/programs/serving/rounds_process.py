@@ -109,8 +109,8 @@ class Courier:
 
 @contextmanager
 def left_alone_by_the_collector() -> Iterator[None]:
-    """What there is stays out of garbage collections: a full one goes through a million objects of torch and transformers, holds the
-    interpreter for some tenths of a second, and stops all streams meanwhile."""
+    """What there is stays out of garbage collections: a full one goes through a million objects of torch and
+    transformers, holds the interpreter for some tenths of a second, and stops all streams meanwhile."""
     gc.collect()
     gc.freeze()
     try:
@@ -191,8 +191,13 @@ class BatchEnd:
         mask = None if prompt.mask is None else torch.tensor([prompt.mask], device="cpu")
         try:
             answer = self.batch.submit(
-                ids, prompt.config, Courier(self.wire, prompt.number), seed=prompt.seed, tokenizer=self.tokenizer, attention_mask=mask
-            )  # fmt: skip
+                ids,
+                prompt.config,
+                Courier(self.wire, prompt.number),
+                seed=prompt.seed,
+                tokenizer=self.tokenizer,
+                attention_mask=mask,
+            )
         except Exception as error:
             self.wire.post(Taken(prompt.number, Failure.of(error)))
             return
@@ -208,5 +213,13 @@ class BatchEnd:
     def _state(self) -> tuple[Any, ...]:
         """What goes beside messages."""
         batch, stats = self.batch, self.batch.stats
-        counts = stats.assistant, stats.rows, stats.rounds, stats.row_rounds, stats.round_tokens, stats.drafted, stats.accepted
+        counts = (
+            stats.assistant,
+            stats.rows,
+            stats.rounds,
+            stats.row_rounds,
+            stats.round_tokens,
+            stats.drafted,
+            stats.accepted,
+        )
         return batch.running, batch.alive, counts

@@ -40,7 +40,10 @@ class Failure:
         except Exception:
             found = None
         same = type(found) is type(error) and str(found) == str(error)
-        return cls(error if same else RuntimeError(f"{type(error).__name__}: {error}"), "".join(traceback.format_exception(error)))
+        return cls(
+            error if same else RuntimeError(f"{type(error).__name__}: {error}"),
+            "".join(traceback.format_exception(error)),
+        )
 
     def arrived(self) -> BaseException:
         """The error, caused by its trace."""
@@ -64,9 +67,9 @@ class Packed:
 
 
 class Wire:
-    """One end of a connection. What is posted goes in its order from a thread of its own, all that waits as one parcel, and with it what
-    `beside` says then; where that has changed a while later it goes alone. A message that cannot be pickled ends the connection for both
-    ends: what may be one is `packed` first."""
+    """One end of a connection. What is posted goes in its order from a thread of its own, all that waits as one parcel,
+    and with it what `beside` says then; where that has changed a while later it goes alone. A message that cannot be
+    pickled ends the connection for both ends: what may be one is `packed` first."""
 
     def __init__(self, connection: Connection, beside: Callable[[], Any] = lambda: None) -> None:
         self.connection, self.beside = connection, beside
@@ -102,7 +105,9 @@ class Wire:
             self._send_all()
         except OSError:  # the other end has gone
             pass
-        except BaseException:  # a message that cannot be pickled: both ends hear of it, none waits for what will not come
+        except (
+            BaseException
+        ):  # a message that cannot be pickled: both ends hear of it, none waits for what will not come
             with socket.socket(fileno=os.dup(self.connection.fileno())) as held:
                 held.shutdown(socket.SHUT_RDWR)
             raise

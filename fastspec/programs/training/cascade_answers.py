@@ -125,7 +125,9 @@ def place(model: Any) -> dict[str, str]:
     return {name: str(told[name]) for name in ("device", "dtype", "torch", "transformers", "fastspec", "commit")}
 
 
-def _record(item: Item, stage: Any, heard: StageAnswer, seed: int, share: float, known: dict[str, str]) -> records.Record:
+def _record(
+    item: Item, stage: Any, heard: StageAnswer, seed: int, share: float, known: dict[str, str]
+) -> records.Record:
     visit, reader = heard.visit, stage.tokenizer or stage.large_tokenizer
     text = reader.decode(heard.answer, skip_special_tokens=True)
     for stop in item.until:

@@ -15,33 +15,38 @@ ENLARGEMENTS = ("continue_cut", "second_answers", "follow_ups")
 class TrainConfig:
     """One run that trains a drafting head.
 
-    `kind` is "eagle3", or "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head reads the target's
-    last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are the target's and it has no `taps`.
-    `start_from` (a folder, a hub id or the name of a head that ships) goes on from a head that exists: sizes, taps, vocabulary and
-    weights are its own, and may be left out. `share_lm_head` gives an EAGLE-3 head the target's rows of the tokens that it drafts as its LM
-    head, behind a learned matrix: the rows are not trained and not written, so that the head's bytes are its layer's, and only fastspec
-    reads it. `norms` gives an EAGLE-3 head those of EAGLE-3.1: each of the target's features is normed by itself before they are fused, and
-    the head feeds its states back to itself as its LM head reads them, behind its final norm.
+    `kind` is "eagle3", or "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head
+    reads the target's last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are
+    the target's and it has no `taps`. `start_from` (a folder, a hub id or the name of a head that ships) goes on from a
+    head that exists: sizes, taps, vocabulary and weights are its own, and may be left out. `share_lm_head` gives an
+    EAGLE-3 head the target's rows of the tokens that it drafts as its LM head, behind a learned matrix: the rows are
+    not trained and not written, so that the head's bytes are its layer's, and only fastspec reads it. `norms` gives an
+    EAGLE-3 head those of EAGLE-3.1: each of the target's features is normed by itself before they are fused, and the
+    head feeds its states back to itself as its LM head reads them, behind its final norm.
 
-    `loss` is a name of `fastspec.programs.training.losses.LOSSES`; `decay` weighs the loss of each draft beside the one before.
+    `loss` is a name of `fastspec.programs.training.losses.LOSSES`; `decay` weighs the loss of each draft beside the one
+    before.
 
-    `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers` are npz files of
-    the target's own answers (`ids`, `lengths`, `tokens`, and `greedy` where it is known), or of whole texts as `Texts.save` writes them;
-    empty means that the target answers the prompts first, up to `new_tokens` each, a `sampled_share` of them by sampling. `heldout` is
-    a jsonl file of prompts, or an npz of texts, for validation; empty holds 1 % of the texts back. `hidden_size`, `intermediate_size` 0
-    and `taps` empty mean the target's; `draft_vocab_size` 0 means 10,240 for kind "eagle3", and the target's for the others.
+    `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers`
+    are npz files of the target's own answers (`ids`, `lengths`, `tokens`, and `greedy` where it is known), or of whole
+    texts as `Texts.save` writes them; empty means that the target answers the prompts first, up to `new_tokens` each, a
+    `sampled_share` of them by sampling. `heldout` is a jsonl file of prompts, or an npz of texts, for validation; empty
+    holds 1 % of the texts back. `hidden_size`, `intermediate_size` 0 and `taps` empty mean the target's;
+    `draft_vocab_size` 0 means 10,240 for kind "eagle3", and the target's for the others.
 
     Three switches enlarge the texts, whichever way they came, within `enlarge_minutes` in all (0 means no bound):
-    `continue_cut` lets the target go on, by up to `new_tokens`, where an answer stops without an end token, greedily where the first
-    part is known to be greedy; `second_answers` adds a greedy answer to every prompt whose answer is not known to be greedy;
-    `follow_ups` appends another prompt's first turn to finished conversations, a `sampled_share` of them answered by sampling.
+    `continue_cut` lets the target go on, by up to `new_tokens`, where an answer stops without an end token, greedily
+    where the first part is known to be greedy; `second_answers` adds a greedy answer to every prompt whose answer is
+    not known to be greedy; `follow_ups` appends another prompt's first turn to finished conversations, a
+    `sampled_share` of them answered by sampling.
 
-    The run ends after `epochs` or after `minutes` of training, whichever comes first (0 means no such bound), and the learning rate
-    falls along a cosine over it. `stop_after` ends one call after about so many minutes, to be taken up by the same call; `minutes`
-    and `enlarge_minutes` count over all calls. Texts are saved every `shard_texts`, the training state every `checkpoint_minutes`
-    (0: only at the end). `keep_features` is the memory of the target's device, in GiB, for what it says of texts that come again: so many
-    of them are read once and not once an epoch (0: none). `keep_features_host` is memory of the host for texts that have no room there. Of
-    several processes each takes as much, and its own share of the texts.
+    The run ends after `epochs` or after `minutes` of training, whichever comes first (0 means no such bound), and the
+    learning rate falls along a cosine over it. `stop_after` ends one call after about so many minutes, to be taken up
+    by the same call; `minutes` and `enlarge_minutes` count over all calls. Texts are saved every `shard_texts`, the
+    training state every `checkpoint_minutes` (0: only at the end). `keep_features` is the memory of the target's
+    device, in GiB, for what it says of texts that come again: so many of them are read once and not once an epoch (0:
+    none). `keep_features_host` is memory of the host for texts that have no room there. Of several processes each takes
+    as much, and its own share of the texts.
     """
 
     target: str
@@ -111,19 +116,33 @@ class TrainConfig:
             raise ValueError(f"TrainConfig.kind is {self.kind!r}; accepted are {accepted}")
         self._check_kind()
         if self.draft_vocab_size < 0:
-            raise ValueError(f"TrainConfig.draft_vocab_size is {self.draft_vocab_size}; it must be 0 (the default size) or more")
+            raise ValueError(
+                f"TrainConfig.draft_vocab_size is {self.draft_vocab_size}; it must be 0 (the default size) or more"
+            )
         for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes", "keep_features", "keep_features_host"):
+        for name in (
+            "epochs",
+            "minutes",
+            "enlarge_minutes",
+            "stop_after",
+            "checkpoint_minutes",
+            "keep_features",
+            "keep_features_host",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 or more")
         if self.new_tokens >= self.max_length:
-            raise ValueError(f"TrainConfig.new_tokens is {self.new_tokens}, no room for a prompt in max_length {self.max_length}")
+            raise ValueError(
+                f"TrainConfig.new_tokens is {self.new_tokens}, no room for a prompt in max_length {self.max_length}"
+            )
         if self.epochs <= 0 and self.minutes <= 0:
             raise ValueError("set `epochs` or `minutes` above 0: one of them ends the run")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
-            raise ValueError(f'TrainConfig.mixed_precision is {self.mixed_precision!r}; accepted are "no", "bf16" and "fp16"')
+            raise ValueError(
+                f'TrainConfig.mixed_precision is {self.mixed_precision!r}; accepted are "no", "bf16" and "fp16"'
+            )
         if not 0 <= self.sampled_share <= 1:
             raise ValueError(f"TrainConfig.sampled_share is {self.sampled_share}; it must lie between 0 and 1")
 
@@ -131,7 +150,10 @@ class TrainConfig:
         """Settings that the kind of head does not have."""
         given = [name for name in ("taps", "hidden_size", "draft_vocab_size") if getattr(self, name)]
         if self.kind == "eagle" and given:
-            raise ValueError(f'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out {", ".join(given)}')
+            raise ValueError(
+                'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out '
+                f"{', '.join(given)}"
+            )
         for name in ("share_lm_head", "norms"):
             if getattr(self, name) and self.kind != "eagle3":
                 raise ValueError(f'{name} belongs to kind "eagle3": leave it out with kind {self.kind!r}')

@@ -21,8 +21,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """N conversations: `tokens` concatenated int32, `lengths` [N] int32, `answer`, True where the target itself wrote the token, and
-    `greedy` [N], True where its answer is known to be greedy."""
+    """N conversations: `tokens` concatenated int32, `lengths` [N] int32, `answer`, True where the target itself wrote
+    the token, and `greedy` [N], True where its answer is known to be greedy."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -50,7 +50,9 @@ class Texts:
     def join(cls, parts: Sequence[Texts]) -> Texts:
         """Several sets after one another."""
         fields = ("tokens", "lengths", "answer", "greedy")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields)) if parts else cls.of([])
+        return (
+            cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields)) if parts else cls.of([])
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Texts:
@@ -61,10 +63,13 @@ class Texts:
             return cls(tokens, lengths, np.unpackbits(z["answer"], count=len(tokens)).astype(bool), greedy)
 
     def save(self, path: str | Path, **more: Any) -> None:
-        """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and the arrays of `more`."""
+        """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and the arrays of
+        `more`."""
         small = self.tokens.size == 0 or self.tokens.max() < 2**16
         tokens = self.tokens.astype(np.uint16 if small else np.int32)
-        np.savez_compressed(path, tokens=tokens, lengths=self.lengths, answer=np.packbits(self.answer), greedy=self.greedy, **more)
+        np.savez_compressed(
+            path, tokens=tokens, lengths=self.lengths, answer=np.packbits(self.answer), greedy=self.greedy, **more
+        )
 
     @property
     def answer_starts(self) -> np.ndarray:
@@ -85,7 +90,8 @@ class Texts:
 
 
 def read_prompts(path: str | Path) -> list[Row]:
-    """Rows of a jsonl file; each has `prompt` (text) or `turns` (list of user turns, of which the first is read), and may have `id`."""
+    """Rows of a jsonl file; each has `prompt` (text) or `turns` (list of user turns, of which the first is read), and
+    may have `id`."""
     rows = [row for _, row in read_jsonl(path)]
     for number, row in enumerate(rows, 1):
         if "prompt" not in row and not row.get("turns"):
@@ -95,7 +101,8 @@ def read_prompts(path: str | Path) -> list[Row]:
 
 
 def encode_prompts(tokenizer: Any, rows: Sequence[Row]) -> list[list[int]]:
-    """The first user turns through the chat template (plain text where the tokenizer has none), up to where the answers start."""
+    """The first user turns through the chat template (plain text where the tokenizer has none), up to where the answers
+    start."""
     texts = [first_turn(row) for row in rows]
     if not texts:
         return []
@@ -107,8 +114,8 @@ def encode_prompts(tokenizer: Any, rows: Sequence[Row]) -> list[list[int]]:
 
 
 def join_answers(tokenizer: Any, prompts: Sequence[Row], path: str | Path) -> Texts:
-    """Prompts and the target's answers to them. The npz holds `ids` (of the prompts), `lengths` and `tokens` (concatenated), and may
-    hold `greedy` (bool)."""
+    """Prompts and the target's answers to them. The npz holds `ids` (of the prompts), `lengths` and `tokens`
+    (concatenated), and may hold `greedy` (bool)."""
     by_id = {row["id"]: row for row in prompts}
     with np.load(path) as z:
         names, lengths, tokens = z["ids"].tolist(), z["lengths"], z["tokens"].astype(np.int32)
@@ -123,7 +130,8 @@ def join_answers(tokenizer: Any, prompts: Sequence[Row], path: str | Path) -> Te
 
 
 def draft_vocabulary(texts: Texts, size: int, vocab_size: int) -> tuple[Tensor, float]:
-    """The `size` most frequent tokens of the answers, ascending [size] int64, and the share of answer tokens they cover.
+    """The `size` most frequent tokens of the answers, ascending [size] int64, and the share of answer tokens they
+    cover.
 
     Tokens that never occur fill up from the lowest ids, so that any size up to vocab_size works.
     """
@@ -144,8 +152,8 @@ def coverage_of(texts: Texts, vocabulary: Tensor) -> float:
 class TextBatch:
     """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss.
 
-    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer. `texts` [B] are the rows'
-    places in the texts. No position u < `first` carries a loss in any row.
+    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer.
+    `texts` [B] are the rows' places in the texts. No position u < `first` carries a loss in any row.
     """
 
     ids: Tensor
@@ -163,8 +171,8 @@ class TextBatch:
 def plan_batches(
     lengths: np.ndarray, tokens: int, multiple: int, rng: np.random.Generator | None, starts: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Index groups of like length, each of at most `tokens` padded tokens; shuffled when `rng` is given. Texts of one padded length are
-    sorted by bands of their `starts`, where these are given."""
+    """Index groups of like length, each of at most `tokens` padded tokens; shuffled when `rng` is given. Texts of one
+    padded length are sorted by bands of their `starts`, where these are given."""
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
     padded = -(-lengths[order] // multiple) * multiple
     if starts is None:

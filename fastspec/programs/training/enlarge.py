@@ -1,5 +1,5 @@
-"""More texts from the ones at hand: answers that were cut are continued, sampled ones get a greedy sister, finished conversations a
-second turn. A text that goes on from another takes its place, as it holds all of it."""
+"""More texts from the ones at hand: answers that were cut are continued, sampled ones get a greedy sister, finished
+conversations a second turn. A text that goes on from another takes its place, as it holds all of it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ MARK = "\u241e"
 
 @dataclass(slots=True, kw_only=True)
 class Enlarger:
-    """Makes the added texts. `rows` are the prompts that follow-up questions are taken from, `ends` the target's end tokens.
+    """Makes the added texts. `rows` are the prompts that follow-up questions are taken from, `ends` the target's end
+    tokens.
 
-    Shards are kept in `config.output`/enlarge and not made twice. Of `config.enlarge_minutes` every kind may use an equal share and
-    what the kinds before it left over; the time of finished shards counts, in whichever call they were made.
+    Shards are kept in `config.output`/enlarge and not made twice. Of `config.enlarge_minutes` every kind may use an
+    equal share and what the kinds before it left over; the time of finished shards counts, in whichever call they were
+    made.
     """
 
     target: Any
@@ -41,7 +43,8 @@ class Enlarger:
     patches: ExitStack = field(default_factory=ExitStack, init=False)
 
     def run(self, texts: Texts) -> Texts:
-        """`texts` and what `config.continue_cut`, `second_answers` and `follow_ups` add to them; raises `OutOfTime` with the clock."""
+        """`texts` and what `config.continue_cut`, `second_answers` and `follow_ups` add to them; raises `OutOfTime`
+        with the clock."""
         kinds = [kind for kind in ENLARGEMENTS if getattr(self.config, kind)]
         keep, parts, spent = np.ones(len(texts), dtype=bool), [], 0.0
         with ExitStack() as self.patches:
@@ -54,9 +57,11 @@ class Enlarger:
                         keep[origin] = False
         return Texts.join([texts.select(keep), *parts])
 
-    def _kind(self, kind: str, texts: Texts, spent: float, bound: float) -> tuple[list[tuple[Texts, np.ndarray]], float]:
-        """The shards of one kind, as (texts, index of the text that each came from), and the seconds spent so far, at most `bound`
-        give or take half a shard."""
+    def _kind(
+        self, kind: str, texts: Texts, spent: float, bound: float
+    ) -> tuple[list[tuple[Texts, np.ndarray]], float]:
+        """The shards of one kind, as (texts, index of the text that each came from), and the seconds spent so far, at
+        most `bound` give or take half a shard."""
         config, number = self.config, ENLARGEMENTS.index(kind)
         order = np.random.default_rng((config.seed, number)).permutation(candidates(kind, texts, self.ends))
         shards = Shards(Path(config.output) / "enlarge" / kind, self.clock)
@@ -72,11 +77,22 @@ class Enlarger:
             made.append((part, more["origin"]))
         if self.report is not None:
             count = sum(len(part) for part, _ in made)
-            self.report({"added": kind, "of": len(order), "texts": count, "new_tokens": tokens, "seconds": round(sum(shards.seconds), 1)})
+            self.report(
+                {
+                    "added": kind,
+                    "of": len(order),
+                    "texts": count,
+                    "new_tokens": tokens,
+                    "seconds": round(sum(shards.seconds), 1),
+                }
+            )
         return made, spent
 
-    def _shard(self, kind: str, texts: Texts, chosen: np.ndarray, rng: np.random.Generator) -> tuple[Texts, dict[str, Any]]:
-        """One shard of texts that the target went on with, and beside them `origin` and `made`, the number of new tokens."""
+    def _shard(
+        self, kind: str, texts: Texts, chosen: np.ndarray, rng: np.random.Generator
+    ) -> tuple[Texts, dict[str, Any]]:
+        """One shard of texts that the target went on with, and beside them `origin` and `made`, the number of new
+        tokens."""
         self.patches.enter_context(answering(self.target, self.config.max_length))
         given, sampled = self._material(kind, [texts.text(i) for i in chosen], texts.greedy[chosen], rng)
         found = answer(self.target, [tokens for tokens, _ in given], sampled, self.config, self.ends)
@@ -89,23 +105,31 @@ class Enlarger:
     def _material(
         self, kind: str, source: Sequence[tuple[np.ndarray, np.ndarray]], greedy: np.ndarray, rng: np.random.Generator
     ) -> tuple[list[Pair], np.ndarray]:
-        """What the target goes on from, as (tokens, answer mask) of each text, and which of the answers are to be sampled."""
+        """What the target goes on from, as (tokens, answer mask) of each text, and which of the answers are to be
+        sampled."""
         pairs = [(tokens.tolist(), mask.tolist()) for tokens, mask in source]
         if kind == "continue_cut":
             return pairs, ~greedy
         if kind == "second_answers":
             starts = [mask.index(True) for _, mask in pairs]
-            return [(tokens[:n], [False] * n) for (tokens, _), n in zip(pairs, starts, strict=True)], np.zeros(len(pairs), bool)
-        asked = [follow_up(self.tokenizer, first_turn(self.rows[j]), self.ends) for j in rng.integers(0, len(self.rows), len(pairs))]
-        joined = [(tokens + turn, mask + [False] * len(turn)) for (tokens, mask), turn in zip(pairs, asked, strict=True)]
+            return [(tokens[:n], [False] * n) for (tokens, _), n in zip(pairs, starts, strict=True)], np.zeros(
+                len(pairs), bool
+            )
+        asked = [
+            follow_up(self.tokenizer, first_turn(self.rows[j]), self.ends)
+            for j in rng.integers(0, len(self.rows), len(pairs))
+        ]
+        joined = [
+            (tokens + turn, mask + [False] * len(turn)) for (tokens, mask), turn in zip(pairs, asked, strict=True)
+        ]
         return joined, rng.random(len(pairs)) < self.config.sampled_share
 
 
 def candidates(kind: str, texts: Texts, ends: Sequence[int]) -> np.ndarray:
     """Indices of the texts that one kind of enlargement can go on from.
 
-    An answer is cut when the text stops in it without an end token. Where `greedy` is unknown, it is False and the answer counts as
-    sampled.
+    An answer is cut when the text stops in it without an end token. Where `greedy` is unknown, it is False and the
+    answer counts as sampled.
     """
     filled = texts.lengths > 0
     last = texts.offsets[1:][filled] - 1
@@ -120,17 +144,24 @@ def candidates(kind: str, texts: Texts, ends: Sequence[int]) -> np.ndarray:
 def follow_up(tokenizer: Any, question: str, ends: Sequence[int]) -> list[int]:
     """The tokens between an answer's end token and the next answer, with `question` as the user's turn.
 
-    They are what the chat template puts there. Raises `Unsupported` for a tokenizer without a chat template, and for a template that
-    does not close an answer with one of `ends`.
+    They are what the chat template puts there. Raises `Unsupported` for a tokenizer without a chat template, and for a
+    template that does not close an answer with one of `ends`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
-        raise Unsupported("follow_ups writes its turns with the tokenizer's chat template, and this tokenizer has none: leave it out")
-    talk = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}, {"role": "user", "content": question}]
+        raise Unsupported(
+            "follow_ups writes its turns with the tokenizer's chat template, and this tokenizer has none: leave it out"
+        )
+    talk = [
+        {"role": "user", "content": "."},
+        {"role": "assistant", "content": MARK},
+        {"role": "user", "content": question},
+    ]
     closing = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False).partition(MARK)[2]
     ids = list(tokenizer(closing, add_special_tokens=False)["input_ids"])
     if not ids or ids[0] not in ends:
         raise Unsupported(
-            f"the chat template puts {closing[:20]!r} after an answer, which is none of the target's end tokens {list(ends)}: "
+            f"the chat template puts {closing[:20]!r} after an answer, which is none of the target's end tokens "
+            f"{list(ends)}: "
             "follow_ups cannot join turns, leave it out"
         )
     return ids[1:]

@@ -32,17 +32,22 @@ RECORD = "data.json"
 
 
 def train(
-    config: TrainConfig, *, target: Any = None, tokenizer: Any = None, device: str | None = None, report: Report | None = None,
+    config: TrainConfig,
+    *,
+    target: Any = None,
+    tokenizer: Any = None,
+    device: str | None = None,
+    report: Report | None = None,
     tick: Tick | None = None,
-) -> Path | None:  # fmt: skip
-    """Train a head as `config` says and return the folder that holds it, or None where `config.stop_after` ended the call before the
-    run's end: the same call goes on from there.
+) -> Path | None:
+    """Train a head as `config` says and return the folder that holds it, or None where `config.stop_after` ended the
+    call before the run's end: the same call goes on from there.
 
-    `target` and `tokenizer` may be given, both, when they are already loaded. `device` is "cpu", "cuda" or "cuda:N", by default what
-    accelerate finds; a run may go on on another one. `report` is called with a row from time to time: how many
-    prompts are answered ("answering", "answered", "of"); what was added to the texts; step, share that is done, loss, accuracy of each
-    draft step, tokens per second. Without it, all but the first are printed where `config.progress` is set. `tick` is called with the
-    share of the training that is done, 0 to 1, after every step.
+    `target` and `tokenizer` may be given, both, when they are already loaded. `device` is "cpu", "cuda" or "cuda:N", by
+    default what accelerate finds; a run may go on on another one. `report` is called with a row from time to time: how
+    many prompts are answered ("answering", "answered", "of"); what was added to the texts; step, share that is done,
+    loss, accuracy of each draft step, tokens per second. Without it, all but the first are printed where
+    `config.progress` is set. `tick` is called with the share of the training that is done, 0 to 1, after every step.
     """
     clock = TimeLimit(config.stop_after)
     if Path(config.output).exists() and not Path(config.output).is_dir():
@@ -50,7 +55,9 @@ def train(
     accelerator = Accelerator(
         cpu=_use(device) == "cpu",
         mixed_precision=config.mixed_precision,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],  # the others wait while the main process makes texts
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(days=1))
+        ],  # the others wait while the main process makes texts
     )
     if target is None:
         dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
@@ -69,20 +76,23 @@ def train(
 
 
 def _use(device: str | None) -> str | None:
-    """The device that was named, the current one from here on. Raises Unsupported for one that is not there, and for one GPU by its number
-    where several processes train: each of these takes its own."""
+    """The device that was named, the current one from here on. Raises Unsupported for one that is not there, and for
+    one GPU by its number where several processes train: each of these takes its own."""
     if device is None:
         return None
     name, processes = choose_device(device), int(os.environ.get("WORLD_SIZE", 1))
     if name.startswith("cuda:"):
         if processes > 1:
-            raise Unsupported(f"device {device!r} is one GPU, and {processes} processes train: give --device cuda, or none")
+            raise Unsupported(
+                f"device {device!r} is one GPU, and {processes} processes train: give --device cuda, or none"
+            )
         torch.cuda.set_device(name)
     return name
 
 
 def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -> tuple[Texts, Texts] | None:
-    """What `make` returns, on every process: the main one makes it, the others read what it saved. None where its time was up."""
+    """What `make` returns, on every process: the main one makes it, the others read what it saved. None where its time
+    was up."""
     made = None
     if accelerator.is_main_process:
         try:
@@ -98,7 +108,8 @@ def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -
 def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, report: Report) -> tuple[Texts, Texts]:
     """(the texts to train on, held-out texts): read from `config.answers` or made by the target, then enlarged.
 
-    What is made is kept in `config.output`. Raises `OutOfTime` where `clock` ends first, and `Unsupported` for input that does not fit.
+    What is made is kept in `config.output`. Raises `OutOfTime` where `clock` ends first, and `Unsupported` for input
+    that does not fit.
     """
     folder, ends = Path(config.output), end_tokens(target, tokenizer)
     if config.follow_ups:
@@ -110,15 +121,29 @@ def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, 
     if config.answers:
         texts = Texts.join([_read_answers(_existing(path), rows, tokenizer) for path in config.answers])
     else:
-        texts = answer_prompts(target, tokenizer, rows, ends, config, folder / "answers", clock, tell=_counted(report, "prompts"))
+        texts = answer_prompts(
+            target, tokenizer, rows, ends, config, folder / "answers", clock, tell=_counted(report, "prompts")
+        )
     heldout, texts = _heldout(config, texts, target, tokenizer, ends, clock, report)
-    enlarger = Enlarger(target=target, tokenizer=tokenizer, ends=ends, rows=rows, config=config, clock=clock, report=report)
+    enlarger = Enlarger(
+        target=target, tokenizer=tokenizer, ends=ends, rows=rows, config=config, clock=clock, report=report
+    )
     return enlarger.run(texts), heldout
 
 
 def _record(config: TrainConfig, folder: Path) -> None:
-    """Keep what the made texts follow from beside them, and refuse to go on with other settings than they were made with."""
-    names = ("new_tokens", "max_length", "sampled_share", "temperature", "top_p", "seed", "shard_texts", "heldout_texts")
+    """Keep what the made texts follow from beside them, and refuse to go on with other settings than they were made
+    with."""
+    names = (
+        "new_tokens",
+        "max_length",
+        "sampled_share",
+        "temperature",
+        "top_p",
+        "seed",
+        "shard_texts",
+        "heldout_texts",
+    )
     kinds = ("continue_cut", "second_answers", "follow_ups", "enlarge_minutes")
     found: dict[str, Any] = {name: getattr(config, name) for name in (*names, *kinds)}
     for name, paths in (("prompts", [config.prompts]), ("heldout", [config.heldout]), ("answers", config.answers)):
@@ -129,7 +154,10 @@ def _record(config: TrainConfig, folder: Path) -> None:
         other = [name for name in found if kept.get(name) != found[name]]
         if other:
             was = ", ".join(f"{name} {kept.get(name)!r} (now {found[name]!r})" for name in other)
-            raise Unsupported(f"the texts in {folder} were made with {was}: go on with the same settings, or choose another output folder")
+            raise Unsupported(
+                f"the texts in {folder} were made with {was}: go on with the same settings, or choose another output "
+                "folder"
+            )
         return
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -152,7 +180,13 @@ def _read_answers(path: Path, rows: list[Row], tokenizer: Any) -> Texts:
 
 
 def _heldout(
-    config: TrainConfig, texts: Texts, target: Any, tokenizer: Any, ends: tuple[int, ...], clock: TimeLimit, report: Report
+    config: TrainConfig,
+    texts: Texts,
+    target: Any,
+    tokenizer: Any,
+    ends: tuple[int, ...],
+    clock: TimeLimit,
+    report: Report,
 ) -> tuple[Texts, Texts]:
     """(held-out texts, the texts left for training)."""
     if config.heldout.endswith(".npz"):
@@ -162,7 +196,11 @@ def _heldout(
         folder, tell = Path(config.output) / "heldout", _counted(report, "held-out prompts")
         return answer_prompts(target, tokenizer, rows, ends, config, folder, clock, greedy=True, tell=tell), texts
     keep = np.zeros(len(texts), dtype=bool)
-    keep[np.random.default_rng(config.seed).permutation(len(texts))[: max(1, min(config.heldout_texts, len(texts) // 100))]] = True
+    keep[
+        np.random.default_rng(config.seed).permutation(len(texts))[
+            : max(1, min(config.heldout_texts, len(texts) // 100))
+        ]
+    ] = True
     return texts.select(keep), texts.select(~keep)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 LOSSES = ("kl", "tv", "nla", "hybrid")
-"""`kl` is the cross entropy against p over the draft vocabulary (their KL divergence but for p's entropy, which no head changes), `tv`
-1 - alpha, `nla` -log alpha, `hybrid` lambda * kl + (1 - lambda) * tv, lambda = exp(-3 alpha), not differentiated."""
+"""`kl` is the cross entropy against p over the draft vocabulary (their KL divergence but for p's entropy, which no head
+changes), `tv` 1 - alpha, `nla` -log alpha, `hybrid` lambda * kl + (1 - lambda) * tv, lambda = exp(-3 alpha), not
+differentiated."""
 SMALLEST = 1e-6
 """Overlaps below it count as it under the logarithm of `nla`."""
 HYBRID_FALL = 3.0
@@ -21,8 +22,8 @@ HYBRID_FALL = 3.0
 def row_losses(loss: str, logits: Tensor, probs: Tensor, inside: Tensor) -> Tensor:
     """The loss of each row [M] fp32, by its name in `LOSSES`.
 
-    logits [M, V_d]; probs [M, V_d] the target's distribution, renormalised over the draft vocabulary, and inside [M] its share of the
-    whole.
+    logits [M, V_d]; probs [M, V_d] the target's distribution, renormalised over the draft vocabulary, and inside [M]
+    its share of the whole.
     """
     wide = logits.float()
     whole = wide.logsumexp(-1)

@@ -1,7 +1,7 @@
 """The target answers the training prompts itself: a head learns to guess its target, not the data set's authors.
 
-Prompts are decoded by fastspec's own rounds without drafts, so many rows at a time, and one that has ended gives its place to the next.
-Shards are written as they are done, so that a stopped run goes on where it was.
+Prompts are decoded by fastspec's own rounds without drafts, so many rows at a time, and one that has ended gives its
+place to the next. Shards are written as they are done, so that a stopped run goes on where it was.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _CHOSEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: those of the target's generation configuration, and the tokenizer's (None: no tokenizer)."""
+    """The tokens that end an answer: those of the target's generation configuration, and the tokenizer's (None: no
+    tokenizer)."""
     named = ends_of(target.generation_config) | (frozenset() if tokenizer is None else ends_of(tokenizer))
     return tuple(sorted(named))
 
@@ -54,8 +55,8 @@ def answer_prompts(
 ) -> Texts:
     """The target's answers to `rows`, as texts; shards are kept in `folder` and not made twice.
 
-    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. `tell` is given the rows that
-    are answered, and how many they will be. Raises `OutOfTime` where `clock` ends.
+    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. `tell` is
+    given the rows that are answered, and how many they will be. Raises `OutOfTime` where `clock` ends.
     """
     shards = Shards(folder, clock)
     parts = []
@@ -78,14 +79,20 @@ def answer_prompts(
 
 
 def answer(
-    target: Any, prompts: Sequence[Sequence[int]], sampled: np.ndarray, config: TrainConfig, ends: Sequence[int], *,
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    sampled: np.ndarray,
+    config: TrainConfig,
+    ends: Sequence[int],
+    *,
     tell: Callable[[int], None] = lambda count: None,
-) -> Texts:  # fmt: skip
-    """Answer tokenised prompts, in their order; prompts longer than `config.max_length - new_tokens` get an empty answer.
+) -> Texts:
+    """Answer tokenised prompts, in their order; prompts longer than `config.max_length - new_tokens` get an empty
+    answer.
 
-    `sampled` [N] says which are sampled rather than greedy; an answer stops after one of `ends`, or at `config.new_tokens`. `tell` is given
-    the number of prompts that are answered, after every call. Raises Unsupported for a target that cannot be patched, for which a head
-    could not draft.
+    `sampled` [N] says which are sampled rather than greedy; an answer stops after one of `ends`, or at
+    `config.new_tokens`. `tell` is given the number of prompts that are answered, after every call. Raises Unsupported
+    for a target that cannot be patched, for which a head could not draft.
     """
     room = config.max_length - config.new_tokens
     order = sorted((i for i in range(len(prompts)) if 0 < len(prompts[i]) <= room), key=lambda i: -len(prompts[i]))
@@ -96,7 +103,9 @@ def answer(
             left = [i for i in order if bool(sampled[i]) == draws]
             while left:
                 group, left = left[: A_CALL * most], left[A_CALL * most :]
-                for index, tokens in zip(group, _call(target, [prompts[i] for i in group], draws, config, ends, most), strict=True):
+                for index, tokens in zip(
+                    group, _call(target, [prompts[i] for i in group], draws, config, ends, most), strict=True
+                ):
                     answers[index] = tokens
                 answered += len(group)
                 tell(answered)
@@ -106,9 +115,9 @@ def answer(
 
 @contextmanager
 def answering(target: Any, longest: int) -> Iterator[int]:
-    """Let a target answer by fastspec's rounds, and by no settings of its own -> the rows that are decoded at a time, of texts of up to
-    `longest` tokens. Around several answers it is patched, and the rows are chosen, once for all of them: what the first of them hold is no
-    reason to take fewer rows, whose rounds would be captured anew."""
+    """Let a target answer by fastspec's rounds, and by no settings of its own -> the rows that are decoded at a time,
+    of texts of up to `longest` tokens. Around several answers it is patched, and the rows are chosen, once for all of
+    them: what the first of them hold is no reason to take fewer rows, whose rounds would be captured anew."""
     own, target.generation_config = target.generation_config, GenerationConfig()
     patches, outermost = not is_patched(target), target not in _CHOSEN
     try:
@@ -129,7 +138,9 @@ def _call(
 ) -> list[list[int]]:
     """The answers to prompts that are all sampled, or all greedy, the end token included where one was reached."""
     how: dict[str, Any] = {"temperature": config.temperature, "top_k": TOP_K, "top_p": config.top_p} if draws else {}
-    asked = GenerationConfig(max_new_tokens=config.new_tokens, do_sample=draws, eos_token_id=list(ends) or None, pad_token_id=0, **how)
+    asked = GenerationConfig(
+        max_new_tokens=config.new_tokens, do_sample=draws, eos_token_id=list(ends) or None, pad_token_id=0, **how
+    )
     inputs = padded_inputs(prompts, asked, target.device)
     out = target.generate(**inputs, generation_config=asked, assistant=ContinuousBatch("autoregressive", rows))
     return [until_end(tokens, ends) for tokens in out[:, inputs["input_ids"].shape[1] :].tolist()]
@@ -144,4 +155,6 @@ def _rows(target: Any, length: int) -> int:
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(1, min(rows, int(free // 4 // (2 * c.num_hidden_layers * heads * width * target.dtype.itemsize * length))))
+    return max(
+        1, min(rows, int(free // 4 // (2 * c.num_hidden_layers * heads * width * target.dtype.itemsize * length)))
+    )

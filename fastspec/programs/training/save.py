@@ -1,4 +1,5 @@
-"""Writing a trained head in the original checkpoint formats (EAGLE-3's, or the one of EAGLE-1 and EAGLE-2), and its model card."""
+"""Writing a trained head in the original checkpoint formats (EAGLE-3's, or the one of EAGLE-1 and EAGLE-2), and its
+model card."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from fastspec.programs.training.config import TrainConfig
 
 
 def checkpoint_config(head: EagleHead) -> dict[str, Any]:
-    """The config.json of a head: Llama's field names, and the taps both as indices into
-    `hidden_states` (top level, what speculators and vLLM read) and as 0-based layer outputs (nested, what SpecForge and SGLang read).
-    A head with EAGLE-3.1's norms says so under the names that speculators has for them. One without taps has `bias`, which the EAGLE
-    repository takes for true where it is absent."""
+    """The config.json of a head: Llama's field names, and the taps both as indices into `hidden_states` (top level,
+    what speculators and vLLM read) and as 0-based layer outputs (nested, what SpecForge and SGLang read). A head with
+    EAGLE-3.1's norms says so under the names that speculators has for them. One without taps has `bias`, which the
+    EAGLE repository takes for true where it is absent."""
     c = head.config
     eagle3 = c.kind == "eagle3"
     shared = {
@@ -49,10 +50,17 @@ def checkpoint_config(head: EagleHead) -> dict[str, Any]:
     if not eagle3:
         return {name: value for name, value in shared.items() if name != "draft_vocab_size"} | {"bias": False}
     normed = {"fc_norm": True, "norm_output": True, "norm_before_residual": False} if c.norm_output else {}
-    return shared | normed | {
-        "eagle_aux_hidden_state_layer_ids": list(c.taps),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True},
-    }
+    return (
+        shared
+        | normed
+        | {
+            "eagle_aux_hidden_state_layer_ids": list(c.taps),
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps],
+                "use_aux_hidden_state": True,
+            },
+        }
+    )
 
 
 def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
@@ -60,19 +68,32 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
     c = head.config
     eagle3 = c.kind == "eagle3"
     plain = c.num_hidden_layers == 1 and (not eagle3 or ((c.own_lm_head or c.target_rows) and min(c.taps) > 0))
-    if not plain or c.attention_bias or c.mlp_bias or c.fc_bias or c.qk_norm or c.input_norm or c.fc_norm != c.norm_output:
+    if (
+        not plain
+        or c.attention_bias
+        or c.mlp_bias
+        or c.fc_bias
+        or c.qk_norm
+        or c.input_norm
+        or c.fc_norm != c.norm_output
+    ):
         raise ValueError(
-            "the original formats hold one plain layer, EAGLE-3's with its own LM head, and both of EAGLE-3.1's norms or neither; "
+            "the original formats hold one plain layer, EAGLE-3's with its own LM head, and both of EAGLE-3.1's "
+            "norms or neither; "
             f"this head is {c}"
         )
     if c.last_tap_before_norm:
-        raise ValueError("a run trains on hidden_states, whose last one is after the target's final norm; this head reads it before")
+        raise ValueError(
+            "a run trains on hidden_states, whose last one is after the target's final norm; this head reads it before"
+        )
     if c.norm_before_residual:
         raise ValueError("the original EAGLE-3 format has no norm_before_residual")
     tensors = {}
     for name, value in head.state_dict().items():
         if name != "d2t":
-            tensors[name.replace("layers.0.", "midlayer.") if eagle3 else name] = value.detach().to("cpu", torch.bfloat16).contiguous()
+            tensors[name.replace("layers.0.", "midlayer.") if eagle3 else name] = (
+                value.detach().to("cpu", torch.bfloat16).contiguous()
+            )
     if not eagle3:
         return tensors
     d2t = head.d2t.cpu()
@@ -82,7 +103,8 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
 
 
 def with_own_lm_head(head: EagleHead) -> EagleHead:
-    """A copy of a bound head whose LM head is its own, as other programs read it; the head itself where it has one or borrows the whole."""
+    """A copy of a bound head whose LM head is its own, as other programs read it; the head itself where it has one or
+    borrows the whole."""
     if not head.config.target_rows:
         return head
     with torch.device("meta"):
@@ -93,7 +115,8 @@ def with_own_lm_head(head: EagleHead) -> EagleHead:
 
 
 def save_head(head: EagleHead, directory: str | Path, card: str) -> None:
-    """Write model.safetensors, config.json and README.md (the text `card`) into `directory`, which is made if missing."""
+    """Write model.safetensors, config.json and README.md (the text `card`) into `directory`, which is made if
+    missing."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
@@ -104,27 +127,45 @@ def save_head(head: EagleHead, directory: str | Path, card: str) -> None:
 
 
 def model_card(
-    config: TrainConfig, head: HeadConfig, *, steps: int, processes: int, coverage: float, texts: int,
+    config: TrainConfig,
+    head: HeadConfig,
+    *,
+    steps: int,
+    processes: int,
+    coverage: float,
+    texts: int,
     validation: dict[str, Any] | None,
-) -> str:  # fmt: skip
+) -> str:
     """README.md of a head: what it belongs to, how it was trained, how to use it."""
     name = Path(config.target).name if Path(config.target).exists() else config.target
     eagle3 = head.kind == "eagle3"
     assistant = "eagle3" if eagle3 else "eagle2"
-    taps = f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}" if eagle3 else "feature | the last hidden state, after the norm"
+    taps = (
+        f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}"
+        if eagle3
+        else "feature | the last hidden state, after the norm"
+    )
     vocabulary = f"{head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens"
-    form = "the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets)" if eagle3 else "the original EAGLE-1 and EAGLE-2 one"
+    form = (
+        "the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets)"
+        if eagle3
+        else "the original EAGLE-1 and EAGLE-2 one"
+    )
     if head.norm_output:
         form += "; with EAGLE-3.1's norms (`fc_norm`, `norm_output`)"
     if head.target_rows:
-        form += "; for an LM head the target's rows of the drafted tokens behind `lm_head_map.weight`, which only fastspec reads"
+        form += (
+            "; for an LM head the target's rows of the drafted tokens behind `lm_head_map.weight`, which only "
+            "fastspec reads"
+        )
     lines = [
         f"# {'EAGLE-3' if eagle3 else 'EAGLE-1/2'} head for {name}",
         "",
         "A drafting head: with it the target generates several tokens per forward pass, the same ones as without it.",
         "",
         "```python",
-        f"import fastspec  # {DISTRIBUTION}, installed from a checkout; the package index's fastspec is another project's",
+        f"import fastspec  # {DISTRIBUTION}, installed from a checkout; the package index's fastspec is another "
+        "project's",
         f'fastspec.patch(model, {assistant}="path/of/this/folder")',
         f'model.generate(**inputs, assistant="{assistant}")',
         "```",
@@ -136,7 +177,8 @@ def model_card(
         f"| draft vocabulary | {vocabulary if eagle3 else 'the whole, through the LM head of the target'} |",
         f"| texts | {texts}, answers by the target itself |",
         *([f"| start | the weights of {Path(config.start_from).name} |"] if config.start_from else []),
-        f"| steps | {steps} of {processes * config.batch_tokens} padded tokens, AdamW, peak learning rate {config.learning_rate:g} |",
+        f"| steps | {steps} of {processes * config.batch_tokens} padded tokens, AdamW, peak learning rate "
+        f"{config.learning_rate:g} |",
         f"| training-time test | {config.ttt_steps} steps, weights {config.decay:g}^i, loss {config.loss} |",
     ]
     if validation is not None:

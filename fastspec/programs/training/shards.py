@@ -32,7 +32,8 @@ class TimeLimit:
         return self.began + 60 * self.minutes - time.perf_counter() if self.minutes > 0 else float("inf")
 
     def need(self, seconds: float) -> None:
-        """Raise `OutOfTime` where less is left; the first half of the time is open to work of any length, so that all of it gets done."""
+        """Raise `OutOfTime` where less is left; the first half of the time is open to work of any length, so that all
+        of it gets done."""
         if self.left() < min(max(0.0, seconds), 30 * self.minutes):
             raise OutOfTime
 

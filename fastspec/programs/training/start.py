@@ -19,8 +19,8 @@ from fastspec.programs.training.target import head_for, start_from_features, sta
 
 
 def started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[TextBatch] | None) -> EagleHead:
-    """A head made of the target's parts and bound to it. `first` are batches that an EAGLE-1/2 head starts from, None for a head whose
-    weights are loaded next."""
+    """A head made of the target's parts and bound to it. `first` are batches that an EAGLE-1/2 head starts from, None
+    for a head whose weights are loaded next."""
     shape = head_for(
         target,
         kind=config.kind,
@@ -43,14 +43,17 @@ def started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterabl
 def opened(config: TrainConfig, target: Any) -> EagleHead | None:
     """The head that `config.start_from` names, in fp32 and bound to the target; None where a run starts afresh.
 
-    Raises `Unsupported` for a head of another kind, and for one that the formats a run writes cannot hold; CheckpointError for what
-    cannot be read or does not fit the target.
+    Raises `Unsupported` for a head of another kind, and for one that the formats a run writes cannot hold;
+    CheckpointError for what cannot be read or does not fit the target.
     """
     if not config.start_from:
         return None
     head = load_head(config.start_from, target)
     if head.config.kind != config.kind:
-        raise Unsupported(f"{config.start_from} is a head of kind {head.config.kind!r} and the run trains {config.kind!r}: give that kind")
+        raise Unsupported(
+            f"{config.start_from} is a head of kind {head.config.kind!r} and the run trains {config.kind!r}: give "
+            "that kind"
+        )
     try:
         checkpoint_tensors(head)
     except ValueError as error:
@@ -59,15 +62,19 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | None:
 
 
 def with_sizes_of(config: TrainConfig, head: EagleHead) -> TrainConfig:
-    """The settings of a run with the sizes of the head that it goes on from. Raises `Unsupported` for sizes that were given otherwise."""
+    """The settings of a run with the sizes of the head that it goes on from. Raises `Unsupported` for sizes that were
+    given otherwise."""
     c = head.config
     sizes: dict[str, Any] = {"intermediate_size": c.intermediate_size}
     if c.kind == "eagle3":
         sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps}
         sizes |= {"share_lm_head": c.target_rows, "norms": c.norm_output}
     left_out = {"taps": (), "share_lm_head": False, "norms": False}
-    other = [f"{name} {getattr(config, name)!r} (the head: {size!r})" for name, size in sizes.items()
-             if getattr(config, name) not in (left_out.get(name, 0), size)]  # fmt: skip
+    other = [
+        f"{name} {getattr(config, name)!r} (the head: {size!r})"
+        for name, size in sizes.items()
+        if getattr(config, name) not in (left_out.get(name, 0), size)
+    ]
     if other:
         raise Unsupported(f"{config.start_from} has other sizes than the run: {', '.join(other)}; leave them out")
     return replace(config, **sizes)

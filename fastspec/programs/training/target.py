@@ -1,4 +1,5 @@
-"""The frozen target as a teacher: a head's sizes and start from it, and what it says of a batch, from one forward pass."""
+"""The frozen target as a teacher: a head's sizes and start from it, and what it says of a batch, from one forward
+pass."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from fastspec.programs.training.data import TextBatch
 from fastspec.programs.training.ttt import Teacher
 
 SOFTEN = 0.3
-"""Factor on the final norm at the start: the tap read through the target's LM head names the token given, not the one to guess."""
+"""Factor on the final norm at the start: the tap read through the target's LM head names the token given, not the one
+to guess."""
 
 RIDGE = 0.01
 """Share of the mean square added to the diagonal of the least squares that EAGLE-1/2 heads start from."""
@@ -32,18 +34,26 @@ def freeze(target: Any) -> Any:
 
 
 def head_for(
-    target: Any, *, draft_vocab_size: int, hidden_size: int | None, intermediate_size: int | None, taps: tuple[int, ...],
-    kind: str = "eagle3", target_rows: bool = False, norms: bool = False,
-) -> HeadConfig:  # fmt: skip
-    """A head with the target's attention shape; for EAGLE-3, `taps` empty means hidden_states[2], [L // 2] and [L - 3], as published, and
-    `norms` are those of EAGLE-3.1."""
+    target: Any,
+    *,
+    draft_vocab_size: int,
+    hidden_size: int | None,
+    intermediate_size: int | None,
+    taps: tuple[int, ...],
+    kind: str = "eagle3",
+    target_rows: bool = False,
+    norms: bool = False,
+) -> HeadConfig:
+    """A head with the target's attention shape; for EAGLE-3, `taps` empty means hidden_states[2], [L // 2] and [L - 3],
+    as published, and `norms` are those of EAGLE-3.1."""
     c = target.config.get_text_config()
     heads = c.num_attention_heads
     layers = c.num_hidden_layers
     read = target.get_output_embeddings().weight.shape[1]
     if target_rows and not (hidden_size or c.hidden_size) == c.hidden_size == read:
         raise Unsupported(
-            f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, and the head is to be "
+            f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, "
+            "and the head is to be "
             f"{hidden_size or c.hidden_size}"
         )
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
@@ -72,7 +82,9 @@ def head_for(
 
 def decoder(target: Any) -> Any:
     """The target without its LM head."""
-    return stack_of(target.get_decoder()) if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
+    return (
+        stack_of(target.get_decoder()) if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
+    )
 
 
 def final_norm(target: Any) -> nn.Module | None:
@@ -85,8 +97,8 @@ def final_norm(target: Any) -> nn.Module | None:
 def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
     """Start an EAGLE-3 head from the target's own parts; docs/training.md has the loss measured from it.
 
-    LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and feed-forward
-    begin near zero. Only where the widths agree: otherwise all matrices start at random.
+    LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and
+    feed-forward begin near zero. Only where the widths agree: otherwise all matrices start at random.
     """
     c = head.config
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
@@ -108,10 +120,11 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
 
 @torch.no_grad()
 def start_from_features(head: EagleHead, target: Any, texts: Iterable[TextBatch]) -> None:
-    """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches; docs/training.md has the loss measured.
+    """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches; docs/training.md has
+    the loss measured.
 
-    `fc` solves the least squares of a position's feature on its token's embedding and the feature before, over the positions with a
-    loss; attention and feed-forward begin near zero.
+    `fc` solves the least squares of a position's feature on its token's embedding and the feature before, over the
+    positions with a loss; attention and feed-forward begin near zero.
     """
     _random(head)
     base, embed = decoder(target), target.get_input_embeddings()
@@ -133,8 +146,8 @@ def _random(head: EagleHead) -> None:
 
 
 class TeacherLogits(NamedTuple):
-    """The LM head's say of M states: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the log-sum-exp of all logits, and
-    `best` [M] the most likely token's id."""
+    """The LM head's say of M states: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the
+    log-sum-exp of all logits, and `best` [M] the most likely token's id."""
 
     probs: Tensor
     inside: Tensor
@@ -154,7 +167,9 @@ class TargetReader:
         device = self.lm_head.weight.device
         self.vocabulary = vocabulary.to(device)
         self._rows: tuple[Tensor, Tensor | None] | None = None
-        self.draft_id = torch.full((size,), -1, device=device).index_copy_(0, self.vocabulary, torch.arange(len(vocabulary), device=device))
+        self.draft_id = torch.full((size,), -1, device=device).index_copy_(
+            0, self.vocabulary, torch.arange(len(vocabulary), device=device)
+        )
 
     @torch.no_grad()
     def read(self, ids: Tensor, where: Tensor) -> Teacher:
@@ -164,8 +179,8 @@ class TargetReader:
 
     @torch.no_grad()
     def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, TeacherLogits]:
-        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads [M, H],
-        and what it says of these."""
+        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads
+        [M, H], and what it says of these."""
         if not len(where):
             raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
@@ -175,8 +190,8 @@ class TargetReader:
 
     @torch.no_grad()
     def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> TeacherLogits:
-        """What the LM head says of states [M, H]. `known` are `whole` and `best` of before, which spare the logits outside the draft
-        vocabulary."""
+        """What the LM head says of states [M, H]. `known` are `whole` and `best` of before, which spare the logits
+        outside the draft vocabulary."""
         size = self.lm_head.weight.shape[0]
         parts = []
         for start in range(0, len(states), self.chunk):
@@ -194,8 +209,8 @@ class TargetReader:
 
     @property
     def drafted_bytes(self) -> int:
-        """Of a copy of the LM head's rows for the draft vocabulary; 0 where none is made, since it is that of the whole, or the LM
-        head's logits are not plainly those of its weight."""
+        """Of a copy of the LM head's rows for the draft vocabulary; 0 where none is made, since it is that of the
+        whole, or the LM head's logits are not plainly those of its weight."""
         part = len(self.vocabulary) < self.lm_head.weight.shape[0] and is_plain(self.lm_head)
         return len(self.vocabulary) * self.lm_head.weight.shape[1] * self.lm_head.weight.itemsize if part else 0
 

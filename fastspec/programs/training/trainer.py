@@ -32,10 +32,29 @@ START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
 PLAN = 2  # version of how texts become batches; a run of another version is not taken up
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
 IDENTITY = (
-    "batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size", "hidden_size", "intermediate_size", "taps",
-    "loss", "start_from", "share_lm_head", "norms", "keep_features", "keep_features_host",
-    "ttt_steps", "decay", "learning_rate", "final_learning_rate", "warmup_steps", "clip", "mixed_precision",
-)  # fmt: skip
+    "batch_tokens",
+    "length_multiple",
+    "max_length",
+    "seed",
+    "kind",
+    "draft_vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "taps",
+    "loss",
+    "start_from",
+    "share_lm_head",
+    "norms",
+    "keep_features",
+    "keep_features_host",
+    "ttt_steps",
+    "decay",
+    "learning_rate",
+    "final_learning_rate",
+    "warmup_steps",
+    "clip",
+    "mixed_precision",
+)
 """Settings that a resumed run must share with the one it takes up."""
 
 
@@ -66,9 +85,12 @@ def learning_rate(config: TrainConfig, progress: Progress) -> float:
 
 
 class Trainer:
-    """One head, one target, one set of texts. `run` trains until the end, or for `limit` seconds, and can be called again."""
+    """One head, one target, one set of texts. `run` trains until the end, or for `limit` seconds, and can be called
+    again."""
 
-    def __init__(self, config: TrainConfig, target: Any, texts: Texts, heldout: Texts, accelerator: Accelerator) -> None:
+    def __init__(
+        self, config: TrainConfig, target: Any, texts: Texts, heldout: Texts, accelerator: Accelerator
+    ) -> None:
         began = opened(config, target)
         config = with_sizes_of(config, began) if began is not None else config
         self.config, self.accelerator = config, accelerator
@@ -82,7 +104,11 @@ class Trainer:
         self.progress = Progress()
         vocab = target.get_input_embeddings().weight.shape[0]
         self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
-        self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "processes": accelerator.num_processes}
+        self.identity |= {
+            "texts": len(self.texts),
+            "tokens": int(self.texts.lengths.sum()),
+            "processes": accelerator.num_processes,
+        }
         self.identity["plan"] = PLAN
         if config.keeps_features:  # what is kept hangs on it
             self.identity["target_dtype"] = str(target.dtype)
@@ -92,7 +118,9 @@ class Trainer:
             self.coverage = coverage_of(self.texts, vocabulary)
         elif state is None:
             whole = {"eagle3": DRAFT_VOCABULARY}.get(config.kind, vocab)
-            vocabulary, self.coverage = draft_vocabulary(self.texts, min(config.draft_vocab_size or whole, vocab), vocab)
+            vocabulary, self.coverage = draft_vocabulary(
+                self.texts, min(config.draft_vocab_size or whole, vocab), vocab
+            )
         else:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
@@ -101,12 +129,16 @@ class Trainer:
         first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
         self.head = began or started(config, target, vocabulary, first)
         self.reader = TargetReader(target, self.head.config.taps, vocabulary)
-        self.module = TrainingTimeTest(self.head, config.ttt_steps, config.decay, loss=config.loss, compile=config.compile)
+        self.module = TrainingTimeTest(
+            self.head, config.ttt_steps, config.decay, loss=config.loss, compile=config.compile
+        )
         if config.keeps_features:
             self.features = self._kept()
         self.vocabulary = vocabulary
         self.head.to(accelerator.device)
-        optimizer = torch.optim.AdamW(self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        optimizer = torch.optim.AdamW(
+            self.head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
         if state is not None:
             self.head.load_state_dict(state["head"])
             optimizer.load_state_dict(state["optimizer"])
@@ -116,7 +148,9 @@ class Trainer:
         self.unrolled, self.optimizer = accelerator.prepare(self.module, optimizer)
         if accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.progress.history), encoding="utf-8")
+            (self.folder / LOG).write_text(
+                "".join(json.dumps(row) + "\n" for row in self.progress.history), encoding="utf-8"
+            )
 
     def _stored(self) -> dict[str, Any] | None:
         path = self.folder / STATE
@@ -129,14 +163,19 @@ class Trainer:
         other = [name for name, value in self.identity.items() if begun.get(name) != value]
         if other:
             was = ", ".join(f"{name} {begun.get(name)!r} (now {self.identity[name]!r})" for name in other)
-            raise Unsupported(f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set resume=False")
+            raise Unsupported(
+                f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set "
+                "resume=False"
+            )
         return state
 
     def _plan(self, epoch: int) -> list[np.ndarray]:
         rng = np.random.default_rng((self.config.seed, epoch))
         if self.features is not None:
             return self._own_groups(self.features.place, rng)
-        groups = plan_batches(self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng, self.starts)
+        groups = plan_batches(
+            self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng, self.starts
+        )
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         return groups[: max(1, len(groups) // world) * world][rank::world] or groups
 
@@ -145,9 +184,13 @@ class Trainer:
         world, error = self.accelerator.num_processes, None
         mine = np.arange(self.accelerator.process_index, len(self.texts), world)
         if len(self.texts) < world:
-            raise Unsupported(f"keep_features gives each of {world} processes its own texts, and there are {len(self.texts)}")
+            raise Unsupported(
+                f"keep_features gives each of {world} processes its own texts, and there are {len(self.texts)}"
+            )
         try:
-            kept = KeptFeatures(self.reader, self.texts, self.config.keep_features, mine, self.config.keep_features_host)
+            kept = KeptFeatures(
+                self.reader, self.texts, self.config.keep_features, mine, self.config.keep_features_host
+            )
         except Unsupported as raised:
             error = raised
         failed = torch.tensor([int(error is not None)], device=self.accelerator.device)
@@ -156,13 +199,16 @@ class Trainer:
         return kept
 
     def _own_groups(self, place: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        """Batches of this process's texts, in every epoch the same: those that are kept in one memory apart from those in another, and from
-        the others, whose batches the target has to read. All processes have as many."""
+        """Batches of this process's texts, in every epoch the same: those that are kept in one memory apart from those
+        in another, and from the others, whose batches the target has to read. All processes have as many."""
         tokens, multiple, lengths = self.config.batch_tokens, self.config.length_multiple, self.texts.lengths
         mine = np.arange(len(lengths)) % self.accelerator.num_processes == self.accelerator.process_index
         groups: list[np.ndarray] = []
         for part in filter(len, (np.flatnonzero(mine & (place == each)) for each in (DEVICE, HOST, NOWHERE))):
-            before, more = len(groups), [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng, self.starts[part])]
+            before, more = (
+                len(groups),
+                [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng, self.starts[part])],
+            )
             groups += more
             if before and more:
                 rng.shuffle(groups)  # type: ignore[arg-type]  # a list of arrays is shuffled in place
@@ -185,9 +231,13 @@ class Trainer:
         return {"loss": loss.detach(), "losses": losses, "accuracy": hits.float().nanmean(1), "norm": norm}
 
     def run(
-        self, limit: float = math.inf, report: Callable[[dict[str, Any]], None] | None = None, tick: Callable[[float], None] | None = None
+        self,
+        limit: float = math.inf,
+        report: Callable[[dict[str, Any]], None] | None = None,
+        tick: Callable[[float], None] | None = None,
     ) -> Progress:
-        """Train until the run's end or for `limit` seconds, saving a checkpoint every `config.checkpoint_minutes` and at the end.
+        """Train until the run's end or for `limit` seconds, saving a checkpoint every `config.checkpoint_minutes` and
+        at the end.
 
         `report` is given a row at the first step and every 50, `tick` the share that is done after each."""
         p, config = self.progress, self.config
@@ -230,7 +280,9 @@ class Trainer:
     def finish(self) -> None:
         """Validate the trained head once, and write the result into its log and card."""
         p = self.progress
-        if len(self.heldout) and not (p.history and p.history[-1].get("step") == p.step and "validation" in p.history[-1]):
+        if len(self.heldout) and not (
+            p.history and p.history[-1].get("step") == p.step and "validation" in p.history[-1]
+        ):
             self._log({"step": p.step, "validation": self.validate()})
             self.checkpoint()
 
@@ -273,9 +325,14 @@ class Trainer:
             return
         row = next((r["validation"] for r in reversed(self.progress.history) if "validation" in r), None)
         card = model_card(
-            self.config, self.head.config, steps=self.progress.step, processes=self.accelerator.num_processes,
-            coverage=self.coverage, texts=len(self.texts), validation=row,
-        )  # fmt: skip
+            self.config,
+            self.head.config,
+            steps=self.progress.step,
+            processes=self.accelerator.num_processes,
+            coverage=self.coverage,
+            texts=len(self.texts),
+            validation=row,
+        )
         save_head(self.head, self.folder, card)
         state = {
             "head": self.head.state_dict(),
@@ -310,8 +367,9 @@ def acceptance(
 ) -> dict[str, Any]:
     """How many tokens a round yields (bonus counted), teacher-forced over the target's own answers.
 
-    For each rank r: `chain` as if every draft among the head's r best at its depth were in the tree, and nothing else had to be
-    pruned. Rank 1 is a real chain of `steps` drafts; the others bound what a tree can reach. `accuracy` is per depth, rank 1.
+    For each rank r: `chain` as if every draft among the head's r best at its depth were in the tree, and nothing else
+    had to be pruned. Rank 1 is a real chain of `steps` drafts; the others bound what a tree can reach. `accuracy` is
+    per depth, rank 1.
     """
     chosen = texts if len(texts) <= limit else texts.select(np.arange(len(texts)) < limit)
     unrolled = TrainingTimeTest(head, steps, 1.0)

@@ -1,9 +1,10 @@
-"""Training-time test: the head is unrolled on its own outputs for several steps, as it will run when it drafts (EAGLE-3, section 3.2;
-for EAGLE-1/2 heads HASS, arXiv 2408.15766).
+"""Training-time test: the head is unrolled on its own outputs for several steps, as it will run when it drafts
+(EAGLE-3, section 3.2; for EAGLE-1/2 heads HASS, arXiv 2408.15766).
 
-Row t of step 0 is the pair (token t + 1, true features of t). At step i the same row takes token t + 1 + i and the head's own state,
-and must predict what the target predicts at position t + 1 + i; what it attends to is in `unrolled.py`. Rows of the prompt matter in
-step 0 alone, as keys: later steps leave out those that lie before every judged position of the batch.
+Row t of step 0 is the pair (token t + 1, true features of t). At step i the same row takes token t + 1 + i and the
+head's own state, and must predict what the target predicts at position t + 1 + i; what it attends to is in
+`unrolled.py`. Rows of the prompt matter in step 0 alone, as keys: later steps leave out those that lie before every
+judged position of the batch.
 
 Letters: B rows, T positions, H widths, M positions with a loss, V_d draft vocabulary.
 """
@@ -24,16 +25,18 @@ from fastspec.programs.training.losses import summed_rows
 from fastspec.programs.training.unrolled import EAGER, Diagonals, UnrolledAttention
 
 FEATURE_LOSS = 0.1
-"""Weight of the feature loss of an EAGLE-1/2 head beside its cross entropy. EAGLE-1 trains one step with weights of 1 and 0.1 instead."""
+"""Weight of the feature loss of an EAGLE-1/2 head beside its cross entropy. EAGLE-1 trains one step with weights of 1
+and 0.1 instead."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Teacher:
     """What the target says of one batch, for the M positions with a loss.
 
-    features [B, T, taps * H_t], or [B, T, H_t] after the final norm where the head has no taps; where [M] flat positions b * T + u,
-    u >= 1; probs [M, V_d] the target's distribution over the draft vocabulary, renormalised, and inside [M] fp32 the share of the whole
-    that it had; best [M] the target's most likely token (any of the vocabulary), as a draft id or -1 when it is outside.
+    features [B, T, taps * H_t], or [B, T, H_t] after the final norm where the head has no taps; where [M] flat
+    positions b * T + u, u >= 1; probs [M, V_d] the target's distribution over the draft vocabulary, renormalised, and
+    inside [M] fp32 the share of the whole that it had; best [M] the target's most likely token (any of the vocabulary),
+    as a draft id or -1 when it is outside.
     """
 
     features: Tensor
@@ -44,15 +47,16 @@ class Teacher:
 
 
 def feature_loss(states: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """Sum over rows of weight * mean smooth L1 distance; the head's states and the target's features [M, H], weight [M]."""
+    """Sum over rows of weight * mean smooth L1 distance; the head's states and the target's features [M, H], weight
+    [M]."""
     return (F.smooth_l1_loss(states.float(), features.float(), reduction="none").mean(-1) * weight).sum()
 
 
 class TrainingTimeTest(nn.Module):
     """The head with its unrolled loss, as one module so that data-parallel wrappers see one forward.
 
-    A step's loss is `loss`, by default the cross entropy against the target's distribution, for EAGLE-1/2 heads with FEATURE_LOSS times
-    the distance from the features that they stand for.
+    A step's loss is `loss`, by default the cross entropy against the target's distribution, for EAGLE-1/2 heads with
+    FEATURE_LOSS times the distance from the features that they stand for.
     """
 
     def __init__(self, head: EagleHead, steps: int, decay: float, *, loss: str = "kl", compile: bool = False) -> None:
@@ -66,10 +70,11 @@ class TrainingTimeTest(nn.Module):
         self.diagonals = Diagonals(*map(over_rows, EAGER)) if compile else EAGER
 
     def forward(self, ids: Tensor, teacher: Teacher, rank: int = 1, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """ids [B, T], right-padded -> the loss; losses of each step [steps]; whether the target's token is among the head's `rank`
-        best, at each step and loss position [steps, M] (False where the row would start before the text).
+        """ids [B, T], right-padded -> the loss; losses of each step [steps]; whether the target's token is among the
+        head's `rank` best, at each step and loss position [steps, M] (False where the row would start before the text).
 
-        No position before `first` carries a loss, in any row: steps behind the first leave out the rows that none is judged by."""
+        No position before `first` carries a loss, in any row: steps behind the first leave out the rows that none is
+        judged by."""
         size = ids.shape[1]
         positions = torch.arange(size, device=ids.device).expand_as(ids)
         start, place, row = 0, teacher.where % size, teacher.where // size
@@ -83,7 +88,9 @@ class TrainingTimeTest(nn.Module):
             if step == 1:
                 start = max(0, first - self.steps)
                 hidden, positions = hidden[:, start:], positions[:, start:]
-            hidden = self.head.step(following[:, start + step + 1 : step + 1 + size], hidden, positions + step, attend, self.halves)
+            hidden = self.head.step(
+                following[:, start + step + 1 : step + 1 + size], hidden, positions + step, attend, self.halves
+            )
             inside = place > step
             states = hidden.flatten(0, 1)[(row * (size - start) + place - start - 1 - step).clamp(min=0)]
             logits = self.head.logits(states)
@@ -100,11 +107,11 @@ class TrainingTimeTest(nn.Module):
 
 
 def chain_lengths(hits: Tensor, where: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Acceptance of a chain from every drafting position, teacher-forced: (counts [steps] of positions whose first i + 1 drafts all
-    hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; shape (B, T).
+    """Acceptance of a chain from every drafting position, teacher-forced: (counts [steps] of positions whose first i +
+    1 drafts all hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; shape (B, T).
 
-    A chain starts at row t; its i-th draft is judged at position t + 1 + i. Chains that run over the answer's end count as missed
-    there, which a real decoder would not notice either: it stops.
+    A chain starts at row t; its i-th draft is judged at position t + 1 + i. Chains that run over the answer's end count
+    as missed there, which a real decoder would not notice either: it stops.
     """
     rows = where - 1
     alive = torch.ones_like(rows, dtype=torch.bool)
@@ -118,8 +125,9 @@ def chain_lengths(hits: Tensor, where: Tensor, shape: tuple[int, ...]) -> tuple[
 
 
 def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled. Of its arguments' tensors, alone or in sequences, dimension 0 is the one that calls differ in; the others
-    are part of what is compiled, so that a number of rows which happens to be another size is not taken for it."""
+    """`function`, compiled. Of its arguments' tensors, alone or in sequences, dimension 0 is the one that calls differ
+    in; the others are part of what is compiled, so that a number of rows which happens to be another size is not taken
+    for it."""
     run = torch.compile(function)
 
     def call(*arguments: Any) -> Any:
@@ -133,7 +141,8 @@ def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_texts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of a module and of tensors [B, T, ...], which treats positions alike, compiled over the B * T of them."""
+    """`function` of a module and of tensors [B, T, ...], which treats positions alike, compiled over the B * T of
+    them."""
     run = over_rows(function)
 
     def call(module: Any, *tensors: Tensor) -> Any:

@@ -1,10 +1,10 @@
 """Attention of a head that is unrolled on its own states: one causal block, and one diagonal for each later step.
 
-Row t of step 0 is a pair of the text. At step i the same row's query sees the step-0 keys of rows <= t and, of each later step, only
-the key of its own row (EAGLE-3, section 3.2). Nothing of size T x T is stored.
+Row t of step 0 is a pair of the text. At step i the same row's query sees the step-0 keys of rows <= t and, of each
+later step, only the key of its own row (EAGLE-3, section 3.2). Nothing of size T x T is stored.
 
-Letters: B rows, T positions, S of them in later steps, Hq / Hkv query / key heads, G queries of a key head, D head_dim, J later steps;
-N = B * S.
+Letters: B rows, T positions, S of them in later steps, Hq / Hkv query / key heads, G queries of a key head, D head_dim,
+J later steps; N = B * S.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Diagonals(NamedTuple):
 class UnrolledAttention:
     """The `attend` callback of one unrolled pass: keeps each step's keys and values and attends as described above.
 
-    Rows must be right-padded or unpadded: the causal block needs no further mask. Steps behind the first may hold the last rows alone.
+    Rows must be right-padded or unpadded: the causal block needs no further mask. Steps behind the first may hold the
+    last rows alone.
     """
 
     def __init__(self, diagonals: Diagonals | None = None) -> None:
@@ -34,8 +35,8 @@ class UnrolledAttention:
         self.diagonals = diagonals or EAGER
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, S, Hq, D], k and v [B, S, Hkv, D] of the next step -> [B, S, Hq, D]; S is T in the first step, and one number at most T in
-        all others."""
+        """q [B, S, Hq, D], k and v [B, S, Hkv, D] of the next step -> [B, S, Hq, D]; S is T in the first step, and one
+        number at most T in all others."""
         if q.is_cuda and q.dtype == torch.float32:
             q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
         history = self.history.setdefault(layer, [])
@@ -44,13 +45,13 @@ class UnrolledAttention:
 
 
 class _CausalPlusDiagonals(torch.autograd.Function):
-    """Causal attention of the last S of T rows to the first pair (k, v) [B, T, ...] and diagonal attention to the later ones [B, S, ...],
-    under one softmax.
+    """Causal attention of the last S of T rows to the first pair (k, v) [B, T, ...] and diagonal attention to the later
+    ones [B, S, ...], under one softmax.
 
-    The first pair is two blocks: the T - S rows before, which every row sees, and the causal square behind. Forward merges the flash
-    kernel's outputs with the diagonals by log-sum-exp. Backward gives the flash kernel the *merged* output and log-sum-exp: it rebuilds
-    probabilities as exp(score - lse) and needs rowsum(dO * O), so with the merged values its gradients of q, k, v are exactly a block's
-    share.
+    The first pair is two blocks: the T - S rows before, which every row sees, and the causal square behind. Forward
+    merges the flash kernel's outputs with the diagonals by log-sum-exp. Backward gives the flash kernel the *merged*
+    output and log-sum-exp: it rebuilds probabilities as exp(score - lse) and needs rowsum(dO * O), so with the merged
+    values its gradients of q, k, v are exactly a block's share.
     """
 
     @staticmethod
@@ -58,7 +59,10 @@ class _CausalPlusDiagonals(torch.autograd.Function):
         parts = [_flash_forward(q, k, v, causal) for k, v, causal in _blocks(q, kv)]
         (out, lse, _), probs = parts[0], None
         if len(kv) > 2:
-            outs, masses = [each[0].flatten(0, 1) for each in parts], [each[1].transpose(1, 2).flatten(0, 1) for each in parts]
+            outs, masses = (
+                [each[0].flatten(0, 1) for each in parts],
+                [each[1].transpose(1, 2).flatten(0, 1) for each in parts],
+            )
             keys, values = _stacked(kv)
             flat, total, probs = diagonals.mixed(_grouped(q, kv), keys, values, outs, masses)
             out, total = flat.view(q.shape), total.view(q.shape[:-1])
@@ -76,10 +80,15 @@ class _CausalPlusDiagonals(torch.autograd.Function):
             for (k, v, causal), extra in zip(_blocks(q, kv), ctx.extras, strict=True)
         ]
         dq = found[0][0] if len(found) == 1 else found[0][0].float() + found[1][0]
-        result = [torch.cat([each[side] for each in reversed(found)], 1) if len(found) > 1 else found[0][side] for side in (1, 2)]
+        result = [
+            torch.cat([each[side] for each in reversed(found)], 1) if len(found) > 1 else found[0][side]
+            for side in (1, 2)
+        ]
         if len(kv) > 2:
             keys, values = _stacked(kv)
-            dq, dk, dv = ctx.diagonals.gradients(*(_grouped(each, kv) for each in (q, grad, out, dq)), keys, values, probs)
+            dq, dk, dv = ctx.diagonals.gradients(
+                *(_grouped(each, kv) for each in (q, grad, out, dq)), keys, values, probs
+            )
             dq, pairs = dq.view(q.shape), zip(dk.unbind(1), dv.unbind(1), strict=True)
             result += [each.view(kv[2].shape) for pair in pairs for each in pair]
         return None, dq.to(q.dtype), *result
@@ -88,8 +97,9 @@ class _CausalPlusDiagonals(torch.autograd.Function):
 def mixed(
     q: Tensor, keys: Tensor, values: Tensor, outs: Sequence[Tensor], masses: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks' outputs, each [N, Hq, D] with its log-sum-exp [N, Hq] fp32, and the diagonals under one softmax: the output, the log-sum-exp
-    of all, and the diagonals' probabilities [N, J, Hkv, G] fp32. q [N, Hkv, G, D]; keys and values [N, J, Hkv, D]."""
+    """Blocks' outputs, each [N, Hq, D] with its log-sum-exp [N, Hq] fp32, and the diagonals under one softmax: the
+    output, the log-sum-exp of all, and the diagonals' probabilities [N, J, Hkv, G] fp32. q [N, Hkv, G, D]; keys and
+    values [N, J, Hkv, D]."""
     scores = (q.unsqueeze(1) * keys.unsqueeze(3)).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5
     total = torch.stack([*masses, scores.logsumexp(1).flatten(1)]).logsumexp(0)
     probs = (scores - total.view(q.shape[:-1]).unsqueeze(1)).exp()
@@ -102,8 +112,8 @@ def mixed(
 def gradients(
     q: Tensor, grad: Tensor, out: Tensor, dq: Tensor, keys: Tensor, values: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of q [N, Hkv, G, D] fp32, and those of the diagonals' keys and values [N, J, Hkv, D]; `dq` is the blocks' share of the
-    first. q, grad (of the output) and out are [N, Hkv, G, D] too."""
+    """The gradient of q [N, Hkv, G, D] fp32, and those of the diagonals' keys and values [N, J, Hkv, D]; `dq` is the
+    blocks' share of the first. q, grad (of the output) and out are [N, Hkv, G, D] too."""
     delta = (grad.float() * out).sum(-1)
     wanted = (grad.unsqueeze(1) * values.unsqueeze(3)).sum(-1, dtype=torch.float32)
     scores = probs * (wanted - delta.unsqueeze(1)) * q.shape[-1] ** -0.5
@@ -140,8 +150,8 @@ def _group(x: Tensor, heads: int) -> Tensor:
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Attention to a block of keys, a square one if causal: output [B, S, Hq, D], log-sum-exp [B, Hq, S] fp32, and what the backward op
-    needs besides."""
+    """Attention to a block of keys, a square one if causal: output [B, S, Hq, D], log-sum-exp [B, Hq, S] fp32, and what
+    the backward op needs besides."""
     aten = torch.ops.aten
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v))
@@ -161,7 +171,9 @@ def _flash_backward(
     args = (grad.transpose(1, 2), q.transpose(1, 2), wide_k, wide_v, out.transpose(1, 2), lse)
     if q.is_cuda:
         cum_q, cum_k, max_q, max_k, seed, offset = extra
-        found = aten._scaled_dot_product_flash_attention_backward(*args, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset)
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *args, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset
+        )
     else:
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, 0.0, causal)
     dq, dk, dv = (x.transpose(1, 2) for x in found[:3])

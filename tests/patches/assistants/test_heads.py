@@ -17,7 +17,15 @@ from fastspec.generation.heads.bound import BoundHead, followed
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants import heads as heads_module
 from fastspec.patches.assistants import packaged_heads
-from fastspec.patches.assistants.heads import ProbeRow, find_head, inspect_head, load_head, parts_of, probe_head, scaled_rope
+from fastspec.patches.assistants.heads import (
+    ProbeRow,
+    find_head,
+    inspect_head,
+    load_head,
+    parts_of,
+    probe_head,
+    scaled_rope,
+)
 from fastspec.programs.cli.app import app
 from fastspec.programs.cli.inspect import verdict
 
@@ -25,7 +33,13 @@ from fastspec.programs.cli.inspect import verdict
 @pytest.fixture
 def make_target():
     """The factory of tiny Llamas that `fitting` heads fit."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
     return lambda **changes: tiny_model("llama", **{**sizes, **changes})
 
 
@@ -78,7 +92,9 @@ def test_a_head_of_a_package_is_found_by_name_and_a_missing_package_is_named(tmp
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_head("some-head") == tmp_path / "some_package" / "some-head"
     command = r"pip install \./packages/far-package"
-    with pytest.raises(CheckpointError, match=rf"package far-package, which is not installed: in a checkout of fastspec, {command}"):
+    with pytest.raises(
+        CheckpointError, match=rf"package far-package, which is not installed: in a checkout of fastspec, {command}"
+    ):
         find_head("far-head")
     with pytest.raises(CheckpointError, match=rf"heads that have a name: some-head, far-head \({command}\)"):
         find_head("other-head")
@@ -112,7 +128,11 @@ def test_scaled_rope_is_transformers_own(kind, tmp_path, make_target):
 
     target = make_target(rope_parameters={"rope_type": kind, "rope_theta": 5e5, **ROPES[kind]})
     config, state = as_speculators(fitting(head_dim=8), torch.zeros(97, 32))
-    config["transformer_layer_config"] |= {"rope_scaling": {"type": kind, **ROPES[kind]}, "rope_theta": 5e5, "max_position_embeddings": 512}
+    config["transformer_layer_config"] |= {
+        "rope_scaling": {"type": kind, **ROPES[kind]},
+        "rope_theta": 5e5,
+        "max_position_embeddings": 512,
+    }
     loaded = load_head(write(tmp_path, config, state), target)
     expected = LlamaRotaryEmbedding(target.config)
     assert torch.equal(loaded.inv_freq, expected.inv_freq)
@@ -144,7 +164,10 @@ def test_inspect_says_how_each_switch_was_decided(tmp_path, make_target):
 
 def test_probe_measures_every_reading(tmp_path, make_target):
     torch.manual_seed(5)
-    target, head = make_target(), fitting(draft_vocab_size=97, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    target, head = (
+        make_target(),
+        fitting(draft_vocab_size=97, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+    )
     embedding = target.get_input_embeddings().weight.detach()
     write(tmp_path, *as_speculators(head, embedding.clone()))
     prompt = torch.tensor([[1, 5, 9, 11]])
@@ -166,12 +189,16 @@ def test_probe_measures_every_reading(tmp_path, make_target):
             cache = {}
 
             def attend(layer, q, k, v, cache=cache):  # a cache of the pairs so far, as drafting has it
-                k, v = (torch.cat((cache[name], new), 1) if name in cache else new for name, new in (("k", k), ("v", v)))
+                k, v = (
+                    torch.cat((cache[name], new), 1) if name in cache else new for name, new in (("k", k), ("v", v))
+                )
                 cache |= {"k": k, "v": v}
                 return heads_module._causal(layer, q, k, v) if q.shape[1] > 1 else attend_one(q, k, v)
 
             hidden = head.step(ids[:, 1 : t + 2], head.fuse(features[:, : t + 1]), positions, attend)
-            hits.append(int(head.to_target(head.logits(hidden[:, -1]).argmax(-1))) == int(out.logits[0, t + 1].argmax()))
+            hits.append(
+                int(head.to_target(head.logits(hidden[:, -1]).argmax(-1))) == int(out.logits[0, t + 1].argmax())
+            )
             if t + 2 == ids.shape[1]:
                 break
             on = head.step(ids[:, t + 2 : t + 3], hidden[:, -1:], positions[:, -1:] + 1, attend)
@@ -213,7 +240,9 @@ def test_a_verdict_follows_the_probe(best, declared, words):
     found = {"taps": (1, 2, 3), "tokens": 64, "norm_output": False}
     rows = [
         ProbeRow(rope_theta=1e4, norm_before_residual=True, agreement=best, second=best, declared=False, **found),
-        ProbeRow(rope_theta=5e5, norm_before_residual=False, agreement=declared, second=declared, declared=True, **found),
+        ProbeRow(
+            rope_theta=5e5, norm_before_residual=False, agreement=declared, second=declared, declared=True, **found
+        ),
     ]
     assert words.replace("1e4", "10000.0") in verdict("heads/x", rows)
 
@@ -233,7 +262,15 @@ def test_inspect_prints_the_verdict_behind_the_readings(tmp_path, make_target):
     small_tokenizer().save_pretrained(tmp_path / "target")
     (tmp_path / "head").mkdir()
     write(tmp_path / "head", *as_speculators(head, target.get_input_embeddings().weight.detach().clone()))
-    arguments = ["inspect", str(tmp_path / "head"), "--target", str(tmp_path / "target"), "--probe", "--probe-prompt", "w9 w12"]
+    arguments = [
+        "inspect",
+        str(tmp_path / "head"),
+        "--target",
+        str(tmp_path / "target"),
+        "--probe",
+        "--probe-prompt",
+        "w9 w12",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--device", "cpu"], env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     assert "as declared" in done.output.split("verdict:")[0] and "draft" in done.output.split("verdict:")[1]

@@ -47,8 +47,9 @@ def head_of(**changes: Any) -> EagleHead:
 
 
 def drafting(value: float, **changes: Any) -> EagleHead:
-    """A head without layers to speak of: its state is `value` in every channel, and it drafts the target's token 0 where its final norm
-    leaves the sign, any other where it does not. Its norm turns the sign, and its LM head turns it back."""
+    """A head without layers to speak of: its state is `value` in every channel, and it drafts the target's token 0
+    where its final norm leaves the sign, any other where it does not. Its norm turns the sign, and its LM head turns it
+    back."""
     head = head_of(fc_bias=True, draft_vocab_size=97, num_key_value_heads=4, head_dim=8, **changes)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -208,7 +209,10 @@ def test_weights_past_the_range_of_the_targets_dtype_are_refused_by_name(tmp_pat
     write(tmp_path, *as_eagle3(head, None))
     loaded = BoundHead.of(load_head(tmp_path, model))
     model.half()
-    words = r"layers\.0\.mlp\.up_proj\.weight has values up to 100000.*float16 ends at 65504: load the target in torch\.bfloat16"
+    words = (
+        r"layers\.0\.mlp\.up_proj\.weight has values up to 100000.*float16 ends at 65504: load the target in "
+        r"torch\.bfloat16"
+    )
     for read in (load_head, probe_head):
         with pytest.raises(CheckpointError, match=words):
             read(tmp_path, model)

@@ -1,4 +1,5 @@
-"""Models that change after the patch: another embedding or LM head, another size of vocabulary, a move; and models that are pickled."""
+"""Models that change after the patch: another embedding or LM head, another size of vocabulary, a move; and models that
+are pickled."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_t
 def same(model: Any, prompt: torch.Tensor = PROMPT) -> list[int]:
     """The greedy answer, which is the same with the head."""
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)[0].tolist()
-    assert model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY, assistant="eagle3")[0].tolist() == expected
+    assert (
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY, assistant="eagle3")[0].tolist()
+        == expected
+    )
     return expected
 
 
@@ -52,7 +56,10 @@ def test_a_smaller_vocabulary_is_refused_by_name_and_can_be_changed_back(tied: b
     if cast:
         model.to(torch.float64)
     model.resize_token_embeddings(50)
-    with pytest.raises(fastspec.Unsupported, match=r"97 and 97 tokens then, 50 and 50 now.*tokens up to 96.*resize_token_embeddings\(97\)"):
+    with pytest.raises(
+        fastspec.Unsupported,
+        match=r"97 and 97 tokens then, 50 and 50 now.*tokens up to 96.*resize_token_embeddings\(97\)",
+    ):
         model.generate(PROMPT, **GREEDY, assistant="eagle3")
     model.resize_token_embeddings(97)
     same(model)
@@ -64,7 +71,9 @@ def test_a_head_that_drafts_with_the_models_lm_head_needs_its_size() -> None:
     fastspec.patch(model, eagle3=tiny_head(model, own_lm_head=False))
     same(model)
     model.resize_token_embeddings(105)
-    with pytest.raises(fastspec.Unsupported, match=r"97 and 97 tokens then, 105 and 105 now.*LM head, of 97 tokens.*unpatch"):
+    with pytest.raises(
+        fastspec.Unsupported, match=r"97 and 97 tokens then, 105 and 105 now.*LM head, of 97 tokens.*unpatch"
+    ):
         model.generate(PROMPT, **GREEDY, assistant="eagle3")
 
 
@@ -74,7 +83,10 @@ def test_an_embedding_and_lm_head_that_were_replaced_are_the_heads_too(own: bool
     model = patched(own_lm_head=own)
     same(model)
     generator = torch.Generator().manual_seed(5)
-    for make, put in ((nn.Linear(64, 97, bias=False), model.set_output_embeddings), (nn.Embedding(97, 64), model.set_input_embeddings)):
+    for make, put in (
+        (nn.Linear(64, 97, bias=False), model.set_output_embeddings),
+        (nn.Embedding(97, 64), model.set_input_embeddings),
+    ):
         make.weight.data.normal_(0, 0.3, generator=generator)
         put(make.requires_grad_(False))
         same(model)
@@ -100,7 +112,9 @@ def test_a_heads_own_embedding_moves_with_it(tmp_path: Any) -> None:
 @pytest.mark.parametrize("over", [{}, {"own_lm_head": False}])
 def test_a_head_as_wide_as_opts_states_is_refused_where_its_embedding_is_narrower(over: dict[str, Any]) -> None:
     model = tiny_model("opt", word_embed_proj_dim=32)
-    with pytest.raises(fastspec.CheckpointError, match=r"64 wide and has no embedding of its own, the target's is 32 wide"):
+    with pytest.raises(
+        fastspec.CheckpointError, match=r"64 wide and has no embedding of its own, the target's is 32 wide"
+    ):
         fastspec.patch(model, eagle3=tiny_head(model, **over))
     assert "generate" not in vars(model)
     plain = tiny_model("opt")

@@ -104,7 +104,9 @@ def test_an_assistant_without_its_resource_names_the_call_that_supplies_it() -> 
     ids=["width", "vocabulary", "taps", "dtype"],
 )
 def test_a_head_of_another_model_is_refused(over: dict[str, Any]) -> None:
-    model = tiny_model(**{name: value for name, value in over.items() if name != "dtype"}).to(over.get("dtype", torch.float32))
+    model = tiny_model(**{name: value for name, value in over.items() if name != "dtype"}).to(
+        over.get("dtype", torch.float32)
+    )
     head, before = tiny_head(tiny_model()), dict(vars(model))
     with pytest.raises(fastspec.CheckpointError, match=r"\d"):
         fastspec.patch(model, eagle3=head)
@@ -171,7 +173,13 @@ def test_a_damaged_head_is_refused_and_the_model_left_as_it_was(
 @pytest.mark.parametrize("cls", [fastspec.Eagle3, fastspec.TreeShape])
 @pytest.mark.parametrize(
     "sizes",
-    [{"total_tokens": 1}, {"total_tokens": 257}, {"total_tokens": 12, "depth": 0, "top_k": 10}, {"top_k": 0}, {"depth": -1}]
+    [
+        {"total_tokens": 1},
+        {"total_tokens": 257},
+        {"total_tokens": 12, "depth": 0, "top_k": 10},
+        {"top_k": 0},
+        {"depth": -1},
+    ]
     + [{name: value} for name in ("total_tokens", "depth", "top_k") for value in (2.5, "3", -4, True)],
     ids=str,
 )
@@ -204,7 +212,9 @@ def _raise(error: type[BaseException]) -> None:
 def test_an_exception_inside_a_call_leaves_the_model_usable(model: Any, error: type[BaseException], where: str) -> None:
     options: dict[str, Any] = {
         "streamer": {"streamer": Streamer(lambda: _raise(error))},
-        "criterion": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.shape[1] > 6 and _raise(error)])},
+        "criterion": {
+            "stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.shape[1] > 6 and _raise(error)])
+        },
         "processor": {"logits_processor": [lambda ids, scores: _raise(error) if ids.shape[1] > 6 else scores]},
     }[where]
     with pytest.raises(error, match="from the user's code"):
@@ -244,14 +254,21 @@ def test_threads_get_their_own_answers(model: Any) -> None:
 
 
 SETTINGS = {
-    "num_beams": 2, "guidance_scale": 1.5, "use_cache": False, "penalty_alpha": 0.6, "dola_layers": "low", "prompt_lookup_num_tokens": 3,
+    "num_beams": 2,
+    "guidance_scale": 1.5,
+    "use_cache": False,
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "prompt_lookup_num_tokens": 3,
     "cache_implementation": "static",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("source", ["argument", "model"])
-def test_settings_in_a_generation_config_are_refused_too(model: Any, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_in_a_generation_config_are_refused_too(
+    model: Any, name: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And leave nothing on the model, where transformers' own preparation would: a static cache's length, for one."""
     before = attributes(model)
     with monkeypatch.context() as patch, pytest.raises(fastspec.Unsupported, match=name):
@@ -279,10 +296,14 @@ def test_settings_that_a_generate_of_the_users_own_adds_are_refused_too() -> Non
 
 def test_an_assistant_model_passed_by_position_is_seen(model: Any) -> None:
     with pytest.raises(fastspec.Unsupported, match="assistant_model cannot"):
-        model.generate(PROMPT, None, None, None, None, None, tiny_model(num_hidden_layers=1), **GREEDY, assistant="eagle3")
+        model.generate(
+            PROMPT, None, None, None, None, None, tiny_model(num_hidden_layers=1), **GREEDY, assistant="eagle3"
+        )
 
 
-@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")], ids=["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "error", [None, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")], ids=["cpu", "cuda"]
+)
 def test_memory_that_runs_out_on_the_way_is_named(model: Any, error: Exception | None) -> None:
     def exhaust(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if error is not None:
@@ -293,7 +314,9 @@ def test_memory_that_runs_out_on_the_way_is_named(model: Any, error: Exception |
         model.generate(PROMPT, **GREEDY, assistant="eagle3", logits_processor=[exhaust])
 
 
-@pytest.mark.parametrize("damage, message", [("nan", "contains NaN"), ("d2t", "d2t leads outside the target's vocabulary of 97")])
+@pytest.mark.parametrize(
+    "damage, message", [("nan", "contains NaN"), ("d2t", "d2t leads outside the target's vocabulary of 97")]
+)
 def test_a_damaged_head_in_memory_is_refused_as_in_a_file(damage, message):
     model = tiny_model()
     head, before = tiny_head(model), dict(model.__dict__)

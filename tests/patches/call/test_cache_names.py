@@ -63,7 +63,10 @@ def test_refusals_know_every_name(name: str) -> None:
     given = {name: DynamicCache(config=model.config)}
     with pytest.raises(fastspec.Unsupported, match=f"{CACHE} cannot be combined"):
         source.generate(torch.tensor([[5, 6, 7]]), **given, **OPTIONS, assistant="nasd")
-    with fastspec.continuous(model, "nasd", rows=1) as batch, pytest.raises(fastspec.Unsupported, match=f"without {CACHE}"):
+    with (
+        fastspec.continuous(model, "nasd", rows=1) as batch,
+        pytest.raises(fastspec.Unsupported, match=f"without {CACHE}"),
+    ):
         batch.submit(prompts(5)["input_ids"], **given)
 
 
@@ -75,7 +78,9 @@ def test_nothing_here_uses_an_old_name(kind: str, monkeypatch: pytest.MonkeyPatc
     model = fastspec.patch(tiny_seq2seq(kind) if kind == "t5" else tiny_model(kind))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        out = model.generate(**prompts(5, 3), **OPTIONS, return_dict_in_generate=True, output_scores=True, assistant="nasd")
+        out = model.generate(
+            **prompts(5, 3), **OPTIONS, return_dict_in_generate=True, output_scores=True, assistant="nasd"
+        )
     assert (kept_cache(out) is None) == (kind == "t5") and said == []
 
 

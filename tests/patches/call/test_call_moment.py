@@ -1,4 +1,5 @@
-"""A call looks at its model when transformers has prepared it: what a streamer or a `generate` of someone's own changes before counts."""
+"""A call looks at its model when transformers has prepared it: what a streamer or a `generate` of someone's own changes
+before counts."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def test_a_hook_that_a_generate_of_ones_own_sets_for_the_length_of_a_call(monkey
     """The rounds that an earlier call captured know nothing of it."""
     stand_in(monkeypatch)
     captures = replace(TORCH, name="stand-in", captures=True, packs=True)
-    monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda name, device, adapted=True: captures if adapted else TORCH)
+    monkeypatch.setattr(
+        "fastspec.patches.session.choose_backend", lambda name, device, adapted=True: captures if adapted else TORCH
+    )
     model, hot = tiny_model("llama"), [False]
     own = model.generate
 
@@ -93,7 +96,8 @@ def test_a_hook_that_a_generate_of_ones_own_sets_for_the_length_of_a_call(monkey
 
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd"])
 def test_a_layer_that_stands_in_a_model_twice_is_refused(assistant):
-    """Both passes of it add to one place of transformers' cache; what plain decoding then says is nothing that a tree can be scored by."""
+    """Both passes of it add to one place of transformers' cache; what plain decoding then says is nothing that a tree
+    can be scored by."""
     other = tiny_model("llama")  # which may run by its own forward, and is found to
     fastspec.patch(other)
     other.model.layers[1].register_forward_hook(lambda *_: None)

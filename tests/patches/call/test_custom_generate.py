@@ -12,7 +12,12 @@ import fastspec
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.session import session_of
 
-OPTIONS = {"max_new_tokens": 12, "do_sample": False, "custom_generate": fastspec.CUSTOM_GENERATE, "trust_remote_code": True}
+OPTIONS = {
+    "max_new_tokens": 12,
+    "do_sample": False,
+    "custom_generate": fastspec.CUSTOM_GENERATE,
+    "trust_remote_code": True,
+}
 
 
 @pytest.fixture
@@ -51,4 +56,6 @@ def test_what_cannot_be_combined_is_refused(model):
 def test_the_folder_is_a_repository_for_transformers():
     """What the loader asks for, and what a hub repository shows."""
     folder = Path(fastspec.CUSTOM_GENERATE)
-    assert (folder / "custom_generate" / "generate.py").is_file() and "custom_generate" in (folder / "README.md").read_text()
+    assert (folder / "custom_generate" / "generate.py").is_file() and "custom_generate" in (
+        folder / "README.md"
+    ).read_text()

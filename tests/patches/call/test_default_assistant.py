@@ -1,4 +1,5 @@
-"""A default assistant serves calls that name none, and leaves to transformers what it cannot serve, with one warning per reason."""
+"""A default assistant serves calls that name none, and leaves to transformers what it cannot serve, with one warning
+per reason."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ import fastspec
 from fastspec import Unsupported
 from fastspec.patches.session import session_of
 
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16}
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "max_position_embeddings": 16,
+}
 """A rotary embedding that reads the length of the text, past 16 tokens: a call that goes further is refused late."""
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -50,7 +54,10 @@ def test_a_call_that_names_none_is_served(plain, model):
 
 @pytest.mark.parametrize("off", [None, "none"])
 def test_none_turns_it_off(plain, model, off):
-    assert model.generate(**prompts(6), **OPTIONS, assistant=off).tolist() == plain.generate(**prompts(6), **OPTIONS).tolist()
+    assert (
+        model.generate(**prompts(6), **OPTIONS, assistant=off).tolist()
+        == plain.generate(**prompts(6), **OPTIONS).tolist()
+    )
     assert not assisted(model) and not fastspec.report(model).unassisted
 
 
@@ -64,7 +71,9 @@ def test_generation_configs_name_one(model, tmp_path):
     model.generation_config.assistant = "nasd"
     model.generate(**prompts(6), **OPTIONS)
     assert stats(model).assistant == "nasd"
-    GenerationConfig(assistant={"name": "eagle3", "depth": 3, "top_k": 2, "total_tokens": 6}, **OPTIONS).save_pretrained(tmp_path)
+    GenerationConfig(
+        assistant={"name": "eagle3", "depth": 3, "top_k": 2, "total_tokens": 6}, **OPTIONS
+    ).save_pretrained(tmp_path)
     held = GenerationConfig.from_pretrained(tmp_path)
     model.generate(**prompts(6), generation_config=held)
     assert stats(model).assistant == "eagle3" and stats(model).drafted % 5 == 0
@@ -86,8 +95,10 @@ def test_an_object_in_a_generation_config_is_refused(model):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"name": "eagle4"}, "has the name 'eagle4'"), ({"name": "nasd", "gama": 3}, "does not fit fastspec.Nasd"),
-        ({}, "has the name None"), ({"name": ["nasd"]}, r"has the name \['nasd'\]"),
+        ({"name": "eagle4"}, "has the name 'eagle4'"),
+        ({"name": "nasd", "gama": 3}, "does not fit fastspec.Nasd"),
+        ({}, "has the name None"),
+        ({"name": ["nasd"]}, r"has the name \['nasd'\]"),
     ],
 )
 def test_a_dictionary_that_fits_nothing_is_refused(model, given, match):
@@ -122,7 +133,10 @@ def test_what_it_cannot_serve_runs_plain(plain, model, name):
     def call(each: Any, **more: Any) -> Any:
         inputs, options = prompts(6), UNSERVED[name] or {}
         if name == "inputs_embeds":
-            inputs = {"inputs_embeds": each.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
+            inputs = {
+                "inputs_embeds": each.get_input_embeddings()(inputs["input_ids"]),
+                "attention_mask": inputs["attention_mask"],
+            }
         out = each.generate(**inputs, **OPTIONS, **options, **more)
         return (out if isinstance(out, torch.Tensor) else out.sequences).tolist()
 
@@ -143,7 +157,10 @@ def test_a_reason_that_differs_in_numbers_alone_is_told_once():
     fastspec.patch(model, assistant="nasd")
     with pytest.warns(UserWarning, match="default assistant") as told:
         for length in (9, 10):
-            assert model.generate(**prompts(length), **OPTIONS).tolist() == plain.generate(**prompts(length), **OPTIONS).tolist()
+            assert (
+                model.generate(**prompts(length), **OPTIONS).tolist()
+                == plain.generate(**prompts(length), **OPTIONS).tolist()
+            )
     assert len([warning for warning in told if "default assistant" in str(warning.message)]) == 1
     assert list(fastspec.report(model).unassisted.values()) == [1, 1]
 
@@ -225,7 +242,9 @@ def test_a_default_that_the_call_turns_off_is_no_cause_for_a_warning_in_a_batch(
     """`generate_batch` begins as `init_continuous_batching` does, in the same call."""
     model, begun = fastspec.patch(shallow_model(), assistant="nasd"), []
     monkeypatch.setattr(type(model), "init_continuous_batching", lambda self, *given, **named: begun.append(named))
-    monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs, **named: self.init_continuous_batching(**named))
+    monkeypatch.setattr(
+        type(model), "generate_batch", lambda self, inputs, **named: self.init_continuous_batching(**named)
+    )
     model.generate_batch([[7, 8, 9]], assistant=off)
     assert begun == [{}] and not session_of(model).unassisted
     assert not [each for each in recwarn if "continuous batching" in str(each.message)]
@@ -244,9 +263,12 @@ def test_a_cascade_that_a_stage_refuses_runs_plain():
     large = shallow_model(**DYNAMIC)
     small = shallow_model(num_hidden_layers=2)
     cascade = fastspec.Cascade(
-        stages=[fastspec.Stage(small, name="small")], predictor=trained(("small", "large")), costs=[1.0, 2.0], label="large",
+        stages=[fastspec.Stage(small, name="small")],
+        predictor=trained(("small", "large")),
+        costs=[1.0, 2.0],
+        label="large",
         thresholds=(1.0,),
-    )  # fmt: skip
+    )
     fastspec.patch(large, cascade=cascade, assistant="cascade")
     heard: list[Any] = []
 

@@ -1,4 +1,5 @@
-"""`generate(assistant=...)` says what an unpatched model says, with every argument of transformers' `generate` that it keeps."""
+"""`generate(assistant=...)` says what an unpatched model says, with every argument of transformers' `generate` that it
+keeps."""
 
 from __future__ import annotations
 
@@ -57,12 +58,20 @@ def test_num_return_sequences(pair, assistant, spread):
     assert out.shape[0] == 2 * spread
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 1, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "options", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 1, "temperature": 0.7}]
+)
 def test_scores_and_logits(pair, assistant, options):
     """Equal within the rounding of fp32 sums taken in another order over 97 logits of size about 10."""
     inputs = prompts(5, 3, 8)
     ends = [row[2 + 3 * i] for i, row in enumerate(free(pair[0], inputs))]
-    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": ends, "return_dict_in_generate": True, **options}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "eos_token_id": ends,
+        "return_dict_in_generate": True,
+        **options,
+    }
     wanted = {"output_scores": True, "output_logits": True}
     expected = pair[0].generate(**inputs, **options, **wanted)
     got = pair[1].generate(**inputs, **options, **wanted, assistant=assistant)
@@ -71,7 +80,9 @@ def test_scores_and_logits(pair, assistant, options):
     for name in ("scores", "logits"):
         ours, theirs = getattr(got, name), getattr(expected, name)
         assert len(ours) == len(theirs) == got.sequences.shape[1] - 8
-        for a, b in zip(ours, theirs, strict=True):  # of rows that have ended too: they read padding, as in plain decoding
+        for a, b in zip(
+            ours, theirs, strict=True
+        ):  # of rows that have ended too: they read padding, as in plain decoding
             assert a.dtype == torch.float32
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
     lean = pair[1].generate(**inputs, **options, assistant=assistant)
@@ -85,7 +96,13 @@ def test_a_seed_decides_the_sample(pairs, assistant, options):
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
         out = pairs["random"][1].generate(
-            **prompts(5, 3), do_sample=True, temperature=3.0, max_new_tokens=12, assistant=assistant, eos_token_id=NEVER, **options
+            **prompts(5, 3),
+            do_sample=True,
+            temperature=3.0,
+            max_new_tokens=12,
+            assistant=assistant,
+            eos_token_id=NEVER,
+            **options,
         )
         texts.append(out.tolist())
     assert texts[0] == texts[1] != texts[2]
@@ -94,7 +111,9 @@ def test_a_seed_decides_the_sample(pairs, assistant, options):
 def test_a_generation_config_and_inputs_by_name(pair, assistant):
     plain, patched = pair
     ids = prompts(7)["input_ids"]
-    config = GenerationConfig(max_new_tokens=11, do_sample=False, repetition_penalty=1.1, eos_token_id=NEVER, pad_token_id=0)
+    config = GenerationConfig(
+        max_new_tokens=11, do_sample=False, repetition_penalty=1.1, eos_token_id=NEVER, pad_token_id=0
+    )
     expected = plain.generate(inputs=ids, generation_config=config).tolist()
     assert patched.generate(inputs=ids, generation_config=config, assistant=assistant).tolist() == expected
     assert patched.generate(ids, config, assistant=assistant).tolist() == expected

@@ -103,9 +103,17 @@ def test_stateful_user_processor_is_called_once_per_token(pair, assistant):
             self.calls += 1
             return scores.roll(self.calls % 3, -1)
 
-    texts = [model.generate(
-        **prompts(5), do_sample=False, max_new_tokens=LENGTH, eos_token_id=NEVER, logits_processor=[Counting()], **extra
-    ).tolist() for model, extra in zip(pair, ({}, {"assistant": assistant}), strict=True)]  # fmt: skip
+    texts = [
+        model.generate(
+            **prompts(5),
+            do_sample=False,
+            max_new_tokens=LENGTH,
+            eos_token_id=NEVER,
+            logits_processor=[Counting()],
+            **extra,
+        ).tolist()
+        for model, extra in zip(pair, ({}, {"assistant": assistant}), strict=True)
+    ]
     assert texts[0] == texts[1]
 
 
@@ -131,7 +139,8 @@ def shown(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[list[l
 @pytest.mark.parametrize("place", [1, 4, 7, LENGTH])
 @pytest.mark.parametrize("count", [1, 3, 8, LENGTH])
 def test_processors_see_no_prefix_that_plain_decoding_does_not_show_them(pair, lengths, place, count):
-    """Where a text ends inside a round, by an end token or by its length, the walk down a long right draft stops there."""
+    """Where a text ends inside a round, by an end token or by its length, the walk down a long right draft stops
+    there."""
     inputs, width, rows = prompts(*lengths), max(lengths), len(lengths)
     texts = free(pair[0], inputs, 40)
     ends = [row[place] for row in texts] if place < LENGTH else [NEVER]
@@ -140,7 +149,9 @@ def test_processors_see_no_prefix_that_plain_decoding_does_not_show_them(pair, l
     got, seen = shown(pair[1], inputs, **options, assistant=Oracle(texts, set(range(rows))))
     assert got == expected
     assert seen == plain
-    emitted = [next((i + 1 for i, token in enumerate(row[width:]) if token in ends), len(row) - width) for row in expected]
+    emitted = [
+        next((i + 1 for i, token in enumerate(row[width:]) if token in ends), len(row) - width) for row in expected
+    ]
     assert stats(pair[1]).rounds <= rows + max(emitted) // 7  # each end of a row but the last cuts a round
 
 
@@ -155,7 +166,9 @@ def test_processors_see_nothing_behind_what_a_users_criterion_stopped(pair, leng
     class Stops(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             asked.extend(map(tuple, input_ids.tolist()))
-            return torch.tensor([row[width:] == text[: place + 1] for row, text in zip(input_ids.tolist(), texts, strict=True)])
+            return torch.tensor(
+                [row[width:] == text[: place + 1] for row, text in zip(input_ids.tolist(), texts, strict=True)]
+            )
 
     options = {"max_new_tokens": LENGTH, "eos_token_id": NEVER, "stopping_criteria": [Stops()]}
     expected, plain = shown(pair[0], inputs, **options)
@@ -212,7 +225,14 @@ def distributions(monkeypatch):
 
 def drawn(model: Any, assistant: Any, **options: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"do_sample": True, "max_new_tokens": LENGTH, "eos_token_id": NEVER, "temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    settings = {
+        "do_sample": True,
+        "max_new_tokens": LENGTH,
+        "eos_token_id": NEVER,
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+    }
     return model.generate(**prompts(6, 3), **{**settings, **options}, assistant=assistant)
 
 
@@ -229,7 +249,9 @@ def test_sampled_rounds_process_no_scores(pair, assistant, distributions, monkey
     count = stats(pair[1]).rounds
     assert calls[0] == 1 and distributions == [None] + [SamplingSettings(0.7, 5, 0.9)] * count and count > 1
     out = drawn(pair[1], assistant, return_dict_in_generate=True, output_scores=True)
-    assert out.sequences.tolist() == texts and distributions[count + 1 :] == [None] * (1 + count) and calls[0] == 2 + count
+    assert (
+        out.sequences.tolist() == texts and distributions[count + 1 :] == [None] * (1 + count) and calls[0] == 2 + count
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,7 +275,9 @@ def test_all_other_calls_process_their_scores(pair, assistant, distributions, op
 def test_drafts_that_were_drawn_need_processed_scores(pair, monkeypatch):
     seen: list[Tensor] = []
     walk = verifier.walk_drawn
-    monkeypatch.setattr(verifier, "walk_drawn", lambda tree, scores, *rest: (seen.append(scores), walk(tree, scores, *rest))[1])
+    monkeypatch.setattr(
+        verifier, "walk_drawn", lambda tree, scores, *rest: (seen.append(scores), walk(tree, scores, *rest))[1]
+    )
     drawn(pair[1], fastspec.Speculative(early_exit=2))
     assert seen and all((scores > -torch.inf).sum(-1).max() <= 5 for scores in seen)
 

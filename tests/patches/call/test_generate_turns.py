@@ -13,7 +13,9 @@ from transformers import DynamicCache
 from fastspec.patches.hf.cache import CACHE, kept_cache
 
 
-def two_turns(model: Any, first: dict[str, Tensor], more: Tensor, cache: Any, own: bool, count: int, **options: Any) -> list[Any]:
+def two_turns(
+    model: Any, first: dict[str, Tensor], more: Tensor, cache: Any, own: bool, count: int, **options: Any
+) -> list[Any]:
     """Tokens of two turns of a chat, the second on the cache of the first, with the width of the cache after each."""
     options = {"do_sample": False, "max_new_tokens": count, "return_dict_in_generate": True, **options}
     one = model.generate(**first, **options, **{CACHE: cache})
@@ -51,7 +53,8 @@ def test_a_second_turn_far_behind_the_first(pair, assistant):
 
 
 def test_a_cache_of_the_unpatched_model_and_back(pair, assistant):
-    """The first turn plain and the second assisted, and the other way round, in a cache of the user that is changed in place."""
+    """The first turn plain and the second assisted, and the other way round, in a cache of the user that is changed in
+    place."""
     inputs = prompts(3, 8)
     texts = []
     for first, second in ((None, None), (None, assistant), (assistant, None)):

@@ -27,13 +27,17 @@ def made(kind: str, seed: int = 0) -> Any:
 @pytest.mark.parametrize(
     ("rows", "captured"),
     [
-        ((FIRST,), False), ((FIRST - 9, FIRST - 60), True), pytest.param((FIRST,), True, marks=pytest.mark.slow),
+        ((FIRST,), False),
+        ((FIRST - 9, FIRST - 60), True),
+        pytest.param((FIRST,), True, marks=pytest.mark.slow),
         pytest.param((FIRST - 9, FIRST - 60), False, marks=pytest.mark.slow),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_buffers_are_outgrown(kind: str, rows: tuple[int, ...], captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_buffers_are_outgrown(
+    kind: str, rows: tuple[int, ...], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if captured:
         stand_in(monkeypatch)
     model, inputs = made(kind), prompts(*rows)
@@ -49,10 +53,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_state, "FIRST_SLOTS", EXTENT_BUCKET)
 
 
-@pytest.mark.parametrize(("begin", "captured"), [
-    pytest.param(begin, captured, marks=pytest.mark.slow if captured == begin % 2 else ())
-    for begin in range(EXTENT_BUCKET - 8, EXTENT_BUCKET + 1) for captured in (False, True)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("begin", "captured"),
+    [
+        pytest.param(begin, captured, marks=pytest.mark.slow if captured == begin % 2 else ())
+        for begin in range(EXTENT_BUCKET - 8, EXTENT_BUCKET + 1)
+        for captured in (False, True)
+    ],
+)
 @pytest.mark.usefixtures("small")
 def test_whatever_a_round_accepts(begin: int, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round's tokens are right, several a round, so that some round's path goes over the end."""
@@ -78,7 +86,8 @@ def test_in_every_kind_of_call() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_prompt_that_is_read_in_parts_makes_the_buffers_grow_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a call reads it or a batch that runs, whose parts are turns: a pass is captured anew whenever its buffers have grown."""
+    """Whether a call reads it or a batch that runs, whose parts are turns: a pass is captured anew whenever its buffers
+    have grown."""
     monkeypatch.setattr("fastspec.generation.target.NARROW", 16)
     grown: list[int] = []
     resize = FullAttentionState.resize

@@ -1,4 +1,5 @@
-"""The table of transformers' stateless processors and criteria: with each of them a batch gives plain decoding's tokens, row by row."""
+"""The table of transformers' stateless processors and criteria: with each of them a batch gives plain decoding's
+tokens, row by row."""
 
 from __future__ import annotations
 
@@ -33,9 +34,13 @@ MADE: dict[type, Any] = {
     lp.RepetitionPenaltyLogitsProcessor: lambda: lp.RepetitionPenaltyLogitsProcessor(1.6),
     lp.NoRepeatNGramLogitsProcessor: lambda: lp.NoRepeatNGramLogitsProcessor(2),
     lp.NoBadWordsLogitsProcessor: lambda: lp.NoBadWordsLogitsProcessor([[token] for token in range(10, 30)]),
-    lp.SequenceBiasLogitsProcessor: lambda: lp.SequenceBiasLogitsProcessor([[[token], -6.0] for token in range(10, 30)]),
+    lp.SequenceBiasLogitsProcessor: lambda: lp.SequenceBiasLogitsProcessor(
+        [[[token], -6.0] for token in range(10, 30)]
+    ),
     lp.MinLengthLogitsProcessor: lambda: lp.MinLengthLogitsProcessor(WIDTH + 12, list(range(6, 97, 2))),
-    lp.MinNewTokensLengthLogitsProcessor: lambda: lp.MinNewTokensLengthLogitsProcessor(WIDTH, 12, list(range(6, 97, 2))),
+    lp.MinNewTokensLengthLogitsProcessor: lambda: lp.MinNewTokensLengthLogitsProcessor(
+        WIDTH, 12, list(range(6, 97, 2))
+    ),
     lp.ForcedBOSTokenLogitsProcessor: lambda: lp.ForcedBOSTokenLogitsProcessor(8),
     lp.ForcedEOSTokenLogitsProcessor: lambda: lp.ForcedEOSTokenLogitsProcessor(WIDTH + LENGTH, 7),
     lp.SuppressTokensAtBeginLogitsProcessor: lambda: lp.SuppressTokensAtBeginLogitsProcessor(list(range(6, 60)), WIDTH),
@@ -60,7 +65,8 @@ def test_every_type_of_the_table_is_here():
 
 @pytest.mark.parametrize("kind", MADE, ids=lambda kind: kind.__name__)
 def test_a_known_type_is_decoded_row_by_row(both, monkeypatch, kind):
-    """Greedily, with rows that end at different steps; no step of plain decoding is made, so that rows do not wait for each other."""
+    """Greedily, with rows that end at different steps; no step of plain decoding is made, so that rows do not wait for
+    each other."""
     plain, model = both
     inputs = prompts(6, 2, WIDTH)
     texts = free(plain, inputs)

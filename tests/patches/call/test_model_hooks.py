@@ -1,4 +1,5 @@
-"""What plain `generate` calls of a model and an assisted call does not: each such method is listed, and an override of it is refused."""
+"""What plain `generate` calls of a model and an assisted call does not: each such method is listed, and an override of
+it is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ REASONED = {
     "_extract_generation_mode_kwargs": "called with a custom loop too",
     "_supports_default_dynamic_cache": "a question about the class",
 }
-"""Methods that plain decoding alone calls and whose override an assisted call honours otherwise, or which an override cannot change."""
+"""Methods that plain decoding alone calls and whose override an assisted call honours otherwise, or which an override
+cannot change."""
 
 
 def called(model: Any, **options: Any) -> set[str]:
@@ -49,8 +51,8 @@ def called(model: Any, **options: Any) -> set[str]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_what_fires_in_plain_calls_alone_is_listed(family):
-    """With an adapter and in generic mode: whatever plain decoding calls and an assisted call does not is refused when overridden, or has
-    its reason here."""
+    """With an adapter and in generic mode: whatever plain decoding calls and an assisted call does not is refused when
+    overridden, or has its reason here."""
     model = fastspec.patch(tiny_model(family))
     model.generate(**prompts(5), **OPTIONS, assistant="nasd")  # the first one tries a model without an adapter
     missing = called(model) - called(model, assistant="nasd")
@@ -61,7 +63,12 @@ def test_what_fires_in_plain_calls_alone_is_listed(family):
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    [(name, level) for name in _PASSED_BY for level in ("instance", "class") if (name, level) != ("_sample", "instance")],
+    [
+        (name, level)
+        for name in _PASSED_BY
+        for level in ("instance", "class")
+        if (name, level) != ("_sample", "instance")
+    ],
 )  # plain decoding calls `_sample` of the class
 def test_an_override_is_refused_or_left_to_plain_decoding(name, level):
     """On the instance, as PEFT's prompt tuning does, and in a class of the user's own."""

@@ -1,4 +1,5 @@
-"""What a call returns, made of an outcome and a cache by hand: columns, the padding of rows that ended early, and the cache handed back."""
+"""What a call returns, made of an outcome and a cache by hand: columns, the padding of rows that ended early, and the
+cache handed back."""
 
 from __future__ import annotations
 
@@ -57,15 +58,25 @@ def emitted(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def made(tail: int = 4, **changes: Any) -> tuple[Any, Outcome, Any]:
-    """(call, outcome, target) of three rows whose past lies in the cache, and whose texts are committed but for the last token."""
+    """(call, outcome, target) of three rows whose past lies in the cache, and whose texts are committed but for the
+    last token."""
     asked = {"return_dict_in_generate": True, "output_scores": False, "output_logits": False}
     settings = SimpleNamespace(**asked | {name: changes.pop(name) for name in tuple(changes) if name in asked})
     ids = torch.tensor([[1, 2, 3], [0, 0, 4], [0, 5, 6]])
     keep = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1], [0, 1, 0, 1, 1]])
     call: Any = SimpleNamespace(
-        config=settings, steps=None, ids=ids, pad=PAD, keep=keep, past_length=2, cache=None, source=None, rows=None, handed_in=False,
+        config=settings,
+        steps=None,
+        ids=ids,
+        pad=PAD,
+        keep=keep,
+        past_length=2,
+        cache=None,
+        source=None,
+        rows=None,
+        handed_in=False,
         processors=lp.LogitsProcessorList([lp.RepetitionPenaltyLogitsProcessor(2.0)]),
-    )  # fmt: skip
+    )
     vars(call).update(changes)
     target = Reader(tail)
     for row, (past, read, text) in enumerate(zip(PAST, READ, TOKENS, strict=True)):
@@ -73,7 +84,10 @@ def made(tail: int = 4, **changes: Any) -> tuple[Any, Outcome, Any]:
         target.state.k[0, row, 0, : len(line)] = torch.stack((torch.tensor(line), torch.arange(len(line)).float()), -1)
     target.state.v.copy_(-target.state.k)
     scores, logits = (
-        [[torch.full((VOCAB,), 10.0 * row + step + more) for step in range(len(text))] for row, text in enumerate(TOKENS)]
+        [
+            [torch.full((VOCAB,), 10.0 * row + step + more) for step in range(len(text))]
+            for row, text in enumerate(TOKENS)
+        ]
         for more in (0, 0.5)
     )
     return call, Outcome([list(text) for text in TOKENS], scores, logits, stats=Stats(assistant="by hand")), target
@@ -93,7 +107,11 @@ def test_sequences_are_filled_up_with_padding_and_nothing_more_is_read():
     call, outcome, target = made(return_dict_in_generate=False)
     assert returned(call, outcome, target).tolist() == SEQUENCES and target.widths == []
     out = returned(*made())
-    assert type(out) is GenerateDecoderOnlyOutput and out.sequences.tolist() == SEQUENCES and out.fastspec.assistant == "by hand"
+    assert (
+        type(out) is GenerateDecoderOnlyOutput
+        and out.sequences.tolist() == SEQUENCES
+        and out.fastspec.assistant == "by hand"
+    )
     assert (out.scores, out.logits, kept_cache(out)) == (None, None, None)
     assert type(returned(*made(source=torch.zeros(1)))) is GenerateEncoderDecoderOutput
 
@@ -116,13 +134,22 @@ def test_rows_that_ended_early_read_padding_as_plain_decoding_does(tail, scores,
                 seen = torch.tensor([[*call.ids[row].tolist(), *text, *[PAD] * (step - len(text))]])
                 processed = lp.RepetitionPenaltyLogitsProcessor(2.0)(seen, raw[None].clone())[0]
             if logits:
-                assert torch.equal(out.logits[step][row], raw) and out.logits[step].shape == (3, VOCAB) and len(out.logits) == 5
+                assert (
+                    torch.equal(out.logits[step][row], raw)
+                    and out.logits[step].shape == (3, VOCAB)
+                    and len(out.logits) == 5
+                )
             if scores:
-                assert torch.equal(out.scores[step][row], processed) and out.scores[step].shape == (3, VOCAB) and len(out.scores) == 5
+                assert (
+                    torch.equal(out.scores[step][row], processed)
+                    and out.scores[step].shape == (3, VOCAB)
+                    and len(out.scores) == 5
+                )
 
 
 def test_padding_is_processed_by_what_processors_keep_of_its_own_row():
-    """A penalty that leaves out each row's own number of tokens; the rows that ended early are the second and the third."""
+    """A penalty that leaves out each row's own number of tokens; the rows that ended early are the second and the
+    third."""
     penalty = lp.RepetitionPenaltyLogitsProcessor(2.0)
     penalty.prompt_ignore_length = torch.tensor([0, 4, 3])
     call, outcome, target = made(output_scores=True, output_logits=True, processors=lp.LogitsProcessorList([penalty]))
@@ -136,7 +163,8 @@ def test_padding_is_processed_by_what_processors_keep_of_its_own_row():
 
 @pytest.mark.parametrize("handed_in", [True, False])
 def test_a_cache_comes_back_with_the_call_in_columns_and_its_padding(handed_in):
-    """Behind what it held: prompts in their columns, then what was said but for the last token, padding of ended rows included."""
+    """Behind what it held: prompts in their columns, then what was said but for the last token, padding of ended rows
+    included."""
     cache = DynamicCache()
     cache.update(torch.full((3, 1, 2, 2), 9.0), torch.full((3, 1, 2, 2), -9.0), 0)
     call, outcome, target = made(cache=cache, handed_in=handed_in, return_dict_in_generate=not handed_in)
@@ -150,7 +178,9 @@ def test_a_cache_comes_back_with_the_call_in_columns_and_its_padding(handed_in):
         assert keys[row, 0].tolist() == [[9.0, 9.0]] * 2 + [[0.0, 0.0]] * (3 - read) + committed
 
 
-@pytest.mark.parametrize("changes", [{"rows": 2}, {"source": torch.zeros(1)}, {"handed_in": False, "return_dict_in_generate": False}])
+@pytest.mark.parametrize(
+    "changes", [{"rows": 2}, {"source": torch.zeros(1)}, {"handed_in": False, "return_dict_in_generate": False}]
+)
 def test_a_cache_is_left_alone_where_it_cannot_come_back(changes):
     cache = DynamicCache()
     call, outcome, target = made(**{"cache": cache, "handed_in": True} | changes)
@@ -172,12 +202,16 @@ def test_steps_give_their_own_scores_and_need_no_padding_read():
     steps = SimpleNamespace(scores=("scores",), logits=("logits",), ids=torch.tensor([[7, 8]]))
     call, outcome, target = made(steps=steps, output_scores=True, output_logits=True)
     out = returned(call, outcome, target)
-    assert (out.scores, out.logits, target.widths) == (("scores",), ("logits",), []) and torch.equal(out.sequences, steps.ids)
+    assert (out.scores, out.logits, target.widths) == (("scores",), ("logits",), []) and torch.equal(
+        out.sequences, steps.ids
+    )
 
 
 def test_answers_of_one_token_are_one_column():
     call, outcome, target = made(output_scores=True, output_logits=True)
-    outcome.tokens, outcome.scores, outcome.logits = ([row[:1] for row in kept] for kept in (TOKENS, outcome.scores, outcome.logits))
+    outcome.tokens, outcome.scores, outcome.logits = (
+        [row[:1] for row in kept] for kept in (TOKENS, outcome.scores, outcome.logits)
+    )
     out = returned(call, outcome, target)
     assert target.widths == [] and out.sequences[:, 3:].tolist() == [[1], [2], [3]]
     assert [column[:, 0].tolist() for column in (*out.scores, *out.logits)] == [[0.0, 10.0, 20.0], [0.5, 10.5, 20.5]]
@@ -225,8 +259,11 @@ def test_what_cannot_be_taken_back_is_read_once_more_behind_the_calls_past(monke
     returned(call, outcome, target)
     moved = [] if shift is None else [("move", shift)]
     assert target.told == [
-        ("open", max(STANDS)), *moved, ("past", past, call.keep[:, :2].tolist()), ("read", TEXTS, [7, 2, 4]),
-    ]  # fmt: skip
+        ("open", max(STANDS)),
+        *moved,
+        ("past", past, call.keep[:, :2].tolist()),
+        ("read", TEXTS, [7, 2, 4]),
+    ]
 
 
 def test_a_row_that_stands_where_it_should_reads_nothing_again(monkeypatch):
@@ -242,7 +279,9 @@ def test_a_prompt_that_is_more_than_tokens_is_read_by_its_own_pass_again(monkeyp
 
     def own(target: Any) -> None:
         target.told.append("own")
-        target.state.lengths.copy_(torch.tensor([past + read for past, read in zip(PAST, READ, strict=True)], device="cpu"))
+        target.state.lengths.copy_(
+            torch.tensor([past + read for past, read in zip(PAST, READ, strict=True)], device="cpu")
+        )
 
     call, outcome, target = read_again(monkeypatch, own=own, output_logits=not short)
     if short:

@@ -1,4 +1,5 @@
-"""Processors, criteria and streamers as the loop is given them, and one step of transformers' own loop, with no model behind them."""
+"""Processors, criteria and streamers as the loop is given them, and one step of transformers' own loop, with no model
+behind them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
 
 from fastspec.patches.call.processors import (
     Ending,
@@ -62,14 +68,21 @@ def criteria(*ends: int, length: int = 99) -> StoppingCriteriaList:
     return StoppingCriteriaList([MaxLengthCriteria(length), *kept])
 
 
-@given(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=6, max_size=6), min_size=1, max_size=3), st.booleans(), st.integers(3, 8))
+@given(
+    st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=6, max_size=6), min_size=1, max_size=3),
+    st.booleans(),
+    st.integers(3, 8),
+)
 @DRAWN
 def test_steps_pad_what_has_ended_and_end_when_all_have(texts, pads, length):
-    """Rows say their texts; token 4 ends one, and padding is 3. Without end tokens only the length ends them, all at once."""
+    """Rows say their texts; token 4 ends one, and padding is 3. Without end tokens only the length ends them, all at
+    once."""
     rows, streamer = len(texts), Columns()
     ids = torch.zeros(rows, 2, dtype=torch.long)
     ends = criteria(*([4] if pads else []), length=length)
-    steps = PlainSteps(ids, LogitsProcessorList([Doubling()]), ends, config(_pad_token_tensor=torch.tensor(3)), streamer)
+    steps = PlainSteps(
+        ids, LogitsProcessorList([Doubling()]), ends, config(_pad_token_tensor=torch.tensor(3)), streamer
+    )
     assert (steps.pad_token, steps.lengths, steps.over) == (3, [None] * rows, False)
     want: list[list[int]] = [[] for _ in texts]
     ended: list[int | None] = [None] * rows
@@ -114,7 +127,8 @@ def test_a_sample_is_generates_own_and_scores_may_stand_in():
 
 
 def test_rows_are_drawn_each_from_its_own_distribution():
-    """A token that is likely in every row is drawn in every row: over the batch it would be no likelier than the other four."""
+    """A token that is likely in every row is drawn in every row: over the batch it would be no likelier than the other
+    four."""
     logits = torch.tensor([0.0, 0.0, 40.0, 0.0, 0.0]).expand(64, -1)
     ids = torch.zeros(64, 1, dtype=torch.long)
     assert PlainSteps(ids, LogitsProcessorList(), criteria(), config(do_sample=True), None)(logits) == [2] * 64
@@ -126,7 +140,9 @@ def test_processors_may_not_change_the_models_logits():
             return scores.fill_(1.0)
 
     logits = torch.eye(VOCAB)[:1].clone()
-    PlainSteps(torch.zeros(1, 1, dtype=torch.long), LogitsProcessorList([Spoiling()]), criteria(), config(), None)(logits)
+    PlainSteps(torch.zeros(1, 1, dtype=torch.long), LogitsProcessorList([Spoiling()]), criteria(), config(), None)(
+        logits
+    )
     assert torch.equal(logits, torch.eye(VOCAB)[:1])
 
 
@@ -153,7 +169,9 @@ def test_what_is_known_is_asked_by_type():
 
     known, own = lp.TemperatureLogitsWarper(0.7), Own(3)
     assert are_known([known], [MaxLengthCriteria(3), MaxTimeCriteria(1.0)])
-    assert not are_known([known, Doubling()], []) and not are_known([known], [own]) and not are_known([Doubling()], [own])
+    assert (
+        not are_known([known, Doubling()], []) and not are_known([known], [own]) and not are_known([Doubling()], [own])
+    )
     assert unknown_types([known, Doubling(), Doubling()], [own, MaxLengthCriteria(2)]) == "Doubling, Own"
     assert unknown_types([known]) == ""
 
@@ -161,7 +179,11 @@ def test_what_is_known_is_asked_by_type():
 def test_processors_come_in_the_form_that_they_need():
     ids, scores = torch.tensor([[1, 2], [3, 1]]), torch.randn(3, VOCAB)
     warm, penalty = lp.TemperatureLogitsWarper(0.5), lp.RepetitionPenaltyLogitsProcessor(2.0)
-    assert make_processors(LogitsProcessorList(), ids) == (None, None) == make_processors(LogitsProcessorList([warm, Doubling()]), ids)
+    assert (
+        make_processors(LogitsProcessorList(), ids)
+        == (None, None)
+        == make_processors(LogitsProcessorList([warm, Doubling()]), ids)
+    )
     at_once, by_row = make_processors(LogitsProcessorList([warm]), ids)
     assert by_row is None and torch.equal(at_once(scores), scores / 0.5)
     at_once, by_row = make_processors(LogitsProcessorList([warm, penalty]), ids)
@@ -174,7 +196,11 @@ def test_a_penalty_leaves_out_each_rows_own_padding():
     assert of_rows(penalty, [1]) is penalty
     penalty.prompt_ignore_length = torch.tensor([3, 7, 9])
     twin = of_rows(penalty, [2, 0])
-    assert twin is not penalty and twin.prompt_ignore_length.tolist() == [9, 3] and penalty.prompt_ignore_length.tolist() == [3, 7, 9]
+    assert (
+        twin is not penalty
+        and twin.prompt_ignore_length.tolist() == [9, 3]
+        and penalty.prompt_ignore_length.tolist() == [3, 7, 9]
+    )
     assert twin.penalty == 2.0 and type(twin) is type(penalty)
     texts, scores = torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.ones(2, VOCAB)
     penalty.prompt_ignore_length = None
@@ -191,10 +217,15 @@ def test_a_distribution_keeps_one_token_and_removes_with_minus_infinity():
 
 def test_signatures_tell_kinds_and_settings_apart():
     lists = [
-        [], [lp.TemperatureLogitsWarper(0.5)], [lp.TemperatureLogitsWarper(0.7)], [lp.TopPLogitsWarper(0.5)],
-        [lp.TopPLogitsWarper(0.5), lp.TemperatureLogitsWarper(0.5)], [lp.TemperatureLogitsWarper(0.5), lp.TopPLogitsWarper(0.5)],
-        [lp.SuppressTokensLogitsProcessor([1, 2])], [lp.SuppressTokensLogitsProcessor([1, 3])],
-    ]  # fmt: skip
+        [],
+        [lp.TemperatureLogitsWarper(0.5)],
+        [lp.TemperatureLogitsWarper(0.7)],
+        [lp.TopPLogitsWarper(0.5)],
+        [lp.TopPLogitsWarper(0.5), lp.TemperatureLogitsWarper(0.5)],
+        [lp.TemperatureLogitsWarper(0.5), lp.TopPLogitsWarper(0.5)],
+        [lp.SuppressTokensLogitsProcessor([1, 2])],
+        [lp.SuppressTokensLogitsProcessor([1, 3])],
+    ]
     made = [signature(LogitsProcessorList(each)) for each in lists]
     assert len(set(made)) == len(lists)
     assert signature(LogitsProcessorList([lp.TopPLogitsWarper(0.5)])) == made[3]
@@ -221,7 +252,9 @@ def test_lengths_and_end_tokens_are_the_loops_and_all_others_are_asked():
     ending = Ending([Asked(torch.tensor([False, True])), Asked(False)], ids)
     assert (ending.limit, ending.ends) == (2**62, frozenset())
     assert [ending.stop(row, [7, 8]) for row in (0, 1)] == [False, True]
-    assert asked == [([[*ids[row].tolist(), 7, 8]] * 2, None) for row in (0, 0, 1, 1)]  # a criterion may count its calls
+    assert asked == [
+        ([[*ids[row].tolist(), 7, 8]] * 2, None) for row in (0, 0, 1, 1)
+    ]  # a criterion may count its calls
     for answer in (True, torch.tensor(True), torch.tensor([True])):
         assert Ending([Asked(answer)], ids).stop(1, [])
 
@@ -242,7 +275,9 @@ def test_columns_are_shown_as_soon_as_every_row_has_them(lengths, most, seed):
         streaming.emit(row, texts[row][begin : given_out[row]], 0, given_out[row] == lengths[row])
         ready = min((g for g, length in zip(given_out, lengths, strict=True) if g < length), default=max(lengths))
         ready = min(ready, max(given_out))
-        assert streamer.columns == [[text[place] if place < len(text) else 7 for text in texts] for place in range(ready)]
+        assert streamer.columns == [
+            [text[place] if place < len(text) else 7 for text in texts] for place in range(ready)
+        ]
     streaming.end()
     assert streamer.columns[-1] == "end" and len(streamer.columns) == max(lengths) + 1
 

@@ -1,4 +1,5 @@
-"""Which tokens of a call's prompts are real, and which prompts are refused: the last that is taken, and the first that is not."""
+"""Which tokens of a call's prompts are real, and which prompts are refused: the last that is taken, and the first that
+is not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Settings of published generation configurations, read from saved files: an assistant heeds, or refuses by name, what plain `generate`
-heeds, and ignores what it ignores."""
+"""Settings of published generation configurations, read from saved files: an assistant heeds, or refuses by name, what
+plain `generate` heeds, and ignores what it ignores."""
 
 from __future__ import annotations
 
@@ -18,34 +18,73 @@ from fastspec import Unsupported
 SECONDS = 30
 SURE = 1e-4
 """A temperature at which sampling is greedy."""
-BASE = {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": NEVER, "max_new_tokens": 6, "transformers_version": "5.0.0"}
+BASE = {
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": NEVER,
+    "max_new_tokens": 6,
+    "transformers_version": "5.0.0",
+}
 EQUAL: dict[str, dict[str, Any]] = {
     # as families publish them, with sampling made sure
     "llama 3": {"bos_token_id": 90, "do_sample": True, "eos_token_id": [90, 91, 92], "temperature": SURE, "top_p": 0.9},
     "qwen 2.5": {
-        "pad_token_id": 90, "do_sample": True, "eos_token_id": [91, 90], "repetition_penalty": 1.05, "temperature": SURE, "top_p": 0.8,
+        "pad_token_id": 90,
+        "do_sample": True,
+        "eos_token_id": [91, 90],
+        "repetition_penalty": 1.05,
+        "temperature": SURE,
+        "top_p": 0.8,
         "top_k": 20,
     },
     "qwen": {"chat_format": "chatml", "max_window_size": 6144, "do_sample": True, "top_k": 1, "top_p": 0.5},
     "gemma 2": {"_from_model_config": True, "cache_implementation": "hybrid", "eos_token_id": 90},
-    "gemma 3": {"cache_implementation": "hybrid", "do_sample": True, "eos_token_id": [1, 90], "top_k": 1, "top_p": 0.95},
+    "gemma 3": {
+        "cache_implementation": "hybrid",
+        "do_sample": True,
+        "eos_token_id": [1, 90],
+        "top_k": 1,
+        "top_p": 0.95,
+    },
     "baichuan": {"user_token_id": 3, "assistant_token_id": 4, "repetition_penalty": 1.1, "top_k": 1, "do_sample": True},
     # one by one
     "a growing cache": {"cache_implementation": "dynamic"},
     "a paged cache": {"cache_implementation": "paged"},
     "a cache's settings": {"max_cache_len": 64, "cache_config": {"backend": "quanto"}, "use_cache": True},
-    "outputs without a dictionary": {"output_attentions": True, "output_hidden_states": True, "output_scores": True, "output_logits": True},
+    "outputs without a dictionary": {
+        "output_attentions": True,
+        "output_hidden_states": True,
+        "output_scores": True,
+        "output_logits": True,
+    },
     "one beam": {
-        "num_beams": 1, "num_beam_groups": 4, "early_stopping": False, "length_penalty": 2.0, "diversity_penalty": 0.5, "low_memory": True,
-        "penalty_alpha": 0.0, "use_mtp": False, "guidance_scale": 1,
+        "num_beams": 1,
+        "num_beam_groups": 4,
+        "early_stopping": False,
+        "length_penalty": 2.0,
+        "diversity_penalty": 0.5,
+        "low_memory": True,
+        "penalty_alpha": 0.0,
+        "use_mtp": False,
+        "guidance_scale": 1,
     },
     "a contrast beside draws": {"penalty_alpha": 0.6, "top_k": 4, "do_sample": True, "temperature": SURE},
     "an assistant's": {
-        "is_assistant": False, "num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", "assistant_lookbehind": 10,
-        "assistant_confidence_threshold": 0.4, "target_lookbehind": 10, "assistant_ensemble_weight": 0.5, "max_matching_ngram_size": 2,
+        "is_assistant": False,
+        "num_assistant_tokens": 5,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_lookbehind": 10,
+        "assistant_confidence_threshold": 0.4,
+        "target_lookbehind": 10,
+        "assistant_ensemble_weight": 0.5,
+        "max_matching_ngram_size": 2,
         "speculation_type": "dflash",
     },
-    "no healing, no compilation, prefill in parts": {"token_healing": False, "disable_compile": True, "prefill_chunk_size": 4},
+    "no healing, no compilation, prefill in parts": {
+        "token_healing": False,
+        "disable_compile": True,
+        "prefill_chunk_size": 4,
+    },
     "no padding": {"pad_token_id": None},
     "padding below 0": {"pad_token_id": -1, "bos_token_id": [1, 2]},
     "padding outside": {"pad_token_id": 500, "decoder_start_token_id": 1},
@@ -57,7 +96,10 @@ EQUAL: dict[str, dict[str, Any]] = {
     "a least length": {"min_length": 14, "eos_token_id": list(range(50)), "max_time": 100.0},
     "least new tokens": {"min_new_tokens": 6, "eos_token_id": list(range(50))},
     "suppressed and cleaned": {
-        "suppress_tokens": [7, 8, 9], "begin_suppress_tokens": [10, 20], "renormalize_logits": True, "remove_invalid_values": True,
+        "suppress_tokens": [7, 8, 9],
+        "begin_suppress_tokens": [10, 20],
+        "renormalize_logits": True,
+        "remove_invalid_values": True,
     },
     "nothing suppressed": {"suppress_tokens": [], "begin_suppress_tokens": []},
     "forced": {"forced_bos_token_id": 3, "forced_eos_token_id": 2, "forced_decoder_ids": [[1, 2]]},
@@ -65,14 +107,30 @@ EQUAL: dict[str, dict[str, Any]] = {
     "a bias": {"sequence_bias": [[[7], -10.0], [[8, 9], 5.0]]},
     "a decay": {"exponential_decay_length_penalty": [3, 1.5], "eos_token_id": 7},
     "no repeats": {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
-    "warpers": {"typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 1e-3, "min_p": 0.05, "do_sample": True, "top_k": 1},
+    "warpers": {
+        "typical_p": 0.9,
+        "epsilon_cutoff": 3e-4,
+        "eta_cutoff": 1e-3,
+        "min_p": 0.05,
+        "do_sample": True,
+        "top_k": 1,
+    },
     "warpers without draws": {"temperature": 0.0, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "typical_p": 0.5},
     "no top-k": {"do_sample": True, "top_k": 0, "top_p": None, "temperature": SURE},
     "unknown": {
-        "trust_remote_code": True, "seed": 1, "stop_words_ids": [[3]], "architectures": ["X"], "model_type": "llama", "position_ids": 3,
-        "attention_mask": 1, "tokenizer": "x", "_commit_hash": "abc", "custom_generate": "x", "rope_scaling": {"type": "linear"},
+        "trust_remote_code": True,
+        "seed": 1,
+        "stop_words_ids": [[3]],
+        "architectures": ["X"],
+        "model_type": "llama",
+        "position_ids": 3,
+        "attention_mask": 1,
+        "tokenizer": "x",
+        "_commit_hash": "abc",
+        "custom_generate": "x",
+        "rope_scaling": {"type": "linear"},
     },
-}  # fmt: skip
+}
 ALONE: dict[str, tuple[dict[str, Any], str]] = {
     "a dictionary": ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
     "a watermark": ({"watermarking_config": {"greenlist_ratio": 0.25, "bias": 2.0}}, "WatermarkLogitsProcessor"),
@@ -191,9 +249,11 @@ def test_every_setting_of_transformers_is_tried():
     """But for what a file cannot hold, and what this model and machine cannot be asked for."""
     elsewhere = {
         "num_return_sequences",  # several rows, which a configuration may not ask for without draws
-        "compile_config", "continuous_batching_config",  # no plain values, and deprecated
-        "constraints", "assistant",
-    }  # fmt: skip
+        "compile_config",
+        "continuous_batching_config",  # no plain values, and deprecated
+        "constraints",
+        "assistant",
+    }
     tried = {name for table in (EQUAL, RAISES) for settings in table.values() for name in settings} | set(BASE)
     tried |= {name for table in (ALONE, REFUSED) for settings, _ in table.values() for name in settings}
     assert {name for name in vars(GenerationConfig()) if not name.startswith("_")} - tried <= elsewhere
@@ -207,7 +267,13 @@ def test_paged_as_an_argument_is_transformers_own_continuous_batching(models):
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
 def test_gemma_as_it_is_published(kind, tmp_path: Path):
     shallow_model(kind).save_pretrained(tmp_path)
-    shipped = {"cache_implementation": "hybrid", "bos_token_id": 2, "eos_token_id": [1, 90], "pad_token_id": 0, "top_p": 0.95}
+    shipped = {
+        "cache_implementation": "hybrid",
+        "bos_token_id": 2,
+        "eos_token_id": [1, 90],
+        "pad_token_id": 0,
+        "top_p": 0.95,
+    }
     shipped |= {"do_sample": True, "top_k": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(shipped))
     model, plain = (AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(2))

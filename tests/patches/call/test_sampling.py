@@ -1,7 +1,8 @@
 """Sampled texts follow the processed distribution of the unpatched model, whatever the drafts say.
 
-Every case compares 2,048 or 4,096 seeded texts of two or three tokens with their exact distribution by a chi-square test. The seeds are
-fixed, so a case passes or fails for good; a correct sampler would fail a fresh seed with probability 1e-4.
+Every case compares 2,048 or 4,096 seeded texts of two or three tokens with their exact distribution by a chi-square
+test. The seeds are fixed, so a case passes or fails for good; a correct sampler would fail a fresh seed with
+probability 1e-4.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ APART = "top-p", "min-p"
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param(options, id=name, marks=pytest.mark.slow if name in APART else []) for name, options in CASES.items()]
+    "options",
+    [
+        pytest.param(options, id=name, marks=pytest.mark.slow if name in APART else [])
+        for name, options in CASES.items()
+    ],
 )
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
 def test_the_distribution_of_short_texts(model, options, assistant):
@@ -53,5 +58,3 @@ def test_the_test_finds_a_wrong_temperature(model):
     texts = sample(model, ids, options, TREE, 1)
     assert p_value(distribution(model, ids, options, 1), texts) > SIGNIFICANCE
     assert p_value(distribution(model, ids, {**options, "temperature": 1.2}, 1), texts) < SIGNIFICANCE
-
-

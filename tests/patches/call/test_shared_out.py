@@ -1,4 +1,5 @@
-"""A model whose weights two processes share out by FSDP2: each decodes prompts of its own, in as many rounds as they need."""
+"""A model whose weights two processes share out by FSDP2: each decodes prompts of its own, in as many rounds as they
+need."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from helpers.shared_out import ASSISTANTS, work
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process made of its calls. A process that waits for the other in vain ends with an error after a minute."""
+    """What each process made of its calls. A process that waits for the other in vain ends with an error after a
+    minute."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -36,7 +38,8 @@ def test_one_layer_that_is_cut_keeps_processes_in_step_too(both):
 
 
 def test_one_layer_that_is_cut_keeps_processes_together_in_plain_decoding_too(both):
-    """Each finds out at another place that the default cannot serve its call; transformers itself would look at the whole model alone."""
+    """Each finds out at another place that the default cannot serve its call; transformers itself would look at the
+    whole model alone."""
     for made in both:
         want, got = made["part left"]
         assert torch.equal(got, want)
@@ -63,7 +66,9 @@ def test_a_process_that_fails_lets_the_other_finish(both):
 
 def test_a_default_that_one_process_cannot_serve_is_left_out_by_both(both):
     """One of them asks for beams: neither drafts, and each says why."""
-    for made, why in zip(both, ("another process, which holds a part of the model", "num_beams=2 cannot be combined"), strict=True):
+    for made, why in zip(
+        both, ("another process, which holds a part of the model", "num_beams=2 cannot be combined"), strict=True
+    ):
         tokens, told, counted = made["left"]
         assert torch.equal(tokens, made["beams"])
         assert [text for text in told if "the default assistant cannot serve this call" in text and why in text]
@@ -78,7 +83,9 @@ def test_a_named_assistant_that_one_process_cannot_serve_is_refused_in_both(both
 def test_what_needs_more_than_passes_of_the_whole_model_is_refused_by_name(both):
     for made in both:
         assert "by FSDP, and a cascade's stages are not run over several processes" in made["cascade"]
-        assert "continuous: several processes share out the weights of this FSDPLlamaForCausalLM by FSDP" in made["open"]
+        assert (
+            "continuous: several processes share out the weights of this FSDPLlamaForCausalLM by FSDP" in made["open"]
+        )
         assert "call fully_shard(model, reshard_after_forward=False)" in made["head"]
         assert torch.equal(made["cut"], made["plain"])
         assert torch.equal(*made["alone"]) and "synced_gpus=False cannot be combined" in made["apart"]

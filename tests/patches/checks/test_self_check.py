@@ -23,11 +23,21 @@ from fastspec.patches.checks import compare, verdict
 from fastspec.patches.checks.compare import REFERENCE, difference, has_kernel, phase_difference, unlike
 from fastspec.patches.checks.rows import CHECKS
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"))
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+CPU = pytest.param(
+    "cpu",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
+)
 HALVES = [pytest.param("cpu", torch.float16, marks=CPU.marks)]  # bf16 is wrong in the interpreter
 HALVES += [pytest.param("cuda", dtype, marks=CUDA.marks) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-OTHERS_NEEDED = {"all_reduce", "all_gather", "look_up", "likeliest"}  # of several processes: one alone has nothing to add up
+OTHERS_NEEDED = {
+    "all_reduce",
+    "all_gather",
+    "look_up",
+    "likeliest",
+}  # of several processes: one alone has nothing to add up
 OPS = [field.name for field in fields(TORCH) if callable(getattr(REFERENCE, field.name))]
 
 
@@ -45,7 +55,10 @@ SETTINGS = {"name", "most_children", "most_candidates", "captures", "packs", "dr
 
 def test_every_op_that_has_a_kernel_has_a_row():
     ops = triton_ops()
-    wanted = {name for name in OPS if has_kernel(ops, name)} - OTHERS_NEEDED | {"stack", "topk_logprobs"}  # of the C++ kernels alone
+    wanted = {name for name in OPS if has_kernel(ops, name)} - OTHERS_NEEDED | {
+        "stack",
+        "topk_logprobs",
+    }  # of the C++ kernels alone
     assert {check.op for check in CHECKS} == wanted and len(wanted) > 25
     assert {field.name for field in fields(ops)} - set(OPS) == SETTINGS
     assert len({check.name for check in CHECKS}) == len(CHECKS)
@@ -86,6 +99,7 @@ def test_a_wrong_kernel_is_caught(check):
     if check.op in ("kv_block_copy", "keep_last", "hold", "delta_commit"):
         ops = replace(REFERENCE, **{check.op: lambda *args, **options: None})
     elif check.op == "attention_layout":
+
         def shorter(*args: Any, **options: Any) -> Any:
             return REFERENCE.attention_layout(args[0] - 1, *args[1:], **options)
 
@@ -111,7 +125,9 @@ def test_a_wrong_draft_phase_is_caught():
     device = torch.device("cpu")
     told = phase_difference(TORCH, torch.float32, device, Wrong)
     assert told is not None and "the tree's tokens are" in told
-    assert list(compare.problems(TORCH, torch.float32, device, (), Wrong)) == [compare.Problem("Wrong (a small head)", told)]
+    assert list(compare.problems(TORCH, torch.float32, device, (), Wrong)) == [
+        compare.Problem("Wrong (a small head)", told)
+    ]
     assert "scores are off by up to 0.2" in str(phase_difference(TORCH, torch.float32, device, Off))
     late = replace(TORCH, tree_input=lambda *args: (TORCH.tree_input(*args)[0] + 9, *TORCH.tree_input(*args)[1:]))
     assert phase_difference(late, torch.float32, device, EagleDrafter) is not None
@@ -120,9 +136,14 @@ def test_a_wrong_draft_phase_is_caught():
 
 @pytest.mark.parametrize(
     ("got", "told"),
-    [(torch.tensor([1.0, torch.nan]), "1 of 2 values are off, by up to inf"), (torch.tensor([1.0, 2.001]), "by up to 0.001"),
-     (torch.zeros(2, 1), r"[2, 1], not torch.float32 [2]"), (torch.tensor([1, 2]), "torch.int64"), (torch.tensor([1.0, 2.000001]), None)],
-)  # fmt: skip
+    [
+        (torch.tensor([1.0, torch.nan]), "1 of 2 values are off, by up to inf"),
+        (torch.tensor([1.0, 2.001]), "by up to 0.001"),
+        (torch.zeros(2, 1), r"[2, 1], not torch.float32 [2]"),
+        (torch.tensor([1, 2]), "torch.int64"),
+        (torch.tensor([1.0, 2.000001]), None),
+    ],
+)
 def test_what_is_off_is_said(got, told):
     found = unlike(got, torch.tensor([1.0, 2.0]))
     assert found is None if told is None else told in str(found)
@@ -134,7 +155,9 @@ def test_references_are_exact_whatever_the_user_has_set(monkeypatch):
     try:
         seen: list[str] = []
         for name in ("difference", "phase_difference"):
-            monkeypatch.setattr(compare, name, lambda *given, **more: seen.append(torch.backends.cuda.matmul.fp32_precision))
+            monkeypatch.setattr(
+                compare, name, lambda *given, **more: seen.append(torch.backends.cuda.matmul.fp32_precision)
+            )
         list(compare.problems(triton_ops(), torch.float32, torch.device("cpu"), CHECKS[:1]))
         assert torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() == "high"
     finally:
@@ -195,7 +218,9 @@ def test_a_device_is_checked_once_for_its_versions_and_dtype(runs, folder, monke
         verdict.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 1 and capsys.readouterr().err.count("checking the kernels on NVIDIA A100") == 1
     [path] = folder.rglob("*.json")
-    assert json.loads(path.read_text())["failures"] == [] and "A100" in path.name and str(torch.__version__) in path.name
+    assert (
+        json.loads(path.read_text())["failures"] == [] and "A100" in path.name and str(torch.__version__) in path.name
+    )
     forget_process(monkeypatch)
     verdict.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 1
@@ -226,7 +251,9 @@ def test_a_failure_is_kept_and_names_the_kernel_and_the_way_out(runs, monkeypatc
     device = unmeasured(monkeypatch)
     runs["found"] = [compare.Problem("linear (one row)", "3 of 96 values are off")]
     for _ in range(2):
-        with pytest.raises(FastSpecError, match=r'on NVIDIA A100 in bfloat16.*linear \(one row\): 3 of 96.*backend="torch"'):
+        with pytest.raises(
+            FastSpecError, match=r'on NVIDIA A100 in bfloat16.*linear \(one row\): 3 of 96.*backend="torch"'
+        ):
             verdict.self_check(triton_ops(), torch.bfloat16, device)
         forget_process(monkeypatch)
     assert runs["count"] == 1
@@ -239,7 +266,9 @@ def test_a_failure_is_kept_and_names_the_kernel_and_the_way_out(runs, monkeypatc
 def test_an_error_is_not_kept(runs, folder, monkeypatch):
     """A device that an earlier kernel has broken fails every check; the next process finds it whole."""
     device = unmeasured(monkeypatch)
-    runs["found"] = [compare.Problem("linear (one row)", "RuntimeError: CUDA error: device-side assert triggered", raised=True)]
+    runs["found"] = [
+        compare.Problem("linear (one row)", "RuntimeError: CUDA error: device-side assert triggered", raised=True)
+    ]
     with pytest.raises(FastSpecError, match=r"device-side assert.*nothing of it is kept"):
         verdict.self_check(triton_ops(), torch.bfloat16, device)
     assert not list(folder.rglob("*.json"))
@@ -303,7 +332,9 @@ def test_the_one_launch_is_checked_when_it_is_first_chosen(runs, monkeypatch):
     assert checked == [()], "the backend's ops and its ordinary drafter"
     runs["found"] = [compare.Problem("FusedDrafter (a small head)", "wrong")]
     for _ in range(2):
-        with pytest.raises(FastSpecError, match=r"FusedDrafter \(a small head\): wrong\. An assistant without FusedDrafter runs"):
+        with pytest.raises(
+            FastSpecError, match=r"FusedDrafter \(a small head\): wrong\. An assistant without FusedDrafter runs"
+        ):
             model.generate(**prompts(3), max_new_tokens=2, assistant=replace(assistant, fused=True))
     assert checked == [(), ((), FusedDrafter)]
     model.generate(**prompts(3), max_new_tokens=2, assistant=assistant)

@@ -20,9 +20,19 @@ ROWS = prompts(5, 9)
 ASSISTANTS = "autoregressive", "nasd", "speculative", TREE
 
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-])])  # fmt: skip
+DEVICES = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ],
+)
 
 
 def _patched(kind: str, device: str = "cpu", **over: Any) -> Any:
@@ -64,7 +74,8 @@ def test_bf16_autocast_computes_in_bf16(kind: str, device: str) -> None:
         target.prefill(ids[:, :-1], torch.tensor([8], device=device))
         logits, _ = target.score(TokenTree.root_only(ids[:, -1]), 8)
     assert all(kind.k.dtype == kind.v.dtype == model.dtype for kind in target.state.kinds)
-    # fp32 within autocast would be as far from bf16 as fp32 outside is; the same roundings in sums of another order are nearer
+    # fp32 within autocast would be as far from bf16 as fp32 outside is; the same roundings in sums of another order are
+    # nearer
     apart, rounding = (logits[:, 0].float() - plain).norm(), (exact - plain).norm()
     assert rounding > 0 and apart < 0.8 * rounding
 
@@ -77,7 +88,9 @@ def test_bf16_autocast_raises_nothing(kind: str, backend: str, device: str) -> N
     model, rows = tiny_model(kind, **SHALLOW).to(device), _rows(device)
     first = tiny_head(model, kind="eagle", taps=(), own_lm_head=False).to(device)
     draft = tiny_model(kind, seed=2, **SHALLOW).to(device)
-    fastspec.patch(model, eagle3=tiny_head(model).to(device), eagle2=first, eagle=first, speculative=draft, backend=backend)
+    fastspec.patch(
+        model, eagle3=tiny_head(model).to(device), eagle2=first, eagle=first, speculative=draft, backend=backend
+    )
     with torch.autocast(device, torch.bfloat16):
         for assistant in [*ASSISTANTS, "eagle", "eagle2", "speculative"]:
             assert [len(row) for row in free(model, rows, 9, assistant=assistant)] == [9, 9]

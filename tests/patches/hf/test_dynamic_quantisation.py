@@ -1,4 +1,5 @@
-"""Layers that torch quantises dynamically, whose weight is a method: they multiply by their own forward, in every assistant but heads."""
+"""Layers that torch quantises dynamically, whose weight is a method: they multiply by their own forward, in every
+assistant but heads."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def quantised(model: Any, tables: bool = False) -> Any:
 @pytest.mark.parametrize("tables", [False, True])
 @pytest.mark.parametrize("make", [bigram, lambda: tiny_model("gpt2", num_hidden_layers=2)], ids=["adapter", "generic"])
 def test_every_assistant_without_a_head(make, tables):
-    """Of models that are surer of their tokens than 8 bits are coarse; the check of the generic mode allows for these bits."""
+    """Of models that are surer of their tokens than 8 bits are coarse; the check of the generic mode allows for these
+    bits."""
     plain, model = (quantised(make(), tables) for _ in range(2))
     assert callable(model.get_output_embeddings().weight) and callable(model.get_input_embeddings().weight) is tables
     fastspec.patch(model, speculative=make())

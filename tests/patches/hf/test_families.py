@@ -15,7 +15,14 @@ from helpers.trees import paths, trees
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoModel, AutoModelForImageTextToText, LEDConfig, LEDForConditionalGeneration, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    LEDConfig,
+    LEDForConditionalGeneration,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 import fastspec
 from fastspec.generation.tree import TokenTree
@@ -27,7 +34,17 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
-GENERIC = ("gpt2", "gpt_neox", "hunyuan_v1_dense", "opt", "gpt_bigcode", "falcon", "persimmon", "deepseek_v3", "mimo_v2_flash")
+GENERIC = (
+    "gpt2",
+    "gpt_neox",
+    "hunyuan_v1_dense",
+    "opt",
+    "gpt_bigcode",
+    "falcon",
+    "persimmon",
+    "deepseek_v3",
+    "mimo_v2_flash",
+)
 REPEATED = {*FAMILIES} - {*DISTINCT}
 FACTORS = [1.0 + 0.5 * i for i in range(8)]
 ROPES = {
@@ -35,7 +52,12 @@ ROPES = {
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": FACTORS, "original_max_position_embeddings": 64},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": FACTORS,
+        "original_max_position_embeddings": 64,
+    },
 }
 POSITIONS = {"dynamic": {"max_position_embeddings": 64}}  # beyond which dynamic and longrope depend on the length
 
@@ -65,8 +87,12 @@ def test_greedy_tokens_equal_the_unpatched_ones(kind: str) -> None:
     model, inputs = model_of(kind), {**prompts(), "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(**inputs)
     with fastspec.patched(model, eagle3=tiny_head(model)):
-        # A family whose row is another's in all but its name is held to a small tree alone; of the others each gets the default's 60 nodes.
-        for assistant in ("autoregressive", fastspec.Eagle3(depth=2, top_k=3, total_tokens=7) if kind in REPEATED else "eagle3"):
+        # A family whose row is another's in all but its name is held to a small tree alone; of the others each gets the
+        # default's 60 nodes.
+        for assistant in (
+            "autoregressive",
+            fastspec.Eagle3(depth=2, top_k=3, total_tokens=7) if kind in REPEATED else "eagle3",
+        ):
             assert torch.equal(model.generate(**inputs, assistant=assistant), expected), assistant
         report = fastspec.report(model)
     adapted = kind in ADAPTERS or kind in ROPES
@@ -101,14 +127,21 @@ def test_every_node_is_scored_as_its_own_text(kind: str, tree: TokenTree, counts
         out = model(nn.utils.rnn.pad_sequence(texts, batch_first=True), output_hidden_states=True)
         for node, text in enumerate(texts):
             _close(logits[row, node], out.logits[node, len(text) - 1], recurrent)
-            _close(features[row, node], torch.cat([out.hidden_states[tap][node, len(text) - 1] for tap in (1, 3)]), recurrent)
+            _close(
+                features[row, node],
+                torch.cat([out.hidden_states[tap][node, len(text) - 1] for tap in (1, 3)]),
+                recurrent,
+            )
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, recurrent: bool = False) -> None:
-    # fp32 rounds at 6e-8. Sums of up to 96 terms in another order, through six layers whose weights of 0.3 amplify some tenfold in
-    # all, differ by about 96**0.5 * 6 * 10 * 6e-8 = 4e-5 of the largest value; a wrong position or mask shows at 1e-1 of it. A tree's
-    # system over all nodes rounds otherwise than transformers' chunks: one of Qwen3-Next's is 1.6e-4 apart.
-    torch.testing.assert_close(got, expected, rtol=0.0, atol=(5e-4 if recurrent else 1e-4) * float(expected.abs().max()))
+    # fp32 rounds at 6e-8. Sums of up to 96 terms in another order, through six layers whose weights of 0.3 amplify some
+    # tenfold in all, differ by about 96**0.5 * 6 * 10 * 6e-8 = 4e-5 of the largest value; a wrong position or mask
+    # shows at 1e-1 of it. A tree's system over all nodes rounds otherwise than transformers' chunks: one of
+    # Qwen3-Next's is 1.6e-4 apart.
+    torch.testing.assert_close(
+        got, expected, rtol=0.0, atol=(5e-4 if recurrent else 1e-4) * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "llama"])
@@ -173,18 +206,33 @@ def test_what_others_changed_in_a_layer_is_kept(how: str) -> None:
 
 
 def _led() -> LEDForConditionalGeneration:
-    sizes = {"vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    return LEDForConditionalGeneration(LEDConfig(**sizes, encoder_attention_heads=4, decoder_attention_heads=4, attention_window=[8]))
+    sizes = {
+        "vocab_size": 97,
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+    }
+    return LEDForConditionalGeneration(
+        LEDConfig(**sizes, encoder_attention_heads=4, decoder_attention_heads=4, attention_window=[8])
+    )
 
 
 REFUSED = {
-    "recurrent": (lambda: MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)), "MambaForCausalLM.*recurrent"),
+    "recurrent": (
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)),
+        "MambaForCausalLM.*recurrent",
+    ),
     "encoder-decoder": (_led, "LEDForConditionalGeneration is an encoder-decoder model of type led; .* bart"),
     "no generate": (lambda: AutoModel.from_config(tiny_config("llama")), "LlamaModel has no generate"),
     "bloom": (lambda: tiny_model("bloom"), "BloomForCausalLM.*position_ids"),
     "mpt": (lambda: tiny_model("mpt"), "MptForCausalLM.*position_ids"),
     "alibi": (lambda: tiny_model("falcon", alibi=True), "FalconForCausalLM.*alibi"),
-    "blocks": (lambda: tiny("diffusion_gemma", AutoModelForImageTextToText), "DiffusionGemmaForBlockDiffusion generates by a loop"),
+    "blocks": (
+        lambda: tiny("diffusion_gemma", AutoModelForImageTextToText),
+        "DiffusionGemmaForBlockDiffusion generates by a loop",
+    ),
     "xlnet": (lambda: tiny_model("xlnet"), f"XLNetLMHeadModel.*no {CACHE}"),
     "flash in generic mode": (lambda: _with_attention("gpt2", "flash_attention_2"), "flash_attention_2.*sdpa"),
     "not a module": (lambda: {"a": 1}, "not dict"),

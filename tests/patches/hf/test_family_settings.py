@@ -1,4 +1,5 @@
-"""Settings under which a family computes otherwise than its adapter's row says, or in which only few of its models differ."""
+"""Settings under which a family computes otherwise than its adapter's row says, or in which only few of its models
+differ."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ def same(model: Any, mode: str, width: int = 9) -> None:
     ids = torch.randint(6, 97, (3, width), generator=torch.Generator().manual_seed(3))
     mask = (torch.arange(width) >= torch.arange(3)[:, None] * 3).long()
     options = {"max_new_tokens": 14, "do_sample": False}
-    for inputs in ({"input_ids": ids[:1], "attention_mask": mask[:1]}, {"input_ids": ids * mask, "attention_mask": mask}):
+    for inputs in (
+        {"input_ids": ids[:1], "attention_mask": mask[:1]},
+        {"input_ids": ids * mask, "attention_mask": mask},
+    ):
         expected = model.generate(**inputs, **options)
         with fastspec.patched(model, eagle3=tiny_head(model)):
             for assistant in ("autoregressive", TREE):
@@ -43,7 +47,8 @@ def test_a_setting_that_a_row_does_not_know_costs_the_adapter(kind: str) -> None
 
 
 def test_a_prompt_whose_tokens_see_those_behind_them() -> None:
-    """Without padding they do, and with padding they do not; a pass of fastspec's own sees what is before a token alone."""
+    """Without padding they do, and with padding they do not; a pass of fastspec's own sees what is before a token
+    alone."""
     model = tiny_model("gemma", **SHALLOW, use_bidirectional_attention=True)
     ids = torch.randint(6, 97, (1, 9), generator=torch.Generator().manual_seed(3))
     assert not torch.allclose(model(ids).logits, tiny_model("gemma", **SHALLOW)(ids).logits)
@@ -64,7 +69,9 @@ def test_layers_without_a_window_rotate_where_none_has_one(settings: dict[str, A
     same(tiny_model("exaone4", **SHALLOW, **settings), "adapter exaone4")
 
 
-@pytest.mark.parametrize("kind, setting", [("granite", "logits_scaling"), ("hyperclovax", "logits_scaling"), ("cohere", "logit_scale")])
+@pytest.mark.parametrize(
+    "kind, setting", [("granite", "logits_scaling"), ("hyperclovax", "logits_scaling"), ("cohere", "logit_scale")]
+)
 def test_logits_are_scaled(kind: str, setting: str) -> None:
     """A greedy text does not show it."""
     model = tiny_model(kind, **SHALLOW, **{setting: 3.0})

@@ -1,4 +1,5 @@
-"""Layers that are quantised, sharded, offloaded or watched keep their own forward, among layers that are packed and captured."""
+"""Layers that are quantised, sharded, offloaded or watched keep their own forward, among layers that are packed and
+captured."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def captures(monkeypatch):
 
 
 class Quantised(nn.Linear):
-    """Stands for a library's quantised layer: its weight is eight bits and a scale, which only its own forward knows how to multiply."""
+    """Stands for a library's quantised layer: its weight is eight bits and a scale, which only its own forward knows
+    how to multiply."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False)
@@ -49,7 +51,8 @@ class Quantised(nn.Linear):
 
 
 class Linear8bitLt(Quantised):
-    """Stands for bitsandbytes' layer of that name, which is known by it: with a threshold its forward waits for the device."""
+    """Stands for bitsandbytes' layer of that name, which is known by it: with a threshold its forward waits for the
+    device."""
 
     def __init__(self, layer: nn.Linear, threshold: float) -> None:
         super().__init__(layer)
@@ -61,7 +64,9 @@ def storages(*layers: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("names", [("self_attn.q_proj",), ("self_attn.o_proj", "mlp.up_proj"), ("mlp.gate_proj", "mlp.down_proj")], ids=str)
+@pytest.mark.parametrize(
+    "names", [("self_attn.q_proj",), ("self_attn.o_proj", "mlp.up_proj"), ("mlp.gate_proj", "mlp.down_proj")], ids=str
+)
 def test_a_quantised_layer_multiplies_by_itself(family, names):
     model = tiny_model(family)
     layers = [model.model.layers[1], model.model.layers[4]]
@@ -86,7 +91,10 @@ def test_a_quantised_layer_multiplies_by_itself(family, names):
             assert fastspec.report(model).last.replays > 0
     after = snapshot(model)
     for each in (before, after):
-        del each["storage"], each["attributes"]  # packed weights went to storages of their own, and the layers count their calls
+        del (
+            each["storage"],
+            each["attributes"],
+        )  # packed weights went to storages of their own, and the layers count their calls
     assert_same(before, after)
 
 
@@ -103,9 +111,10 @@ def map_devices(model: Any) -> None:
 
 
 PLACES = {
-    "all": (offload_all, "generic (LlamaForCausalLM has a forward hook)"), "a block": (offload_a_block, "adapter llama"),
+    "all": (offload_all, "generic (LlamaForCausalLM has a forward hook)"),
+    "a block": (offload_a_block, "adapter llama"),
     "mapped": (map_devices, "generic (LlamaForCausalLM has a forward hook)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
@@ -129,7 +138,9 @@ def test_an_offloaded_model_gives_the_same_tokens_through_its_hooks(where):
     called: list[Any] = []
     for module in hooked:
         run = module._hf_hook.pre_forward
-        module._hf_hook.pre_forward = lambda at, *args, _run=run, **kwargs: called.append(at) or _run(at, *args, **kwargs)
+        module._hf_hook.pre_forward = lambda at, *args, _run=run, **kwargs: (
+            called.append(at) or _run(at, *args, **kwargs)
+        )
     expected = plain.generate(**inputs, **OPTIONS)
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     through, before = {id(module) for module in called}, snapshot(model, values=False)
@@ -156,7 +167,9 @@ def test_an_offloaded_model_gives_the_same_tokens_through_its_hooks(where):
 def test_a_hook_on_any_part_is_called_at_every_pass(name):
     model = tiny_model("qwen3")
     inputs, calls = prompts(5, 9), []
-    model.model.layers[3].get_submodule(name).register_forward_hook(lambda module, args, out: calls.append(1) or out * 0.5)
+    model.model.layers[3].get_submodule(name).register_forward_hook(
+        lambda module, args, out: calls.append(1) or out * 0.5
+    )
     expected = model.generate(**inputs, **OPTIONS)
     assert not torch.equal(expected, tiny_model("qwen3").generate(**inputs, **OPTIONS))
     with fastspec.patched(model, eagle3=tiny_head(model)):
@@ -201,7 +214,9 @@ def test_a_sharded_layer_multiplies_by_itself(mesh):
     assert isinstance(model.model.layers[1].mlp.gate_proj.weight, DTensor)
     lone = nn.Linear(4, 4)
     assert is_plain(lone)
-    lone.weight = nn.Parameter(distribute_tensor(lone.weight.detach(), mesh, [Replicate()]))  # without a hook that would tell
+    lone.weight = nn.Parameter(
+        distribute_tensor(lone.weight.detach(), mesh, [Replicate()])
+    )  # without a hook that would tell
     assert not is_plain(lone)
 
 

@@ -1,4 +1,5 @@
-"""Calls as long as the model's windows and positions allow give what the model gives; longer ones are refused by name."""
+"""Calls as long as the model's windows and positions allow give what the model gives; longer ones are refused by
+name."""
 
 from __future__ import annotations
 
@@ -24,20 +25,31 @@ from fastspec.patches.hf import limits
 
 ROWS = prompts(5, 9)
 SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0, "max_position_embeddings": 512,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "max_position_embeddings": 512,
+}
 ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
 
 
 def _patched(kind: str, **over: Any) -> Any:
     over = {**SHALLOW, **over}
-    return fastspec.patch(tiny_model(kind, **over), speculative=tiny_model(kind, seed=1, **{**over, "num_hidden_layers": 2}))
+    return fastspec.patch(
+        tiny_model(kind, **over), speculative=tiny_model(kind, seed=1, **{**over, "num_hidden_layers": 2})
+    )
 
 
 @pytest.mark.parametrize("kind", ["phi3", "stablelm", "olmo2", "gpt_neox", "persimmon", "xglm"])
 def test_computed_positions_go_on_past_the_limit(kind: str) -> None:
-    model = _patched(kind, max_position_embeddings=32, **({"original_max_position_embeddings": 32} if kind == "phi3" else {}))
+    model = _patched(
+        kind, max_position_embeddings=32, **({"original_max_position_embeddings": 32} if kind == "phi3" else {})
+    )
     expected = free(model, ROWS, 30)
     if kind == "phi3" and limits.DROPS_CACHES:
         with pytest.raises(fastspec.Unsupported, match="begins this family's caches anew past 32 tokens"):
@@ -55,7 +67,9 @@ def test_a_table_of_positions_ends(kind: str) -> None:
         free(model, ROWS, 25)
     for assistant in ASSISTANTS:
         assert free(model, ROWS, 24, assistant=assistant) == expected
-        with pytest.raises(fastspec.Unsupported, match=r"may reach 34 tokens.*positions end at 32.*at most 33, prompt included"):
+        with pytest.raises(
+            fastspec.Unsupported, match=r"may reach 34 tokens.*positions end at 32.*at most 33, prompt included"
+        ):
             free(model, ROWS, 25, assistant=assistant)
 
 
@@ -66,7 +80,14 @@ def test_a_window_is_no_matter_of_drafts() -> None:
 
 
 def _llama4(**over: Any) -> Any:
-    sizes = {**SIZES, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2, "no_rope_layers": [1, 0], **over}
+    sizes = {
+        **SIZES,
+        "head_dim": 16,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "no_rope_layers": [1, 0],
+        **over,
+    }
     return Llama4ForCausalLM(Llama4TextConfig(**sizes)).eval()
 
 
@@ -102,17 +123,28 @@ def test_falcons_new_layout_works() -> None:
 
 
 def _two_windows() -> Any:
-    kinds = {"layer_types": ["sliding_attention"] * 2, "per_layer_config": {0: {"sliding_window": 8}, 1: {"sliding_window": 16}}}
+    kinds = {
+        "layer_types": ["sliding_attention"] * 2,
+        "per_layer_config": {0: {"sliding_window": 8}, 1: {"sliding_window": 16}},
+    }
     return MistralForCausalLM(MistralConfig(**SIZES, **kinds))
 
 
 def _blt() -> Any:
-    part = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    part = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+    }
     parts = {f"{name}_config": {**part, "vocab_size": 260} for name in ("patcher", "encoder", "decoder", "global")}
     return BltForCausalLM(BltConfig(**parts, vocab_size=260, encoder_hash_byte_group_vocab=100))
 
 
-@pytest.mark.parametrize("make, message", [(_two_windows, "layers that differ in sliding_window"), (_blt, "BltForCausalLM")])
+@pytest.mark.parametrize(
+    "make, message", [(_two_windows, "layers that differ in sliding_window"), (_blt, "BltForCausalLM")]
+)
 def test_models_of_several_sizes_are_refused_at_patch(make: Any, message: str) -> None:
     with pytest.raises(fastspec.Unsupported, match=message):
         fastspec.patch(make())

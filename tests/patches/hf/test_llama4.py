@@ -1,4 +1,5 @@
-"""Llama 4: layers that see chunks and rotate, layers that see everything and scale their queries by where they stand, and its experts."""
+"""Llama 4: layers that see chunks and rotate, layers that see everything and scale their queries by where they stand,
+and its experts."""
 
 from __future__ import annotations
 
@@ -41,27 +42,42 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def llama4(seed: int = 0, **over: Any) -> Any:
-    """Four layers, the third without rotation, the second and fourth with experts; texts outgrow chunks, and the scale of queries grows
-    every eight tokens."""
-    return tiny_model("llama4_text", seed, **{
-        "num_hidden_layers": 4, "attention_chunk_size": SPAN, "floor_scale": SPAN, "attn_scale": 0.7, **over,
-    })  # fmt: skip
+    """Four layers, the third without rotation, the second and fourth with experts; texts outgrow chunks, and the scale
+    of queries grows every eight tokens."""
+    return tiny_model(
+        "llama4_text",
+        seed,
+        **{
+            "num_hidden_layers": 4,
+            "attention_chunk_size": SPAN,
+            "floor_scale": SPAN,
+            "attn_scale": 0.7,
+            **over,
+        },
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "chunks and scales": {}, "several scales a chunk": {"floor_scale": 3}, "no norms of heads": {"use_qk_norm": False},
-    "no scales": {"attn_temperature_tuning": False}, "two experts a token": {"num_experts_per_tok": 2},
-}  # fmt: skip
+    "chunks and scales": {},
+    "several scales a chunk": {"floor_scale": 3},
+    "no norms of heads": {"use_qk_norm": False},
+    "no scales": {"attn_temperature_tuning": False},
+    "two experts a token": {"num_experts_per_tok": 2},
+}
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_texts_outgrow_chunks_and_scales(settings: str) -> None:
     model = llama4(**SETTINGS[settings])
     expected = [free(model, inputs, NEW) for inputs in (ONE, BATCH)]
-    with fastspec.patched(model, speculative=llama4(**SETTINGS[settings]), eagle3=tiny_head(model)):  # all drafts of it are right
+    with fastspec.patched(
+        model, speculative=llama4(**SETTINGS[settings]), eagle3=tiny_head(model)
+    ):  # all drafts of it are right
         assert fastspec.report(model).mode == "adapter llama4_text"
         all_of_them = *ASSISTANTS, fastspec.ContinuousBatch("nasd", rows=2)
-        for assistant in all_of_them if settings == "chunks and scales" else ("speculative", TREE):  # right drafts, and mostly wrong ones
+        for assistant in (
+            all_of_them if settings == "chunks and scales" else ("speculative", TREE)
+        ):  # right drafts, and mostly wrong ones
             assert [free(model, inputs, NEW, assistant=assistant) for inputs in (ONE, BATCH)] == expected, assistant
     model.config.attention_chunk_size = 400
     assert [free(model, inputs, NEW) for inputs in (ONE, BATCH)] != expected
@@ -105,12 +121,21 @@ def test_turns_go_on_from_a_returned_cache() -> None:
         ids, past, found = BATCH["input_ids"], None, []
         for turn in range(3):
             out = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0,
-                return_dict_in_generate=True, **{CACHE: past}, **(options if turn != 1 else {}),
-            )  # fmt: skip
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=9,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                **{CACHE: past},
+                **(options if turn != 1 else {}),
+            )
             past = kept_cache(out)
             found.append(out.sequences.tolist())
-            ids = torch.cat((out.sequences, torch.randint(3, 90, (3, 3), generator=torch.Generator().manual_seed(turn))), 1)
+            ids = torch.cat(
+                (out.sequences, torch.randint(3, 90, (3, 3), generator=torch.Generator().manual_seed(turn))), 1
+            )
         return found
 
     expected = conversation()
@@ -126,7 +151,9 @@ def test_padding_that_would_scale_queries_is_refused() -> None:
     with fastspec.patched(model, speculative=llama4(1, floor_scale=4)):
         for assistant in ("nasd", "speculative"):  # what scales a draft model's queries is no matter
             assert free(model, RAGGED, 19, assistant=assistant) == expected
-            with pytest.raises(fastspec.Unsupported, match=r"6 tokens of padding.*past 30 tokens \(floor_scale\).*may reach 31"):
+            with pytest.raises(
+                fastspec.Unsupported, match=r"6 tokens of padding.*past 30 tokens \(floor_scale\).*may reach 31"
+            ):
                 free(model, RAGGED, 20, assistant=assistant)
     model = llama4(floor_scale=30, attn_temperature_tuning=False)
     expected = free(model, RAGGED, 30)
@@ -151,7 +178,9 @@ def test_the_factor_is_that_of_transformers(dtype: torch.dtype, monkeypatch: pyt
     assert row is not None
     found = position_factor(model, row, 60)
     seen: list[Tensor] = []
-    attn = Llama4TextAttention(Llama4TextConfig(**{**model.config.to_dict(), "_attn_implementation": "eager"}), 2).to(dtype)
+    attn = Llama4TextAttention(Llama4TextConfig(**{**model.config.to_dict(), "_attn_implementation": "eager"}), 2).to(
+        dtype
+    )
     attn.q_proj.weight.data.copy_(torch.eye(64)[:, :64])
     attn.config._attn_implementation = "seen"
     seeing = lambda module, q, k, v, *_, **__: (seen.append(q), (q.transpose(1, 2), None))[1]  # noqa: E731
@@ -159,7 +188,11 @@ def test_the_factor_is_that_of_transformers(dtype: torch.dtype, monkeypatch: pyt
     x = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     attn(x, None, None)
     assert found is not None and len(found.unique()) == 13
-    qkv, still, steps = torch.cat((x, x), -1), torch.ones(60, 1), torch.arange(60)[None]  # two heads of keys, two of values
+    qkv, still, steps = (
+        torch.cat((x, x), -1),
+        torch.ones(60, 1),
+        torch.arange(60)[None],
+    )  # two heads of keys, two of values
     caches = torch.zeros(2, 1, 2, 60, 16, dtype=dtype)
     scaled = layer_reference.rope_cache(qkv, still, torch.zeros(60, 1), steps, *caches, steps, factor=found)
     assert torch.equal(seen[0].transpose(1, 2), scaled)  # multiplied in fp32, and rounded once

@@ -1,4 +1,5 @@
-"""Prompts of several parts, wide and narrow: the tokens are plain decoding's in a first call, a captured one and a replayed one."""
+"""Prompts of several parts, wide and narrow: the tokens are plain decoding's in a first call, a captured one and a
+replayed one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from helpers.models import tiny_head, tiny_model
 import fastspec
 from fastspec.generation import layer_state, target
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 KINDS = "llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "mixtral"
 """Plain layers, windows in some layers, sinks and experts, recurrent layers, experts."""
 ROOM = 6000
@@ -38,7 +41,8 @@ def test_prompts_of_several_parts(kind: str, lengths: tuple[int, ...], device: s
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The widths that targets read on the CPU with a stand-in for graphs, where parts are of 8 to 32 tokens and rings hold narrow ones."""
+    """The widths that targets read on the CPU with a stand-in for graphs, where parts are of 8 to 32 tokens and rings
+    hold narrow ones."""
     for name, value in (("NARROW", 8), ("WIDE", 32)):
         monkeypatch.setattr(target, name, value)
     monkeypatch.setattr("fastspec.patches.hf.model.padded_width", lambda width: max(8, 1 << (width - 1).bit_length()))

@@ -33,10 +33,17 @@ CAUSAL = [name for name in MIXTURES if name != "qwen3_vl_moe_text"]
 BY_REFERENCE = replace(TORCH, experts=reference.experts)
 BACKENDS = {"reference": BY_REFERENCE, "kernels": replace(triton_ops(), captures=False)}
 GEMMA4 = {
-    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 3,
-    "head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+    "layer_types": ["full_attention"] * 3,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 97,
-}  # fmt: skip
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in CAUSAL},
     "qwen3_moe, normalised": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -89,7 +96,9 @@ def test_a_mixture_in_a_vision_language_model() -> None:
     x = torch.randn(2, 7, 64, generator=generator)
     wanted = mlp(x)
     assert row is not None and is_mixture(row, mlp)
-    torch.testing.assert_close(mixture_of(row, mlp, BY_REFERENCE)(x), wanted, rtol=0.0, atol=5e-6 * float(wanted.abs().max()))
+    torch.testing.assert_close(
+        mixture_of(row, mlp, BY_REFERENCE)(x), wanted, rtol=0.0, atol=5e-6 * float(wanted.abs().max())
+    )
 
 
 @torch.no_grad()
@@ -97,7 +106,11 @@ def test_experts_beside_a_dense_feed_forward() -> None:
     """Gemma 4's, with GELU."""
     layer = tiny_model("gemma4_text", **SHALLOW, **GEMMA4).model.layers[0]
     generator = torch.Generator().manual_seed(2)
-    x, chosen, shares = torch.randn(7, 64, generator=generator), torch.tensor([[0, 3]] * 7), torch.rand(7, 2, generator=generator)
+    x, chosen, shares = (
+        torch.randn(7, 64, generator=generator),
+        torch.tensor([[0, 3]] * 7),
+        torch.rand(7, 2, generator=generator),
+    )
     wanted = layer.experts(x, chosen, shares)
     for ops in BACKENDS.values():
         got = experts_of(layer.experts, ops)
@@ -122,19 +135,29 @@ def by(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def all_assistants(model: Any) -> tuple[Any, ...]:
     fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2), eagle3=tiny_head(model))
     tree = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
-    return "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3), tree, fastspec.ContinuousBatch("nasd", rows=1)
+    return (
+        "autoregressive",
+        "nasd",
+        fastspec.Speculative(gamma=3, branches=3),
+        tree,
+        fastspec.ContinuousBatch("nasd", rows=1),
+    )
 
 
 WHOLE = "mixtral", "gpt_oss", "qwen3_next", "gemma4_text"
 """Plain experts, experts with biases and limits, a shared one, and experts beside a dense feed-forward."""
 
 
-@pytest.mark.parametrize(("variant", "every"), [
-    *((variant, variant in WHOLE) for variant in (*VARIANTS, "gemma4_text")),
-    *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in CAUSAL if kind not in WHOLE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variant", "every"),
+    [
+        *((variant, variant in WHOLE) for variant in (*VARIANTS, "gemma4_text")),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in CAUSAL if kind not in WHOLE),
+    ],
+)
 def test_every_assistant_gives_the_same_tokens(variant: str, every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32, of rows of different lengths, with the op's reference; `every` assistant, or rounds of one node and of a tree."""
+    """In fp32, of rows of different lengths, with the op's reference; `every` assistant, or rounds of one node and of a
+    tree."""
     kind, over = VARIANTS.get(variant, ("gemma4_text", GEMMA4))
     model, inputs = stirred(kind, **over), prompts(5, 11)
     expected = free(model, inputs)
@@ -150,7 +173,7 @@ def test_every_assistant_gives_the_same_tokens(variant: str, every: bool, monkey
 @pytest.mark.parametrize("kind", ["gpt_oss", "llama4_text"])
 def test_weights_with_their_outputs_side_by_side_are_turned_and_turned_back(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     """On a backend that packs: a kernel reads an output's inputs as a line."""
     model, inputs, lines = stirred(kind), prompts(5, 11), set()
     expected = free(model, inputs)
@@ -223,11 +246,16 @@ def test_a_wide_router_may_be_kept_in_fp32(kind: str) -> None:
     assert row is not None and is_mixture(row, mlp) and not is_mixture(replace(row, wide=False), mlp)
     x = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(2), dtype=torch.bfloat16)
     wanted = mlp(x)
-    # Each of three products is rounded to bf16, 2**-9 of its values, and so are their sums; another expert shows at 1e-1.
-    torch.testing.assert_close(mixture_of(row, mlp, BY_REFERENCE)(x), wanted, rtol=0.0, atol=2**-6 * float(wanted.abs().max()))
+    # Each of three products is rounded to bf16, 2**-9 of its values, and so are their sums; another expert shows at
+    # 1e-1.
+    torch.testing.assert_close(
+        mixture_of(row, mlp, BY_REFERENCE)(x), wanted, rtol=0.0, atol=2**-6 * float(wanted.abs().max())
+    )
 
 
-@pytest.mark.parametrize("kind, dtype", [("gpt_oss", torch.float32), ("qwen2_moe", torch.float16), ("gemma4_text", torch.float32)])
+@pytest.mark.parametrize(
+    "kind, dtype", [("gpt_oss", torch.float32), ("qwen2_moe", torch.float16), ("gemma4_text", torch.float32)]
+)
 def test_experts_that_ask_the_host_are_not_captured(kind: str, dtype: torch.dtype) -> None:
     """Transformers' own modules multiply on the device in bf16 alone; by the op all do."""
 
@@ -261,21 +289,33 @@ def test_packed_experts_of_gpt_oss_run_their_own_module_and_are_not_captured() -
     assert not HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops).captures
 
 
-def test_a_packed_checkpoint_that_is_loaded_dequantised_runs_by_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_checkpoint_that_is_loaded_dequantised_runs_by_the_op(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As transformers loads gpt-oss on the CPU, and anywhere with `Mxfp4Config(dequantize=True)`."""
     model = stirred("gpt_oss")
     generator = torch.Generator().manual_seed(4)
-    weights = {name: weight for name, weight in model.state_dict().items() if not name.endswith(("gate_up_proj", "down_proj"))}
+    weights = {
+        name: weight for name, weight in model.state_dict().items() if not name.endswith(("gate_up_proj", "down_proj"))
+    }
     for index, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
             rows, depth = getattr(layer.mlp.experts, name).transpose(1, 2).shape[1:]
             place = f"model.layers.{index}.mlp.experts.{name}"
-            weights[f"{place}_blocks"] = torch.randint(256, (4, rows, depth // 32, 16), dtype=torch.uint8, generator=generator)
+            weights[f"{place}_blocks"] = torch.randint(
+                256, (4, rows, depth // 32, 16), dtype=torch.uint8, generator=generator
+            )
             weights[f"{place}_scales"] = torch.full((4, rows, depth // 32), 124, dtype=torch.uint8)  # of 2**-3
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     model.config.quantization_config = {"quant_method": "mxfp4"}
     model.config.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True))
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
     loaded = loaded.float()  # transformers 5.17 gives experts in bf16, whatever is asked for
     row, inputs = MIXTURES["gpt_oss"], prompts(5, 11)
     assert row is not None and all(is_mixture(row, mlp) for mlp in mixtures(loaded))

@@ -1,4 +1,5 @@
-"""Weights that compressed-tensors has packed: a hook of the model's forward unpacks them, and an assisted call runs its parts instead."""
+"""Weights that compressed-tensors has packed: a hook of the model's forward unpacks them, and an assisted call runs its
+parts instead."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_i
 
 
 def pack(model: Any) -> Any:
-    """The model with its linear layers' weights under another name, and compressed-tensors' hook, which gives them back and goes."""
+    """The model with its linear layers' weights under another name, and compressed-tensors' hook, which gives them back
+    and goes."""
     layers = [module for layer in model.model.layers for module in layer.modules() if isinstance(module, nn.Linear)]
 
     def ct_decompress_hook(model: Any, args: Any) -> None:

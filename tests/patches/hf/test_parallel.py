@@ -46,12 +46,23 @@ from fastspec.patches.hf import parallel
 GENERIC = "hunyuan_v1_dense"
 FAMILIES = "llama", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
 """Those that stand for the others here; the others take minutes."""
-OTHERS = [kind for kind in ADAPTED if kind not in FAMILIES and getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)]
-KINDS = [(run.__name__, run, "") for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, hooked, refusals, tuned, by_first)]
+OTHERS = [
+    kind for kind in ADAPTED if kind not in FAMILIES and getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)
+]
+KINDS = [
+    (run.__name__, run, "")
+    for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, hooked, refusals, tuned, by_first)
+]
 GEMMA4_EXPERTS = {
-    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 3,
-    "global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
-}  # fmt: skip
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+    "layer_types": ["full_attention"] * 3,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+}
 MIXTURES = ("qwen2_moe", "glm4_moe", "gemma4_experts")
 """A shared expert that all have whole, one that is cut, and experts beside a dense feed-forward."""
 JOBS = [*KINDS, *((kind, family, kind) for kind in FAMILIES), *((f"{kind}, mixed", mixed, kind) for kind in MIXTURES)]
@@ -61,7 +72,11 @@ Made = tuple[Path, list[dict[str, Any]]]
 def run_both(folder: Path, kinds: list[str], jobs: list[Any]) -> Made:
     """The folder of the models, and what each of the two processes made of all jobs."""
     for kind in kinds:
-        model = tiny_model("gemma4_text", **SMALL, **GEMMA4_EXPERTS) if kind == "gemma4_experts" else tiny_model(kind, **SMALL)
+        model = (
+            tiny_model("gemma4_text", **SMALL, **GEMMA4_EXPERTS)
+            if kind == "gemma4_experts"
+            else tiny_model(kind, **SMALL)
+        )
         model.save_pretrained(folder / kind)
     bigram(**SMALL).save_pretrained(folder / "bigram")
     seeing(SEEING).save_pretrained(folder / SEEING)
@@ -76,7 +91,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def compare(both: Made, name: str, run: Any, kind: str = "") -> list[Any]:
-    """Every process's results of a job, of which all must be those of one process that holds the model alone; returns these."""
+    """Every process's results of a job, of which all must be those of one process that holds the model alone; returns
+    these."""
     folder, found = both
     torch.manual_seed(0)
     expected = run(whole(folder), kind)
@@ -139,7 +155,12 @@ def test_what_the_first_process_does_for_all_ends_in_all(both: Made) -> None:
     _, found = both
     mine, other = (found[rank]["by_first"] for rank in range(SIZE))
     assert mine[:4] == ["ValueError: plain", "Local: of this place", "Wordy: two words", "KeyboardInterrupt: "]
-    told = ["ValueError: plain", "FastSpecError: Local: of this place", "FastSpecError: Wordy: two words", "KeyboardInterrupt: "]
+    told = [
+        "ValueError: plain",
+        "FastSpecError: Local: of this place",
+        "FastSpecError: Wordy: two words",
+        "KeyboardInterrupt: ",
+    ]
     assert other[:4] == told and mine[4] == other[4] == 5
     assert all("fastspec.tune found" in each[5] for each in (mine, other))
 
@@ -176,11 +197,15 @@ def test_a_model_over_processes_needs_a_version_that_fastspec_reads(monkeypatch:
 @pytest.mark.parametrize(
     "nbytes, dtype, way",
     [
-        (8192, torch.bfloat16, "one-shot"), (512 * 1024, torch.float32, "one-shot"), (512 * 1024 + 16, torch.bfloat16, "two-shot"),
-        (8 * 2**20, torch.bfloat16, "two-shot"), (8 * 2**20 + 16, torch.bfloat16, "library"), (8200, torch.float32, "library"),
+        (8192, torch.bfloat16, "one-shot"),
+        (512 * 1024, torch.float32, "one-shot"),
+        (512 * 1024 + 16, torch.bfloat16, "two-shot"),
+        (8 * 2**20, torch.bfloat16, "two-shot"),
+        (8 * 2**20 + 16, torch.bfloat16, "library"),
+        (8200, torch.float32, "library"),
         (8192, torch.float16, "library"),
     ],
-)  # fmt: skip
+)
 def test_the_way_of_a_sum(nbytes: int, dtype: torch.dtype, way: str) -> None:
     assert way_of(nbytes, dtype, True) == way
     assert way_of(nbytes, dtype, False) == "library"
@@ -189,23 +214,31 @@ def test_the_way_of_a_sum(nbytes: int, dtype: torch.dtype, way: str) -> None:
 @pytest.mark.parametrize(
     "told, reachable",
     [
-        ([("a", 0, [0, 1]), ("a", 1, [0, 1])], True), ([("a", 1, [0, 1]), ("a", 0, [0, 1])], True),
-        ([("a", 0, [0, 1]), ("b", 1, [0, 1])], False), ([("a", 0, [0]), ("a", 0, [0])], False), ([("a", 0, [0, 1]), ("a", 1, [1])], False),
+        ([("a", 0, [0, 1]), ("a", 1, [0, 1])], True),
+        ([("a", 1, [0, 1]), ("a", 0, [0, 1])], True),
+        ([("a", 0, [0, 1]), ("b", 1, [0, 1])], False),
+        ([("a", 0, [0]), ("a", 0, [0])], False),
+        ([("a", 0, [0, 1]), ("a", 1, [1])], False),
     ],
     ids=["one host", "another order", "two hosts", "each sees one device", "one does not reach the other"],
-)  # fmt: skip
+)
 def test_all_processes_find_the_same_way(told: list[Any], reachable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of CUDA is made up; what every process hears is the same, and so is what it makes of it."""
     for rank, (_, device, peers) in enumerate(told):
         monkeypatch.setattr(torch.cuda, "current_device", lambda mine=device: mine)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, other, peers=peers: other in peers)
-        monkeypatch.setattr(symmetric.dist, "all_gather_object", lambda heard, mine, group: heard.__setitem__(slice(None), told))
-        assert symmetric.reachable.__wrapped__(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)) is reachable
+        monkeypatch.setattr(
+            symmetric.dist, "all_gather_object", lambda heard, mine, group: heard.__setitem__(slice(None), told)
+        )
+        assert (
+            symmetric.reachable.__wrapped__(SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)) is reachable
+        )
 
 
 def test_a_look_at_a_program_makes_no_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever is held when it is looked at, data or not: a space that was made meanwhile would be one of no addresses."""
+    """Of whatever is held when it is looked at, data or not: a space that was made meanwhile would be one of no
+    addresses."""
 
     def asked(*_: Any) -> None:
         raise AssertionError("a look asked the other processes")
@@ -217,7 +250,9 @@ def test_a_look_at_a_program_makes_no_spaces(monkeypatch: pytest.MonkeyPatch) ->
     real = SimpleNamespace(is_cuda=True, new_empty=weight.new_empty)  # a tensor of the model's
 
     def program() -> None:
-        made.spaces = [words.space_for(each, 64, torch.float32, group) for each in (torch.ones(4, 64, device="cuda"), real)]
+        made.spaces = [
+            words.space_for(each, 64, torch.float32, group) for each in (torch.ones(4, 64, device="cuda"), real)
+        ]
 
     monkeypatch.setattr(ahead, "_warned", False)
     ahead._look(program, ahead.Collector())
@@ -229,7 +264,8 @@ def test_a_look_at_a_program_makes_no_spaces(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("rows", [1, 61, 512, 4096])
 def test_a_look_at_a_program_sums_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the message's way is: a look has no data, so that no process can be asked, and two-shot sums do not run without it."""
+    """Whatever the message's way is: a look has no data, so that no process can be asked, and two-shot sums do not run
+    without it."""
 
     def asked(*_: Any) -> None:
         raise AssertionError("a look asked the other processes")
@@ -239,11 +275,17 @@ def test_a_look_at_a_program_sums_nothing(rows: int, monkeypatch: pytest.MonkeyP
     made = SimpleNamespace()
 
     def program() -> None:
-        made.total = symmetric.all_reduce(torch.ones(rows, 4096, device="cuda", dtype=torch.bfloat16), SimpleNamespace(group_name="0"))
+        made.total = symmetric.all_reduce(
+            torch.ones(rows, 4096, device="cuda", dtype=torch.bfloat16), SimpleNamespace(group_name="0")
+        )
 
     monkeypatch.setattr(ahead, "_warned", False)
     ahead._look(program, ahead.Collector())
-    assert not ahead._warned and made.total.is_cuda and (made.total.shape, made.total.dtype) == ((rows, 4096), torch.bfloat16)
+    assert (
+        not ahead._warned
+        and made.total.is_cuda
+        and (made.total.shape, made.total.dtype) == ((rows, 4096), torch.bfloat16)
+    )
 
 
 def test_what_is_refused_by_name(both: Made) -> None:
@@ -260,7 +302,8 @@ def test_what_is_refused_by_name(both: Made) -> None:
 
 
 def test_a_head_is_cut_as_far_as_its_layers_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An LM head with a hook or of another class runs whole, by its own forward; tensors of inference mode have no versions."""
+    """An LM head with a hook or of another class runs whole, by its own forward; tensors of inference mode have no
+    versions."""
     group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     head = tiny_head(tiny_model("llama", **SMALL), draft_vocab_size=64)
     assert head_cut.cut_over(head, group) is None

@@ -1,4 +1,5 @@
-"""Virtual tokens of prompt-learning adapters, with a stand-in for PEFT's model: the suite of clients runs the real one."""
+"""Virtual tokens of prompt-learning adapters, with a stand-in for PEFT's model: the suite of clients runs the real
+one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from fastspec import ContinuousBatch, Unsupported
 from fastspec.patches.hf import peft_models
 from fastspec.patches.hf.cache import CACHE, kept_cache
 
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16}
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "max_position_embeddings": 16,
+}
 """A rotary embedding that reads the length of the text, past 16 tokens: a call that goes further is refused late."""
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
@@ -34,7 +38,9 @@ class Adapted:
 
     def held(self, rows: int) -> Any:
         with torch.no_grad():
-            return kept_cache(type(self.base).forward(self.base, inputs_embeds=self.embeddings.expand(rows, -1, -1), use_cache=True))
+            return kept_cache(
+                type(self.base).forward(self.base, inputs_embeds=self.embeddings.expand(rows, -1, -1), use_cache=True)
+            )
 
     def get_prompt(self, batch_size: int) -> Any:
         as_cache = self.active_peft_config.peft_type == "PREFIX_TUNING"
@@ -60,8 +66,9 @@ def behind(adapted: Adapted, inputs: dict[str, torch.Tensor]) -> Any:
 
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "lengths"), [("PREFIX_TUNING", (6,)), ("PREFIX_TUNING", (5, 2, 3)), ("PROMPT_TUNING", (6,)), ("P_TUNING", (4, 4))]
-)  # fmt: skip
+    ("kind", "lengths"),
+    [("PREFIX_TUNING", (6,)), ("PREFIX_TUNING", (5, 2, 3)), ("PROMPT_TUNING", (6,)), ("P_TUNING", (4, 4))],
+)
 def test_prompts_begin_behind_virtual_tokens(assistant, kind, lengths):
     model, inputs = shallow_model(), prompts(*lengths)
     fastspec.patch(model, eagle3=tiny_head(model))
@@ -85,7 +92,10 @@ class Older(Adapted):
 def test_a_peft_that_knows_the_old_name_alone_is_refused(monkeypatch):
     model = fastspec.patch(shallow_model())
     monkeypatch.setattr(peft_models, "CACHE", "cache")
-    with pytest.raises(Unsupported, match=r"this PEFT looks for past_key_values where transformers has cache.*PROMPT_TUNING: update PEFT"):
+    with pytest.raises(
+        Unsupported,
+        match=r"this PEFT looks for past_key_values where transformers has cache.*PROMPT_TUNING: update PEFT",
+    ):
         Older(model, "PROMPT_TUNING").generate(**prompts(6), **OPTIONS, assistant="nasd")
     assert Older(model, "LORA", learns=False).generate(**prompts(6), **OPTIONS, assistant="nasd").shape == (1, 20)
 
@@ -93,7 +103,10 @@ def test_a_peft_that_knows_the_old_name_alone_is_refused(monkeypatch):
 def test_an_adapter_of_weights_has_no_say_in_the_inputs():
     model = fastspec.patch(shallow_model())
     out = Adapted(model, "LORA", learns=False).generate(**prompts(6, 3), **OPTIONS, assistant="nasd")
-    assert out.tolist() == shallow_model().generate(**prompts(6, 3), **OPTIONS).tolist() and stats(model).assistant == "nasd"
+    assert (
+        out.tolist() == shallow_model().generate(**prompts(6, 3), **OPTIONS).tolist()
+        and stats(model).assistant == "nasd"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A model that accelerate lays over several devices, layers in turn, decodes through its hooks; each layer's keys lie where it computes."""
+"""A model that accelerate lays over several devices, layers in turn, decodes through its hooks; each layer's keys lie
+where it computes."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def halves(model: Any, first: str, second: str) -> dict[str, str]:
 
 def placement_stack(model: Any) -> nn.ModuleList:
     count = model.config.num_hidden_layers
-    return next(each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count)
+    return next(
+        each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
@@ -53,7 +56,9 @@ def test_layers_of_one_kind_on_two_devices_have_two_states(kind, monkeypatch):
     plain, model = tiny_model(kind), tiny_model(kind)
     count = model.config.num_hidden_layers
     head, inputs = tiny_head(model), prompts(5, 9)
-    monkeypatch.setattr(cache, "layer_devices", lambda model: [torch.device("cpu")] * 2 + [torch.device("cpu", 0)] * (count - 2))
+    monkeypatch.setattr(
+        cache, "layer_devices", lambda model: [torch.device("cpu")] * 2 + [torch.device("cpu", 0)] * (count - 2)
+    )
     expected = plain.generate(**inputs, **OPTIONS)
     with fastspec.patched(model, eagle3=head):
         for assistant in ASSISTANTS:
@@ -72,17 +77,28 @@ def test_layers_of_one_kind_on_two_devices_have_two_states(kind, monkeypatch):
 
 def on(monkeypatch: pytest.MonkeyPatch, model: Any, *places: str) -> None:
     """Let layers seem to be on these devices in turn, as if accelerate had laid them so."""
-    seeming = [SimpleNamespace(device=torch.device(places[index % len(places)])) for index in range(len(placement_stack(model)))]
+    seeming = [
+        SimpleNamespace(device=torch.device(places[index % len(places)]))
+        for index in range(len(placement_stack(model)))
+    ]
     for layer, weight in zip(placement_stack(model), seeming, strict=True):
         layer.parameters = lambda weight=weight: iter([weight])  # type: ignore[method-assign]
-    monkeypatch.setattr(parallel, "every_module", lambda _: [SimpleNamespace(_parameters={"weight": weight}) for weight in seeming])
+    monkeypatch.setattr(
+        parallel, "every_module", lambda _: [SimpleNamespace(_parameters={"weight": weight}) for weight in seeming]
+    )
 
 
 def test_a_model_over_several_devices_is_taken_by_accelerates_hooks_alone(monkeypatch):
     model = tiny_model("llama")
-    assert parallel.layer_devices(model) == [torch.device("cpu")] * model.config.num_hidden_layers and adapter_for(model) is not None
+    assert (
+        parallel.layer_devices(model) == [torch.device("cpu")] * model.config.num_hidden_layers
+        and adapter_for(model) is not None
+    )
     on(monkeypatch, model, "cuda:0", "cuda:1")
-    with pytest.raises(Unsupported, match=r"spread over cuda:0, cuda:1; without accelerate's hooks .*\(tp_plan='auto', under torchrun\)"):
+    with pytest.raises(
+        Unsupported,
+        match=r"spread over cuda:0, cuda:1; without accelerate's hooks .*\(tp_plan='auto', under torchrun\)",
+    ):
         check_supported(model)
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
     check_supported(model)
@@ -98,7 +114,9 @@ def test_a_head_that_drafts_with_an_lm_head_elsewhere_is_refused_by_name(monkeyp
     model, head = tiny_model("llama"), tiny_head(tiny_model("llama"), kind="eagle", taps=(), own_lm_head=False)
     monkeypatch.setattr(heads, "is_spread", lambda model: True)
     model.lm_head.to("meta")
-    with pytest.raises(Unsupported, match="drafts with the LM head of LlamaForCausalLM, which is on meta, and would run on cpu"):
+    with pytest.raises(
+        Unsupported, match="drafts with the LM head of LlamaForCausalLM, which is on meta, and would run on cpu"
+    ):
         fastspec.patch(model, eagle=head)
 
 
@@ -112,7 +130,11 @@ def test_layers_on_two_devices_say_what_they_say_on_one(kind, first, second):
     expected = plain.generate(**inputs, **OPTIONS)
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
     with fastspec.patched(model, eagle3=head):
-        reason = "no adapter for gpt_neox" if kind == "gpt_neox" else f"its layers are on {' and '.join(sorted((first, second)))}"
+        reason = (
+            "no adapter for gpt_neox"
+            if kind == "gpt_neox"
+            else f"its layers are on {' and '.join(sorted((first, second)))}"
+        )
         mode = fastspec.report(model).mode
         assert mode.startswith("generic") and reason in mode
         for assistant in ASSISTANTS:

@@ -18,11 +18,14 @@ from fastspec.patches.hf.cache import CACHE, kept_cache
 NEW = 16
 ROWS = prompts(5, 11)
 KINDS = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 class Branches(Oracle):
-    """Trees whose last branch is right for the rows that it knows: siblings that are rejected stand between a node and its parent."""
+    """Trees whose last branch is right for the rows that it knows: siblings that are rejected stand between a node and
+    its parent."""
 
     name, nodes, max_path = "branches", 13, 5
 
@@ -32,7 +35,9 @@ class Branches(Oracle):
             ahead = (self.texts[row][place : place + 4] + [7] * 4)[:4]
             right = [token if row in self.known else (token + 1) % 97 for token in ahead]
             rows.append([each for token in right for each in ((token + 2) % 97, (token + 3) % 97, token)])
-        return TokenTree.from_parents(torch.cat((self.root[:, None], torch.tensor(rows)), 1), torch.tensor(parents).expand(len(rows), -1))
+        return TokenTree.from_parents(
+            torch.cat((self.root[:, None], torch.tensor(rows)), 1), torch.tensor(parents).expand(len(rows), -1)
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -62,7 +67,13 @@ def test_what_was_accepted_is_in_the_state_and_what_was_rejected_is_not(kind: st
 
 @pytest.mark.parametrize("doubled", [True, False])
 def test_eigenvalues_are_negative_where_the_configuration_says_so(doubled: bool) -> None:
-    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    options = {
+        "max_new_tokens": 2,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     model = recurrent("olmo_hybrid", linear_allow_neg_eigval=doubled)
     otherwise = recurrent("olmo_hybrid", linear_allow_neg_eigval=not doubled)
     plain, other = (torch.stack(each.generate(**ROWS, **options).logits) for each in (model, otherwise))
@@ -84,9 +95,12 @@ def test_prompts_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5,), (5, 11)])
-@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(0, 97, 9))}, {"logits_processor": [OwnProcessor()]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"eos_token_id": list(range(0, 97, 9))}, {"logits_processor": [OwnProcessor()]}]
+)
 def test_turns_go_on_from_a_cache(lengths: tuple[int, ...], options: dict[str, Any]) -> None:
-    """The cache that a call leaves, and what the next says behind it, where rows end anywhere in a round or before the others."""
+    """The cache that a call leaves, and what the next says behind it, where rows end anywhere in a round or before the
+    others."""
     model = recurrent()
     expected = conversation(model, lengths, options)
     fastspec.patch(model)
@@ -99,7 +113,9 @@ def test_turns_go_on_from_a_cache(lengths: tuple[int, ...], options: dict[str, A
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any], known: list[Any] | None = None) -> list[Any]:
+def conversation(
+    model: Any, lengths: tuple[int, ...], options: dict[str, Any], known: list[Any] | None = None
+) -> list[Any]:
     """Texts and the cache's tensors after each of three turns; the second is transformers' own."""
     inputs, past, found = prompts(*lengths), None, []
     for turn in range(3):
@@ -108,11 +124,18 @@ def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any], 
             width = inputs["input_ids"].shape[1]
             given["assistant"] = Branches([row[width:] for row in known[turn][0]], set(range(len(lengths))))
         out = model.generate(
-            **inputs, max_new_tokens=9, do_sample=False, pad_token_id=0, return_dict_in_generate=True, **{CACHE: past},
+            **inputs,
+            max_new_tokens=9,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **{CACHE: past},
             **{"eos_token_id": None, **given},
-        )  # fmt: skip
+        )
         past = kept_cache(out)
-        held = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")]
+        held = [
+            (layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")
+        ]
         held += [(layer.keys, layer.values) for layer in past.layers if hasattr(layer, "keys")]
         found.append((out.sequences.tolist(), [each.clone() for pair in held for each in pair]))
         more = torch.randint(3, 90, (len(lengths), 3), generator=torch.Generator().manual_seed(turn))
@@ -129,13 +152,19 @@ def test_sampling_draws_what_plain_sampling_draws() -> None:
     drawn = []
     for assistant in ("autoregressive", "nasd"):
         torch.manual_seed(3)
-        drawn.append(model.generate(**ROWS, max_new_tokens=8, do_sample=True, assistant=assistant, eos_token_id=None, pad_token_id=0).shape)
+        drawn.append(
+            model.generate(
+                **ROWS, max_new_tokens=8, do_sample=True, assistant=assistant, eos_token_id=None, pad_token_id=0
+            ).shape
+        )
     assert drawn[0] == drawn[1] == (2, 19)
 
 
 def test_a_recurrent_model_cannot_draft() -> None:
     model = tiny_model(num_hidden_layers=2)
-    with pytest.raises(Unsupported, match="keeps a recurrent state, which cannot be taken back when a draft of its own is rejected"):
+    with pytest.raises(
+        Unsupported, match="keeps a recurrent state, which cannot be taken back when a draft of its own is rejected"
+    ):
         fastspec.patch(model, speculative=recurrent())
     model = recurrent()
     fastspec.patch(model)
@@ -148,13 +177,17 @@ def test_without_its_adapter_a_recurrent_model_is_refused_and_the_default_leaves
     expected = free(model, ROWS, 4)
     fastspec.patch(model, assistant="nasd")
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
-    with pytest.raises(Unsupported, match=r"keeps a recurrent state, .* it cannot run now: Qwen3_5Attention has a forward hook"):
+    with pytest.raises(
+        Unsupported, match=r"keeps a recurrent state, .* it cannot run now: Qwen3_5Attention has a forward hook"
+    ):
         free(model, ROWS, 4, assistant="nasd")
     with pytest.warns(UserWarning, match="keeps a recurrent state"):
         assert free(model, ROWS, 4) == expected
 
 
-@pytest.mark.parametrize("kind, act", [*((kind, "silu") for kind in KINDS), *((kind, "gelu") for kind in KINDS), ("qwen3_5_text", "relu")])
+@pytest.mark.parametrize(
+    "kind, act", [*((kind, "silu") for kind in KINDS), *((kind, "gelu") for kind in KINDS), ("qwen3_5_text", "relu")]
+)
 def test_what_follows_the_convolution_is_the_model_s_own(kind: str, act: str) -> None:
     """Its `hidden_act`. By scores: of small numbers GELU and SiLU differ by less than what parts two tokens."""
     model = recurrent(kind, hidden_act=act)

@@ -1,5 +1,6 @@
-"""What equality means for Gated DeltaNet: transformers reads a prompt in chunks of 64 tokens and a new token step by step, which round
-otherwise. Plain `generate` is the measure; fastspec is no further from it than its own two forms are from each other."""
+"""What equality means for Gated DeltaNet: transformers reads a prompt in chunks of 64 tokens and a new token step by
+step, which round otherwise. Plain `generate` is the measure; fastspec is no further from it than its own two forms are
+from each other."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import fastspec
 NEW = 48
 KINDS = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
-OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": NEVER, "return_dict_in_generate": True, "output_logits": True}
+OPTIONS = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "eos_token_id": NEVER,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
 
 
 def drawn(seed: int) -> tuple[int, ...]:
@@ -31,8 +38,11 @@ CASES = [(kind, 0, (33, 65)) for kind in KINDS] + [
 
 @pytest.mark.parametrize(("kind", "seed", "lengths"), CASES)
 def test_texts_part_at_near_ties_alone(kind: str, seed: int, lengths: tuple[int, ...]) -> None:
-    """At a first token that differs, the plain model's two logits are no further apart than its own two forms of that text."""
-    model = tiny_model(kind, seed, layer_types=["linear_attention", "full_attention", "linear_attention"], num_hidden_layers=3)
+    """At a first token that differs, the plain model's two logits are no further apart than its own two forms of that
+    text."""
+    model = tiny_model(
+        kind, seed, layer_types=["linear_attention", "full_attention", "linear_attention"], num_hidden_layers=3
+    )
     inputs = prompts(*lengths, seed=seed)
     out = model.generate(**inputs, **OPTIONS)
     texts, plain = out.sequences[:, -NEW:], torch.stack(out.logits, 1)
@@ -47,14 +57,15 @@ def test_texts_part_at_near_ties_alone(kind: str, seed: int, lengths: tuple[int,
                 if place < NEW:
                     gap = float(plain[row, place, texts[row, place]] - plain[row, place, emitted[row, place]])
                     assert gap <= forms, (assistant, row, place)
-            # All are roundings of one formula, in three orders of its sums: maxima of such differences are of one size, seldom twice
-            # another. A token that is missed in a state shows at 0.1.
+            # All are roundings of one formula, in three orders of its sums: maxima of such differences are of one size,
+            # seldom twice another. A token that is missed in a state shows at 0.1.
             assert float((logits - plain)[same].abs().max()) <= 4 * forms, assistant
 
 
 @torch.no_grad()
 def whole(model: Any, inputs: dict[str, Tensor], texts: Tensor) -> Tensor:
-    """The logits [B, NEW, V] that chose the new tokens of texts [B, T], where the model reads all of a text in one pass, as a prompt."""
+    """The logits [B, NEW, V] that chose the new tokens of texts [B, T], where the model reads all of a text in one
+    pass, as a prompt."""
     mask = torch.cat((inputs["attention_mask"], torch.ones(len(texts), NEW, dtype=torch.long)), 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     return model(input_ids=texts, attention_mask=mask, position_ids=positions).logits[:, -NEW - 1 : -1]

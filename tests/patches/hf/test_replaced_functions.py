@@ -1,4 +1,5 @@
-"""Functions of someone else's in the place of transformers' or torch's: calls run them as plain generate does, or are left to it."""
+"""Functions of someone else's in the place of transformers' or torch's: calls run them as plain generate does, or are
+left to it."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "an object": in_registry(AttentionInterface, "sdpa", Louder()),
     "a partial": in_registry(AttentionInterface, "sdpa", functools.partial(louder)),
     "decorated": in_registry(AttentionInterface, "sdpa", torch.no_grad()(louder)),
-    "rotary": lambda monkeypatch: replaced(monkeypatch, modeling_llama, "apply_rotary_pos_emb", lambda both: (both[0], both[1] * 1.3)),
+    "rotary": lambda monkeypatch: replaced(
+        monkeypatch, modeling_llama, "apply_rotary_pos_emb", lambda both: (both[0], both[1] * 1.3)
+    ),
     "Linear.forward": lambda monkeypatch: replaced(monkeypatch, nn.Linear, "forward", lambda out: out * 1.02),
     "Linear.__call__": lambda monkeypatch: replaced(monkeypatch, nn.Linear, "__call__", lambda out: out * 1.02),
     "Module.__call__": lambda monkeypatch: replaced(monkeypatch, nn.Module, "__call__", lambda out: out),
@@ -99,7 +102,8 @@ def test_what_someone_else_has_put_there_is_run(monkeypatch, case, assistant):
 
 @pytest.mark.parametrize("where", ["the modelling file", "the registry"])
 def test_masks_of_someone_elses_are_refused_by_name(monkeypatch, where):
-    """A tree has a mask of its own: a user's, which may see less of a long text than of a short one, would be passed by."""
+    """A tree has a mask of its own: a user's, which may see less of a long text than of a short one, would be passed
+    by."""
     model = shallow_model()
     fastspec.patch(model, assistant="nasd")
     if where == "the registry":
@@ -125,7 +129,8 @@ def test_a_feed_forward_of_someone_elses_runs_within_the_adapter(monkeypatch):
 
 
 def test_an_attention_by_a_name_of_its_own_is_never_passed_by(monkeypatch):
-    """Transformers makes no mask for a name that it does not know, so that trees cannot be scored: the call is left to plain decoding."""
+    """Transformers makes no mask for a name that it does not know, so that trees cannot be scored: the call is left to
+    plain decoding."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "louder", louder)
     model = shallow_model()
     fastspec.patch(model, assistant="nasd")
@@ -141,7 +146,11 @@ def test_an_attention_by_a_name_of_its_own_is_never_passed_by(monkeypatch):
     model.set_attn_implementation("louder")
     want = model.generate(**prompts(9, 6), **OPTIONS).tolist()
     fastspec.patch(model, assistant="nasd")
-    assert model.generate(**prompts(9, 6), **OPTIONS).tolist() == want and fastspec.report(model).last.rounds and CALLED["louder"]
+    assert (
+        model.generate(**prompts(9, 6), **OPTIONS).tolist() == want
+        and fastspec.report(model).last.rounds
+        and CALLED["louder"]
+    )
 
 
 def seen_by(run: Callable[[], Any]) -> set[CodeType]:
@@ -156,7 +165,8 @@ def seen_by(run: Callable[[], Any]) -> set[CodeType]:
 
 
 def modelling_code(model: Any, run: Callable[[], Any]) -> list[tuple[Any, str]]:
-    """Each function of a model's modelling file, and each method of its modules' classes, that a call runs: (module or class, name)."""
+    """Each function of a model's modelling file, and each method of its modules' classes, that a call runs: (module or
+    class, name)."""
     codes, classes = seen_by(run), {base for module in model.modules() for base in type(module).__mro__}
     places = [each for each in classes if each.__module__.startswith("transformers.models.")]
     places = [*sorted(places, key=lambda each: each.__qualname__), sys.modules[type(model).__module__]]
@@ -167,10 +177,12 @@ def modelling_code(model: Any, run: Callable[[], Any]) -> list[tuple[Any, str]]:
 QUICK = "llama", "gemma2", "phi3", "qwen3_moe"
 
 
-@pytest.mark.parametrize("family", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
+)
 def test_whatever_of_the_modelling_code_plain_decoding_calls_is_called(monkeypatch, family):
-    """One function or method after another is replaced by one that counts: what a plain call calls, an assisted call calls too, unless
-    it is refused by the name of what was replaced. Nothing is passed by."""
+    """One function or method after another is replaced by one that counts: what a plain call calls, an assisted call
+    calls too, unless it is refused by the name of what was replaced. Nothing is passed by."""
     model = tiny_model(family, num_hidden_layers=4)
     fastspec.patch(model)
     run = functools.partial(model.generate, **prompts(9), max_new_tokens=3, do_sample=False, eos_token_id=None)
@@ -219,14 +231,18 @@ class OtherWayBackward(torch.autograd.Function):
 
 
 OBJECTS: dict[str, Callable[[], Any]] = {
-    "a module": OtherWay, "the apply of an autograd function": lambda: OtherWayBackward.apply,
-    "a partial of a module": lambda: functools.partial(OtherWay()), "a mock": lambda: mock.Mock(side_effect=other_way),
+    "a module": OtherWay,
+    "the apply of an autograd function": lambda: OtherWayBackward.apply,
+    "a partial of a module": lambda: functools.partial(OtherWay()),
+    "a mock": lambda: mock.Mock(side_effect=other_way),
     "a custom op": lambda: torch.library.custom_op(f"fastspec_tests::rotate{next(NUMBER)}", mutates_args=())(rotation),
-}  # fmt: skip
+}
 NUMBER = itertools.count()
 
 
-def rotation(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     turned, left = other_way(q, k, cos, sin)
     return turned.clone(), left.clone()
 
@@ -282,7 +298,9 @@ def test_an_override_that_hides_behind_the_name_of_what_it_wraps_is_refused(monk
     """`functools.wraps` copies the module's name, too."""
     model = fastspec.patch(shallow_model())
     replaced(monkeypatch, type(model), "prepare_inputs_for_generation", lambda inputs: inputs)
-    with pytest.raises(fastspec.Unsupported, match=r"prepare_inputs_for_generation is .* \(own, .*test_replaced_functions.py"):
+    with pytest.raises(
+        fastspec.Unsupported, match=r"prepare_inputs_for_generation is .* \(own, .*test_replaced_functions.py"
+    ):
         model.generate(**prompts(9), **OPTIONS, assistant="nasd")
 
 

@@ -1,4 +1,5 @@
-"""Models whose LM head or decoder is another module than transformers': what can be decoded is, and the rest is refused by name."""
+"""Models whose LM head or decoder is another module than transformers': what can be decoded is, and the rest is refused
+by name."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_an_lm_head_without_a_weight_is_decoded_with(assistant, before):
 def test_a_drafting_head_needs_an_lm_head_with_a_weight():
     model, plain = shallow_model(), without_weight(shallow_model())
     head = tiny_head(model)
-    with pytest.raises(Unsupported, match="LM head, and that of this LlamaForCausalLM is a Sequential without a weight"):
+    with pytest.raises(
+        Unsupported, match="LM head, and that of this LlamaForCausalLM is a Sequential without a weight"
+    ):
         fastspec.patch(without_weight(shallow_model()), eagle3=head)
     without_weight(fastspec.patch(model, eagle3=head, assistant="eagle3"))
     with pytest.warns(UserWarning, match="Sequential without a weight"):
@@ -59,4 +62,7 @@ def test_a_decoder_that_gives_no_hidden_states_is_left_to_transformers():
         assert model.generate(**prompts(6), **OPTIONS).tolist() == plain.generate(**prompts(6), **OPTIONS).tolist()
     with pytest.raises(Unsupported, match="gives no hidden states"):
         model.generate(**prompts(6), **OPTIONS, assistant="eagle3")
-    assert model.generate(**prompts(6), **OPTIONS, assistant="nasd").tolist() == plain.generate(**prompts(6), **OPTIONS).tolist()
+    assert (
+        model.generate(**prompts(6), **OPTIONS, assistant="nasd").tolist()
+        == plain.generate(**prompts(6), **OPTIONS).tolist()
+    )

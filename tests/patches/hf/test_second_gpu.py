@@ -37,13 +37,24 @@ def everything(model: Any, head: Any, draft: Any, device: str) -> list[Any]:
     model, head, draft = (copy.deepcopy(each).to(device) for each in (model, head, draft))
     inputs = on(device, 5, 9)
     with fastspec.patched(model, eagle3=head, speculative=draft):
-        for each in ("autoregressive", "eagle3", TREE, "nasd", "speculative", fastspec.ContinuousBatch("eagle3", rows=1)) * 2:
+        for each in (
+            "autoregressive",
+            "eagle3",
+            TREE,
+            "nasd",
+            "speculative",
+            fastspec.ContinuousBatch("eagle3", rows=1),
+        ) * 2:
             made.append(model.generate(**inputs, **GREEDY, assistant=each))
         report = fastspec.report(model)
         assert report.backend == "triton" and all(call.replays > 1 for call in report.calls[-3:])
         for _ in range(2):
             torch.manual_seed(3)
-            made.append(model.generate(**inputs, max_new_tokens=24, do_sample=True, top_k=20, temperature=0.7, assistant="eagle3"))
+            made.append(
+                model.generate(
+                    **inputs, max_new_tokens=24, do_sample=True, top_k=20, temperature=0.7, assistant="eagle3"
+                )
+            )
         with fastspec.continuous(model, "eagle3", rows=2, max_length=64) as batch:
             batch.warmup(length=16)
             found = [batch.submit(inputs["input_ids"][1:], **GREEDY) for _ in range(3)]
@@ -72,7 +83,12 @@ def test_families_on_the_second(kind: str) -> None:
     for device in (SECOND, FIRST):
         there, own = copy.deepcopy(model).to(device), copy.deepcopy(head).to(device)
         with fastspec.patched(there, eagle3=own):
-            made.append([there.generate(**on(device, 5, 9), **GREEDY, assistant=each).tolist() for each in ("autoregressive", TREE) * 2])
+            made.append(
+                [
+                    there.generate(**on(device, 5, 9), **GREEDY, assistant=each).tolist()
+                    for each in ("autoregressive", TREE) * 2
+                ]
+            )
     assert made[0] == made[1]
 
 

@@ -1,5 +1,5 @@
-"""Encoder-decoder models: the unpatched model's tokens and distribution with every assistant, and every node scored as its own text would
-be."""
+"""Encoder-decoder models: the unpatched model's tokens and distribution with every assistant, and every node scored as
+its own text would be."""
 
 from __future__ import annotations
 
@@ -27,17 +27,31 @@ from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.seq2seq import Seq2SeqModel, read_source
 
 KINDS = ("t5", "bart", "marian")
-SCALED = ["t5 tie_word_embeddings", *(f"{kind} scale_embedding" for kind in ("bart", "marian", "pegasus", "blenderbot-small", "m2m_100"))]
-ASSISTANTS = ["autoregressive", "nasd", fastspec.Nasd(gamma=3, total_tokens=7, stop_if_unknown=False), "speculative",
-              fastspec.Speculative(gamma=4), fastspec.Speculative(gamma=3, branches=2)]  # fmt: skip
+SCALED = [
+    "t5 tie_word_embeddings",
+    *(f"{kind} scale_embedding" for kind in ("bart", "marian", "pegasus", "blenderbot-small", "m2m_100")),
+]
+ASSISTANTS = [
+    "autoregressive",
+    "nasd",
+    fastspec.Nasd(gamma=3, total_tokens=7, stop_if_unknown=False),
+    "speculative",
+    fastspec.Speculative(gamma=4),
+    fastspec.Speculative(gamma=3, branches=2),
+]
 
 
 CROSSED = [(kind, assistant) for kind in KINDS for assistant in ASSISTANTS]
 IN_TURN = [
-    pytest.param(case, id=f"{case[0]}-{case[1]}", marks=[] if ASSISTANTS.index(case[1]) % 3 == KINDS.index(case[0]) else pytest.mark.slow)
+    pytest.param(
+        case,
+        id=f"{case[0]}-{case[1]}",
+        marks=[] if ASSISTANTS.index(case[1]) % 3 == KINDS.index(case[0]) else pytest.mark.slow,
+    )
     for case in CROSSED
 ]
-"""Each assistant with one family in turn; with the others, which score trees by the same adapter, only in `make test-slow`."""
+"""Each assistant with one family in turn; with the others, which score trees by the same adapter, only in `make
+test-slow`."""
 
 
 @pytest.fixture(params=IN_TURN)
@@ -151,7 +165,9 @@ def test_criteria_are_asked_about_the_decoders_tokens(pair, assistant, ends):
     texts = free(pair[0], sources(7, 3, 11))
 
     def stops(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.tensor([row[1:] == text[: 3 + at] for at, (row, text) in enumerate(zip(ids.tolist(), texts, strict=True))])
+        return torch.tensor(
+            [row[1:] == text[: 3 + at] for at, (row, text) in enumerate(zip(ids.tolist(), texts, strict=True))]
+        )
 
     same(pair, assistant, sources(7, 3, 11), stopping_criteria=[stops], eos_token_id=ends)
 
@@ -165,12 +181,19 @@ def test_length_limits_are_exact(pair, assistant, count):
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}, {"encoder_no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 2.0},
-        {"forced_bos_token_id": 17}, {"forced_eos_token_id": 7}, {"begin_suppress_tokens": list(range(6, 60))}, {"min_length": 9},
-        {"min_new_tokens": 9, "repetition_penalty": 1.2}, {"suppress_tokens": [7, 8, 9]},
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"encoder_repetition_penalty": 2.0},
+        {"forced_bos_token_id": 17},
+        {"forced_eos_token_id": 7},
+        {"begin_suppress_tokens": list(range(6, 60))},
+        {"min_length": 9},
+        {"min_new_tokens": 9, "repetition_penalty": 1.2},
+        {"suppress_tokens": [7, 8, 9]},
     ],
     ids=lambda options: next(iter(options)),
-)  # fmt: skip
+)
 def test_processors_see_the_decoders_tokens(pair, assistant, options):
     inputs = sources(7, 3, 11)
     ends = [row[3] for row in free(pair[0], inputs)]
@@ -178,7 +201,13 @@ def test_processors_see_the_decoders_tokens(pair, assistant, options):
 
 
 def test_prompts_of_the_decoder(pair, assistant):
-    same(pair, assistant, sources(7, 3), decoder_input_ids=torch.tensor([[2, 11, 12, 13], [2, 21, 22, 23]]), eos_token_id=NEVER)
+    same(
+        pair,
+        assistant,
+        sources(7, 3),
+        decoder_input_ids=torch.tensor([[2, 11, 12, 13], [2, 21, 22, 23]]),
+        eos_token_id=NEVER,
+    )
     same(pair, assistant, sources(7, 3), decoder_input_ids=torch.tensor([[11, 12], [21, 22]]), eos_token_id=NEVER)
 
 
@@ -186,7 +215,9 @@ def test_num_return_sequences_and_inputs_without_a_mask(pair, assistant):
     out = same(pair, assistant, sources(7, 3), do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=NEVER)
     assert out.shape[0] == 6
     expected = answer(pair[0], {"input_ids": sources(7)["input_ids"]}, max_new_tokens=12, do_sample=False)
-    assert torch.equal(pair[1].generate(sources(7)["input_ids"], max_new_tokens=12, do_sample=False, assistant=assistant), expected)
+    assert torch.equal(
+        pair[1].generate(sources(7)["input_ids"], max_new_tokens=12, do_sample=False, assistant=assistant), expected
+    )
 
 
 def test_encoder_outputs_handed_in(each_pair):
@@ -194,7 +225,9 @@ def test_encoder_outputs_handed_in(each_pair):
     mask = inputs["attention_mask"]
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     with torch.no_grad():
-        expected = each_pair[0].generate(encoder_outputs=each_pair[0].get_encoder()(**inputs, return_dict=True), **options)
+        expected = each_pair[0].generate(
+            encoder_outputs=each_pair[0].get_encoder()(**inputs, return_dict=True), **options
+        )
         outputs = each_pair[1].get_encoder()(**inputs, return_dict=True)
     for assistant in ("autoregressive", "nasd"):
         assert torch.equal(each_pair[1].generate(encoder_outputs=outputs, **options, assistant=assistant), expected)
@@ -205,13 +238,21 @@ def test_encoder_outputs_handed_in(each_pair):
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
 def test_the_output_of_transformers_with_scores_and_logits(pair, assistant, options):
     """Within the rounding of fp32 sums taken in another order, over logits of size about 10."""
-    settings = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True, "eos_token_id": NEVER, **options}
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "return_dict_in_generate": True,
+        "eos_token_id": NEVER,
+        **options,
+    }
     wanted = {"output_scores": True, "output_logits": True}
     expected = pair[0].generate(**sources(7, 3), **settings, **wanted)
     got = pair[1].generate(**sources(7, 3), **settings, **wanted, assistant=assistant)
     assert type(got) is GenerateEncoderDecoderOutput and torch.equal(got.sequences, expected.sequences)
     for name in ("scores", "logits"):
-        torch.testing.assert_close(torch.stack(getattr(got, name)), torch.stack(getattr(expected, name)), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            torch.stack(getattr(got, name)), torch.stack(getattr(expected, name)), rtol=1e-4, atol=1e-3
+        )
     lean = pair[1].generate(**sources(7, 3), **settings, assistant=assistant)
     assert lean.scores is None and lean.logits is None and kept_cache(lean) is None
     assert lean.fastspec.assistant == getattr(assistant, "name", assistant)
@@ -252,18 +293,27 @@ def test_a_seed_decides_the_sample(pair, assistant, options):
 
 
 @torch.no_grad()
-def distribution(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], length: int) -> dict[tuple[int, ...], float]:
-    """The probability of every text of `length` tokens, as `generate` returns it: token 0 ends a text and fills it up."""
+def distribution(
+    model: Any, inputs: dict[str, Tensor], options: dict[str, Any], length: int
+) -> dict[tuple[int, ...], float]:
+    """The probability of every text of `length` tokens, as `generate` returns it: token 0 ends a text and fills it
+    up."""
     found, merged = {(): 1.0}, {}
     for _ in range(length):
         texts = list(found)
-        rows = torch.cat((torch.full((len(texts), 1), 2), torch.tensor(texts, dtype=torch.long).view(len(texts), -1)), 1)
+        rows = torch.cat(
+            (torch.full((len(texts), 1), 2), torch.tensor(texts, dtype=torch.long).view(len(texts), -1)), 1
+        )
         wide = {name: value.expand(len(texts), -1) for name, value in inputs.items()}
-        chances = processors(options)(rows, model(**wide, decoder_input_ids=rows).logits[:, -1].float()).double().softmax(-1)
+        chances = (
+            processors(options)(rows, model(**wide, decoder_input_ids=rows).logits[:, -1].float()).double().softmax(-1)
+        )
         found = {
             (*text, token): found[text] * chance
-            for text, row in zip(texts, chances.tolist(), strict=True) for token, chance in enumerate(row) if chance > 0
-        }  # fmt: skip
+            for text, row in zip(texts, chances.tolist(), strict=True)
+            for token, chance in enumerate(row)
+            if chance > 0
+        }
     for text, chance in found.items():
         merged[padded(text)] = merged.get(padded(text), 0.0) + chance
     assert abs(sum(merged.values()) - 1) < 1e-9
@@ -273,11 +323,15 @@ def distribution(model: Any, inputs: dict[str, Tensor], options: dict[str, Any],
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
-        ("t5", "all four"), ("marian", "history"), pytest.param("t5", "history", marks=pytest.mark.slow),
+        ("t5", "all four"),
+        ("marian", "history"),
+        pytest.param("t5", "history", marks=pytest.mark.slow),
         pytest.param("marian", "all four", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("assistant", ["nasd", fastspec.Speculative(gamma=2), fastspec.Speculative(gamma=2, branches=2)], ids=str)
+)
+@pytest.mark.parametrize(
+    "assistant", ["nasd", fastspec.Speculative(gamma=2), fastspec.Speculative(gamma=2, branches=2)], ids=str
+)
 def test_the_distribution_of_short_texts(kind, case, assistant):
     model, inputs = pair_of(kind)[1], sources(5)
     options = {"temperature": 1.7, "top_k": 5, **CASES[case]}
@@ -301,7 +355,10 @@ def test_n_grams_are_read_from_the_source():
 
     inputs = sources(7, 3, side="left")
     out = model.generate(**inputs, max_new_tokens=1, do_sample=False, assistant=fastspec.Nasd(storage=Watching(n=4)))
-    expected = [[*ids[mask.bool()].tolist(), *emitted.tolist()] for ids, mask, emitted in zip(*inputs.values(), out, strict=True)]
+    expected = [
+        [*ids[mask.bool()].tolist(), *emitted.tolist()]
+        for ids, mask, emitted in zip(*inputs.values(), out, strict=True)
+    ]
     assert seen == expected[0] + expected[1]
 
 
@@ -334,7 +391,10 @@ def test_a_smaller_draft_model_of_another_family():
     draft = tiny_seq2seq("marian", seed=2, decoder_layers=1, encoder_layers=1)
     pair = tiny_seq2seq("t5"), patched(tiny_seq2seq("t5"), draft)
     same(pair, "speculative", sources(7, 3, 11), max_new_tokens=24)
-    pair = tiny_seq2seq("bart"), patched(tiny_seq2seq("bart"), tiny_seq2seq("t5", seed=1, num_decoder_layers=1, vocab_size=90))
+    pair = (
+        tiny_seq2seq("bart"),
+        patched(tiny_seq2seq("bart"), tiny_seq2seq("t5", seed=1, num_decoder_layers=1, vocab_size=90)),
+    )
     same(pair, fastspec.Speculative(gamma=3), sources(7, 3, 11), max_new_tokens=24)
 
 
@@ -347,7 +407,10 @@ def test_a_draft_is_priced_without_the_encoders():
 
 def test_a_padding_token_has_no_position_in_m2m():
     """Its drafts and its texts count as transformers counts them, and a prompt that hides one is refused."""
-    pair, inputs = (tiny_seq2seq("m2m_100", pad_token_id=9), patched(tiny_seq2seq("m2m_100", pad_token_id=9))), sources(7, 3)
+    pair, inputs = (
+        (tiny_seq2seq("m2m_100", pad_token_id=9), patched(tiny_seq2seq("m2m_100", pad_token_id=9))),
+        sources(7, 3),
+    )
     ids = torch.tensor([[2, 9, 11], [2, 12, 13]])
     with pytest.raises(fastspec.Unsupported, match="decoder_input_ids holds the padding token 9"):
         pair[1].generate(**inputs, decoder_input_ids=ids, assistant="nasd", max_new_tokens=4)

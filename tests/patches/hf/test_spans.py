@@ -75,7 +75,9 @@ def test_a_window_that_no_forward_reads_is_what_the_cache_makes_of_it(case: str)
             assert free(model, ROWS, NEW, assistant=assistant) == expected, assistant
         assert _on(DynamicCache(), model, assistant="nasd") == _on(DynamicCache(), model)  # which keeps all
         with fastspec.continuous(model, "nasd", rows=2) as batch:
-            answer = batch.submit(ROWS["input_ids"][1:], max_new_tokens=NEW, do_sample=False, eos_token_id=NEVER).result(60)
+            answer = batch.submit(
+                ROWS["input_ids"][1:], max_new_tokens=NEW, do_sample=False, eos_token_id=NEVER
+            ).result(60)
         assert answer[0, -NEW:].tolist() == expected[1]
     assert expected != free(shallow_model(UNREAD[case][0]), ROWS, NEW)  # so that it matters
 
@@ -95,7 +97,13 @@ def _on(cache: Any, model: Any, turns: int = 2, **options: Any) -> list[list[int
     """The text after turns on a cache, or on the one that the first hands back."""
     ids, mask = ROWS["input_ids"], ROWS["attention_mask"]
     for _ in range(turns):
-        options |= {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, CACHE: cache}
+        options |= {
+            "max_new_tokens": 4,
+            "do_sample": False,
+            "eos_token_id": None,
+            "return_dict_in_generate": True,
+            CACHE: cache,
+        }
         out = model.generate(ids, attention_mask=mask, **options)
         ids, cache = torch.cat((out.sequences, ROWS["input_ids"][:, -3:]), 1), kept_cache(out)
         mask = torch.cat((mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.long)), 1)
@@ -107,13 +115,18 @@ def test_what_goes_by_more_than_a_cache_keeps_is_refused() -> None:
     plain = _on(None, model)
     static = StaticCache(config=model.config, max_cache_len=40)
     with fastspec.patched(model):
-        with pytest.raises(fastspec.Unsupported, match=r"the 16 tokens of .* in windows of 8, .* of LlamaForCausalLM .* set it to None"):
+        with pytest.raises(
+            fastspec.Unsupported, match=r"the 16 tokens of .* in windows of 8, .* of LlamaForCausalLM .* set it to None"
+        ):
             _on(None, model, assistant="nasd")
         with pytest.raises(fastspec.Unsupported, match="prefill_chunk_size=4 reads"):
             free(model, ROWS, 3, assistant="nasd", prefill_chunk_size=4)
         with pytest.raises(fastspec.Unsupported, match="a StaticCache brings masks"):
             _on(static, model, 1, assistant="nasd")
-        with fastspec.continuous(model, "nasd", rows=1) as batch, pytest.raises(fastspec.Unsupported, match="prefill_chunk_size=4 reads"):
+        with (
+            fastspec.continuous(model, "nasd", rows=1) as batch,
+            pytest.raises(fastspec.Unsupported, match="prefill_chunk_size=4 reads"),
+        ):
             batch.submit(ROWS["input_ids"][1:], max_new_tokens=2, prefill_chunk_size=4).result(60)
     with fastspec.patched(model, assistant="nasd"), pytest.warns(UserWarning, match="kept in windows"):
         assert _on(None, model) == plain

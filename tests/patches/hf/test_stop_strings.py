@@ -33,7 +33,9 @@ def test_a_set_of_strings_is_compared_with_the_vocabulary_once(monkeypatch):
     given = {"assistant": "nasd", "max_new_tokens": 12, "do_sample": False, "eos_token_id": 1000}
     emitted = model.generate(ids, **given)[0, 2:].tolist()
     word = tokenizer.decode(emitted[3])
-    monkeypatch.setattr("fastspec.patches.call.processors.CRITERIA", (*fastspec.patches.call.processors.CRITERIA, Counted))
+    monkeypatch.setattr(
+        "fastspec.patches.call.processors.CRITERIA", (*fastspec.patches.call.processors.CRITERIA, Counted)
+    )
     for _ in range(3):
         out = model.generate(ids, **given, stop_strings=[word], tokenizer=tokenizer)
         assert out[0, 2:].tolist() == emitted[: emitted.index(emitted[3]) + 1]
@@ -69,7 +71,9 @@ def test_strings_that_no_tokens_make_up_are_refused():
         stop_criterion(worded(), "\U0001f600")
 
 
-@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.24"), reason="transformers sorts the vocabulary since 5.24")
+@pytest.mark.skipif(
+    Version(transformers.__version__) >= Version("5.24"), reason="transformers sorts the vocabulary since 5.24"
+)
 def test_transformers_own_cache_still_misses_shuffled_vocabularies():
     """Where no version that is accepted does, `stop_criterion` may go."""
     stopping_criteria.STOP_STRING_EMBEDDING_CACHE.clear()

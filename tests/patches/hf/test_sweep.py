@@ -9,9 +9,13 @@ import transformers
 
 VERSIONS, ROWS = sweep_page.read(sweep.RESULTS)
 SAMPLE = (
-    ("causal-lm", "bloom"), ("causal-lm", "longcat_flash"), ("image-text", "llava"), ("image-text", "paligemma"),
-    ("image-text", "exaone4_5"), ("encoder-decoder", "t5"),
-)  # fmt: skip
+    ("causal-lm", "bloom"),
+    ("causal-lm", "longcat_flash"),
+    ("image-text", "llava"),
+    ("image-text", "paligemma"),
+    ("image-text", "exaone4_5"),
+    ("encoder-decoder", "t5"),
+)
 LEFT_OUT = {"tokens"}  # how many different ones a text has is the processor's affair
 
 
@@ -26,13 +30,17 @@ def test_no_class_gives_other_tokens_or_an_error_that_is_no_refusal() -> None:
     assert all(row["reason"].strip() for row in ROWS if row["outcome"] != "equal")
 
 
-@pytest.mark.skipif(transformers.__version__ != VERSIONS["transformers"], reason="the rows are of another version of transformers")
+@pytest.mark.skipif(
+    transformers.__version__ != VERSIONS["transformers"], reason="the rows are of another version of transformers"
+)
 def test_every_class_of_transformers_has_a_row() -> None:
     assert [(row["mapping"], row["model_type"]) for row in ROWS] == sweep.wanted()
 
 
 @pytest.mark.parametrize("mapping, kind", SAMPLE)
-@pytest.mark.skipif(transformers.__version__ != VERSIONS["transformers"], reason="the rows are of another version of transformers")
+@pytest.mark.skipif(
+    transformers.__version__ != VERSIONS["transformers"], reason="the rows are of another version of transformers"
+)
 def test_a_row_is_found_again(mapping: str, kind: str) -> None:
     (stored,) = (row for row in ROWS if (row["mapping"], row["model_type"]) == (mapping, kind))
     found = sweep.row(mapping, kind)

@@ -17,15 +17,36 @@ from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.modes import mode_for
 
 CALL: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0}
-FAMILIES = sorted(set(ADAPTERS) & {
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi", "phi3", "stablelm", "starcoder2", "seed_oss", "granite", "olmo2", "gpt_oss",
-    "mixtral", "glm4_moe", "smollm3", "nemotron",
-})  # fmt: skip
+FAMILIES = sorted(
+    set(ADAPTERS)
+    & {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "phi",
+        "phi3",
+        "stablelm",
+        "starcoder2",
+        "seed_oss",
+        "granite",
+        "olmo2",
+        "gpt_oss",
+        "mixtral",
+        "glm4_moe",
+        "smollm3",
+        "nemotron",
+    }
+)
 DROPS = {"attention_dropout": 0.4}
 BESIDE = {
-    "phi": {"resid_pdrop": 0.3, "embd_pdrop": 0.2}, "phi3": {"resid_pdrop": 0.3}, "stablelm": {"hidden_dropout": 0.3},
-    "starcoder2": {"residual_dropout": 0.3, "embedding_dropout": 0.2}, "seed_oss": {"residual_dropout": 0.3},
-}  # fmt: skip
+    "phi": {"resid_pdrop": 0.3, "embd_pdrop": 0.2},
+    "phi3": {"resid_pdrop": 0.3},
+    "stablelm": {"hidden_dropout": 0.3},
+    "starcoder2": {"residual_dropout": 0.3, "embedding_dropout": 0.2},
+    "seed_oss": {"residual_dropout": 0.3},
+}
 """Families with dropout of hidden states, which draws as many numbers in an assisted pass as in a plain one."""
 
 
@@ -116,7 +137,9 @@ def test_an_encoder_decoder_model_is_refused_by_name():
     model = fastspec.patch(tiny_seq2seq("bart", dropout=0.1))
     call = {**sources(5), "max_new_tokens": 4, "do_sample": False}
     expected = model.generate(**call)
-    with pytest.raises(fastspec.Unsupported, match=r"dropout=0\.1 in the \w+ of this BartFor.* in train mode.*model\.eval\(\)"):
+    with pytest.raises(
+        fastspec.Unsupported, match=r"dropout=0\.1 in the \w+ of this BartFor.* in train mode.*model\.eval\(\)"
+    ):
         model.train().generate(**call, assistant="nasd")
     assert torch.equal(model.eval().generate(**call, assistant="nasd"), expected)
 

@@ -35,7 +35,14 @@ def forgotten(monkeypatch):
 class Deaf(GPT2LMHeadModel):
     """Stands for classes that make positions of their own from the cache's length."""
 
-    def forward(self, input_ids: Any = None, cache: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any):
+    def forward(
+        self,
+        input_ids: Any = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        position_ids: Any = None,
+        **kwargs: Any,
+    ):
         """As of GPT-2, whatever the positions; the cache by either name."""
         return super().forward(input_ids, **{CACHE: past_key_values if cache is None else cache}, **kwargs)
 
@@ -57,7 +64,9 @@ def _gpt_neo(window: int = 256, kinds: tuple[str, ...] = ("global", "local")) ->
 
 
 def _image_gpt() -> Any:
-    return ImageGPTForCausalImageModeling(ImageGPTConfig(**SIZES, n_embd=64, n_layer=2, n_head=4, n_positions=512)).eval()
+    return ImageGPTForCausalImageModeling(
+        ImageGPTConfig(**SIZES, n_embd=64, n_layer=2, n_head=4, n_positions=512)
+    ).eval()
 
 
 @pytest.mark.parametrize("make", [_git, _image_gpt, _deaf, lambda: _deaf(torch.bfloat16)])
@@ -65,7 +74,10 @@ def test_a_class_that_reads_positions_or_masks_in_its_own_way_is_refused(make: A
     torch.manual_seed(0)
     model = make()
     for assistant in ("autoregressive", "nasd"):
-        with fastspec.patched(model), pytest.raises(fastspec.Unsupported, match=f"{type(model).__name__} scores the nodes.* otherwise"):
+        with (
+            fastspec.patched(model),
+            pytest.raises(fastspec.Unsupported, match=f"{type(model).__name__} scores the nodes.* otherwise"),
+        ):
             model.generate(**prompts(5, 9), max_new_tokens=8, do_sample=False, assistant=assistant)
 
 
@@ -78,7 +90,8 @@ def test_a_class_that_reads_them_as_given_is_not(kind: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize(("apart", "texts"), [([0.0], 1), ([0.1, 0.0], 2), ([0.1, 0.2, 0.0], 3), ([0.1, 0.1, 0.1], 3)])
 def test_a_text_whose_router_is_undecided_is_not_the_last_one(apart: list[float], texts: int, monkeypatch) -> None:
-    """A node that rounding sends to another expert is far off in one text, a class that reads masks in its own way in every one."""
+    """A node that rounding sends to another expert is far off in one text, a class that reads masks in its own way in
+    every one."""
     found, seen = [0.0, *apart], []  # the first is of a prompt alone
     monkeypatch.setattr(tree_check, "_apart", lambda got, want, dtype: seen.append(want) or found[len(seen) - 1])
     model = fastspec.patch(tiny_model("gpt2", n_positions=77 + len(apart) + texts + int(10 * apart[-1])))
@@ -88,7 +101,9 @@ def test_a_text_whose_router_is_undecided_is_not_the_last_one(apart: list[float]
             model.generate(**options)
     else:
         model.generate(**options)
-    assert len(seen) == 1 + texts and all(not torch.equal(one, other) for one, other in itertools.combinations(seen[1:], 2))
+    assert len(seen) == 1 + texts and all(
+        not torch.equal(one, other) for one, other in itertools.combinations(seen[1:], 2)
+    )
 
 
 def test_a_draft_model_is_checked_too() -> None:
@@ -99,10 +114,19 @@ def test_a_draft_model_is_checked_too() -> None:
 
 def test_an_error_of_the_model_becomes_a_refusal_by_name() -> None:
     class Strict(GPT2LMHeadModel):
-        def forward(self, input_ids: Any = None, cache: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any):
+        def forward(
+            self,
+            input_ids: Any = None,
+            cache: Any = None,
+            past_key_values: Any = None,
+            position_ids: Any = None,
+            **kwargs: Any,
+        ):
             if kwargs["attention_mask"].dim() == 4:
                 raise RuntimeError("no such mask")
-            return super().forward(input_ids, **{CACHE: past_key_values if cache is None else cache}, position_ids=position_ids, **kwargs)
+            return super().forward(
+                input_ids, **{CACHE: past_key_values if cache is None else cache}, position_ids=position_ids, **kwargs
+            )
 
     model = fastspec.patch(Strict(tiny_model("gpt2").config).eval())
     with pytest.raises(fastspec.Unsupported, match=r"Strict does not run as fastspec has to run it.*no such mask"):
@@ -111,8 +135,8 @@ def test_an_error_of_the_model_becomes_a_refusal_by_name() -> None:
 
 @pytest.mark.parametrize("spoiled", ["weights", "forward"])
 def test_a_refusal_that_says_nothing_of_the_class_is_not_kept(spoiled: str, monkeypatch) -> None:
-    """NaN in one model's weights, or an error that passes: a sound model of the class is decoded with, and so is that one once it is
-    whole."""
+    """NaN in one model's weights, or an error that passes: a sound model of the class is decoded with, and so is that
+    one once it is whole."""
     broken, sound = (fastspec.patch(tiny_model("gpt2")) for _ in range(2))
     call = {**prompts(5), "max_new_tokens": 4, "assistant": "autoregressive"}
     norm = broken.transformer.ln_f
@@ -120,8 +144,13 @@ def test_a_refusal_that_says_nothing_of_the_class_is_not_kept(spoiled: str, monk
         if spoiled == "weights":
             norm.weight.data[3] = torch.nan
         else:
-            during.setattr("fastspec.patches.hf.model.SlotCache", lambda *_: (_ for _ in ()).throw(RuntimeError("a passing fault")))
-        with pytest.raises(fastspec.Unsupported, match={"weights": "GPT2LMHeadModel gives logits that are NaN"}.get(spoiled, "a passing")):
+            during.setattr(
+                "fastspec.patches.hf.model.SlotCache", lambda *_: (_ for _ in ()).throw(RuntimeError("a passing fault"))
+            )
+        with pytest.raises(
+            fastspec.Unsupported,
+            match={"weights": "GPT2LMHeadModel gives logits that are NaN"}.get(spoiled, "a passing"),
+        ):
             broken.generate(**call)
         if spoiled == "weights":
             sound.generate(**call)
@@ -148,7 +177,9 @@ def test_the_check_leaves_no_trace() -> None:
 
 def test_a_kind_of_model_is_checked_once(monkeypatch) -> None:
     judged: list[Any] = []
-    monkeypatch.setattr(tree_check, "_judge", lambda model, reads_source, adapter: judged.append(model) or tree_check._Verdict(None))
+    monkeypatch.setattr(
+        tree_check, "_judge", lambda model, reads_source, adapter: judged.append(model) or tree_check._Verdict(None)
+    )
     for seed in (0, 1):
         model = fastspec.patch(tiny_model("gpt2", seed=seed))
         model.generate(**prompts(5), max_new_tokens=4, assistant="autoregressive")

@@ -1,4 +1,5 @@
-"""Two GPUs of one host: a model that two processes hold together says what it says on one, over NCCL and symmetric memory."""
+"""Two GPUs of one host: a model that two processes hold together says what it says on one, over NCCL and symmetric
+memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,21 @@ import transformers
 from helpers import ranks
 from helpers.generate import bigram
 from helpers.models import tiny_model
-from helpers.ranks import SEEING, SIZE, SMALL, calls, captured, cut_heads, drafted, family, in_step, mixed, seen, whole, work
+from helpers.ranks import (
+    SEEING,
+    SIZE,
+    SMALL,
+    calls,
+    captured,
+    cut_heads,
+    drafted,
+    family,
+    in_step,
+    mixed,
+    seen,
+    whole,
+    work,
+)
 from helpers.vision import seeing
 from packaging.version import Version
 from torch import multiprocessing
@@ -20,18 +35,36 @@ from torch import multiprocessing
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices"),
-    pytest.mark.skipif(Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"),
+    pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"
+    ),
 ]
 FAMILIES = (
-    "llama", "qwen2", "qwen3", "mixtral", "gemma2", "gemma4_text", "qwen3_5_text", "gpt_oss", "llama4_text", "cohere2", "olmo2", "phi3",
-    "qwen2_moe", "glm4_moe",
-)  # fmt: skip
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "gemma2",
+    "gemma4_text",
+    "qwen3_5_text",
+    "gpt_oss",
+    "llama4_text",
+    "cohere2",
+    "olmo2",
+    "phi3",
+    "qwen2_moe",
+    "glm4_moe",
+)
 """One of each kind of layer; on the CPU all families are tried."""
 MIXTURES = ("qwen2_moe", "glm4_moe")
 """A shared expert that all have whole, and one that is cut."""
 GENERIC = "hunyuan_v1_dense"
 KINDS = [(run.__name__, run, "") for run in (drafted, cut_heads, calls, captured, in_step, seen)]
-JOBS = [*KINDS, *((f"{kind}, mixed", mixed, kind) for kind in MIXTURES), *((kind, family, kind) for kind in (*FAMILIES, GENERIC))]
+JOBS = [
+    *KINDS,
+    *((f"{kind}, mixed", mixed, kind) for kind in MIXTURES),
+    *((kind, family, kind) for kind in (*FAMILIES, GENERIC)),
+]
 Made = tuple[Path, list[dict[str, Any]]]
 
 

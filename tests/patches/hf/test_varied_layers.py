@@ -1,4 +1,5 @@
-"""Layers of several head sizes, layers that read another's keys and values, and inputs of their own for every layer: Gemma 4."""
+"""Layers of several head sizes, layers that read another's keys and values, and inputs of their own for every layer:
+Gemma 4."""
 
 from __future__ import annotations
 
@@ -16,16 +17,27 @@ SPAN, NEW = 8, 18
 ROWS = prompts(5, 11)
 SLIDING, FULL = "sliding_attention", "full_attention"
 SIZES = {
-    "layer_types": [SLIDING, FULL] * 3, "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2, "num_global_key_value_heads": 1,
-    "sliding_window": SPAN, "tie_word_embeddings": False, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
-}  # fmt: skip
+    "layer_types": [SLIDING, FULL] * 3,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "sliding_window": SPAN,
+    "tie_word_embeddings": False,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+}
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {}, "values are keys": {"attention_k_eq_v": True}, "no inputs of layers": {"hidden_size_per_layer_input": 0},
+    "plain": {},
+    "values are keys": {"attention_k_eq_v": True},
+    "no inputs of layers": {"hidden_size_per_layer_input": 0},
     "shared keys": {"num_kv_shared_layers": 3},
     "shared, wide": {"num_kv_shared_layers": 2, "attention_k_eq_v": True, "use_double_wide_mlp": True},
     "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
-}  # fmt: skip
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+}
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 def varied(kind: str, seed: int = 0, **over: Any) -> Any:
@@ -39,7 +51,13 @@ def test_every_assistant_gives_the_same_tokens(kind: str, device: str) -> None:
     expected = free(model, inputs, NEW)
     fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2).to(device), eagle3=tiny_head(model).to(device))
     tree = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
-    for assistant in ("autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3), tree, fastspec.ContinuousBatch("nasd", rows=1)):
+    for assistant in (
+        "autoregressive",
+        "nasd",
+        fastspec.Speculative(gamma=3, branches=3),
+        tree,
+        fastspec.ContinuousBatch("nasd", rows=1),
+    ):
         assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
     assert fastspec.report(model).mode == "adapter gemma4_text"
 
@@ -79,9 +97,15 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     inputs, past, found = ROWS, None, []
     for turn in range(3):
         out = model.generate(
-            **inputs, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
-            **{CACHE: past}, **options,
-        )  # fmt: skip
+            **inputs,
+            max_new_tokens=9,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **{CACHE: past},
+            **options,
+        )
         past = kept_cache(out)
         more = torch.randint(3, 90, (2, 3), generator=torch.Generator().manual_seed(turn))
         ids = torch.cat((out.sequences, more), 1)

@@ -27,36 +27,69 @@ NEW = 10
 AROUND = (3, 4), (6, 9)
 TREE = fastspec.Eagle3(depth=3, top_k=3, total_tokens=12)
 ADAPTED = (
-    "gemma3", "llava", "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paligemma",
-    "internvl", "llava_next", "gemma4", "gemma4_unified", "aya_vision", "llama4",
-)  # fmt: skip
+    "gemma3",
+    "llava",
+    "mistral3",
+    "smolvlm",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "paligemma",
+    "internvl",
+    "llava_next",
+    "gemma4",
+    "gemma4_unified",
+    "aya_vision",
+    "llama4",
+)
 GENERIC = ("glm4v",)
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 def without_images(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, 7), "attention_mask": inputs["attention_mask"]}
+    return {
+        "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, 7),
+        "attention_mask": inputs["attention_mask"],
+    }
 
 
 def skip_what_raises(kind: str) -> None:
     """Leave out a class whose own generate raises in the installed version."""
     if kind == "llama4" and Version(transformers.__version__) == Version("5.24.0"):
-        pytest.skip("transformers 5.24.0 reads image_outputs of an output that has none: every pass of a Llama 4 with images raises")
+        pytest.skip(
+            "transformers 5.24.0 reads image_outputs of an output that has none: every pass of a Llama 4 with images "
+            "raises"
+        )
 
 
 EVERY = "autoregressive", "nasd", "speculative", TREE
 WHOLE = "gemma3", "llava", "qwen2_5_vl", "qwen3_5", "paligemma", "gemma4", *GENERIC
-"""Kinds that are held to every assistant in the fast suite: those that see and count otherwise. The others are held to two."""
+"""Kinds that are held to every assistant in the fast suite: those that see and count otherwise. The others are held to
+two."""
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize(("kind", "assistants"), [
-    *(pytest.param(kind, EVERY if kind in WHOLE else EVERY[1::2], id=kind) for kind in ADAPTED + GENERIC),
-    *(pytest.param(kind, EVERY[::2], id=f"{kind}, the others", marks=pytest.mark.slow) for kind in ADAPTED if kind not in WHOLE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "assistants"),
+    [
+        *(pytest.param(kind, EVERY if kind in WHOLE else EVERY[1::2], id=kind) for kind in ADAPTED + GENERIC),
+        *(
+            pytest.param(kind, EVERY[::2], id=f"{kind}, the others", marks=pytest.mark.slow)
+            for kind in ADAPTED
+            if kind not in WHOLE
+        ),
+    ],
+)
 def test_prompts_with_images_and_without(kind: str, assistants: tuple[Any, ...], device: str) -> None:
     if kind in ("mistral3", "smolvlm") and Version(transformers.__version__) < Version("5.20"):
-        pytest.skip("these prompts are made as transformers 5.20 and later read them, whose plain generate raises before")
+        pytest.skip(
+            "these prompts are made as transformers 5.20 and later read them, whose plain generate raises before"
+        )
     skip_what_raises(kind)
     model = seeing(kind).to(device)
     inputs = {name: each.to(device) for name, each in prompts_with_images(model, AROUND).items()}
@@ -66,7 +99,9 @@ def test_prompts_with_images_and_without(kind: str, assistants: tuple[Any, ...],
     fastspec.patch(model, speculative=tiny_model(num_hidden_layers=2).to(device), eagle3=tiny_head(model).to(device))
     for assistant in assistants:
         assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
-    assert free(model, text, NEW, assistant=TREE) == of_text  # in turn with images; other files hold texts alone to every assistant
+    assert (
+        free(model, text, NEW, assistant=TREE) == of_text
+    )  # in turn with images; other files hold texts alone to every assistant
     assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTED else "generic")
 
 
@@ -87,8 +122,15 @@ def test_a_single_prompt_without_padding(kind: str) -> None:
 
 
 def test_a_mistral_3_around_a_ministral_3() -> None:
-    """As the released ones are; the images take its texts past the positions of a first training, behind which queries grow."""
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}
+    """As the released ones are; the images take its texts past the positions of a first training, behind which queries
+    grow."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 32.0,
+        "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.7,
+    }
     model = seeing("mistral3", model_type="ministral3", rope_parameters=rope)
     inputs = prompts_with_images(model, AROUND)
     expected = free(model, inputs, NEW)
@@ -116,7 +158,13 @@ def test_last_layers_that_read_the_keys_of_others(kind: str) -> None:
 def test_a_llama_4_whose_images_outgrow_its_scale() -> None:
     """Prompts of one length: what comes behind an image stands where queries are scaled."""
     skip_what_raises("llama4")
-    model = seeing("llama4", floor_scale=24, attn_scale=0.7, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"])
+    model = seeing(
+        "llama4",
+        floor_scale=24,
+        attn_scale=0.7,
+        no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+    )
     inputs = prompts_with_images(model, ((9, 14), (16, 7)))
     expected = free(model, inputs, NEW)
     for layer in decoder_of(model).layers:
@@ -162,8 +210,8 @@ def test_a_text_with_an_images_token_and_no_image(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_5", "paligemma", "glm4v"])
 def test_turns_go_on_with_more_images(kind: str) -> None:
-    """A turn with an image, one of text alone, and one with another image where transformers takes one behind a cache: models that give
-    images positions in rows and columns count those of the whole text from the images of this turn."""
+    """A turn with an image, one of text alone, and one with another image where transformers takes one behind a cache:
+    models that give images positions in rows and columns count those of the whole text from the images of this turn."""
     plain = conversation(seeing(kind), {})
     model = seeing(kind)
     fastspec.patch(model, eagle3=tiny_head(model))
@@ -180,11 +228,20 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     types = {name: inputs.pop(name) for name in ("mm_token_type_ids", "token_type_ids") if name in inputs}
     for turn in range(3):
         out = model.generate(
-            **inputs, **types, max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=list(range(0, 80, 9)),
-            return_dict_in_generate=True, **{CACHE: past}, **options,
-        )  # fmt: skip
+            **inputs,
+            **types,
+            max_new_tokens=7,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=list(range(0, 80, 9)),
+            return_dict_in_generate=True,
+            **{CACHE: past},
+            **options,
+        )
         past = kept_cache(out)
-        held = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")]
+        held = [
+            (layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")
+        ]
         new = out.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
         real = torch.cat((inputs["attention_mask"], torch.ones(2, new, dtype=torch.long)), 1)[:, None, :, None]
         for layer in past.layers:
@@ -219,7 +276,14 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
 def test_settings_of_a_call(kind: str, options: dict[str, Any]) -> None:
     model = seeing(kind)
     inputs = prompts_with_images(model, AROUND)
-    given: dict[str, Any] = {**inputs, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    given: dict[str, Any] = {
+        **inputs,
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        **options,
+    }
     expected = model.generate(**given).tolist()
     fastspec.patch(model)
     assert model.generate(**given, assistant="nasd").tolist() == expected
@@ -228,8 +292,11 @@ def test_settings_of_a_call(kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "gemma3"])
 @torch.no_grad()
 def test_the_first_pass_leaves_what_a_pass_of_tokens_leaves(kind: str) -> None:
-    """Of a prompt without images the model's own pass and fastspec's give the same logits, features and keys, padding removed."""
-    model = seeing(kind, **({"sliding_window": 64} if kind == "gemma3" else {}))  # what a window has dropped is nobody's
+    """Of a prompt without images the model's own pass and fastspec's give the same logits, features and keys, padding
+    removed."""
+    model = seeing(
+        kind, **({"sliding_window": 64} if kind == "gemma3" else {})
+    )  # what a window has dropped is nobody's
     inputs = without_images(prompts_with_images(model, AROUND))
     ids, keep = inputs["input_ids"], inputs["attention_mask"].bool()
     counts = keep.sum(1)
@@ -237,7 +304,11 @@ def test_the_first_pass_leaves_what_a_pass_of_tokens_leaves(kind: str) -> None:
     for taps in (None, (), (0, 1, 2)):
         mine, own = (language_model(model, None, rows=2, capacity=40, tail=4, taps=taps, ops=TORCH) for _ in range(2))
         logits, features = mine.prefill(texts, counts)
-        prepared = {"attention_mask": inputs["attention_mask"], "position_ids": (keep.cumsum(1) - 1).clamp(min=0), "use_cache": True}
+        prepared = {
+            "attention_mask": inputs["attention_mask"],
+            "position_ids": (keep.cumsum(1) - 1).clamp(min=0),
+            "use_cache": True,
+        }
         own_logits, own_features = OwnPrefill(model, model.generation_config, ids, keep, prepared)(own)
         torch.testing.assert_close(own_logits, logits, rtol=1e-4, atol=1e-4)
         assert own_features.shape == features.shape and own.lengths.tolist() == mine.lengths.tolist() == counts.tolist()
@@ -253,10 +324,14 @@ def test_videos_and_images_in_one_prompt() -> None:
     size = 3 * model.config.vision_config.temporal_patch_size * model.config.vision_config.patch_size**2
     ids = torch.tensor([[5, *[91] * 8, 6, *[IMAGE] * 6, 7, 8]])
     inputs = {
-        **images(model, 1), "pixel_values_videos": torch.randn(32, size, generator=generator), "video_grid_thw": grid,
-        "second_per_grid_ts": torch.tensor([1.0]), "input_ids": ids, "attention_mask": torch.ones_like(ids),
+        **images(model, 1),
+        "pixel_values_videos": torch.randn(32, size, generator=generator),
+        "video_grid_thw": grid,
+        "second_per_grid_ts": torch.tensor([1.0]),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
         "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == 91).int(),
-    }  # fmt: skip
+    }
     expected = free(model, inputs, NEW)
     with fastspec.patched(model):
         assert free(model, inputs, NEW, assistant="nasd") == expected
@@ -268,8 +343,15 @@ def test_sound_goes_through_the_first_pass_too() -> None:
     seen = torch.arange(2 * sizes.max_source_positions) < frames[:, None]
     rows = [[3, 5, *[96] * 10, 7, 8, 9], [11, *[96] * 14, 12, 13]]  # four frames make a token
     ids = torch.tensor([[0] * (17 - len(row)) + row for row in rows])
-    sound = torch.randn(2, sizes.num_mel_bins, 2 * sizes.max_source_positions, generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "input_features": sound, "feature_attention_mask": seen.long()}
+    sound = torch.randn(
+        2, sizes.num_mel_bins, 2 * sizes.max_source_positions, generator=torch.Generator().manual_seed(0)
+    )
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "input_features": sound,
+        "feature_attention_mask": seen.long(),
+    }
     expected = free(model, inputs, NEW)
     assert free(model, {**inputs, "input_features": sound.flip(-1)}, NEW) != expected
     fastspec.patch(model, eagle3=tiny_head(model))
@@ -281,7 +363,10 @@ def test_what_cannot_be_combined_is_refused_by_name() -> None:
     model = seeing("llava")
     inputs = prompts_with_images(model, AROUND)
     with fastspec.patched(model):
-        with pytest.raises(Unsupported, match=r"ContinuousBatch takes prompts of tokens alone, without (mm_encoder_outputs|pixel_values)"):
+        with pytest.raises(
+            Unsupported,
+            match=r"ContinuousBatch takes prompts of tokens alone, without (mm_encoder_outputs|pixel_values)",
+        ):
             free(model, inputs, NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1))
         assert free(model, without_images(inputs), NEW, assistant=fastspec.ContinuousBatch("nasd", rows=1))
     text = tiny_model()

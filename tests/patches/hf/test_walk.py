@@ -28,7 +28,11 @@ def test_it_finds_what_torch_finds_in_its_order(family):
 def test_modules_that_are_shared_missing_or_in_a_circle_are_found_once():
     shared = nn.Linear(2, 2)
     whole = nn.Module()
-    whole.first, whole.second, whole.third = nn.Sequential(shared), nn.Sequential(nn.Sequential(shared), nn.Identity()), None
+    whole.first, whole.second, whole.third = (
+        nn.Sequential(shared),
+        nn.Sequential(nn.Sequential(shared), nn.Identity()),
+        None,
+    )
     whole.register_module("nothing", None)
     whole.first.above = whole
     assert every_module(whole) == list(whole.modules())
@@ -41,8 +45,11 @@ def test_a_call_asks_once_how_its_model_runs(monkeypatch, assistant):
     model = tiny_model("llama")
     fastspec.patch(model, eagle3=tiny_head(model))
     asked: dict[str, Any] = {
-        "max_new_tokens": 4, "do_sample": False, "assistant": assistant, "attention_mask": torch.ones(1, 6, dtype=torch.long),
-    }  # fmt: skip
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "assistant": assistant,
+        "attention_mask": torch.ones(1, 6, dtype=torch.long),
+    }
     ids = torch.arange(1, 7)[None]
     for _ in range(3):  # captured
         model.generate(ids, **asked)
@@ -60,7 +67,8 @@ def test_a_call_asks_once_how_its_model_runs(monkeypatch, assistant):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_weights_are_laid_together_once_though_nothing_may_have_moved(monkeypatch, family):
-    """A second model on weights that the first one's patch laid together, and one whose layers have nothing to lay, have none moved."""
+    """A second model on weights that the first one's patch laid together, and one whose layers have nothing to lay,
+    have none moved."""
     stand_in(monkeypatch)
     first = tiny_model(family)
     second = twin(first)

@@ -64,7 +64,9 @@ def forward(model: Any, number: int) -> None:
 def kind(model: Any, number: int) -> None:
     child = leaf(model, number)[2]
     former = type(child)
-    child.__class__ = type("Mine", (former,), {"forward": lambda self, *given, **named: former.forward(self, *given, **named)})
+    child.__class__ = type(
+        "Mine", (former,), {"forward": lambda self, *given, **named: former.forward(self, *given, **named)}
+    )
 
 
 def more(model: Any, number: int) -> None:
@@ -104,8 +106,22 @@ def unseen(model: Any, number: int) -> None:
 
 
 CHANGES: dict[str, Callable[[Any, int], None]] = {
-    each.__name__: each for each in (
-        module, parameter, data, hook, before, forward, kind, more, buffer, attribute, attribute_inside, configured, nothing, unseen,
+    each.__name__: each
+    for each in (
+        module,
+        parameter,
+        data,
+        hook,
+        before,
+        forward,
+        kind,
+        more,
+        buffer,
+        attribute,
+        attribute_inside,
+        configured,
+        nothing,
+        unseen,
     )
 }
 
@@ -115,9 +131,10 @@ def parts(model: Any) -> Any:
 
 
 @given(
-    family=st.sampled_from(FAMILIES), patched=st.booleans(),
+    family=st.sampled_from(FAMILIES),
+    patched=st.booleans(),
     steps=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 99)), min_size=1, max_size=4),
-)  # fmt: skip
+)
 def test_what_holds_is_what_it_was(family: str, patched: bool, steps: list[tuple[str, int]]) -> None:
     model = tiny_model(family)
     model = fastspec.patch(model) if patched else model

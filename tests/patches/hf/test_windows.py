@@ -25,8 +25,8 @@ ROWS = prompts(5, 11)
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
 ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
 OWN = "mistral", "gemma2", "gpt_oss", "gemma4_unified_text", "llama4_text"
-"""Windows in all layers and in some, with caps, with sinks, under heads of two sizes, and chunks: these are held to every assistant. The
-others differ in what is around a window, and are held to rounds of one node and of a tree."""
+"""Windows in all layers and in some, with caps, with sinks, under heads of two sizes, and chunks: these are held to
+every assistant. The others differ in what is around a window, and are held to rounds of one node and of a tree."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,9 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastspec.generation.target.NARROW", 4)
 
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -57,7 +59,9 @@ def test_texts_outgrow_windows_and_chunks(kind: str, device: str) -> None:
 def test_a_row_may_be_much_shorter_than_the_others(kind: str, device: str) -> None:
     """Than what a ring has room for beside the window: what fills the row up must not go round it."""
     model = windowed(kind).to(device)
-    inputs = {name: each.to(device) for name, each in prompts(3, 2 * LEAST_RING if device == "cuda" else 45, 17).items()}
+    inputs = {
+        name: each.to(device) for name, each in prompts(3, 2 * LEAST_RING if device == "cuda" else 45, 17).items()
+    }
     expected = free(model, inputs, 6)
     with fastspec.patched(model, eagle3=tiny_head(model).to(device)):
         for assistant in ("autoregressive", TREE, fastspec.ContinuousBatch("nasd", rows=2)):
@@ -66,7 +70,8 @@ def test_a_row_may_be_much_shorter_than_the_others(kind: str, device: str) -> No
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 def test_padded_chunks_end_where_the_buffers_of_a_ring_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that are captured are padded, to more than a text has slots for; also of a turn that begins in the middle of them."""
+    """Chunks that are captured are padded, to more than a text has slots for; also of a turn that begins in the middle
+    of them."""
     stand_in(monkeypatch)
     model = windowed(kind)
     expected, turns = free(model, ROWS, NEW), conversation(model, (5, 11), {})
@@ -104,10 +109,17 @@ def test_calls_in_lockstep_keep_to_the_window() -> None:
     assert free(model, ROWS, NEW, logits_processor=[OwnProcessor()], assistant="nasd") == expected
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [
-    pytest.param(kind, lengths, marks=pytest.mark.slow if (kind in ("mistral", "gpt_oss")) == (len(lengths) == 1) else ())
-    for kind in ("mistral", "gemma2", "gpt_oss", "llama4_text") for lengths in ((5,), (5, 11))
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        pytest.param(
+            kind, lengths, marks=pytest.mark.slow if (kind in ("mistral", "gpt_oss")) == (len(lengths) == 1) else ()
+        )
+        for kind in ("mistral", "gemma2", "gpt_oss", "llama4_text")
+        for lengths in ((5,), (5, 11))
+    ],
+    ids=str,
+)
 def test_turns_go_on_from_caches_that_dropped_what_is_out_of_sight(kind: str, lengths: tuple[int, ...]) -> None:
     model = windowed(kind)
     fastspec.patch(model, speculative=windowed(kind, 1))
@@ -123,9 +135,15 @@ def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any]) 
     inputs, past, found = prompts(*lengths), None, []
     for turn in range(3):
         out = model.generate(
-            **inputs, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
-            **{CACHE: past}, **(options if turn != 1 else {}),
-        )  # fmt: skip
+            **inputs,
+            max_new_tokens=9,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **{CACHE: past},
+            **(options if turn != 1 else {}),
+        )
         past = kept_cache(out)
         found.append((out.sequences.tolist(), [tuple(layer.keys.shape) for layer in past.layers]))
         more = torch.randint(3, 90, (len(lengths), 3), generator=torch.Generator().manual_seed(turn))
@@ -157,7 +175,9 @@ def test_a_cache_that_was_not_told_of_windows_comes_back_whole(kind: str) -> Non
 def test_what_is_kept_does_not_grow_with_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     kept = HFModel.__init__
-    monkeypatch.setattr(HFModel, "__init__", lambda self, *args, **more: (kept(self, *args, **more), made.append(self))[0])
+    monkeypatch.setattr(
+        HFModel, "__init__", lambda self, *args, **more: (kept(self, *args, **more), made.append(self))[0]
+    )
     model = windowed(kind)
     with fastspec.patched(model):
         free(model, ROWS, 60, assistant="nasd")
@@ -170,16 +190,23 @@ def test_a_tree_is_cut_by_positions_and_not_by_slots() -> None:
     words, depths = torch.tensor([[[0b0001], [0b0011], [0b0101], [0b1101]]]), torch.tensor([[0, 1, 1, 2]])
     layout = attention_layout(torch.tensor([3]), words, 4, 4, 7, span=Span(3), depths=depths)
     assert layout.visible[0, 0].int().tolist() == [
-        [0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1, 1],
-    ]  # fmt: skip
+        [0, 1, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0, 1, 0],
+        [0, 0, 0, 1, 0, 1, 1],
+    ]
     layout = attention_layout(torch.tensor([3]), words, 4, 4, 7, span=Span(4, chunk=True), depths=depths)
     assert layout.visible[0, 0].int().tolist() == [
-        [1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1],
-    ]  # fmt: skip
+        [1, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1],
+    ]
 
 
 def test_a_model_that_looks_past_its_window_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written of a window in the configuration, and not in the model, is found by the check with a short one."""
+    """What is written of a window in the configuration, and not in the model, is found by the check with a short
+    one."""
     model = windowed("phi3")
     whole = type(model).generate
 

@@ -1,4 +1,5 @@
-"""Forwards that trainers put on a model: those that call the original in generation keep the adapter, others are warned of."""
+"""Forwards that trainers put on a model: those that call the original in generation keep the adapter, others are warned
+of."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_accelerates_conversion_keeps_the_adapter_and_its_autocast_does_not():
     assert fastspec.report(fastspec.patch(model)).mode == "adapter llama"
     model = shallow_model()
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
-    assert fastspec.report(fastspec.patch(model)).mode.startswith("generic (LlamaForCausalLM has a forward of someone else's (")
+    assert fastspec.report(fastspec.patch(model)).mode.startswith(
+        "generic (LlamaForCausalLM has a forward of someone else's ("
+    )
 
 
 def test_a_model_that_accelerate_runs_in_bf16_is_drafted_for():
@@ -77,7 +80,11 @@ def test_a_model_that_accelerate_unwrapped_keeps_the_adapter():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for state in (AcceleratorState, GradientState, PartialState):  # of the training tests, where one process runs them before
+    for state in (
+        AcceleratorState,
+        GradientState,
+        PartialState,
+    ):  # of the training tests, where one process runs them before
         state._reset_state()
     try:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -103,7 +110,9 @@ def test_a_forward_of_someone_elses_is_named_once(level):
         changed.forward = functools.wraps(own)(lambda *args, **kwargs: own(changed, *args, **kwargs))
     fastspec.patch(model)
     name = "LlamaDecoderLayer" if level == "on a layer" else "LlamaForCausalLM"
-    with pytest.warns(UserWarning, match=f"generic mode, which is slower: {name} has a forward of someone else's") as told:
+    with pytest.warns(
+        UserWarning, match=f"generic mode, which is slower: {name} has a forward of someone else's"
+    ) as told:
         for _ in range(2):
             assert model.generate(**prompts(6), **OPTIONS, assistant="nasd").tolist() == want
     assert sum("generic mode" in str(warning.message) for warning in told) == 1 and stats(model).assistant == "nasd"
@@ -112,6 +121,7 @@ def test_a_forward_of_someone_elses_is_named_once(level):
 @pytest.mark.parametrize("wrap", ["compile", "data parallel", "peft", "both"])
 def test_a_wrapped_model_is_patched_inside(wrap):
     """`patch` and `unpatch` return what they were given, and `report` and `profile` take it."""
+
     class Peft(torch.nn.Module):
         __module__ = "peft.peft_model"
 
@@ -137,7 +147,10 @@ def test_a_wrapped_model_is_patched_inside(wrap):
 
 def test_a_compiled_model_generates_through_its_wrapper():
     wrapped = fastspec.patch(torch.compile(shallow_model()), assistant="nasd")
-    assert wrapped.generate(**prompts(6, 3), **OPTIONS).tolist() == shallow_model().generate(**prompts(6, 3), **OPTIONS).tolist()
+    assert (
+        wrapped.generate(**prompts(6, 3), **OPTIONS).tolist()
+        == shallow_model().generate(**prompts(6, 3), **OPTIONS).tolist()
+    )
     assert fastspec.report(wrapped).last.rounds
 
 

@@ -38,11 +38,16 @@ def judged(calls: Calls, found: dict[Any, str], late: Any = lambda: False) -> se
 
 
 def test_what_calls_are_slower_with_is_dropped():
-    """A kind at once where it does no harm, else one by one; what makes no difference is kept, such as a length that these calls lack."""
+    """A kind at once where it does no harm, else one by one; what makes no difference is kept, such as a length that
+    these calls lack."""
     found = {ROW: "row", OTHER_ROW: "other", ROWS: "rows", GATE: "gate", FEW: "few", TREE: "tree"}
     calls = Calls(row=0.05, other=-0.02, rows=-0.03, few=0.04)
     assert judged(calls, found) == {"other", "rows", "gate", "tree"}
-    assert calls.tried[0] == set() and {"few"} in calls.tried and not [used for used in calls.tried if used >= {"row", "few"}]
+    assert (
+        calls.tried[0] == set()
+        and {"few"} in calls.tried
+        and not [used for used in calls.tried if used >= {"row", "few"}]
+    )
     assert judged(Calls(), found) == set(found.values())
 
 
@@ -55,19 +60,29 @@ def test_noise_is_no_harm_and_a_little_often_is():
 
 def test_what_is_late_is_not_tried_one_by_one():
     found = {ROW: "row", OTHER_ROW: "other", ROWS: "rows"}
-    assert judged(Calls(row=0.05), found, lambda: True) == {"rows"} and judged(Calls(row=0.05), found) == {"other", "rows"}
+    assert judged(Calls(row=0.05), found, lambda: True) == {"rows"} and judged(Calls(row=0.05), found) == {
+        "other",
+        "rows",
+    }
 
 
 def test_the_first_process_s_clock_counts():
     calls = Calls(row=0.05)
-    assert harmless({ROW: "row"}, calls.use, calls.times, lambda value: 1.0 if isinstance(value, float) else value, lambda: False) == {ROW}
+    assert harmless(
+        {ROW: "row"}, calls.use, calls.times, lambda value: 1.0 if isinstance(value, float) else value, lambda: False
+    ) == {ROW}
 
 
-@pytest.mark.parametrize(("op", "about", "asked"), [
-    ("linear", (5, 8, 8, HALF), True), ("few_attention", (1, 1, 4, 2, 16, 40, True, HALF), True),
-    ("few_attention", (1, 3, 4, 2, 16, 40, False, HALF), True), ("tree_attention", (1, 60, 4, 2, 16, 40, False, HALF), True),
-    ("tree_attention", (1, 60, 4, 2, 16, 40, True, HALF), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "about", "asked"),
+    [
+        ("linear", (5, 8, 8, HALF), True),
+        ("few_attention", (1, 1, 4, 2, 16, 40, True, HALF), True),
+        ("few_attention", (1, 3, 4, 2, 16, 40, False, HALF), True),
+        ("tree_attention", (1, 60, 4, 2, 16, 40, False, HALF), True),
+        ("tree_attention", (1, 60, 4, 2, 16, 40, True, HALF), False),
+    ],
+)
 def test_prompts_alone_ask_for_parts_of_a_text(op, about, asked):
     assert in_rounds(op, about) is asked
 

@@ -1,4 +1,5 @@
-"""`fastspec.tune`: which launches are tried, which is chosen by a clock, what is kept and who uses it. In Triton's interpreter."""
+"""`fastspec.tune`: which launches are tried, which is chosen by a clock, what is kept and who uses it. In Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from fastspec.patches.session import session_of
 from fastspec.patches.tuning import candidates, store, tune
 from fastspec.programs.cli.app import app
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the interpreter is off: see test_tune_gpu.py")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU the interpreter is off: see test_tune_gpu.py"
+)
 CPU, HALF = torch.device("cpu"), torch.float16
 ROW = ("linear", (1, 48, 64, HALF), (1, 48, 64, HALF))
 SMALL = fastspec.Eagle3(depth=1, top_k=2, total_tokens=4)
@@ -60,13 +63,14 @@ def one(op: str, place: Any, about: Any, launches: Any = None) -> Any:
 
 
 PLACES = {
-    "a row": (*ROW, RowLaunch), "rows": ("linear", (16, 48, 128, HALF), (5, 48, 128, HALF), Launch),
+    "a row": (*ROW, RowLaunch),
+    "rows": ("linear", (16, 48, 128, HALF), (5, 48, 128, HALF), Launch),
     "a gated row": ("gate_up", (1, 32, 64, HALF), (1, 32, 64, HALF), RowLaunch),
     "gated rows": ("gate_up", (16, 32, 64, HALF), (5, 32, 64, HALF), Launch),
     "parts": ("linear_parts", (16, 48, 512, HALF), (5, 48, 512, HALF), PartsLaunch),
     "few queries": ("few_attention", (HALF, 16, 2, 1, 64), (1, 1, 4, 2, 16, 40, True, HALF), FewLaunch),
     "a tree": ("tree_attention", (HALF, 16, 2, 64, 128), (1, 20, 4, 2, 16, 90, False, HALF), TreeLaunch),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -114,7 +118,11 @@ def test_a_gain_within_noise_changes_nothing(seconds, kept, clock):
     launch = RowLaunch(2, 16, 1)
     clock[launch] = seconds
     found = tune.tune_place(one(*ROW, launches=[launch]), CPU)
-    assert found.kept == kept and found.launch == (launch if kept else None) and found.best_us == 1e6 * (seconds if kept else 1)
+    assert (
+        found.kept == kept
+        and found.launch == (launch if kept else None)
+        and found.best_us == 1e6 * (seconds if kept else 1)
+    )
 
 
 def test_a_launch_in_use_that_is_wrong_is_an_error(clock):
@@ -144,7 +152,9 @@ def few_launches(monkeypatch):
 
 
 def short(model: Any) -> Any:
-    return model.generate(**prompts(3), max_new_tokens=2, do_sample=False, assistant="autoregressive", eos_token_id=None)
+    return model.generate(
+        **prompts(3), max_new_tokens=2, do_sample=False, assistant="autoregressive", eos_token_id=None
+    )
 
 
 def test_a_model_is_tuned_and_later_processes_use_it(clock, few_launches, folder, monkeypatch):
@@ -156,14 +166,22 @@ def test_a_model_is_tuned_and_later_processes_use_it(clock, few_launches, folder
     assert told[0][0] == 0 and told[-1][0] == told[-1][1] == len(found.places) > 4 and found.left == 0
     kept = [each for each in found.places if each.kept]
     assert kept and all(each.op in ("linear", "gate_up", "linear_parts") and each.shape[0] == 1 for each in kept)
-    assert f"{len(kept)} of {len(found.places)} launches replaced" in str(found) and "RowLaunch(channels=2" in str(found)
+    assert f"{len(kept)} of {len(found.places)} launches replaced" in str(found) and "RowLaunch(channels=2" in str(
+        found
+    )
     assert fastspec.report(model).tables == "tuned" and "launch tables: tuned" in str(fastspec.report(model))
     assert short(model).tolist() == expected
     [path] = folder.rglob("*.json")
-    assert path == found.path and str(torch.__version__) in path.name and len(json.loads(path.read_text())["launches"]) == len(kept)
+    assert (
+        path == found.path
+        and str(torch.__version__) in path.name
+        and len(json.loads(path.read_text())["launches"]) == len(kept)
+    )
     for module, name in ((store, "_loaded"), (tuned_launches, "_launches")):  # another process
         monkeypatch.setattr(module, name, {})
-    assert fastspec.report(patched()).tables == "tuned" and set(tuned_launches.installed("cpu").values()) == {RowLaunch(2, 16, 1)}
+    assert fastspec.report(patched()).tables == "tuned" and set(tuned_launches.installed("cpu").values()) == {
+        RowLaunch(2, 16, 1)
+    }
     done = CliRunner().invoke(app, ["tune", "--forget"])
     assert done.exit_code == 0 and f"removed {path}" in done.output and not path.exists()
     assert fastspec.report(model).tables == "portable" and not tuned_launches.installed("cpu")
@@ -176,8 +194,17 @@ def test_launches_that_slow_calls_are_told_of_and_not_used(clock, few_launches, 
     monkeypatch.setattr(tune, "call_times", lambda *given: [1.0 + len(tuned_launches.installed("cpu"))])
     found = fastspec.tune(model)
     harmful = [each for each in found.places if each.harms]
-    assert harmful and not any(each.kept for each in found.places) and found.path is None and not list(folder.rglob("*.json"))
-    assert "0 of" in str(found) and "500000.0 us are slower in calls" in str(found) and tuned_launches.installed("cpu") == {}
+    assert (
+        harmful
+        and not any(each.kept for each in found.places)
+        and found.path is None
+        and not list(folder.rglob("*.json"))
+    )
+    assert (
+        "0 of" in str(found)
+        and "500000.0 us are slower in calls" in str(found)
+        and tuned_launches.installed("cpu") == {}
+    )
     assert session_of(model).engines.held == {} and fastspec.report(model).tables == "portable"  # type: ignore[union-attr]
 
 
@@ -187,17 +214,32 @@ def test_other_places_stay_when_a_second_model_is_tuned(folder):
     store.keep(CPU, {first: RowLaunch(2, 16, 1)}, notes)
     path = store.keep(CPU, {second: None}, notes)
     assert store.read_launches(path) == tuned_launches.installed("cpu") == {first: RowLaunch(2, 16, 1), second: None}
-    kinds: dict[Any, Any] = {("linear", (index,)): launch for index, launch in enumerate([
-        Launch(16, 128, 4, 4, pdl=True), HopperLaunch(64, 128, 4, 2), PartsLaunch(64, 128, 2, 4, 4),
-        TreeLaunch(16, 32, 4, 2, 1), FewLaunch(32, 4, 2, 1)])}  # fmt: skip
+    kinds: dict[Any, Any] = {
+        ("linear", (index,)): launch
+        for index, launch in enumerate(
+            [
+                Launch(16, 128, 4, 4, pdl=True),
+                HopperLaunch(64, 128, 4, 2),
+                PartsLaunch(64, 128, 2, 4, 4),
+                TreeLaunch(16, 32, 4, 2, 1),
+                FewLaunch(32, 4, 2, 1),
+            ]
+        )
+    }
     store.keep(CPU, kinds, {key: {} for key in kinds})
     assert store.read_launches(path).items() >= kinds.items()
 
 
-@pytest.mark.parametrize("content", [
-    "{", '{"launches": [{"op": "linear"}]}', '{"launches": [{"op": "a", "place": 1, "launch": null}]}', '{"launches": 3}',
-    '{"launches": [{"op": "a", "place": [], "launch": {"kind": "row", "size": 1}}]}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        '{"launches": [{"op": "linear"}]}',
+        '{"launches": [{"op": "a", "place": 1, "launch": null}]}',
+        '{"launches": 3}',
+        '{"launches": [{"op": "a", "place": [], "launch": {"kind": "row", "size": 1}}]}',
+    ],
+)
 def test_a_damaged_file_is_ignored_and_named(content, folder):
     path = store.path_of(CPU)
     path.parent.mkdir()
@@ -239,5 +281,7 @@ def test_a_head_s_shapes_are_asked_for_too():
     with tuned_launches.recorded() as asked:
         model.generate(**prompts(3), max_new_tokens=2, do_sample=False, assistant=SMALL, eos_token_id=None)
     assert {op for op, _ in asked} == {"linear", "linear_parts", "gate_up", "few_attention"}
-    assert all(place[0] in (1, *(padded(count) for count in range(2, 65))) for op, place in asked if op != "few_attention")
+    assert all(
+        place[0] in (1, *(padded(count) for count in range(2, 65))) for op, place in asked if op != "few_attention"
+    )
     assert len({place[0] for op, place in asked if op == "linear"}) == 2

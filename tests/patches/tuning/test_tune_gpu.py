@@ -1,4 +1,5 @@
-"""`fastspec.tune` on a GPU: what is tried there is right or refused, and a model says afterwards what it said before."""
+"""`fastspec.tune` on a GPU: what is tried there is right or refused, and a model says afterwards what it said
+before."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from fastspec.kernels import tuned_launches
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HALF = torch.bfloat16
 PLACES = [
-    ("linear", (1, 960, 576, HALF), (1, 960, 576, HALF)), ("linear", (64, 6144, 4096, HALF), (61, 6144, 4096, HALF)),
-    ("gate_up", (16, 14336, 4096, HALF), (10, 14336, 4096, HALF)), ("linear_parts", (64, 4096, 14336, HALF), (61, 4096, 14336, HALF)),
+    ("linear", (1, 960, 576, HALF), (1, 960, 576, HALF)),
+    ("linear", (64, 6144, 4096, HALF), (61, 6144, 4096, HALF)),
+    ("gate_up", (16, 14336, 4096, HALF), (10, 14336, 4096, HALF)),
+    ("linear_parts", (64, 4096, 14336, HALF), (61, 4096, 14336, HALF)),
     ("few_attention", (HALF, 128, 4, 1, 2048), (1, 1, 32, 8, 128, 2048, True, HALF)),
     ("tree_attention", (HALF, 64, 3, 256, 1024), (1, 61, 9, 3, 64, 1024, False, HALF)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("each", PLACES, ids=lambda each: f"{each[0]} {each[2][:3]}")
@@ -27,7 +30,9 @@ def test_what_is_tried_is_right_or_does_not_fit(each):
 
     made = candidates.trial(*each, torch.device("cuda"))
     found = tune.tune_place(made, torch.device("cuda"))
-    assert not [told for told in found.refused if "OutOfResources" not in told and "out of resource" not in told], found.refused
+    assert not [told for told in found.refused if "OutOfResources" not in told and "out of resource" not in told], (
+        found.refused
+    )
     assert 0 < found.best_us <= found.before_us < 1e5 and len(found.refused) < found.tried / 2
 
 

@@ -1,7 +1,7 @@
 """The attention of the fused drafter (draft.py), as phases: parts of the slots by different programs, then one sum.
 
-B batch rows, R rows of activations (batch rows times nodes), S parts of the QKV product, E its outputs, Hq / Hkv query / key heads,
-D head size, C cache slots, W 64-bit words. Items of a phase are dealt to the programs as in phases.py.
+B batch rows, R rows of activations (batch rows times nodes), S parts of the QKV product, E its outputs, Hq / Hkv query
+/ key heads, D head size, C cache slots, W 64-bit words. Items of a phase are dealt to the programs as in phases.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,22 @@ from fastspec.kernels.layer.norms import summed
 
 @triton.jit
 def rotated(
-    p_parts, p_cos, p_sin, row, rows, column, position, o_d, m_m, E: tl.constexpr, S: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr
+    p_parts,
+    p_cos,
+    p_sin,
+    row,
+    rows,
+    column,
+    position,
+    o_d,
+    m_m,
+    E: tl.constexpr,
+    S: tl.constexpr,
+    HALF: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """One head of the QKV product per row, rounded as a linear layer rounds, turned by position in fp32 and rounded once -> [BM, D].
+    """One head of the QKV product per row, rounded as a linear layer rounds, turned by position in fp32 and rounded
+    once -> [BM, D].
 
     row, column, position [BM]; the first 2 * HALF channels turn. HALF = 0 turns nothing.
     """
@@ -24,7 +37,9 @@ def rotated(
     value = summed(p_parts, row[:, None], rows, column[:, None] + o_d[None, :], m_d, E, S).to(dtype)
     if HALF > 0:
         partner = tl.where(o_d < HALF, o_d + HALF, tl.where(o_d < 2 * HALF, o_d - HALF, o_d))
-        other = summed(p_parts, row[:, None], rows, column[:, None] + partner[None, :], m_d, E, S).to(dtype).to(tl.float32)
+        other = (
+            summed(p_parts, row[:, None], rows, column[:, None] + partner[None, :], m_d, E, S).to(dtype).to(tl.float32)
+        )
         m_t = m_d & (o_d < 2 * HALF)[None, :]
         o_t = position[:, None] * HALF + (o_d % HALF)[None, :]
         cos = tl.load(p_cos + o_t, mask=m_t, other=1.0)
@@ -36,14 +51,43 @@ def rotated(
 
 @triton.jit
 def attention(
-    p_parts, p_cos, p_sin, p_k, p_v, p_lengths, p_words, p_mix, p_peak, p_mass, stride_b, stride_h, nodes, level, batch, pid, programs,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, S: tl.constexpr, HALF: tl.constexpr, TOP: tl.constexpr, W: tl.constexpr,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN_NODES: tl.constexpr, BJ: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Attention of every node in SPLITS parts, of which the last takes the tail, whose newest keys and values it writes first.
+    p_parts,
+    p_cos,
+    p_sin,
+    p_k,
+    p_v,
+    p_lengths,
+    p_words,
+    p_mix,
+    p_peak,
+    p_mass,
+    stride_b,
+    stride_h,
+    nodes,
+    level,
+    batch,
+    pid,
+    programs,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+    HALF: tl.constexpr,
+    TOP: tl.constexpr,
+    W: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BN_NODES: tl.constexpr,
+    BJ: tl.constexpr,
+    SCALE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention of every node in SPLITS parts, of which the last takes the tail, whose newest keys and values it writes
+    first.
 
-    level = -1: a chain of `nodes` pairs behind the prefix; otherwise the nodes of that level of the tree, by ancestor bits. Query row m
-    of key head h is query head h * group + m // nodes of node m % nodes. Parts: mix [R * Hq, SPLITS, D], peak, mass [R * Hq, SPLITS].
+    level = -1: a chain of `nodes` pairs behind the prefix; otherwise the nodes of that level of the tree, by ancestor
+    bits. Query row m of key head h is query head h * group + m // nodes of node m % nodes. Parts: mix [R * Hq, SPLITS,
+    D], peak, mass [R * Hq, SPLITS].
     """
     GROUP: tl.constexpr = HQ // HKV
     E: tl.constexpr = (HQ + 2 * HKV) * D
@@ -73,7 +117,9 @@ def attention(
         i = o_m % nodes
         row = b * nodes + i
         position = prefix + tl.where(level < 0, i, level)
-        q = rotated(p_parts, p_cos, p_sin, row, rows, (h * GROUP + o_m // nodes) * D, position, o_d, m_m, E, S, HALF, dtype)
+        q = rotated(
+            p_parts, p_cos, p_sin, row, rows, (h * GROUP + o_m // nodes) * D, position, o_d, m_m, E, S, HALF, dtype
+        )
         each = tl.cdiv(tl.cdiv(prefix, SPLITS - 1), BJ) * BJ
         start = tl.where(in_tail, prefix, split * each)
         end = tl.where(in_tail, prefix + done + nodes, tl.minimum(split * each + each, prefix))
@@ -116,4 +162,7 @@ def join_splits(p_mix, p_peak, p_mass, p_out, items, pid, programs, D: tl.conste
         share = tl.exp(peak - tl.max(peak, 0))
         mass = tl.sum(share * tl.load(p_mass + o_part, cache_modifier=".cg"), 0)
         mix = tl.load(p_mix + o_part[:, None] * D + o_d[None, :], cache_modifier=".cg")
-        tl.store(p_out + tl.cast(item, tl.int64) * D + o_d, (tl.sum(mix * share[:, None], 0) / mass).to(p_out.dtype.element_ty))
+        tl.store(
+            p_out + tl.cast(item, tl.int64) * D + o_d,
+            (tl.sum(mix * share[:, None], 0) / mass).to(p_out.dtype.element_ty),
+        )

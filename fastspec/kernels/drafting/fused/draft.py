@@ -1,8 +1,10 @@
-"""The draft phase of an EAGLE-3 head as one launch over the whole chip: the accepted pairs, then a dynamic tree of candidates.
+"""The draft phase of an EAGLE-3 head as one launch over the whole chip: the accepted pairs, then a dynamic tree of
+candidates.
 
-B batch rows, P accepted pairs per row, H hidden size, H_t target width, taps per feature, I feed-forward size, Hq / Hkv query / key
-heads, D head size, E = (Hq + 2 * Hkv) * D, C cache slots, V draft vocabulary, TOP children per node, M = TOP + depth * TOP ** 2
-candidates. Every weight is read once per pass, in tiles dealt to all programs; grid barriers part the phases (phases.py).
+B batch rows, P accepted pairs per row, H hidden size, H_t target width, taps per feature, I feed-forward size, Hq / Hkv
+query / key heads, D head size, E = (Hq + 2 * Hkv) * D, C cache slots, V draft vocabulary, TOP children per node, M =
+TOP + depth * TOP ** 2 candidates. Every weight is read once per pass, in tiles dealt to all programs; grid barriers
+part the phases (phases.py).
 """
 
 from __future__ import annotations
@@ -24,21 +26,99 @@ from fastspec.kernels.layer.norms import summed
 
 @triton.jit(do_not_specialize=["limit"])
 def draft_kernel(
-    p_pair_tokens, p_features, p_counts, p_last, p_readout, p_k, p_v, p_lengths, p_cos, p_sin,
-    p_embedding, p_fc, p_fc_norm, p_input_norm, p_hidden_norm, p_qkv, p_o, p_mlp_norm, p_gate_up, p_down, p_norm, p_lm_head, p_d2t,
-    p_scores, p_tokens, p_parents,
-    p_wide, p_x, p_mixed, p_act, p_residual, p_after, p_hidden, p_parts, p_mix, p_peak, p_mass, p_keys, p_high, p_total,
-    p_score, p_front, p_words, p_count, p_left,
-    limit, stride_b, stride_h,
-    B: tl.constexpr, PAIRS: tl.constexpr, TOP: tl.constexpr, DEPTH: tl.constexpr, TAPS: tl.constexpr, HT: tl.constexpr, H: tl.constexpr,
-    INNER: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr,
-    SCALE: tl.constexpr, FC_NORM: tl.constexpr, NORM_RESIDUAL: tl.constexpr, FED_NORM: tl.constexpr,
-    S_FC: tl.constexpr, S_QKV: tl.constexpr, S_O: tl.constexpr, S_DOWN: tl.constexpr, SPLITS: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BKV: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr,
-    BNODES: tl.constexpr, BH: tl.constexpr, BHT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BTOP: tl.constexpr, BCH: tl.constexpr,
-    BW: tl.constexpr, STAGES: tl.constexpr, STAGES_KV: tl.constexpr, AHEAD: tl.constexpr, AHEAD_LONG: tl.constexpr,
-):  # fmt: skip
-    """One draft phase: feed the accepted pairs, then grow the tree level by level; all programs run every phase, a barrier after each."""
+    p_pair_tokens,
+    p_features,
+    p_counts,
+    p_last,
+    p_readout,
+    p_k,
+    p_v,
+    p_lengths,
+    p_cos,
+    p_sin,
+    p_embedding,
+    p_fc,
+    p_fc_norm,
+    p_input_norm,
+    p_hidden_norm,
+    p_qkv,
+    p_o,
+    p_mlp_norm,
+    p_gate_up,
+    p_down,
+    p_norm,
+    p_lm_head,
+    p_d2t,
+    p_scores,
+    p_tokens,
+    p_parents,
+    p_wide,
+    p_x,
+    p_mixed,
+    p_act,
+    p_residual,
+    p_after,
+    p_hidden,
+    p_parts,
+    p_mix,
+    p_peak,
+    p_mass,
+    p_keys,
+    p_high,
+    p_total,
+    p_score,
+    p_front,
+    p_words,
+    p_count,
+    p_left,
+    limit,
+    stride_b,
+    stride_h,
+    B: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    HT: tl.constexpr,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    V: tl.constexpr,
+    EPS: tl.constexpr,
+    SCALE: tl.constexpr,
+    FC_NORM: tl.constexpr,
+    NORM_RESIDUAL: tl.constexpr,
+    FED_NORM: tl.constexpr,
+    S_FC: tl.constexpr,
+    S_QKV: tl.constexpr,
+    S_O: tl.constexpr,
+    S_DOWN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BKV: tl.constexpr,
+    BM: tl.constexpr,
+    BJ: tl.constexpr,
+    BNODES: tl.constexpr,
+    BH: tl.constexpr,
+    BHT: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BTOP: tl.constexpr,
+    BCH: tl.constexpr,
+    BW: tl.constexpr,
+    STAGES: tl.constexpr,
+    STAGES_KV: tl.constexpr,
+    AHEAD: tl.constexpr,
+    AHEAD_LONG: tl.constexpr,
+):
+    """One draft phase: feed the accepted pairs, then grow the tree level by level; all programs run every phase, a
+    barrier after each."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
     dtype: tl.constexpr = p_x.dtype.element_ty
     E: tl.constexpr = (HQ + 2 * HKV) * D
@@ -71,7 +151,7 @@ def draft_kernel(
             else:
                 token, above = phases.choose_node(
                     p_scores, p_tokens, p_words, p_score, p_front, row, level, B, TOP, M, W, BCH, BW
-                )  # fmt: skip
+                )
                 o_above = tl.cast(above, tl.int64) * H + o_h
                 if turn == 1:
                     hidden = tl.load(p_last + o_above, mask=m_h, other=0.0, cache_modifier=".cg")
@@ -90,16 +170,46 @@ def draft_kernel(
             phases.prefetch(p_o, rows, pid, H, HQ * D, S_O, False, BR, BN, BK, AHEAD_LONG)
             goal = phases.grid_barrier(p_count, goal)
             mixing.attention(
-                p_parts, p_cos, p_sin, p_k, p_v, p_lengths, p_words, p_mix, p_peak, p_mass, stride_b, stride_h, nodes, level, B,
-                pid, programs, HQ, HKV, D, S_QKV, HALF, TOP, W, SPLITS, BM, BNODES, BJ, SCALE, STAGES_KV,
-            )  # fmt: skip
+                p_parts,
+                p_cos,
+                p_sin,
+                p_k,
+                p_v,
+                p_lengths,
+                p_words,
+                p_mix,
+                p_peak,
+                p_mass,
+                stride_b,
+                stride_h,
+                nodes,
+                level,
+                B,
+                pid,
+                programs,
+                HQ,
+                HKV,
+                D,
+                S_QKV,
+                HALF,
+                TOP,
+                W,
+                SPLITS,
+                BM,
+                BNODES,
+                BJ,
+                SCALE,
+                STAGES_KV,
+            )
             goal = phases.grid_barrier(p_count, goal)
             mixing.join_splits(p_mix, p_peak, p_mass, p_mixed, rows * HQ, pid, programs, D, SPLITS)
             goal = phases.grid_barrier(p_count, goal)
             phases.product(p_mixed, p_o, p_parts, rows, pid, programs, H, HQ * D, S_O, BR, BN, BK, STAGES)
             phases.prefetch(p_gate_up, rows, pid, 2 * INNER, H, 1, True, BR, BN, BK, AHEAD)
             goal = phases.grid_barrier(p_count, goal)
-            phases.add_and_norm(p_parts, p_residual, p_mlp_norm, p_after, p_x, rows, pid, programs, H, S_O, BH, EPS, False)
+            phases.add_and_norm(
+                p_parts, p_residual, p_mlp_norm, p_after, p_x, rows, pid, programs, H, S_O, BH, EPS, False
+            )
             goal = phases.grid_barrier(p_count, goal)
             phases.gated_product(p_x, p_gate_up, p_act, rows, pid, programs, INNER, H, BR, BN, BK, STAGES)
             phases.prefetch(p_down, rows, pid, H, INNER, S_DOWN, False, BR, BN, BK, AHEAD)
@@ -107,23 +217,61 @@ def draft_kernel(
             phases.product(p_act, p_down, p_parts, rows, pid, programs, H, INNER, S_DOWN, BR, BN, BK, STAGES)
             phases.prefetch(p_lm_head, rows, pid, V, H, 1, False, BR, BV, BKV, AHEAD * BN // BV)
             goal = phases.grid_barrier(p_count, goal)
-            phases.add_and_norm(p_parts, p_after, p_norm, p_hidden, p_x, rows, pid, programs, H, S_DOWN, BH, EPS, FED_NORM)
+            phases.add_and_norm(
+                p_parts, p_after, p_norm, p_hidden, p_x, rows, pid, programs, H, S_DOWN, BH, EPS, FED_NORM
+            )
             goal = phases.grid_barrier(p_count, goal)
         if turn == 0:
             phases.keep_last(
-                p_hidden, p_counts, p_last, p_readout, p_lengths, p_norm, p_x, limit, pid, programs, B, PAIRS, H, BH, EPS, FED_NORM
+                p_hidden,
+                p_counts,
+                p_last,
+                p_readout,
+                p_lengths,
+                p_norm,
+                p_x,
+                limit,
+                pid,
+                programs,
+                B,
+                PAIRS,
+                H,
+                BH,
+                EPS,
+                FED_NORM,
             )
             goal = phases.grid_barrier(p_count, goal)
         parents = tl.where(turn == 0, 1, TOP)
         base = tl.where(turn == 0, 0, TOP + level * TOP * TOP)
-        phases.head_topk(p_x, p_lm_head, p_keys, p_high, p_total, B * parents, pid, programs, V, H, TOP, BR, BV, BKV, STAGES)
+        phases.head_topk(
+            p_x, p_lm_head, p_keys, p_high, p_total, B * parents, pid, programs, V, H, TOP, BR, BV, BKV, STAGES
+        )
         if turn < DEPTH:
             phases.prefetch(p_qkv, B * TOP, pid, E, 2 * H, S_QKV, False, BR, BN, BK, AHEAD_LONG)
         goal = phases.grid_barrier(p_count, goal)
         phases.write_children(
-            p_keys, p_high, p_total, p_score, p_front, p_d2t, p_scores, p_tokens, p_parents, B * parents, parents, base, pid, programs,
-            V, T, TOP, M, BT, BC, BTOP,
-        )  # fmt: skip
+            p_keys,
+            p_high,
+            p_total,
+            p_score,
+            p_front,
+            p_d2t,
+            p_scores,
+            p_tokens,
+            p_parents,
+            B * parents,
+            parents,
+            base,
+            pid,
+            programs,
+            V,
+            T,
+            TOP,
+            M,
+            BT,
+            BC,
+            BTOP,
+        )
         goal = phases.grid_barrier(p_count, goal)
     phases.leave(p_count, p_left)
 
@@ -132,8 +280,8 @@ def draft_kernel(
 class DraftWeights:
     """The weights of one head as the kernel reads them, all contiguous and of one dtype, and the switches of its layer.
 
-    embedding [vocabulary, H] (any float dtype), fc [H, taps * H_t], fc_norm [taps, H_t] or None, qkv [E, 2 * H], o [H, Hq * D],
-    gate_up [2 * I, H], down [H, I], lm_head [V, H], the norms [H], d2t [V] int64.
+    embedding [vocabulary, H] (any float dtype), fc [H, taps * H_t], fc_norm [taps, H_t] or None, qkv [E, 2 * H], o [H,
+    Hq * D], gate_up [2 * I, H], down [H, I], lm_head [V, H], the norms [H], d2t [V] int64.
     """
 
     embedding: Tensor
@@ -164,10 +312,11 @@ class DraftWeights:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpace:
-    """Buffers between the phases of one kind of launch, and the counters of its barriers: zero before and after every launch.
+    """Buffers between the phases of one kind of launch, and the counters of its barriers: zero before and after every
+    launch.
 
-    A launch that was aborted leaves them undefined. Two launches that may overlap need two spaces. `buffers` are in the kernel's order,
-    from p_wide on; `meta` holds its sizes and switches.
+    A launch that was aborted leaves them undefined. Two launches that may overlap need two spaces. `buffers` are in the
+    kernel's order, from p_wide on; `meta` holds its sizes and switches.
     """
 
     rows: int
@@ -186,24 +335,50 @@ def supports(config: Any) -> bool:
     size = config.head_dim
     widths = (config.hidden_size, config.target_hidden_size, config.intermediate_size)
     fits = size >= 16 and size & (size - 1) == 0 and all(width % 16 == 0 for width in widths)
-    return config.kind == "eagle3" and config.num_hidden_layers == 1 and (config.own_lm_head or config.target_rows) and plain and fits
+    return (
+        config.kind == "eagle3"
+        and config.num_hidden_layers == 1
+        and (config.own_lm_head or config.target_rows)
+        and plain
+        and fits
+    )
 
 
 def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
-    """The weights of a BoundHead; qkv [E, 2 * H] and gate_up [2 * I, H] are its projections, one after another in one tensor."""
+    """The weights of a BoundHead; qkv [E, 2 * H] and gate_up [2 * I, H] are its projections, one after another in one
+    tensor."""
     head, embed = bound.module, bound.binding.embedding
     c, layer = head.config, head.layers[0]
     if not supports(c):
-        raise ValueError(f"the fused drafter runs one-layer EAGLE-3 heads with an LM head of their own and without biases, not {c}")
+        raise ValueError(
+            f"the fused drafter runs one-layer EAGLE-3 heads with an LM head of their own and without biases, not {c}"
+        )
     if type(embed) is not torch.nn.Embedding:
-        raise ValueError(f"the target's embedding is a {type(embed).__name__}; the fused drafter reads a plain torch.nn.Embedding")
+        raise ValueError(
+            f"the target's embedding is a {type(embed).__name__}; the fused drafter reads a plain torch.nn.Embedding"
+        )
     fc_norm = None if head.fc_norm is None else torch.stack([norm.weight.detach() for norm in head.fc_norm])
     weights = DraftWeights(
-        embed.weight.detach(), head.fc.weight.detach(), fc_norm, layer.input_layernorm.weight.detach(), layer.hidden_norm.weight.detach(),
-        qkv, layer.self_attn.o_proj.weight.detach(), layer.post_attention_layernorm.weight.detach(), gate_up,
-        layer.mlp.down_proj.weight.detach(), head.norm.weight.detach(), bound.readout().weight.detach(), head.d2t,
-        c.num_attention_heads, c.num_key_value_heads, len(c.taps), c.rms_norm_eps, c.norm_before_residual, c.norm_output,
-    )  # fmt: skip
+        embed.weight.detach(),
+        head.fc.weight.detach(),
+        fc_norm,
+        layer.input_layernorm.weight.detach(),
+        layer.hidden_norm.weight.detach(),
+        qkv,
+        layer.self_attn.o_proj.weight.detach(),
+        layer.post_attention_layernorm.weight.detach(),
+        gate_up,
+        layer.mlp.down_proj.weight.detach(),
+        head.norm.weight.detach(),
+        bound.readout().weight.detach(),
+        head.d2t,
+        c.num_attention_heads,
+        c.num_key_value_heads,
+        len(c.taps),
+        c.rms_norm_eps,
+        c.norm_before_residual,
+        c.norm_output,
+    )
     size, width = c.head_dim, c.hidden_size
     expected = {
         "qkv": (qkv, ((c.num_attention_heads + 2 * c.num_key_value_heads) * size, 2 * width)),
@@ -211,7 +386,9 @@ def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
     }
     for name, (tensor, shape) in expected.items():
         if tensor.shape != shape or tensor.dtype != weights.fc.dtype:
-            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; this head needs {shape} {weights.fc.dtype}")
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype}; this head needs {shape} {weights.fc.dtype}"
+            )
     for name in DraftWeights.__slots__:
         value = getattr(weights, name)
         if isinstance(value, Tensor) and not value.is_contiguous():
@@ -238,16 +415,26 @@ def _parts(tiles: int, steps: int, programs: int) -> int:
 
 
 def _tiles(dtype: torch.dtype, rows: int) -> dict[str, int]:
-    """Tiles of weights (BN x BK, BV x BKV for the LM head) and of `rows` activations BR, keys per step BJ, stages in flight, warps, and the
-    bytes of each weight row (multiples of 16) that are asked for before one barrier (AHEAD) and before several (AHEAD_LONG)."""
+    """Tiles of weights (BN x BK, BV x BKV for the LM head) and of `rows` activations BR, keys per step BJ, stages in
+    flight, warps, and the bytes of each weight row (multiples of 16) that are asked for before one barrier (AHEAD) and
+    before several (AHEAD_LONG)."""
     height, common = min(64, _power(rows, 16)), {"WARPS": 4, "AHEAD": 0, "AHEAD_LONG": 0, "STAGES_KV": 2}
     if dtype == torch.float32:
         return common | {"BR": min(32, height), "BN": 32, "BK": 32, "BV": 64, "BKV": 32, "BJ": 16, "STAGES": 3}
-    return common | {"BR": height, "BN": 64, "BK": 128, "BV": 128, "BKV": 64, "BJ": 64, "STAGES": 4 if height < 64 else 3}
+    return common | {
+        "BR": height,
+        "BN": 64,
+        "BK": 128,
+        "BV": 128,
+        "BKV": 64,
+        "BJ": 64,
+        "STAGES": 4 if height < 64 else 3,
+    }
 
 
 def _programs(device: torch.device, dtype: torch.dtype, m: dict[str, Any]) -> int:
-    """Programs that are on the device together: two per multiprocessor where their shared memory and registers (255 a thread) fit."""
+    """Programs that are on the device together: two per multiprocessor where their shared memory and registers (255 a
+    thread) fit."""
     count, memory = _multiprocessors(device)
     products = m["STAGES"] * max((m["BN"] + m["BR"]) * m["BK"], (m["BV"] + m["BR"]) * m["BKV"])
     attention = (m["BM"] + 2 * m["STAGES_KV"] * m["BJ"]) * m["D"]
@@ -256,13 +443,20 @@ def _programs(device: torch.device, dtype: torch.dtype, m: dict[str, Any]) -> in
 
 
 def draft_space(
-    weights: DraftWeights, *, rows: int, pairs: int, top_k: int, depth: int, programs: int | None = None,
+    weights: DraftWeights,
+    *,
+    rows: int,
+    pairs: int,
+    top_k: int,
+    depth: int,
+    programs: int | None = None,
     launch: dict[str, int] | None = None,
-) -> DraftSpace:  # fmt: skip
-    """Buffers for launches of `rows` batch rows with `pairs` accepted pairs each (0: none is fed) and trees of top_k and depth.
+) -> DraftSpace:
+    """Buffers for launches of `rows` batch rows with `pairs` accepted pairs each (0: none is fed) and trees of top_k
+    and depth.
 
-    `programs` must fit on the device together; None takes two per multiprocessor where they do. `launch` replaces entries of the table in
-    `_tiles`. Raises ValueError for sizes that make no tree and for an unknown entry.
+    `programs` must fit on the device together; None takes two per multiprocessor where they do. `launch` replaces
+    entries of the table in `_tiles`. Raises ValueError for sizes that make no tree and for an unknown entry.
     """
     w, device = weights, weights.fc.device
     if not 1 <= top_k <= w.lm_head.shape[0]:
@@ -285,12 +479,32 @@ def draft_space(
     tiles = -(-vocabulary // meta["BV"])
     per_key_head = max(2, min(16, grid // (rows * kv_heads)))
     meta |= splits | {
-        "B": rows, "PAIRS": pairs, "TOP": top_k, "DEPTH": depth, "TAPS": w.taps, "HT": w.fc.shape[1] // w.taps, "H": width, "INNER": inner,
-        "HQ": heads, "HKV": kv_heads, "V": vocabulary, "EPS": w.eps, "SCALE": size**-0.5, "FC_NORM": w.fc_norm is not None,
-        "NORM_RESIDUAL": w.norm_before_residual, "FED_NORM": w.norm_output, "SPLITS": 1 << (per_key_head.bit_length() - 1),
-        "BNODES": _power(max(pairs, top_k), 16), "BH": _power(width), "BHT": _power(w.fc.shape[1] // w.taps), "BT": _power(tiles),
-        "BC": min(4096, _power(tiles * top_k)), "BTOP": _power(top_k), "BCH": _power(top_k * top_k), "BW": _power(words),
-    }  # fmt: skip
+        "B": rows,
+        "PAIRS": pairs,
+        "TOP": top_k,
+        "DEPTH": depth,
+        "TAPS": w.taps,
+        "HT": w.fc.shape[1] // w.taps,
+        "H": width,
+        "INNER": inner,
+        "HQ": heads,
+        "HKV": kv_heads,
+        "V": vocabulary,
+        "EPS": w.eps,
+        "SCALE": size**-0.5,
+        "FC_NORM": w.fc_norm is not None,
+        "NORM_RESIDUAL": w.norm_before_residual,
+        "FED_NORM": w.norm_output,
+        "SPLITS": 1 << (per_key_head.bit_length() - 1),
+        "BNODES": _power(max(pairs, top_k), 16),
+        "BH": _power(width),
+        "BHT": _power(w.fc.shape[1] // w.taps),
+        "BT": _power(tiles),
+        "BC": min(4096, _power(tiles * top_k)),
+        "BTOP": _power(top_k),
+        "BCH": _power(top_k * top_k),
+        "BW": _power(words),
+    }
     parts = max(splits[name] * most * n for name, (n, _) in outputs.items())
 
     def floats(*shape: int) -> Tensor:
@@ -302,69 +516,139 @@ def draft_space(
     def whole(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    # wide, x, mixed, act, residual, after, hidden, parts; mix, peak, mass; keys, high, total; score, front, words; count, left
+    # wide, x, mixed, act, residual, after, hidden, parts; mix, peak, mass; keys, high, total; score, front, words;
+    # count, left
     buffers = (
-        states(max(rows * pairs * w.fc.shape[1], most * 2 * width)), states(most, width), states(most, heads * size), states(most, inner),
-        states(most, width), states(most, width), states(most, width), floats(parts),
-        floats(most * heads, meta["SPLITS"], size), floats(most * heads, meta["SPLITS"]), floats(most * heads, meta["SPLITS"]),
-        whole(rows * top_k, tiles, top_k), floats(rows * top_k, tiles), floats(rows * top_k, tiles),
-        floats(rows * top_k), whole(rows * top_k), whole(2, rows * top_k, words),
-        torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device),
-    )  # fmt: skip
+        states(max(rows * pairs * w.fc.shape[1], most * 2 * width)),
+        states(most, width),
+        states(most, heads * size),
+        states(most, inner),
+        states(most, width),
+        states(most, width),
+        states(most, width),
+        floats(parts),
+        floats(most * heads, meta["SPLITS"], size),
+        floats(most * heads, meta["SPLITS"]),
+        floats(most * heads, meta["SPLITS"]),
+        whole(rows * top_k, tiles, top_k),
+        floats(rows * top_k, tiles),
+        floats(rows * top_k, tiles),
+        floats(rows * top_k),
+        whole(rows * top_k),
+        whole(2, rows * top_k, words),
+        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
     warps = meta.pop("WARPS")
     options = {"num_warps": warps, "launch_cooperative_grid": True} if device.type == "cuda" else {}
     return DraftSpace(rows, pairs, top_k, depth, buffers, meta, options, grid)
 
 
 def draft(
-    weights: DraftWeights, space: DraftSpace, tokens: Tensor | None, features: Tensor | None, counts: Tensor | None, last: Tensor,
-    readout: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, limit: int,
+    weights: DraftWeights,
+    space: DraftSpace,
+    tokens: Tensor | None,
+    features: Tensor | None,
+    counts: Tensor | None,
+    last: Tensor,
+    readout: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    limit: int,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Feed the accepted pairs, then grow a tree from the last of them, as `EagleDrafter.observe` and `propose` do.
 
-    tokens [B, P] int64, features [B, P, taps * H_t] and counts [B] int64, the real pairs, are None where the space has none.
-    last, readout [B, H], the state fed back and its norm that the LM head reads, are replaced where counts > 0; lengths [B] int64 grow by
-    counts up to `limit`. k_cache, v_cache [B, Hkv, C, D] (slots and channels contiguous) take the pairs at slots lengths + i and the nodes
-    behind them: C must hold limit + max(P, depth * top_k). cos, sin [C, R / 2] fp32 are tables by position.
-    Returns the candidates in order of growth: scores [B, M] fp32, tokens [B, M] int64 and parents [B, M] int64, candidate indices or -1;
-    `out` are tensors to write them to.
+    tokens [B, P] int64, features [B, P, taps * H_t] and counts [B] int64, the real pairs, are None where the space has
+    none. last, readout [B, H], the state fed back and its norm that the LM head reads, are replaced where counts > 0;
+    lengths [B] int64 grow by counts up to `limit`. k_cache, v_cache [B, Hkv, C, D] (slots and channels contiguous) take
+    the pairs at slots lengths + i and the nodes behind them: C must hold limit + max(P, depth * top_k). cos, sin [C, R
+    / 2] fp32 are tables by position. Returns the candidates in order of growth: scores [B, M] fp32, tokens [B, M] int64
+    and parents [B, M] int64, candidate indices or -1; `out` are tensors to write them to.
     """
     w, s = weights, space
     rows, width, dtype = s.rows, w.lm_head.shape[1], w.fc.dtype
     wanted = {
-        "last": (last, (rows, width), dtype), "readout": (readout, (rows, width), dtype), "lengths": (lengths, (rows,), torch.int64),
-        "cos": (cos, sin.shape, torch.float32), "sin": (sin, cos.shape, torch.float32),
-    }  # fmt: skip
+        "last": (last, (rows, width), dtype),
+        "readout": (readout, (rows, width), dtype),
+        "lengths": (lengths, (rows,), torch.int64),
+        "cos": (cos, sin.shape, torch.float32),
+        "sin": (sin, cos.shape, torch.float32),
+    }
     if s.pairs:
         if tokens is None or features is None or counts is None:
-            raise ValueError(f"this space feeds {s.pairs} pairs per row: give tokens, features and counts, or make a space with pairs=0")
+            raise ValueError(
+                f"this space feeds {s.pairs} pairs per row: give tokens, features and counts, or make a space with "
+                "pairs=0"
+            )
         wanted["tokens"] = (tokens, (rows, s.pairs), torch.int64)
         wanted["features"] = (features, (rows, s.pairs, w.fc.shape[1]), dtype)
         wanted["counts"] = (counts, (rows,), torch.int64)
     for name, (tensor, shape, kind) in wanted.items():
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != kind or not tensor.is_contiguous():
-            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype} {tensor.stride()}; expected contiguous {tuple(shape)} {kind}")
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} {tensor.stride()}; expected contiguous "
+                f"{tuple(shape)} {kind}"
+            )
     slots, need = k_cache.shape[2], limit + max(s.pairs, s.depth * s.top_k)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        fits = tuple(cache.shape) == (rows, w.kv_heads, slots, w.size) and cache.dtype == dtype and cache.stride() == k_cache.stride()
+        fits = (
+            tuple(cache.shape) == (rows, w.kv_heads, slots, w.size)
+            and cache.dtype == dtype
+            and cache.stride() == k_cache.stride()
+        )
         if not fits or cache.stride()[2:] != (w.size, 1) or slots < need or cos.shape[0] < need:
             raise ValueError(
-                f"{name} is {tuple(cache.shape)} {cache.dtype} {cache.stride()} with {cos.shape[0]} positions in the tables; expected "
-                f"{(rows, w.kv_heads, slots, w.size)} {dtype}, slots and channels contiguous, of at least {need} slots and positions"
+                f"{name} is {tuple(cache.shape)} {cache.dtype} {cache.stride()} with {cos.shape[0]} positions in the "
+                "tables; expected "
+                f"{(rows, w.kv_heads, slots, w.size)} {dtype}, slots and channels contiguous, of at least {need} "
+                "slots and positions"
             )
     grown = rows, s.top_k + s.depth * s.top_k**2
     kinds = (torch.float32, torch.int64, torch.int64)
     scores, out_tokens, parents = out or (torch.empty(grown, dtype=kind, device=last.device) for kind in kinds)
     for name, tensor, kind in zip(("scores", "tokens", "parents"), (scores, out_tokens, parents), kinds, strict=True):
         if tuple(tensor.shape) != grown or tensor.dtype != kind or not tensor.is_contiguous():
-            raise ValueError(f"out's {name} is {tuple(tensor.shape)} {tensor.dtype}; expected contiguous {grown} {kind}")
+            raise ValueError(
+                f"out's {name} is {tuple(tensor.shape)} {tensor.dtype}; expected contiguous {grown} {kind}"
+            )
     none = lengths  # stands for a pointer that is not read
     draft_kernel[(s.programs,)](
-        none if tokens is None else tokens, last if features is None else features, none if counts is None else counts,
-        last, readout, k_cache, v_cache, lengths, cos, sin,
-        w.embedding, w.fc, w.norm if w.fc_norm is None else w.fc_norm, w.input_norm, w.hidden_norm, w.qkv, w.o, w.mlp_norm, w.gate_up,
-        w.down, w.norm, w.lm_head, w.d2t, scores, out_tokens, parents, *s.buffers, limit, k_cache.stride(0), k_cache.stride(1),
-        HALF=cos.shape[1], **s.meta, **s.options,
-    )  # fmt: skip
+        none if tokens is None else tokens,
+        last if features is None else features,
+        none if counts is None else counts,
+        last,
+        readout,
+        k_cache,
+        v_cache,
+        lengths,
+        cos,
+        sin,
+        w.embedding,
+        w.fc,
+        w.norm if w.fc_norm is None else w.fc_norm,
+        w.input_norm,
+        w.hidden_norm,
+        w.qkv,
+        w.o,
+        w.mlp_norm,
+        w.gate_up,
+        w.down,
+        w.norm,
+        w.lm_head,
+        w.d2t,
+        scores,
+        out_tokens,
+        parents,
+        *s.buffers,
+        limit,
+        k_cache.stride(0),
+        k_cache.stride(1),
+        HALF=cos.shape[1],
+        **s.meta,
+        **s.options,
+    )
     return scores, out_tokens, parents

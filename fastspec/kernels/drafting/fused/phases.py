@@ -1,10 +1,11 @@
 """The phases of the fused drafter (draft.py): device functions, each run by all programs of one cooperative launch.
 
-A phase is a list of independent items; program `pid` of `programs` takes items pid, pid + programs, ... A grid barrier ends the phase.
+A phase is a list of independent items; program `pid` of `programs` takes items pid, pid + programs, ... A grid barrier
+ends the phase.
 
-B batch rows, R rows of activations (batch rows times nodes), H hidden size, K the inner size of a product, N its outputs, S the parts
-that K is split in, Hq / Hkv query / key heads, D head size, C cache slots, V draft vocabulary, T tiles of it, TOP children per node,
-M candidates per batch row, W 64-bit words.
+B batch rows, R rows of activations (batch rows times nodes), H hidden size, K the inner size of a product, N its
+outputs, S the parts that K is split in, Hq / Hkv query / key heads, D head size, C cache slots, V draft vocabulary, T
+tiles of it, TOP children per node, M candidates per batch row, W 64-bit words.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ LEAST = tl.constexpr(-(2**63))
 
 @triton.jit
 def grid_barrier(p_count, goal):
-    """Wait until `goal` arrivals have been counted; what any program wrote before is then visible to all. One program passes at once."""
+    """Wait until `goal` arrivals have been counted; what any program wrote before is then visible to all. One program
+    passes at once."""
     tl.debug_barrier()
     seen = tl.atomic_add(p_count, 1, sem="acq_rel") + 1
     while seen < goal:
@@ -49,7 +51,8 @@ def normed(x, p_weight, o_h, m_h, H: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def weight_rows(tile, N: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """The rows of a weight that a tile multiplies; those of gate and up lie side by side. Past the end the last row repeats."""
+    """The rows of a weight that a tile multiplies; those of gate and up lie side by side. Past the end the last row
+    repeats."""
     o_n = tl.arange(0, BN)
     if GATED:
         return tl.minimum(tile * (BN // 2) + o_n // 2, N // 2 - 1) + (o_n % 2) * (N // 2)
@@ -59,9 +62,20 @@ def weight_rows(tile, N: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def product_tile(
-    p_x, p_w, o_r, o_n, first, last, K: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+    p_x,
+    p_w,
+    o_r,
+    o_n,
+    first,
+    last,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """x [R, K] at rows o_r times w [N, K] at rows o_n, over the steps first .. last - 1 of BK channels -> [BR, BN] fp32."""
+    """x [R, K] at rows o_r times w [N, K] at rows o_n, over the steps first .. last - 1 of BK channels -> [BR, BN]
+    fp32."""
     acc = tl.zeros((BR, BN), tl.float32)
     o_k = tl.arange(0, BK)
     p_xs = p_x + o_r.to(tl.int64)[:, None] * K + o_k[None, :]
@@ -80,15 +94,28 @@ def product_tile(
 
 @triton.jit
 def product(
-    p_x, p_w, p_parts, rows, pid, programs, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_w,
+    p_parts,
+    rows,
+    pid,
+    programs,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """x [R, K] times w [N, K] -> parts [S, R, N] fp32, whose sum over S is the product."""
     row_tiles = tl.cdiv(rows, BR)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     EACH: tl.constexpr = (STEPS + S - 1) // S
     TILES: tl.constexpr = (N + BN - 1) // BN
-    for item in range(pid, TILES * S * row_tiles, programs):  # row tiles of one weight tile follow each other: it stays in the L2
+    for item in range(
+        pid, TILES * S * row_tiles, programs
+    ):  # row tiles of one weight tile follow each other: it stays in the L2
         o_r = (item % row_tiles) * BR + tl.arange(0, BR)
         tile, part = (item // row_tiles) // S, (item // row_tiles) % S
         o_w = weight_rows(tile, N, BN, False)
@@ -101,10 +128,21 @@ def product(
 
 @triton.jit
 def gated_product(
-    p_x, p_w, p_out, rows, pid, programs, INNER: tl.constexpr, K: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """silu(x times gate) * (x times up), w [2 * INNER, K] holding gate, then up -> out [R, INNER]; rounded where `swiglu` rounds."""
+    p_x,
+    p_w,
+    p_out,
+    rows,
+    pid,
+    programs,
+    INNER: tl.constexpr,
+    K: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """silu(x times gate) * (x times up), w [2 * INNER, K] holding gate, then up -> out [R, INNER]; rounded where
+    `swiglu` rounds."""
     row_tiles = tl.cdiv(rows, BR)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     TILES: tl.constexpr = (2 * INNER + BN - 1) // BN
@@ -118,16 +156,28 @@ def gated_product(
         act = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
         o_n = tile * (BN // 2) + tl.arange(0, BN // 2)
         tl.store(
-            p_out + o_r.to(tl.int64)[:, None] * INNER + o_n[None, :], act.to(dtype), mask=(o_r < rows)[:, None] & (o_n < INNER)[None, :]
+            p_out + o_r.to(tl.int64)[:, None] * INNER + o_n[None, :],
+            act.to(dtype),
+            mask=(o_r < rows)[:, None] & (o_n < INNER)[None, :],
         )
 
 
 @triton.jit
 def prefetch(
-    p_w, rows, pid, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, GATED: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
-    """Ask for BYTES (a multiple of 16) of each row of this program's first tile of a later product: memory works while the grid waits."""
+    p_w,
+    rows,
+    pid,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    GATED: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Ask for BYTES (a multiple of 16) of each row of this program's first tile of a later product: memory works while
+    the grid waits."""
     if BYTES > 0:
         row_tiles = tl.cdiv(rows, BR)
         TILES: tl.constexpr = (N + BN - 1) // BN
@@ -149,20 +199,37 @@ def prefetch(
 
 
 @triton.jit
-def norm_features(p_in, p_weight, p_out, rows, pid, programs, TAPS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, EPS: tl.constexpr):
+def norm_features(
+    p_in, p_weight, p_out, rows, pid, programs, TAPS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, EPS: tl.constexpr
+):
     """Norm every tap of features [R, TAPS * H] by weight [TAPS, H]."""
     o_h = tl.arange(0, BH)
     m_h = o_h < H
     for item in range(pid, rows * TAPS, programs):
         x = tl.load(p_in + tl.cast(item, tl.int64) * H + o_h, mask=m_h, other=0.0)
-        tl.store(p_out + tl.cast(item, tl.int64) * H + o_h, normed(x, p_weight + (item % TAPS) * H, o_h, m_h, H, EPS), mask=m_h)
+        tl.store(
+            p_out + tl.cast(item, tl.int64) * H + o_h,
+            normed(x, p_weight + (item % TAPS) * H, o_h, m_h, H, EPS),
+            mask=m_h,
+        )
 
 
 @triton.jit
 def add_and_norm(
-    p_parts, p_residual, p_weight, p_sum, p_norm, rows, pid, programs, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr,
-    EPS: tl.constexpr, FEED_NORM: tl.constexpr,
-):  # fmt: skip
+    p_parts,
+    p_residual,
+    p_weight,
+    p_sum,
+    p_norm,
+    rows,
+    pid,
+    programs,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    BH: tl.constexpr,
+    EPS: tl.constexpr,
+    FEED_NORM: tl.constexpr,
+):
     """residual [R, H] plus a product in parts -> sum [R, H] and its norm [R, H]; FEED_NORM stores the norm as both."""
     o_h = tl.arange(0, BH)
     m_h = o_h < H
@@ -178,11 +245,25 @@ def add_and_norm(
 
 @triton.jit
 def keep_last(
-    p_hidden, p_counts, p_last, p_readout, p_lengths, p_weight, p_x, limit, pid, programs, B: tl.constexpr, PAIRS: tl.constexpr,
-    H: tl.constexpr, BH: tl.constexpr, EPS: tl.constexpr, FED_NORM: tl.constexpr,
-):  # fmt: skip
-    """last, readout [B, H] become the state of the last real pair of hidden [B, PAIRS, H] and its norm, where there is one; x [B, H] is
-    what the LM head reads."""
+    p_hidden,
+    p_counts,
+    p_last,
+    p_readout,
+    p_lengths,
+    p_weight,
+    p_x,
+    limit,
+    pid,
+    programs,
+    B: tl.constexpr,
+    PAIRS: tl.constexpr,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+    EPS: tl.constexpr,
+    FED_NORM: tl.constexpr,
+):
+    """last, readout [B, H] become the state of the last real pair of hidden [B, PAIRS, H] and its norm, where there is
+    one; x [B, H] is what the LM head reads."""
     o_h = tl.arange(0, BH)
     m_h = o_h < H
     for row in range(pid, B, programs):
@@ -191,7 +272,12 @@ def keep_last(
         if PAIRS > 0:
             count = tl.load(p_counts + row)
             if count > 0:
-                last = tl.load(p_hidden + (row * PAIRS + count - 1).to(tl.int64) * H + o_h, mask=m_h, other=0.0, cache_modifier=".cg")
+                last = tl.load(
+                    p_hidden + (row * PAIRS + count - 1).to(tl.int64) * H + o_h,
+                    mask=m_h,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
                 tl.store(p_last + o_row, last, mask=m_h)
                 readout = last if FED_NORM else normed(last, p_weight, o_h, m_h, H, EPS)
                 tl.store(p_readout + o_row, readout, mask=m_h)
@@ -201,11 +287,24 @@ def keep_last(
 
 @triton.jit
 def head_topk(
-    p_x, p_w, p_keys, p_high, p_mass, rows, pid, programs, V: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """x [R, K] times the LM head w [V, K]: of each tile of logits its TOP best as sort keys [R, T, TOP], its highest and, relative to
-    that, its sum of exponentials [R, T] fp32."""
+    p_x,
+    p_w,
+    p_keys,
+    p_high,
+    p_mass,
+    rows,
+    pid,
+    programs,
+    V: tl.constexpr,
+    K: tl.constexpr,
+    TOP: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """x [R, K] times the LM head w [V, K]: of each tile of logits its TOP best as sort keys [R, T, TOP], its highest
+    and, relative to that, its sum of exponentials [R, T] fp32."""
     row_tiles = tl.cdiv(rows, BR)
     T: tl.constexpr = (V + BN - 1) // BN
     for item in range(pid, T * row_tiles, programs):
@@ -229,11 +328,30 @@ def head_topk(
 
 @triton.jit
 def write_children(
-    p_keys, p_high, p_mass, p_score, p_front, p_d2t, p_scores, p_tokens, p_parents, rows, nodes, base, pid, programs,
-    V: tl.constexpr, T: tl.constexpr, TOP: tl.constexpr, M: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BTOP: tl.constexpr,
-):  # fmt: skip
-    """The TOP best children of every row from the tiles' bests -> scores, tokens, parents [B, M] at base + node * TOP. One node per batch
-    row is the root: it has score 0 and its children have parent -1."""
+    p_keys,
+    p_high,
+    p_mass,
+    p_score,
+    p_front,
+    p_d2t,
+    p_scores,
+    p_tokens,
+    p_parents,
+    rows,
+    nodes,
+    base,
+    pid,
+    programs,
+    V: tl.constexpr,
+    T: tl.constexpr,
+    TOP: tl.constexpr,
+    M: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BTOP: tl.constexpr,
+):
+    """The TOP best children of every row from the tiles' bests -> scores, tokens, parents [B, M] at base + node * TOP.
+    One node per batch row is the root: it has score 0 and its children have parent -1."""
     o_t, o_j = tl.arange(0, BT), tl.arange(0, BTOP)
     for row in range(pid, rows, programs):
         o_row = tl.cast(row, tl.int64) * T
@@ -266,12 +384,25 @@ def write_children(
 
 @triton.jit
 def choose_node(
-    p_scores, p_tokens, p_words, p_score, p_front, row, level, batch, TOP: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
-    BCH: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
-    """Node row % TOP of the frontier of a level (the root's children: 0): the child of that rank among the last children.
+    p_scores,
+    p_tokens,
+    p_words,
+    p_score,
+    p_front,
+    row,
+    level,
+    batch,
+    TOP: tl.constexpr,
+    M: tl.constexpr,
+    W: tl.constexpr,
+    BCH: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """Node row % TOP of the frontier of a level (the root's children: 0): the child of that rank among the last
+    children.
 
-    Writes its score, candidate index and ancestor words [2, R, W], of which levels take turns. Returns its token and its parent's row.
+    Writes its score, candidate index and ancestor words [2, R, W], of which levels take turns. Returns its token and
+    its parent's row.
     """
     b, rank = row // TOP, row % TOP
     nodes = tl.where(level == 0, 1, TOP)
@@ -289,7 +420,9 @@ def choose_node(
     o_w = tl.arange(0, BW)
     bit = level * TOP + rank
     m_old = o_w < tl.where(level > 0, W, 0)
-    old = tl.load(p_words + ((1 - level % 2) * batch * TOP + above) * W + o_w, mask=m_old, other=0, cache_modifier=".cg")
+    old = tl.load(
+        p_words + ((1 - level % 2) * batch * TOP + above) * W + o_w, mask=m_old, other=0, cache_modifier=".cg"
+    )
     own = tl.where(o_w == bit // 64, tl.full((BW,), 1, tl.int64) << tl.cast(bit % 64, tl.int64), 0)
     tl.store(p_words + ((level % 2) * batch * TOP + row) * W + o_w, old | own, mask=o_w < W)
     tl.store(p_score + row, key_value(best))
