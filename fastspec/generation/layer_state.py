@@ -160,7 +160,11 @@ class FullAttentionState(LayerState):
         """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false."""
         row = torch.arange(len(slots), device=slots.device)[:, None]
         keys, values = (
-            buffer[layer].transpose(1, 2)[row, slots].where(real[:, :, None, None], 0).transpose(1, 2).contiguous()
+            buffer[layer]
+            .transpose(1, 2)[row, slots]
+            .where(real[:, :, None, None].bool(), 0)
+            .transpose(1, 2)
+            .contiguous()
             for buffer in (self.k, self.v)
         )
         return keys, values

@@ -78,7 +78,7 @@ def test_every_kernel_waits_before_it_touches_memory(path):
         )
         done = [ast.unparse(node) for node in kernel.body[place].body]
         *rest, wait, release = (
-            done if done != BY_ROWS or path.stem not in ("rms_norm", "reduced_norm") else (WAIT, RELEASE)
+            done if done != BY_ROWS or path.stem not in ("norms", "reduced_norm") else (WAIT, RELEASE)
         )
         assert (wait, release) == (WAIT, RELEASE), name
         assert not rest or "prefetch(p_ids, PREFETCH)" in rest[0], name
@@ -91,20 +91,18 @@ def test_every_kernel_waits_before_it_touches_memory(path):
 def test_the_rule_is_looked_for_in_all_files():
     found = {path.relative_to(KERNELS).as_posix().removesuffix(".py") for path in FILES}
     assert {
-        "layer/rms_norm",
+        "layer/norms",
         "linear/swiglu",
         "layer/rope_cache",
-        "cache/kv_block_copy",
+        "cache/commit",
         "linear/experts",
-        "linear/routing",
     } < found
-    assert {"drafting/topk_expand", "parallel/reduced_norm", "parallel/look_up", "parallel/joins"} < found
+    assert {"drafting/topk_expand", "parallel/reduced_norm", "parallel/joins"} < found
     assert {
         "attention/tree",
         "attention/few_queries",
         "attention/parts",
-        "drafting/next_frontier",
-        "drafting/head_input",
+        "drafting/inputs",
     } < found
     assert all(path.exists() for path in PRODUCTS)
 

@@ -109,11 +109,16 @@ def tree_attention(
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=layout.stacked, scale=scale)
     else:
         out = _weights(rows, keys, layout.stacked, scale, sinks, cap).to(v.dtype) @ values
-    if out.is_cpu and out.sum().isnan():  # 0 * NaN is NaN: where a value is none, a weight of 0 does not hide it
+    if _is_spoiled(out):  # 0 * NaN is NaN: where a value is none, a weight of 0 does not hide it
         weights, odd = _weights(rows, keys, layout.stacked, scale, sinks, cap).to(v.dtype), ~values.isfinite()
         hidden = layout.stacked.float() @ odd.float() == 0
         out = torch.where(hidden, weights @ values.masked_fill(odd, 0), out)
     return out.view(batch, kv_heads, group, nodes, size).permute(0, 3, 1, 2, 4).reshape(batch, nodes, heads, size)
+
+
+def _is_spoiled(out: Tensor) -> bool:
+    """True where a result on the CPU holds NaN. Elsewhere a look waits for the device; a fake tensor has no values."""
+    return type(out) is Tensor and out.is_cpu and bool(out.sum().isnan())
 
 
 def _weights(
