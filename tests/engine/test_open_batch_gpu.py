@@ -140,6 +140,6 @@ def test_a_file_of_prompts(tmp_path: Path):
     )
     rows = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda row: row["line"])
     for row, prompt in zip(rows, prompts, strict=True):
-        ids = encode(tokenizer, prompt, True).to(DEVICE)
+        ids = encode(tokenizer, prompt, DEVICE)["input_ids"]
         new = model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
         assert row["text"] == tokenizer.decode(new, skip_special_tokens=True)
