@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastspec.generation.engine.engine import Engine
-from fastspec.patches.hf.changes import Settings
+from fastspec.patches.hf.changes import ModuleSettings
 from fastspec.patches.hf.replaced import every_module
 
 KEPT = 4
@@ -24,7 +24,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.held: OrderedDict[Hashable, Engine[Any]] = OrderedDict()
-        self.settings: OrderedDict[nn.Module, Settings] = OrderedDict()
+        self.settings: OrderedDict[nn.Module, ModuleSettings] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
         return Engines()
@@ -50,7 +50,7 @@ class Engines:
         same."""
         modules, known = every_module(module), self.settings.pop(module, None)
         if known is None or known.modules != modules or not known.hold():
-            now = Settings(module, modules)
+            now = ModuleSettings(module, modules)
             now.mark = known.mark if known is not None and known.values == now.values else now.mark
             known = now
         self.settings[module] = known

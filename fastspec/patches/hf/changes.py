@@ -2,7 +2,7 @@
 
 | part | reads | who asks |
 |---|---|---|
-| `Settings` | attributes and buffers of modules, such as a norm's epsilon, and configurations | pools, open batches |
+| `ModuleSettings` | attributes and buffers of modules, configurations | pools, open batches |
 | `weight_places` | addresses of weights, kinds, hooks and forwards of modules | pools: keys of captured rounds |
 | `Identities` | the objects that modules hold, compared by identity | open batches, before every prompt |
 | `Snapshot` | all of these, and the mode | open batches |
@@ -35,7 +35,7 @@ _read: Any = WeakIdKeyDictionary()
 """Tensors on a device -> (place, changes, values): they are read once for each change."""
 
 
-class Settings:
+class ModuleSettings:
     """The attributes and buffers of a model's modules and its configurations, as they are now; they live on as long as
     this does.
 
@@ -122,8 +122,8 @@ def weight_places(model: nn.Module) -> Hashable:
     """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone.
 
     Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's
-    adapters it adds. Buffers and other attributes are not among it: those are `Settings`. Raises RuntimeError where
-    another thread adds a module meanwhile.
+    adapters it adds. Buffers and other attributes are not among it: those are `ModuleSettings`. Raises RuntimeError
+    where another thread adds a module meanwhile.
     """
     places: list[int] = []
     changed: list[Hashable] = []
@@ -156,14 +156,14 @@ class Identities:
     """Cheap check whether a model's modules, hooks, weights or settings changed; what the modules held lives on as long
     as this does.
 
-    Attributes that replace others are seen where OWN names them, or `Settings` does. A model with PEFT's adapters,
-    whose switches are others, never `holds`.
+    Attributes that replace others are seen where OWN names them, or `ModuleSettings` does. A model with PEFT's
+    adapters, whose switches are others, never `holds`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.modules = model, every_module(model)
         self.kinds, self.owns = list(map(type, self.modules)), list(map(vars, self.modules))
-        self.settings = Settings(model, self.modules)
+        self.settings = ModuleSettings(model, self.modules)
         self.dicts = self._dicts()
         self.empty = [held for held in self.dicts if not held]
         self.filled = [(held, tuple(held.values())) for held in self.dicts if held]
@@ -241,7 +241,7 @@ class Snapshot:
                 return (
                     mode_for(self.model),
                     weight_places(self.model),
-                    Settings(self.model, every_module(self.model)).values,
+                    ModuleSettings(self.model, every_module(self.model)).values,
                 )
             except RuntimeError as error:
                 if "during iteration" not in str(error):  # of a dictionary of modules or hooks

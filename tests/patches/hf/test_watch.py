@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 from transformers.models.llama import modeling_llama
 
 import fastspec
-from fastspec.patches.hf.changes import Identities, Settings, weight_places
+from fastspec.patches.hf.changes import Identities, ModuleSettings, weight_places
 from fastspec.patches.hf.modes import mode_for
 
 FORMER: list[torch.Tensor] = []
@@ -127,7 +127,7 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
 
 
 def parts(model: Any) -> Any:
-    return mode_for(model), weight_places(model), Settings(model, list(model.modules())).values
+    return mode_for(model), weight_places(model), ModuleSettings(model, list(model.modules())).values
 
 
 @given(
