@@ -227,6 +227,8 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int, calls: int 
         model.generate(ids, max_new_tokens=min(tokens, 40), **options)
     del profile.rounds[:2]  # compiled and captured
     parts = {name: [round(value, 4) for value in profile.quantiles(name)] for name in profile.parts}
+    fused = isinstance(assistant, fastspec.Eagle3) and assistant.fused
+    drafter = None if assistant == "autoregressive" else "fused" if fused else "kernels"
     return {
         **round_times(walls),
         "nodes": 1 + last.drafted // last.row_rounds,
@@ -239,11 +241,7 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int, calls: int 
         "kernels": fastspec.report(model).backend,
         "first_call_s": made[0],
         "capture_s": made[-1],
-        "drafter": None
-        if assistant == "autoregressive"
-        else "fused"
-        if getattr(assistant, "fused", None)
-        else "kernels",
+        "drafter": drafter,
     }
 
 
