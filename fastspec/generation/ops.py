@@ -67,3 +67,5 @@ class Ops:
     """Whether passes and rounds are captured as CUDA graphs."""
     packs: bool = False
     """Whether weights that read one input are laid one after another, and multiplied as one."""
+    exact: bool = False
+    """Whether products and attention sum in an order that neither other rows nor the way a text was read changes."""

@@ -83,6 +83,7 @@ def patch(
     cascade: Cascade | None = None,
     assistant: Any = None,
     backend: str = "auto",
+    exact: bool = False,
 ) -> Any:
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
     `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
@@ -93,7 +94,9 @@ def patch(
     a tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models
     of a cascade whose last stage is this one: they are patched, where they are not yet, when a call first needs them.
     `assistant` is the default of every `generate` call that names none: a call that it cannot serve runs transformers'
-    own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". Only this instance is changed, and nothing in
+    own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact` every
+    assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed order (see
+    docs/exact.md); what has none is refused by name. Only this instance is changed, and nothing in
     its forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
     one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
     values, names and shapes stay.
@@ -117,7 +120,7 @@ def patch(
     mode = mode_for(model)
     choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
     session = PatchSession(
-        backend, resources, has_capturing_hooks(model), default=_default(assistant, resources, model)
+        backend, resources, exact, has_capturing_hooks(model), default=_default(assistant, resources, model)
     )
     try:
         session.set(model, STATE, session)

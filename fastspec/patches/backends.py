@@ -203,6 +203,25 @@ def triton_ops() -> Ops:
     )
 
 
+@cache
+def exact_ops() -> Ops:
+    """The Triton kernels that sum in a fixed order: nodes of a tree get the bits that plain decoding gives them."""
+    ops = triton_ops()
+    from fastspec.kernels.attention import ordered as attention
+    from fastspec.kernels.linear import ordered as products
+
+    return replace(
+        ops,
+        attention_layout=attention.attention_layout,
+        tree_attention=attention.tree_attention,
+        linear=products.linear,
+        linears=partial(linear_reference.linears, product=products.linear),
+        linear_parts=None,
+        gate_up=products.gate_up,
+        exact=True,
+    )
+
+
 NAMES = ("auto", "torch", "cpp", "triton")
 
 

@@ -23,9 +23,10 @@ from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
-from fastspec.patches.backends import choose_backend, counted
+from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.compat import device_of, is_unpacking_hook
+from fastspec.patches.hf.exact import refuse_device
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.hf.parallel import local_part
@@ -116,6 +117,8 @@ class PatchSession:
 
     backend: str
     resources: dict[str, Any]
+    exact: bool = False
+    """Whether every assistant is held to the bits of plain decoding."""
     captured: bool = False
     """Whether transformers had its capturing hooks on the model before the patch; else they go with it."""
     log: list[Change] = field(default_factory=list)
@@ -155,6 +158,9 @@ class PatchSession:
             name != self.backend
         ):  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
             ops = replace(ops, packs=False)
+        if self.exact:
+            refuse_device(ops, model.dtype)
+            ops = exact_ops()
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):

@@ -38,7 +38,7 @@ def update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.conste
     these units products times scale2 are what the tanh is taken of."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if CAP > 0:
-        b_s = _tanh(b_s * scale2)
+        b_s = tanh(b_s * scale2)
         scale2 = CAP
     if MASKED:
         b_s = tl.where(m_seen, b_s, float("-inf"))
@@ -54,7 +54,7 @@ def update(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, MASKED: tl.conste
 
 
 @triton.jit
-def _tanh(b_x):
+def tanh(b_x):
     """By exponentials, and near zero, where these cancel, by the first terms of the series, which leave out 1e-8 of
     it."""
     b_abs = tl.abs(b_x)

@@ -186,6 +186,7 @@ def linear(
     swiglu: bool = False,
     launch: Launch | RowLaunch | HopperLaunch | None = None,
     kind: Activation = SILU,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded
     once.
@@ -197,7 +198,7 @@ def linear(
 
     More than MAX_ROWS rows, empty products, other dtypes, gradients and what no table has a launch for (most products
     of more than 64 rows, bound by the tensor cores, where cuBLAS is at home) go to F.linear. `launch` overrides the
-    tables; a Launch holds all rows at once, of which 64 fit.
+    tables; a Launch holds all rows at once, of which 64 fit. `out` [..., M], contiguous, takes the result of a launch.
     """
     channels, depth = weight.shape
     if x.shape[-1] != depth or (swiglu and channels % 2):
@@ -222,7 +223,7 @@ def linear(
         out = F.linear(x, weight, bias)
         return opened(out[..., :width], kind) * out[..., width:] if swiglu else out
     flat = x.reshape(rows, depth)
-    out = x.new_empty(*x.shape[:-1], width)
+    out = x.new_empty(*x.shape[:-1], width) if out is None else out
     if isinstance(launch, RowLaunch):
         if rows > 1:
             raise ValueError(f"{launch} multiplies one row, not {rows}: give a Launch")

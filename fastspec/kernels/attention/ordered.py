@@ -1,0 +1,684 @@
+"""Attention that sums in an order given by positions alone: a query has the same bits in a tree, in a chain and by
+itself, wherever a round began, and whatever stands beside it.
+
+What is fixed, for a query at position p that sees the keys at positions 0 to p (or those of its span):
+
+- Scores are taken in units of log2 on a grid (`_GRID`), so that taking off a whole number is exact. Maxima are rounded
+  up to whole numbers: what weights and sums are scaled by is a power of two, and changes no bit of them. So nothing
+  hangs on where the maximum was raised, or on how many keys a block has.
+- The weights, rounded to the values' dtype, meet the values in groups of 16 aligned positions, which tensor cores add
+  up at once, group after group. A key that is not seen has weight zero, and adds nothing. Weights are added up by a
+  product with ones, in the same order.
+- A text is cut into runs (`run_start`): 256 positions each up to 2,048, then four to an octave. Sums over a run are a
+  chain; runs are added in their order.
+
+float16 has no room for small weights, so that there the maximum is raised at multiples of 64 positions alone.
+
+B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots. A
+pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g. Three kernels follow the
+rule. `_runs` leaves the sums of the runs of the committed text, up to the last multiple of 16 (of 64 in float16), for
+tiles of rows. `_tail` goes on from these for each node: the keys that are left, the node's ancestors among them,
+wherever they lie, and then the sum of all runs; over a short text it does all. `_chain` takes tiles of a long chain, a
+prompt's part, from the first key to the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.attention.layout import TreeLayout
+from fastspec.kernels.attention.layout import attention_layout as tree_layout
+from fastspec.kernels.attention.parts import LOG2E, first_seen, tanh, wrapped
+from fastspec.kernels.attention.reference import Span
+from fastspec.kernels.launch import dependent, stages_within
+
+FIRST_RUN, FEW_RUNS = 256, 8
+"""Positions of the first runs, and how many of these there are."""
+SHORT = 512
+"""Slots up to which one launch does all."""
+LONG = 8192
+"""Slots from which blocks are wider."""
+LONG_CHAIN = 64
+"""Matrix rows of a chain from which tiles of it go through the text."""
+
+_GRID = tl.constexpr(768.0)  # 1.5 * 2**9: what is added to it is rounded to a multiple of 2**-14
+_EMPTY = tl.constexpr(-4194304.0)  # below every maximum; with _GRID it is exact in fp32
+_LOG2E = tl.constexpr(LOG2E)
+
+
+@triton.jit
+def run_of(position):
+    """The run that a position is in."""
+    octave = 0
+    for power in tl.static_range(12, 31):
+        octave += tl.where(position >= (1 << power), 1, 0)
+    return tl.where(position < 2048, position // 256, 4 + 4 * octave + (position >> (octave + 9)))
+
+
+@triton.jit
+def run_start(run):
+    """The first position of a run."""
+    octave = tl.maximum(run - 8, 0) // 4
+    return tl.where(run < 8, run * 256, (4 + tl.maximum(run - 8, 0) % 4) << (octave + 9))
+
+
+@triton.jit
+def _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl.constexpr, CAP: tl.constexpr):
+    """A block of keys: sums [M, D], maxima [M], sums of weights [M, 16] with it."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if CAP > 0:
+        b_s = tanh(b_s * scale2)
+        scale2 = CAP
+    b_t = tl.fma(b_s, tl.full(b_s.shape, 1.0, tl.float32) * scale2, tl.full(b_s.shape, _GRID, tl.float32))
+    if MASKED:
+        b_t = tl.where(m_seen, b_t, float("-inf"))
+    b_new = tl.maximum(b_max, tl.ceil(tl.max(b_t, 1) - _GRID))
+    b_p = tl.exp2(b_t - (b_new + _GRID)[:, None]).to(b_v.dtype)
+    b_keep = tl.exp2(b_max - b_new)
+    b_sum = tl.dot(b_p, b_ones, b_sum * b_keep[:, None], input_precision="ieee")
+    b_acc = tl.dot(b_p, b_v, b_acc * b_keep[:, None], input_precision="ieee")
+    return b_acc, b_new, b_sum
+
+
+@triton.jit
+def _added(b_acc, b_max, b_sum, b_acc2, b_max2, b_sum2):
+    """The sums of two runs, the earlier one first: all factors are powers of two."""
+    b_new = tl.maximum(b_max, b_max2)
+    b_1, b_2 = tl.exp2(b_max - b_new), tl.exp2(b_max2 - b_new)
+    return b_acc * b_1[:, None] + b_acc2 * b_2[:, None], b_new, b_sum * b_1 + b_sum2 * b_2
+
+
+@triton.jit
+def _finished(b_acc, b_max, b_sum, p_sinks, o_head, m_row):
+    """The mean of the values by their weights, a sink's weight among them; zero where nothing is seen."""
+    if p_sinks is not None:
+        b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32)
+        b_sink = tl.fma(b_sink, tl.full(b_sink.shape, _LOG2E, tl.float32), tl.full(b_sink.shape, _GRID, tl.float32))
+        b_new = tl.maximum(b_max, tl.ceil(b_sink - _GRID))
+        b_keep = tl.exp2(b_max - b_new)
+        b_acc = b_acc * b_keep[:, None]
+        b_sum = b_sum * b_keep + tl.exp2(b_sink - (b_new + _GRID))
+    return b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
+
+
+@triton.jit
+def _block(p, o_slot, m_slot, o_d, STRIDE: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values [BLOCK, D'] of slots; zero where they are not to be read."""
+    p_block = p + o_slot.to(tl.int64)[:, None] * STRIDE + o_d[None, :]
+    if MASKED:
+        return tl.load(p_block, mask=m_slot[:, None] & (o_d < D)[None, :], other=0.0)
+    elif o_d.shape[0] != D:
+        return tl.load(p_block, mask=(o_d < D)[None, :], other=0.0)
+    else:
+        return tl.load(p_block)
+
+
+@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads", "s_c"])
+def _runs(
+    p_q,
+    p_k,
+    p_v,
+    p_part,
+    p_state,
+    p_prefix,
+    p_counts,
+    scale2,
+    nodes,
+    extent,
+    runs,
+    kv_heads,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kh,
+    s_vb,
+    s_vh,
+    s_p,
+    s_c,
+    S_K: tl.constexpr,
+    S_V: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RING: tl.constexpr,
+    CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sums [pair, run, row, D], and maxima and sums of weights [pair, run, 2, row], of the runs that begin before the
+    end of the committed text, cut to a multiple of GRAIN."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_tile, i_pair = tl.program_id(0), tl.program_id(2)
+    run = runs - 1 - tl.program_id(1)  # the longest first
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    rows = nodes * GROUP
+    prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
+    end = prefix // GRAIN * GRAIN
+    start = run_start(run)
+    if start >= end:
+        return
+    end = tl.minimum(end, run_start(run + 1))
+    o_m, o_n, o_d = i_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_m = o_m < rows
+    o_node = o_m // GROUP
+    o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
+    b_q = tl.load(
+        p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0
+    )
+    p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
+    p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
+    first = start
+    b_low = o_m
+    if SPAN > 0:
+        if p_counts is None:
+            b_depth = o_node
+        else:
+            b_depth = tl.load(p_counts + i_row.to(tl.int64) * s_c + o_node, mask=m_m, other=1) - 1
+        b_low = prefix + first_seen(b_depth, prefix, SPAN, CHUNK)
+        low = tl.min(tl.where(m_m, b_low, 1 << 30), 0)
+        first = tl.maximum(start, tl.minimum(low, end) // BLOCK_N * BLOCK_N)
+    b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+    b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+    whole = first + (end - first) // BLOCK_N * BLOCK_N if SPAN == 0 else first
+    for at in tl.range(first, whole, BLOCK_N, num_stages=STAGES):
+        b_k = _block(p_k, at + o_n, m_m, o_d, S_K, D, False)
+        b_v = _block(p_v, at + o_n, m_m, o_d, S_V, D, False)
+        b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, b_ones, False, CAP)
+    for at in tl.range(whole, end, BLOCK_N, num_stages=STAGES if SPAN > 0 else 1):
+        o_key = at + o_n
+        m_key = o_key < end
+        m_seen = m_key[None, :]
+        if SPAN > 0:
+            m_key = m_key & (o_key >= low)
+            m_seen = m_key[None, :] & (o_key[None, :] >= b_low[:, None])
+        o_slot = wrapped(at % RING, o_n, RING) if RING > 0 else o_key
+        b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
+        b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
+        b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
+    o_part = tl.cast(i_pair * runs + run, tl.int64) * rows
+    tl.store(p_part + (o_part + o_m)[:, None] * D + o_d[None, :], b_acc, mask=m_m[:, None] & (o_d < D)[None, :])
+    tl.store(p_state + 2 * o_part + o_m, b_max, mask=m_m)
+    tl.store(p_state + 2 * o_part + rows + o_m, tl.max(b_sum, 1), mask=m_m)
+
+
+@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads", "s_sb", "s_sn", "s_c"])
+def _tail(
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_part,
+    p_state,
+    p_prefix,
+    p_slots,
+    p_counts,
+    p_sinks,
+    scale2,
+    nodes,
+    extent,
+    runs,
+    kv_heads,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kh,
+    s_vb,
+    s_vh,
+    s_ob,
+    s_p,
+    s_sb,
+    s_sn,
+    s_c,
+    S_K: tl.constexpr,
+    S_V: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    EACH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RING: tl.constexpr,
+    CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One node of one pair: what `_runs` has not read (with WHOLE: everything), and the sum of all runs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    node, i_pair = tl.program_id(0), tl.program_id(1)
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
+    o_m, o_n, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_m, m_d = o_m < GROUP, o_d < D
+    depth = node
+    if p_counts is not None:
+        depth = tl.load(p_counts + i_row.to(tl.int64) * s_c + node) - 1
+        p_slots += i_row.to(tl.int64) * s_sb + node.to(tl.int64) * s_sn
+    position = tl.minimum(prefix + depth, extent - 1)
+    b_q = tl.load(
+        p_q
+        + i_row.to(tl.int64) * s_qb
+        + node.to(tl.int64) * s_qn
+        + (i_head * GROUP + o_m)[:, None] * s_qh
+        + o_d[None, :],
+        mask=m_m[:, None] & m_d[None, :],
+        other=0.0,
+    )
+    p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
+    p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
+    low = 0
+    if SPAN > 0:
+        low = tl.maximum(prefix + first_seen(depth, prefix, SPAN, CHUNK), 0)
+    b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
+    b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
+    b_weights = tl.zeros([BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+    b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+    begin = 0
+    if WHOLE:
+        if SPAN > 0:
+            begin = low // BLOCK_N * BLOCK_N
+    else:
+        begin = prefix // GRAIN * GRAIN
+        left = run_of(tl.maximum(begin, 1) - 1) + (begin > 0)  # runs that have been left, the last of them open or not
+        past = tl.where(begin < run_start(left), left - 1, left)
+        rows = nodes * GROUP
+        o_part = tl.cast(i_pair * runs, tl.int64) * rows + node * GROUP + o_m
+        skip = run_of(low) // EACH * EACH if SPAN > 0 else 0  # before it nothing is seen
+        for start in tl.range(skip, past, EACH):
+            for each in tl.static_range(EACH):
+                m_run = m_m & (o_m * 0 + (start + each) < past)
+                o_run = o_part + tl.cast(start + each, tl.int64) * rows
+                b_acc2 = tl.load(
+                    p_part + o_run[:, None] * D + o_d[None, :], mask=m_run[:, None] & m_d[None, :], other=0.0
+                )
+                p_run = p_state + 2 * tl.cast(i_pair * runs + start + each, tl.int64) * rows + node * GROUP + o_m
+                b_max2 = tl.load(p_run, mask=m_run, other=_EMPTY)
+                b_sum2 = tl.load(p_run + rows, mask=m_run, other=0.0)
+                b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc2, b_max2, b_sum2)
+        if past < left:
+            o_run = o_part + tl.cast(past, tl.int64) * rows
+            p_run = p_state + 2 * tl.cast(i_pair * runs + past, tl.int64) * rows + node * GROUP + o_m
+            b_acc = tl.load(p_part + o_run[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+            b_max = tl.load(p_run, mask=m_m, other=_EMPTY)
+            b_sum += tl.load(p_run + rows, mask=m_m, other=0.0)[:, None]
+    limit = run_start(run_of(begin) + 1)
+    for at in tl.range(begin // BLOCK_N * BLOCK_N, position + 1, BLOCK_N, num_stages=STAGES):
+        if at >= limit:
+            b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
+            b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+            b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+            limit = run_start(run_of(at) + 1)
+        o_key = at + o_n
+        m_key = (o_key >= begin) & (o_key <= position)
+        if SPAN > 0:
+            m_key = m_key & (o_key >= low)
+        o_slot = o_key
+        if p_slots is not None:
+            o_slot = tl.where(
+                o_key < prefix,
+                o_key,
+                prefix + tl.load(p_slots + o_key - prefix, mask=m_key & (o_key >= prefix), other=0),
+            )
+        if RING > 0:
+            o_slot = o_slot % RING
+        b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
+        b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
+        b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_key[None, :], b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
+    b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
+    o_head = i_head * GROUP + o_m
+    b_out = _finished(b_total, b_most, b_weights, p_sinks, o_head, m_m)
+    o_out = i_row.to(tl.int64) * s_ob + (node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
+    tl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_d[None, :])
+
+
+@triton.jit(do_not_specialize=["nodes", "extent", "kv_heads"])
+def _chain(
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_prefix,
+    p_sinks,
+    scale2,
+    nodes,
+    extent,
+    kv_heads,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kh,
+    s_vb,
+    s_vh,
+    s_ob,
+    s_p,
+    S_K: tl.constexpr,
+    S_V: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RING: tl.constexpr,
+    CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of a chain's rows, from the first key that one of them sees to the last."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_tile, i_pair = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
+    o_m, o_n, o_d = i_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_m, m_d = o_m < nodes * GROUP, o_d < D
+    o_node = o_m // GROUP
+    o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
+    b_q = tl.load(
+        p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
+    )
+    p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
+    p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
+    b_last = prefix + o_node
+    least = prefix + i_tile * BLOCK_M // GROUP  # what all rows see, without a span, is up to here
+    end = tl.minimum(prefix + (tl.minimum((i_tile + 1) * BLOCK_M, nodes * GROUP) - 1) // GROUP + 1, extent)
+    begin = 0
+    b_low = o_m
+    if SPAN > 0:
+        b_low = prefix + first_seen(o_node, prefix, SPAN, CHUNK)
+        begin = tl.maximum(tl.min(tl.where(m_m, b_low, 1 << 30), 0), 0) // BLOCK_N * BLOCK_N
+    b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
+    b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
+    b_weights = tl.zeros([BLOCK_M], tl.float32)
+    for run in tl.range(run_of(begin), run_of(end - 1) + 1):
+        start = tl.maximum(run_start(run), begin)
+        stop = tl.minimum(run_start(run + 1), end)
+        whole = start
+        if SPAN == 0:
+            whole = start + tl.maximum(tl.minimum(stop, least + 1) - start, 0) // BLOCK_N * BLOCK_N
+        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+        b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+        for at in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+            b_k = _block(p_k, at + o_n, m_m, o_d, S_K, D, False)
+            b_v = _block(p_v, at + o_n, m_m, o_d, S_V, D, False)
+            b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, b_ones, False, CAP)
+        for at in tl.range(whole, stop, BLOCK_N, num_stages=STAGES if SPAN > 0 else 1):
+            o_key = at + o_n
+            m_key = o_key < stop
+            m_seen = m_key[None, :] & (o_key[None, :] <= b_last[:, None])
+            if SPAN > 0:
+                m_seen = m_seen & (o_key[None, :] >= b_low[:, None])
+            o_slot = wrapped(at % RING, o_n, RING) if RING > 0 else o_key
+            b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
+            b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
+            b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
+        b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
+    o_head = i_head * GROUP + o_m % GROUP
+    b_out = _finished(b_total, b_most, b_weights, p_sinks, o_head, m_m)
+    o_out = i_row.to(tl.int64) * s_ob + (o_node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
+    tl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _paths(p_words, p_slots, p_counts, tail, s_wb, s_wn, s_sb, s_sn, s_c, WORDS: tl.constexpr, PDL: tl.constexpr):
+    """Slots [B, N, tail] of what each node sees of the tail, in their order, and how many these are [B, N]."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    node, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_bit = tl.arange(0, 64)
+    count = 0
+    for word in tl.static_range(WORDS):
+        b_word = tl.load(p_words + i_row * s_wb + node * s_wn + word)
+        b_seen = (((b_word >> o_bit.to(tl.int64)) & 1) == 1) & (word * 64 + o_bit < tail)
+        o_rank = count + tl.cumsum(b_seen.to(tl.int32), 0) - 1
+        tl.store(p_slots + i_row * s_sb + node * s_sn + o_rank, word * 64 + o_bit, mask=b_seen)
+        count += tl.sum(b_seen.to(tl.int32), 0)
+    tl.store(p_counts + i_row * s_c + node, count)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedLayout:
+    """A `TreeLayout`, and for the nodes of a tree the slots of the tail that each sees [B, N, tail] and how many these
+    are [B, N], int32; None of a chain, where node n sees the first n + 1."""
+
+    tree: TreeLayout
+    slots: Tensor | None
+    counts: Tensor | None
+
+
+def attention_layout(
+    prefix: Tensor,
+    words: Tensor | None,
+    nodes: int,
+    tail: int,
+    extent: int,
+    group: int = 1,
+    *,
+    span: Span | None = None,
+    depths: Tensor | None = None,
+    ring: int | None = None,
+) -> OrderedLayout:
+    """`layout.attention_layout` of trees in which parents come before their children: what a node sees of the tail
+    stands at the positions after the prefix, in the order of the slots."""
+    tree = tree_layout(prefix, words, nodes, tail, extent, group, span=span, depths=depths, ring=ring)
+    if tree.chain or words is None:
+        return OrderedLayout(tree, None, None)
+    slots = torch.empty((len(prefix), nodes, tail), dtype=torch.int32, device=prefix.device)
+    counts = torch.empty((len(prefix), nodes), dtype=torch.int32, device=prefix.device)
+    if counts.numel():
+        _paths[(nodes, len(prefix))](
+            words,
+            slots,
+            counts,
+            tail,
+            *words.stride()[:2],
+            *slots.stride()[:2],
+            counts.stride(0),
+            WORDS=words.shape[2],
+            num_warps=1,
+            **dependent(prefix.device),
+        )
+    return OrderedLayout(tree, slots, counts)
+
+
+@lru_cache
+def runs_of(extent: int) -> int:
+    """How many runs begin in so many positions."""
+    if extent <= FIRST_RUN * FEW_RUNS:
+        return -(-extent // FIRST_RUN)
+    octave = (extent - 1).bit_length() - 12
+    return FEW_RUNS + 4 * octave + ((extent - 1) >> (octave + 9)) - 3
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedLaunch:
+    """How `_runs`, `_tail` or `_chain` is launched: rows and slots of a block, warps, pipeline stages."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def launches_for(
+    element: int, block_d: int, rows: int, reach: int, whole: bool
+) -> tuple[OrderedLaunch, OrderedLaunch, OrderedLaunch]:
+    """The launches of `_runs`, `_tail` and `_chain`: found on an H100 over keys that were not in the L2."""
+    if block_d > 128 or element == 4:
+        block = 32 if block_d <= 256 else 16
+        small, tall = OrderedLaunch(16, block, 4, 2), OrderedLaunch(32, block, 4, 2)
+        return small if rows <= 16 else tall, small, tall
+    if rows <= 16:
+        runs = OrderedLaunch(16, 128, 4, 3) if reach >= LONG or block_d <= 64 else OrderedLaunch(16, 64, 4, 4)
+    else:
+        runs = OrderedLaunch(128, 64, 8, 3) if reach >= LONG else OrderedLaunch(64, 32, 4, 3)
+    tail = OrderedLaunch(16, 128, 4, 3) if whole else OrderedLaunch(16, 32, 4, 2)
+    return runs, tail, OrderedLaunch(128, 64, 8, 3)
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: OrderedLayout,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
+    launches: tuple[OrderedLaunch, OrderedLaunch, OrderedLaunch] | None = None,
+    short: int = SHORT,
+) -> Tensor:
+    """`tree.tree_attention`, in the order that this module's docstring gives."""
+    tree = layout.tree
+    batch, nodes, _, size = q.shape
+    kv_heads, capacity = k.shape[1], k.shape[2]
+    group, rows, pairs = tree.group, nodes * tree.group, batch * kv_heads
+    block_d = max(16, triton.next_power_of_2(size))
+    extent = tree.extent if tree.ring else min(tree.extent, capacity)
+    out = q.new_empty(q.shape)
+    if out.numel() == 0:
+        return out
+    span = tree.span
+    scale2, cap2 = (scale * LOG2E, 0.0) if cap is None else (scale / cap, cap * LOG2E)
+    grain = 64 if q.dtype == torch.float16 else 16
+    reach = tree.reach(extent)
+    whole = reach <= short
+    made = launches or launches_for(q.element_size(), block_d, rows, reach, whole)
+    about = {
+        "S_K": k.stride(2),
+        "S_V": v.stride(2),
+        "GROUP": group,
+        "D": size,
+        "BLOCK_D": block_d,
+        "SPAN": span.size if span else 0,
+        "CHUNK": span is not None and span.chunk,
+        "RING": tree.ring,
+        "CAP": cap2,
+        **dependent(q.device),
+    }
+    strides = (*q.stride()[:3], *k.stride()[:2], *v.stride()[:2])
+
+    def of(launch: OrderedLaunch) -> dict[str, int]:
+        block_n = 64 if q.dtype == torch.float16 else launch.block_n
+        stages = stages_within(
+            launch.stages,
+            2 * block_n * block_d * k.element_size(),
+            q.device,
+            2 * launch.block_m * block_d * q.element_size(),
+        )
+        return {"BLOCK_N": block_n, "STAGES": stages, "num_stages": stages, "num_warps": launch.warps}
+
+    if layout.slots is None and rows > LONG_CHAIN:
+        launch = made[2]
+        _chain[(triton.cdiv(rows, launch.block_m), pairs)](
+            q,
+            k,
+            v,
+            out,
+            tree.prefix,
+            sinks,
+            scale2,
+            nodes,
+            extent,
+            kv_heads,
+            *strides,
+            out.stride(0),
+            tree.prefix.stride(0),
+            BLOCK_M=launch.block_m,
+            **of(launch),
+            **about,
+        )
+        return out
+    runs = runs_of(extent)
+    part, state = out, out
+    counts, slots = layout.counts, layout.slots
+    s_c = 0 if counts is None else counts.stride(0)
+    if not whole:
+        part = q.new_empty((pairs, runs, rows, size), dtype=torch.float32)
+        state = q.new_empty((pairs, runs, 2, rows), dtype=torch.float32)
+        launch = made[0]
+        _runs[(triton.cdiv(rows, launch.block_m), runs, pairs)](
+            q,
+            k,
+            v,
+            part,
+            state,
+            tree.prefix,
+            counts,
+            scale2,
+            nodes,
+            extent,
+            runs,
+            kv_heads,
+            *strides,
+            tree.prefix.stride(0),
+            s_c,
+            BLOCK_M=launch.block_m,
+            GRAIN=grain,
+            **of(launch),
+            **about,
+        )
+    launch = made[1]
+    s_sb, s_sn = (0, 0) if slots is None else slots.stride()[:2]
+    _tail[(nodes, pairs)](
+        q,
+        k,
+        v,
+        out,
+        part,
+        state,
+        tree.prefix,
+        slots,
+        counts,
+        sinks,
+        scale2,
+        nodes,
+        extent,
+        runs,
+        kv_heads,
+        *strides,
+        out.stride(0),
+        tree.prefix.stride(0),
+        s_sb,
+        s_sn,
+        s_c,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        GRAIN=grain,
+        EACH=4,
+        WHOLE=whole,
+        **of(launch),
+        **about,
+    )
+    return out
