@@ -27,6 +27,7 @@ from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
+from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
 from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
 from fastspec.patches.tuning.store import tables_of
@@ -130,6 +131,8 @@ def patch(
             if hasattr(model, method.__name__):
                 session.set(model, method.__name__, types.MethodType(method, model))
         session.pack(model, mode)
+        if exact:
+            language_model(model, None, rows=1, capacity=1, tail=1, taps=None, ops=session.ops(model, mode))
     except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
         raise

@@ -10,6 +10,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.target import Source
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.compat import recurrent_layers
+from fastspec.patches.hf.exact import refuse_parts
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import (
@@ -84,7 +85,7 @@ def language_model(
         check_trust(model, adapter=adapter)
     if source is not None:
         return Seq2SeqModel(model, source, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
-    return HFModel(
+    target = HFModel(
         model,
         adapter,
         rows=rows,
@@ -99,3 +100,6 @@ def language_model(
         dropped=dropped,
         before_norm=before_norm,
     )
+    if ops.exact:
+        refuse_parts(model, target.layers)
+    return target

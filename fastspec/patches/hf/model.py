@@ -28,7 +28,6 @@ from fastspec.patches.hf.compat import (
     recurrent_layers,
     rope_bound,
 )
-from fastspec.patches.hf.exact import refuse_parts
 from fastspec.patches.hf.experts import waits_for_host
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.layers import layer_parts, norm_of, reads_outliers, rotary_kinds, rotary_tables, vocabulary_of
@@ -165,8 +164,6 @@ class HFModel(Target):
         named = [getattr(self.model.config, name, None) for name in parts.hides] if self.shift is not None else []
         named = [token for token in named if token is not None]
         self.hidden_tokens = torch.tensor(named, device=self.lengths.device) if named else None
-        if ops.exact:
-            refuse_parts(self.model, self.layers)
         self.whole = WholeLayers(self.layers, ops)
         self.norm = norm_of(getattr(decoder, parts.norm), ops, parts)
         self.vocabulary = vocabulary_of(self.model, parts, ops, likeliest=self.likeliest)

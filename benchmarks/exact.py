@@ -1,0 +1,99 @@
+"""Answers and speed under `patch(exact=True)` beside the fast kernels: how many equal those of `autoregressive`.
+
+    python benchmarks/exact.py mt_bench.jsonl --prompts 40 --out rows.jsonl
+
+Greedy, SmolLM2-135M-Instruct with its EAGLE-3 head, one row for each kernels, dtype, assistant and batch: answers equal
+to those of `autoregressive`, one prompt at a time, by the same kernels; where the others first differ (the median), new
+tokens a second of the second of two runs, and the acceptance length of the last call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import device_here, padded, parser_of, place, write
+
+import fastspec
+from fastspec.models import SMOLLM2, load_model
+from fastspec.programs.texts import encode, first_turn, read_jsonl
+
+
+def answers(
+    model: Any, texts: list[list[int]], assistant: Any, batch: int, length: int, device: str
+) -> tuple[list[list[int]], float]:
+    """The new tokens of every text, up to the end token, and the seconds of all calls."""
+    found, seconds, ends = [], 0.0, model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    for first in range(0, len(texts), batch):
+        inputs = padded(texts[first : first + batch], device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        said = model.generate(
+            **inputs, assistant=assistant, do_sample=False, max_new_tokens=length, pad_token_id=min(ends)
+        )[:, inputs["input_ids"].shape[1] :].tolist()
+        seconds += time.perf_counter() - began
+        for row in said:
+            end = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
+            found.append(row[:end])
+    return found, seconds
+
+
+def parted(a: list[int], b: list[int]) -> int:
+    """The place of the first token that differs."""
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def main() -> None:
+    """Time and compare, and write the rows."""
+    parser = parser_of(__doc__)
+    parser.add_argument("prompts_files", nargs="+", type=Path, help="JSON lines with `prompt` or `turns`")
+    parser.add_argument("--prompts", type=int, default=40, help="of each file")
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 40])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--assistants", nargs="+", default=["autoregressive", "eagle3", "nasd", "speculative"])
+    asked = parser.parse_args()
+    device, _ = device_here()
+    model, tokenizer = load_model(SMOLLM2)[:2]
+    sets = {
+        path.stem: [first_turn(row) for _, row in list(read_jsonl(path))[: asked.prompts]]
+        for path in asked.prompts_files
+    }
+    texts = {name: [encode(tokenizer, turn)["input_ids"][0].tolist() for turn in turns] for name, turns in sets.items()}
+    makes = {"speculative": fastspec.Speculative(early_exit=10)}
+    for dtype in asked.dtypes:
+        model = model.to(device, getattr(torch, dtype))
+        for exact in (True, False) if device == "cuda" else (False,):
+            with fastspec.patched(model, eagle3=SMOLLM2, exact=exact):
+                for name, rows in texts.items():
+                    plain = answers(model, rows, "autoregressive", 1, asked.new, device)[0]
+                    for assistant in asked.assistants:
+                        for batch in asked.batches:
+                            made = makes.get(assistant, assistant)
+                            answers(model, rows[: 2 * batch], made, batch, asked.new, device)
+                            said, seconds = answers(model, rows, made, batch, asked.new, device)
+                            apart = [parted(a, b) for a, b in zip(said, plain, strict=True) if a != b]
+                            last = fastspec.report(model).last
+                            row = {
+                                "exact": exact,
+                                "model": SMOLLM2,
+                                "prompts": name,
+                                "assistant": assistant,
+                                "batch": batch,
+                                "answers": len(plain),
+                                "equal": len(plain) - len(apart),
+                                "first_difference": statistics.median(apart) if apart else None,
+                                "tokens_per_second": round(sum(map(len, said)) / seconds, 1),
+                                "acceptance": None if last is None else round(last.acceptance_length, 2),
+                            }
+                            shown = [*row, "dtype"]
+                            write(asked.out, row | place(device, dtype), shown)
+
+
+if __name__ == "__main__":
+    main()

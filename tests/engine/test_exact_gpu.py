@@ -1,0 +1,133 @@
+"""`patch(exact=True)`: in bf16 and fp16 drafts change no token, no score and no row's answer, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import tiny_model
+
+import fastspec
+from fastspec.errors import Unsupported
+from fastspec.generation.tree import TokenTree
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+PROMPT, LIMIT = 37, 90
+
+
+class HalfRight:
+    """An assistant that knows the answer, and draws trees whose path follows it for a drawn number of tokens."""
+
+    name, taps, nodes, max_path = "half right", None, 14, 14
+
+    def __init__(self, text: list[int], vocabulary: int) -> None:
+        self.text, self.vocabulary, self.generator = text, vocabulary, torch.Generator().manual_seed(0)
+        self.rounds = self.emitted = 0
+
+    def drafter(self, **_: Any) -> HalfRight:
+        return self
+
+    def begin(self, ids: Any, counts: Any, features: Any, root: Any) -> None:
+        self.at = int(counts[0])
+
+    def propose(self, extent: int) -> TokenTree:
+        parents = [0, *(int(torch.randint(0, node, (1,), generator=self.generator)) for node in range(1, self.nodes))]
+        tokens = torch.randint(0, self.vocabulary, (self.nodes,), generator=self.generator).tolist()
+        right, node, depth = int(torch.randint(0, 8, (1,), generator=self.generator)), 0, 0
+        tokens[0] = self.text[self.at]
+        while depth < right and (children := [each for each in range(node + 1, self.nodes) if parents[each] == node]):
+            node, depth = children[-1], depth + 1
+            tokens[node] = (self.text + [0] * self.nodes)[self.at + depth]
+        return TokenTree.from_parents(torch.tensor([tokens]).cuda(), torch.tensor([parents]).cuda())
+
+    def observe(self, tree: Any, verdict: Any, *_: Any) -> None:
+        self.at += int(verdict.accepted[0]) + 1
+        self.rounds, self.emitted = self.rounds + 1, self.emitted + int(verdict.accepted[0]) + 1
+
+
+def model_of(kind: str, dtype: torch.dtype, **over: Any) -> Any:
+    return tiny_model(kind, **over).to("cuda", dtype)
+
+
+def prompts_of(model: Any, rows: int) -> torch.Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(3, vocabulary, (rows, PROMPT), generator=torch.Generator().manual_seed(rows)).cuda()
+
+
+OPTIONS: dict[str, Any] = {
+    "do_sample": False,
+    "max_new_tokens": LIMIT,
+    "min_new_tokens": LIMIT,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+@HALVES
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "granite"])
+def test_trees_and_batches_say_and_score_what_one_token_at_a_time_does(kind: str, dtype: torch.dtype) -> None:
+    """Tokens and logits, bit for bit."""
+    model = model_of(kind, dtype)
+    ids = prompts_of(model, 4)
+    with fastspec.patched(model, exact=True):
+        alone = [model.generate(row[None], assistant="autoregressive", **OPTIONS) for row in ids]
+        for row, plain in zip(ids, alone, strict=True):
+            drafter = HalfRight(plain.sequences[0].tolist(), model.config.get_text_config().vocab_size)
+            drafted = model.generate(row[None], assistant=drafter, **OPTIONS)
+            assert drafter.emitted > 1.5 * drafter.rounds
+            assert drafted.sequences.equal(plain.sequences)
+            assert all(a.equal(b) for a, b in zip(drafted.logits, plain.logits, strict=True))
+        for assistant in ("autoregressive", "nasd"):
+            together = model.generate(ids, assistant=assistant, **OPTIONS)
+            assert together.sequences.equal(torch.cat([plain.sequences for plain in alone]))
+            for at, plain in enumerate(alone):
+                assert all(a[at].equal(b[0]) for a, b in zip(together.logits, plain.logits, strict=True))
+
+
+@HALVES
+def test_a_second_turn_begins_with_the_same_bits(dtype: torch.dtype) -> None:
+    """Keys and values that rounds leave are those of plain decoding, and of the text read at once."""
+    model = model_of("llama", dtype)
+    ids = prompts_of(model, 1)
+    with fastspec.patched(model, exact=True):
+        plain = model.generate(ids, assistant="autoregressive", **OPTIONS)
+        drafted = model.generate(
+            ids, assistant=HalfRight(plain.sequences[0].tolist(), model.config.vocab_size), **OPTIONS
+        )
+        once = OPTIONS | {"max_new_tokens": 1, "min_new_tokens": 1}
+        whole = model.generate(plain.sequences[:, :-1], assistant="autoregressive", **once)
+        length = plain.sequences.shape[1] - 1
+        for layer in range(model.config.num_hidden_layers):
+            kept = [cache.past_key_values.layers[layer] for cache in (plain, drafted, whole)]
+            for a in kept[1:]:
+                assert a.keys[:, :, :length].equal(kept[0].keys[:, :, :length])
+                assert a.values[:, :, :length].equal(kept[0].values[:, :, :length])
+
+
+def test_open_batches_say_what_one_row_says() -> None:
+    model = model_of("llama", torch.bfloat16)
+    ids = prompts_of(model, 6)
+    with fastspec.patched(model, exact=True):
+        options = {"do_sample": False, "max_new_tokens": LIMIT, "min_new_tokens": LIMIT}
+        alone = [model.generate(row[None], assistant="autoregressive", **options)[0, PROMPT:].tolist() for row in ids]
+        with fastspec.continuous(model, "nasd", rows=3) as batch:
+            asked = [batch.submit(row, **options) for row in ids]
+            assert [each.result()[0, PROMPT:].tolist() for each in asked] == alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "told"),
+    [
+        ("llama", torch.float32, "bfloat16 and float16"),
+        ("mixtral", torch.bfloat16, "feed-forward"),
+        ("qwen3_next", torch.bfloat16, "layer 0"),
+        ("gpt2", torch.bfloat16, "layer 0"),
+    ],
+)
+def test_what_has_no_such_kernels_is_refused_by_name(kind: str, dtype: torch.dtype, told: str) -> None:
+    model = model_of(kind, dtype)
+    with pytest.raises(Unsupported, match=told):
+        fastspec.patch(model, exact=True)
+    assert "generate" not in model.__dict__

@@ -1,0 +1,225 @@
+"""Kernels that sum in a fixed order: right beside the reference, and on a GPU the same bits for a query in a tree, in a
+chain, beside other rows and by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.examples import examples
+from helpers.kernels import EVERYWHERE, ON_CUDA
+from helpers.trees import random_parents
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from torch.nn import functional as F
+
+from fastspec.generation.tree import ancestor_words
+from fastspec.kernels.attention import ordered, reference
+from fastspec.kernels.attention.reference import Span
+from fastspec.kernels.linear import ordered as products
+from fastspec.kernels.linear.reference import GELU_TANH, SILU
+
+ROOTS = (
+    3,
+    15,
+    16,
+    17,
+    60,
+    63,
+    64,
+    65,
+    127,
+    250,
+    255,
+    256,
+    257,
+    511,
+    512,
+    700,
+    1024,
+    2040,
+    2048,
+    2555,
+    2559,
+    2560,
+    2800,
+)
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def depths_of(parents: torch.Tensor) -> torch.Tensor:
+    depths = torch.zeros_like(parents)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+    return depths
+
+
+def test_runs_cover_the_text_once():
+    """The kernel's own functions, by their formula: runs follow each other, and `runs_of` counts them."""
+    starts = [256 * run for run in range(8)]
+    starts += [(4 + each) << (octave + 9) for octave in range(8) for each in range(4)]
+    assert starts == sorted(set(starts)) and starts[8] == 2048
+    for extent in (1, 256, 257, 2047, 2048, 2049, 2560, 2561, 4096, 4097, 32768, 32769, 131072):
+        assert ordered.runs_of(extent) == sum(start < extent for start in starts)
+
+
+@EVERYWHERE
+@given(
+    st.lists(st.sampled_from([0, 1, 15, 16, 33, 130, 257, 600]), min_size=1, max_size=2),
+    st.sampled_from([1, 2, 9, 40]),
+    st.sampled_from([(1, 1), (2, 3), (1, 4)]),
+    st.sampled_from([16, 24]),
+    st.booleans(),
+    st.sampled_from([None, Span(40), Span(64, chunk=True)]),
+    st.booleans(),
+    st.sampled_from([0, 512]),
+    st.integers(0, 2**31),
+)
+@examples(12)
+def test_attention_is_the_references(device, prefixes, nodes, heads, size, chain, span, rare, short, seed):
+    """Trees and chains, windows and chunks, sinks and caps, in one launch and in two; unseen slots hold NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_heads, group = heads
+    parents = random_parents(1, nodes, generator)[0]
+    words = None if chain else ancestor_words(parents.expand(len(prefixes), -1).contiguous(), nodes).to(device)
+    depths = depths_of(parents).expand(len(prefixes), -1).contiguous().to(device) if span and not chain else None
+    prefix, extent = torch.tensor(prefixes, device=device), max(prefixes) + nodes
+    q = torch.randn(len(prefixes), nodes, kv_heads * group, size, generator=generator).to(device)
+    cache = torch.randn(2, len(prefixes), kv_heads, extent + 3, size, generator=generator).to(device)
+    seeing = {"span": span, "depths": depths}
+    extras = {"sinks": torch.randn(kv_heads * group, generator=generator).to(device), "cap": 5.0} if rare else {}
+    layout = reference.attention_layout(prefix, words, nodes, nodes, extent, group, **seeing)
+    wanted = reference.tree_attention(q.double(), *cache.double(), layout, size**-0.5, **extras)
+    for row, each in enumerate(prefixes):
+        cache[:, row, :, each + nodes :] = torch.nan
+    laid = ordered.attention_layout(prefix, words, nodes, nodes, extent, group, **seeing)
+    got = ordered.tree_attention(q, *cache, laid, size**-0.5, short=short, **extras)
+    assert (got.double() - wanted).norm() < 1e-4 * wanted.norm()  # weights are taken on a grid of 2**-14
+
+
+def test_a_rejected_drafts_nan_reaches_no_other_node():
+    """A node reads its own ancestors alone."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parents = torch.tensor([0, 0, 0, 1])
+    words = ancestor_words(parents[None], 4).to(device)
+    q, cache = torch.randn(1, 4, 2, 16, device=device), torch.randn(2, 1, 2, 24, 16, device=device)
+    cache[:, :, :, 20 + 2] = torch.nan
+    layout = ordered.attention_layout(torch.tensor([20], device=device), words, 4, 4, 24, 1)
+    got = ordered.tree_attention(q, *cache, layout, 0.25)
+    assert got[0, [0, 1, 3]].isfinite().all() and got[0, 2].isnan().all()
+
+
+@ON_CUDA
+@HALVES
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "span", "sinks"),
+    [
+        (32, 8, 128, None, False),
+        (9, 3, 64, None, False),
+        (12, 2, 128, None, True),
+        (16, 16, 64, Span(128), False),
+        (16, 2, 256, Span(512, chunk=True), False),
+    ],
+)
+def test_a_querys_bits_hang_on_its_text_alone(device, dtype, heads, kv_heads, size, span, sinks):
+    """At roots around borders of groups, runs and octaves: in a tree whose nodes lie in any order, in two chains of
+    other beginnings, in one launch and in two, beside rows of other lengths."""
+    generator = torch.Generator().manual_seed(heads + size)
+    group, slots, scale = heads // kv_heads, max(ROOTS) + 80, size**-0.5
+    keys, values = (torch.randn(1, kv_heads, slots, size, generator=generator).to(device, dtype) for _ in range(2))
+    queries = (2 * torch.randn(1, slots, heads, size, generator=generator)).to(device, dtype)
+    extras = {"sinks": torch.randn(heads, generator=generator).to(device, dtype)} if sinks else {}
+
+    def chain(first: int, count: int, short: int = 512, more: int = 0) -> torch.Tensor:
+        layout = ordered.attention_layout(
+            torch.tensor([first], device=device), None, count, count, first + count + more, group, span=span
+        )
+        part = queries[:, first : first + count]
+        return ordered.tree_attention(part, keys, values, layout, scale, short=short, **extras)[0]
+
+    for root in ROOTS:
+        nodes = int(torch.randint(20, 60, (1,), generator=generator))
+        parents = torch.tensor(
+            [0, *(int(torch.randint(max(0, node - 12), node, (1,), generator=generator)) for node in range(1, nodes))]
+        )
+        depths, path = depths_of(parents), []
+        node = int(depths.argmax())
+        while node:
+            path.insert(0, node)
+            node = int(parents[node])
+        path.insert(0, 0)
+        k, v = keys.clone(), values.clone()
+        for cache in (k, v):
+            cache[:, :, root : root + nodes] = torch.randn(1, kv_heads, nodes, size, generator=generator).to(
+                device, dtype
+            )
+        q = torch.randn(1, nodes, heads, size, generator=generator).to(device, dtype)
+        for depth, node in enumerate(path):
+            k[:, :, root + node], v[:, :, root + node] = keys[:, :, root + depth], values[:, :, root + depth]
+            q[:, node] = queries[:, root + depth]
+        words = ancestor_words(parents[None], nodes).to(device)
+        laid = ordered.attention_layout(
+            torch.tensor([root], device=device),
+            words,
+            nodes,
+            nodes,
+            root + nodes,
+            group,
+            span=span,
+            depths=depths[None].to(device) if span else None,
+        )
+        trees = [ordered.tree_attention(q, k, v, laid, scale, short=short, **extras)[0] for short in (0, 512)]
+        before = max(0, root - 30)
+        chains = [(root, chain(root, 60)), (before, chain(before, root + 60 - before))]
+        for depth, node in enumerate(path):
+            alone = chain(root + depth, 1)[0]
+            assert alone.equal(chain(root + depth, 1, short=0, more=40)[0])
+            assert all(alone.equal(tree[node]) for tree in trees), (root, depth)
+            assert all(alone.equal(rows[root + depth - first]) for first, rows in chains), (root, depth)
+    rows = torch.tensor([700, 37, 2555], device=device)
+    layout = ordered.attention_layout(rows, None, 1, 1, 2556, group, span=span)
+    together = ordered.tree_attention(
+        torch.cat([queries[:, row : row + 1] for row in rows.tolist()]),
+        keys.expand(3, -1, -1, -1).contiguous(),
+        values.expand(3, -1, -1, -1).contiguous(),
+        layout,
+        scale,
+        **extras,
+    )
+    assert all(together[at, 0].equal(chain(row, 1)[0]) for at, row in enumerate(rows.tolist()))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("rows", "channels", "depth"), [(1, 40, 72), (5, 96, 128), (70, 33, 64)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_torchs(device, rows, channels, depth, bias):
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, depth, device=device), torch.randn(2 * channels, depth, device=device) / depth**0.5
+    given = torch.randn(2 * channels, device=device) if bias else None
+    x, weight, given = (each if each is None else each.half() for each in (x, weight, given))
+    wanted = F.linear(x.double(), weight.double(), None if given is None else given.double())
+    assert (products.linear(x, weight, given).double() - wanted).norm() < 1e-3 * wanted.norm()
+    gate, up = wanted.chunk(2, -1)
+    for kind, opened in ((SILU, F.silu(gate)), (GELU_TANH, F.gelu(gate, approximate="tanh"))):
+        assert (products.gate_up(x, weight, given, kind).double() - opened * up).norm() < 3e-3 * (opened * up).norm()
+
+
+@ON_CUDA
+@HALVES
+@pytest.mark.parametrize(
+    ("channels", "depth"),
+    [(960, 576), (576, 1536), (2048, 1536), (1536, 8960), (4096, 4096), (4096, 14336), (1000, 640), (49152, 576)],
+)
+def test_a_rows_bits_are_the_same_beside_any_rows(device, dtype, channels, depth):
+    """From one row to a prompt's part, which is torch's product."""
+    torch.manual_seed(depth)
+    x, weight = torch.randn(2048, depth, device=device), torch.randn(channels, depth, device=device) / depth**0.5
+    x, weight = x.to(dtype), weight.to(dtype)
+    alone = products.linear(x[:1], weight, None)[0]
+    gated = products.gate_up(x[:1], weight, None)[0]
+    for rows in (2, 8, 17, 60, 64, 65, 200, 512, 513, 1024, 2048):
+        assert products.linear(x[:rows], weight, None)[0].equal(alone), rows
+        assert products.linear(x[:rows].flip(0), weight, None)[-1].equal(alone), rows
+        assert products.gate_up(x[:rows], weight, None)[0].equal(gated), rows
