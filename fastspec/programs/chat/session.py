@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastspec
 from fastspec.cascade.decisions import Explanation
@@ -15,6 +16,9 @@ from fastspec.programs.chat.resources import forget_cascade, load, new_storage, 
 from fastspec.programs.chat.settings import Settings
 from fastspec.programs.compare import BASELINE, Stopwatch, first_difference
 from fastspec.programs.texts import encode
+
+if TYPE_CHECKING:
+    from fastspec.programs.chat.saved import SavedChat
 
 BEAMS = "beam search"
 WARM_TOKENS = 4
@@ -71,13 +75,11 @@ class ChatTurn:
 
     @property
     def reference(self) -> Answer | None:
-        """The answer that others are compared with: the first that must be the target's own. None where none need be
-        (sampling)."""
+        """The first answer that must be the target's own, which the others are compared with; None while sampling."""
         return next((answer for answer in self.answers if self._fixed(answer)), None)
 
     def identical(self, answer: Answer) -> bool | None:
-        """Whether an answer has the reference's tokens; None where it need not (sampling, beam search, a cascade's
-        smaller stage, stopped) and for the reference."""
+        """Whether an answer has the reference's tokens; None where it need not, and for the reference."""
         first = self.reference
         return None if first is None or answer is first or not self._fixed(answer) else answer.tokens == first.tokens
 
@@ -157,7 +159,12 @@ class Chat:
         self._storage = None
         self._caches.clear()
         self._warm.clear()
-        lost = {name: str(error) for name in settings.assistants if (error := self._refusal(name)) is not None}
+        lost = {}
+        for name in settings.assistants:
+            try:
+                self.check(name)
+            except Unsupported as error:
+                lost[name] = str(error)
         kept = tuple(name for name in settings.assistants if name not in lost)
         self.settings = settings.replace(assistants=kept or ("autoregressive",))
         return lost
@@ -187,9 +194,8 @@ class Chat:
         from fastspec.patches.api import check_assistant, has_resource, is_patched
 
         if not is_patched(self.model):
-            raise Unsupported(
-                f"this {type(self.model).__name__} is not patched: fastspec.patch(model) comes before Chat(model, ...)"
-            )
+            name = type(self.model).__name__
+            raise Unsupported(f"this {name} is not patched: fastspec.patch(model) comes before Chat(model, ...)")
         try:
             check_assistant(settings.assistant(name), self.model)
         except Unsupported as error:
@@ -197,23 +203,14 @@ class Chat:
             exits = early and settings.field("speculative.early_exit") is not None
             if has_resource(name, self.model) or name not in resource_names() or exits:
                 raise
-            raise Unsupported(
-                f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}"
-            ) from error
-
-    def _refusal(self, name: str) -> Unsupported | None:
-        try:
-            self.check(name)
-        except Unsupported as error:
-            return error
-        return None
+            commands = f"/resource {name} SOURCE{' or /early_exit K' if early else ''}"
+            raise Unsupported(f"{error}; in the chat: {commands}") from error
 
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
         """The answer of one strategy to the conversation and a further prompt.
 
-        `streamer` is a `view.AnswerStreamer`; an interrupt (Ctrl-C) ends the answer with what it was handed. Its
-        display time does not count. What `generate` refuses or raises comes through, and the conversation stays as it
-        was.
+        `streamer` is a `view.AnswerStreamer`, whose display time does not count; an interrupt (Ctrl-C) ends the answer
+        with what it was handed.
         """
         import torch
 
@@ -229,38 +226,26 @@ class Chat:
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed)
         cascade = self._cascade(strategy)
-        with Stopwatch(ids.device) as watch:
-            try:
-                output = self.model.generate(
-                    **inputs, max_new_tokens=self.settings.max_new_tokens, return_dict_in_generate=True, **options
-                )
-                stopped = False
-            except KeyboardInterrupt:
-                stopped = True
-        seconds = watch.seconds - streamer.spent
-        if stopped:
+        options |= {"max_new_tokens": self.settings.max_new_tokens, "return_dict_in_generate": True}
+        output = None
+        with Stopwatch(ids.device) as watch, contextlib.suppress(KeyboardInterrupt):
+            output = self.model.generate(**inputs, **options)
+        if output is None:
             tokens, stats = list(streamer.ids), streamer if streamer.rounds else None
         else:
-            tokens, stats = (
-                output.sequences[0, prompt_width(self.model, ids) :].tolist(),
-                getattr(output, "fastspec", None),
-            )
-        if (
-            not stopped and self.settings.cache and strategy != BEAMS and cascade is None
-        ):  # a cascade's stages have caches of their own
-            self._caches[strategy] = (output.sequences[0].tolist(), kept_cache(output))
+            tokens = output.sequences[0, prompt_width(self.model, ids) :].tolist()
+            stats = getattr(output, "fastspec", None)
+            if self.settings.cache and strategy != BEAMS and cascade is None:  # a cascade's stages have their own
+                self._caches[strategy] = (output.sequences[0].tolist(), kept_cache(output))
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        answer = Answer(strategy, tokens, text, seconds, reused=reused, stopped=stopped)
+        answer = Answer(strategy, tokens, text, watch.seconds - streamer.spent, reused=reused, stopped=output is None)
         if strategy == BEAMS:
             answer.acceptance_length = None
         if stats is not None:
-            answer.acceptance_length, answer.drafted, answer.accepted = (
-                stats.acceptance_length,
-                stats.drafted,
-                stats.accepted,
-            )
+            answer.acceptance_length, answer.drafted = stats.acceptance_length, stats.drafted
+            answer.accepted = stats.accepted
         if cascade is not None:
-            _judge(answer, cascade, () if stopped else output.fastspec.explanations)
+            _judge(answer, cascade, () if output is None else output.fastspec.explanations)
         return answer
 
     def keep(self, turn: ChatTurn) -> None:
@@ -274,14 +259,10 @@ class Chat:
             {"role": "assistant", "content": turn.answers[0].text},
         ]
 
-    def restore(self, settings: Settings, conversation: list[dict[str, str]], turns: list[ChatTurn]) -> dict[str, str]:
-        """Go on with a chat that was saved, with its model and settings; returns the assistants that cannot answer
-        here, and why.
-
-        Where loading or patching fails, everything is as it was.
-        """
-        lost = self.reopen(settings)
-        self.turns, self.conversation = list(turns), list(conversation)
+    def restore(self, saved: SavedChat) -> dict[str, str]:
+        """Go on with a chat that was saved, with its model and settings, as `reopen` does."""
+        lost = self.reopen(saved.settings)
+        self.turns, self.conversation = list(saved.turns), list(saved.conversation)
         return lost
 
     def reset(self) -> None:
@@ -346,8 +327,7 @@ class Chat:
         return given if isinstance(given, fastspec.Cascade) else None if models is None else models.config
 
     def _warm_up(self, strategy: str, ids: Any, options: dict[str, Any]) -> None:
-        """A few tokens ahead of the first answer with an assistant's settings, so that its seconds do not hold what is
-        done once. What is kept from answer to answer does not have them."""
+        """Compile and capture before the first answer with an assistant's settings is timed."""
         import torch
 
         config = None if strategy == BASELINE or strategy in self.own else self.settings.assistant(strategy)
@@ -361,8 +341,7 @@ class Chat:
             forget_cascade(self.model)
 
     def _past(self, strategy: str, ids: list[int]) -> tuple[Any, int]:
-        """A strategy's cache cut to what it shares with ids, at most all but the last token -> cache or None, tokens in
-        it."""
+        """(a strategy's cache or None, tokens in it): cut to what it shares with ids, at most all but the last."""
         held, cache = self._caches.pop(strategy, ([], None))
         if cache is None or not self.settings.cache:
             return None, 0
