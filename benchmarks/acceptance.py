@@ -109,35 +109,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", nargs="+", default=[SMOLLM2], help="of `eagle3`, a row each")
-    parser.add_argument(
-        "--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong"
-    )
+    parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; else random weights, mostly wrong drafts")
     parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
     parser.add_argument("--each", type=int, default=80, help="prompts to take from each file")
     parser.add_argument("--longest", type=int, default=1400, help="leave out prompts of more tokens")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument(
-        "--rows", type=int, help="prompts of a batch that are decoded at a time; all of them without it"
-    )
+    parser.add_argument("--rows", type=int, help="prompts of a batch that are decoded at a time; else all")
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument(
-        "--tree",
-        nargs="+",
-        default=["60,7,10"],
-        help="total_tokens,depth,top_k, a row each; auto: chosen by measurement",
+        "--tree", nargs="+", default=["60,7,10"], help="total_tokens,depth,top_k, a row each; auto: measured"
     )
     parser.add_argument(
-        "--temperature",
-        nargs="+",
-        type=float,
-        default=[0.0],
-        help="0 is greedy; at others answers are drawn, a row each",
+        "--temperature", nargs="+", type=float, default=[0.0], help="0: greedy; others: drawn, a row each"
     )
     parser.add_argument("--top-p", type=float, help="of drawn answers; 1 is the whole distribution")
-    parser.add_argument(
-        "--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step"
-    )
+    parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
     parser.add_argument("--no-end", action="store_true", help="no token ends an answer: all have --tokens tokens")

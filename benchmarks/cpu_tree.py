@@ -82,23 +82,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
-    parser.add_argument(
-        "--prompts", nargs="+", default=[], type=Path, help="jsonl files; without any, the demo's prompts"
-    )
+    parser.add_argument("--prompts", nargs="+", default=[], type=Path, help="jsonl files; else the demo's prompts")
     parser.add_argument("--each", type=int, default=3, help="prompts to take from each file")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--runs", type=int, default=1, help="how often every prompt is answered by every method")
     parser.add_argument(
-        "--alone", type=float, default=float("inf"), help="cores that others may take, for a row that is summarised"
+        "--alone", type=float, default=float("inf"), help="cores that others may take in a row that is printed"
     )
-    parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="process: processor time, to be read with OMP_NUM_THREADS=1"
-    )
-    parser.add_argument(
-        "--busy", type=int, default=0, help="programs to run beside it, each of which keeps a core busy"
-    )
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="process: with OMP_NUM_THREADS=1")
+    parser.add_argument("--busy", type=int, default=0, help="programs beside it that keep a core busy each")
     options = parser.parse_args(arguments)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

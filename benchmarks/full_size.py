@@ -271,9 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
-    parser.add_argument(
-        "--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step"
-    )
+    parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
     args = parser.parse_args(arguments)
     device, _ = device_here()
     bandwidth = read_bandwidth(device)

@@ -383,9 +383,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prefixes", default="1024,8192,32768,131072")
     parser.add_argument("--models", default="8B")
     parser.add_argument("--only", default="", help="names of ops, with commas between")
-    parser.add_argument(
-        "--flex", action="store_true", help="FlexAttention too, at the longest prefix: it compiles long"
-    )
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, at the longest prefix")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     block = random(2**30, dtype=torch.float32)

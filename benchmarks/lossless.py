@@ -172,16 +172,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
-    parser.add_argument(
-        "--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong"
-    )
+    parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; else random weights, mostly wrong drafts")
     parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=list(ASSISTANTS))
     parser.add_argument(
-        "--penalty",
-        nargs="+",
-        default=list(PENALTY),
-        choices=list(PENALTY),
-        help="with and without a repetition penalty",
+        "--penalty", nargs="+", default=list(PENALTY), choices=list(PENALTY), help="a repetition penalty"
     )
     parser.add_argument("--texts", type=int, default=50_000)
     parser.add_argument("--batch", type=int, default=100)

@@ -178,20 +178,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--processes", default="1,all", help="1, all or both: how many hold the model")
     parser.add_argument(
-        "--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r} behind: its head is whole in all processes"
+        "--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r} behind: its head is whole everywhere"
     )
     parser.add_argument("--prefix", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument(
-        "--tune",
-        type=float,
-        default=0.0,
-        metavar="MINUTES",
-        help="measure rounds again with launches tuned for so long",
-    )
+    parser.add_argument("--tune", type=float, default=0.0, metavar="MINUTES", help="measure again with tuned launches")
     parser.add_argument("--no-sums", action="store_true")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()

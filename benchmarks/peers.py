@@ -38,7 +38,8 @@ from transformers import AutoModelForCausalLM
 
 import fastspec
 from fastspec.errors import FastSpecError
-from fastspec.programs.bench.peers import MEMORY, Peer, PeerJob, Way, answers, medians
+from fastspec.programs.bench.peers import MEMORY, Peer, PeerJob, answers
+from fastspec.programs.compare import median
 from fastspec.programs.training.save import checkpoint_config
 
 Case = tuple[int, int]
@@ -163,8 +164,8 @@ def their_rows(
         sizes |= {"cache_bytes": None if args.cache_gib is None else int(args.cache_gib * 2**30)}
         asked = {"exact_length": True, "head": head, "dummy": True, "warmup": COMPILES, "runs": runs}
         job = PeerJob(target, dtype, batches, counts * len(chosen), **asked, **sizes)
-        told, found = answers(run.peer, job, Way(THEIRS if chain is None else f"{THEIRS}-eagle3-{chain}", chain))
-        calls = iter(medians(found))
+        told, found = answers(run.peer, job, chain)
+        calls = map(median, found)
         for rows, before in chosen:
             whole = next(calls)
             first = next(calls).seconds if twice else None
@@ -237,9 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="*", default=[], choices=list(SHAPES))
     parser.add_argument("--cases", nargs="+", type=read_case, default=list(CASES), help="rows x tokens before: 8x512")
-    parser.add_argument(
-        "--round", type=read_case, help="a head's rounds; 1x2048 where it is among the cases, or the first"
-    )
+    parser.add_argument("--round", type=read_case, help="a head's rounds; else 1x2048, or the first case")
     parser.add_argument("--no-round", action="store_true", help="leave a head's rounds out")
     parser.add_argument("--new", type=int, default=128, help="new tokens")
     parser.add_argument("--draft-vocab", type=int, default=32000)

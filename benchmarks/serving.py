@@ -274,26 +274,16 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and append a row for every way, load and server."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--server", action="append", default=[], help="NAME=URL of one that runs; may be given several times"
-    )
-    parser.add_argument(
-        "--start", action="append", default=[], help="NAME=COMMAND of one to start; may be given several times"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=600, help="seconds until servers that are started must be ready"
-    )
+    parser.add_argument("--server", action="append", default=[], help="NAME=URL of one that runs; repeatable")
+    parser.add_argument("--start", action="append", default=[], help="NAME=COMMAND of one to start; repeatable")
+    parser.add_argument("--patience", type=float, default=600, help="seconds until started servers must be ready")
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True, help="jsonl file in Spec-Bench's form")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument(
-        "--requests", type=int, default=64, help="of every load, or six times those in flight where that is more"
-    )
+    parser.add_argument("--requests", type=int, default=64, help="of a load, or six times those in flight")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", default=["streamed"], choices=("streamed", "whole", "long"))
-    parser.add_argument(
-        "--long", type=int, default=1500, help="words of the text that every tenth prompt begins with, where asked so"
-    )
+    parser.add_argument("--long", type=int, default=1500, help="words before every tenth prompt, with `--ways long`")
     parser.add_argument("--note", default="", help="what the rows say of the machine and the servers")
     given = parser.parse_args(arguments)
     if not given.server + given.start:

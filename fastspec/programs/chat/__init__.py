@@ -19,8 +19,7 @@ from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fastspec.programs.chat.saved import SavedChat
-    from fastspec.programs.chat.session import Chat
+    from fastspec.programs.chat.session import Chat, SavedChat
 
 
 def make_settings(

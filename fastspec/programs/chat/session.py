@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fastspec
 from fastspec.cascade.decisions import Explanation
@@ -16,9 +16,6 @@ from fastspec.programs.chat.resources import forget_cascade, load, new_storage, 
 from fastspec.programs.chat.settings import Settings
 from fastspec.programs.compare import BASELINE, Stopwatch, first_difference
 from fastspec.programs.texts import encode
-
-if TYPE_CHECKING:
-    from fastspec.programs.chat.saved import SavedChat
 
 BEAMS = "beam search"
 WARM_TOKENS = 4
@@ -89,6 +86,15 @@ class ChatTurn:
     def as_json(self) -> dict[str, Any]:
         answers = [{**answer.as_json(), "identical": self.identical(answer)} for answer in self.answers]
         return {"prompt": self.prompt, "settings": asdict(self.settings), "answers": answers}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChat:
+    """Settings, conversation and turns of a chat that was saved."""
+
+    settings: Settings
+    conversation: list[dict[str, str]]
+    turns: list[ChatTurn]
 
 
 class Chat:

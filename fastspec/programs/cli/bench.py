@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fastspec.programs.cli.options import Backend, Device, Dtype
+from fastspec.models import SMOLLM2
+from fastspec.programs.cli.options import AsJson, Backend, Device, Dtype, MaxNewTokens, Model, stdout_kept
 
 
 def bench(
@@ -21,9 +21,7 @@ def bench(
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; may be given several times. Without any: eight bundled ones.")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="Hub id, directory or .gguf file of the target.")
-    ] = "smollm2-135m-instruct",
+    model: Model = SMOLLM2,
     head: Annotated[
         list[str] | None, typer.Option(help="Hub id, directory or shipped name of an EAGLE head; one of each kind.")
     ] = None,
@@ -37,7 +35,7 @@ def bench(
         str | None, typer.Option(help="Methods, comma-separated; by default all that have what they need.")
     ] = None,
     each: Annotated[int | None, typer.Option(min=1, help="Prompts to take of every category; all by default.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    max_new_tokens: MaxNewTokens = 128,
     dtype: Dtype = None,
     device: Device = None,
     backend: Backend = "auto",
@@ -61,9 +59,7 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")
-    ] = False,
+    as_json: AsJson = False,
     print_output: Annotated[bool, typer.Option("--print-output", help="Print every method's answers.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Print every method's answers beside transformers' own.")
@@ -99,7 +95,7 @@ def bench(
     failures: list[str] = []
     engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
     names = [name.strip() for name in methods.split(",")] if methods else None
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
+    with stdout_kept(as_json), writer(out) as write:
         rows = run_bench(
             prompts=prompts or (),
             texts=prompt or (),

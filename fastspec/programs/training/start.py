@@ -1,4 +1,4 @@
-"""The head that a run begins with: one of the target's parts, or one that exists, whose sizes the run takes."""
+"""Head that a run begins with: one of the target's parts, or one that exists, whose sizes the run takes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,8 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | None:
         return None
     head = load_head(config.start_from, target)
     if head.config.kind != config.kind:
-        raise Unsupported(
-            f"{config.start_from} is a head of kind {head.config.kind!r} and the run trains {config.kind!r}: give "
-            "that kind"
-        )
+        kinds = f"a head of kind {head.config.kind!r} and the run trains {config.kind!r}"
+        raise Unsupported(f"{config.start_from} is {kinds}: give that kind")
     try:
         checkpoint_tensors(head)
     except ValueError as error:
@@ -69,12 +67,8 @@ def with_sizes_of(config: TrainConfig, head: EagleHead) -> TrainConfig:
     if c.kind == "eagle3":
         sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps}
         sizes |= {"share_lm_head": c.target_rows, "norms": c.norm_output}
-    left_out = {"taps": (), "share_lm_head": False, "norms": False}
-    other = [
-        f"{name} {getattr(config, name)!r} (the head: {size!r})"
-        for name, size in sizes.items()
-        if getattr(config, name) not in (left_out.get(name, 0), size)
-    ]
+    given = {name: value for name in sizes if (value := getattr(config, name))}
+    other = [f"{name} {value!r} (the head: {sizes[name]!r})" for name, value in given.items() if value != sizes[name]]
     if other:
         raise Unsupported(f"{config.start_from} has other sizes than the run: {', '.join(other)}; leave them out")
     return replace(config, **sizes)

@@ -1,5 +1,4 @@
-"""The frozen target as a teacher: a head's sizes and start from it, and what it says of a batch, from one forward
-pass."""
+"""Frozen target as a teacher: a head's sizes and start, and the target's distributions of a batch."""
 
 from __future__ import annotations
 
@@ -18,9 +17,7 @@ from fastspec.programs.training.data import TextBatch
 from fastspec.programs.training.ttt import Teacher
 
 SOFTEN = 0.3
-"""Factor on the final norm at the start: the tap read through the target's LM head names the token given, not the one
-to guess."""
-
+"""Factor on the final norm at the start: a tap read through the target's LM head names the token before."""
 RIDGE = 0.01
 """Share of the mean square added to the diagonal of the least squares that EAGLE-1/2 heads start from."""
 
@@ -47,14 +44,12 @@ def head_for(
     """A head with the target's attention shape; for EAGLE-3, `taps` empty means hidden_states[2], [L // 2] and [L - 3],
     as published, and `norms` are those of EAGLE-3.1."""
     c = target.config.get_text_config()
-    heads = c.num_attention_heads
-    layers = c.num_hidden_layers
+    heads, layers, width = c.num_attention_heads, c.num_hidden_layers, hidden_size or c.hidden_size
     read = target.get_output_embeddings().weight.shape[1]
-    if target_rows and not (hidden_size or c.hidden_size) == c.hidden_size == read:
+    if target_rows and not width == c.hidden_size == read:
         raise Unsupported(
             f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, "
-            "and the head is to be "
-            f"{hidden_size or c.hidden_size}"
+            f"and the head is to be {width}"
         )
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
     if kind == "eagle3":
@@ -65,7 +60,7 @@ def head_for(
         target_rows=target_rows,
         fc_norm=norms,
         norm_output=norms,
-        hidden_size=hidden_size or c.hidden_size,
+        hidden_size=width,
         intermediate_size=intermediate_size or c.intermediate_size,
         num_attention_heads=heads,
         num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
@@ -82,15 +77,9 @@ def head_for(
 
 def decoder(target: Any) -> Any:
     """The target without its LM head."""
-    return (
-        stack_of(target.get_decoder()) if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
-    )
-
-
-def final_norm(target: Any) -> nn.Module | None:
-    """The norm before the target's LM head, where it is found under its usual name."""
-    found = getattr(decoder(target), "norm", None)
-    return found if isinstance(found, nn.Module) else None
+    if hasattr(target, "get_decoder"):
+        return stack_of(target.get_decoder())
+    return getattr(target, target.base_model_prefix)
 
 
 @torch.no_grad()
@@ -110,7 +99,7 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
         head.lm_head.weight.copy_(weight[vocabulary.to(weight.device)])
     if head.lm_head_map is not None:
         nn.init.eye_(head.lm_head_map.weight)
-    weight = getattr(final_norm(target), "weight", None)
+    weight = getattr(getattr(decoder(target), "norm", None), "weight", None)
     if isinstance(weight, Tensor) and weight.shape == head.norm.weight.shape:
         head.norm.weight.copy_(weight)
     head.norm.weight.mul_(SOFTEN)
@@ -146,8 +135,8 @@ def _random(head: EagleHead) -> None:
 
 
 class TeacherLogits(NamedTuple):
-    """The LM head's say of M states: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the
-    log-sum-exp of all logits, and `best` [M] the most likely token's id."""
+    """Logits of M states, reduced: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the log-sum-exp
+    of all, and `best` [M] the most likely token's id."""
 
     probs: Tensor
     inside: Tensor
@@ -173,14 +162,14 @@ class TargetReader:
 
     @torch.no_grad()
     def read(self, ids: Tensor, where: Tensor) -> Teacher:
-        """ids [B, T] right-padded, where [M] flat positions (see `TextBatch`) -> what the target says there."""
+        """ids [B, T] right-padded, where [M] flat positions as in `TextBatch` -> the teacher there."""
         features, _, judged = self.said(ids, where)
         return self.teacher(features, where, judged)
 
     @torch.no_grad()
     def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, TeacherLogits]:
-        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads
-        [M, H], and what it says of these."""
+        """One pass of the target over ids [B, T]: features [B, T, F], and at `where` the states that the LM head reads
+        [M, H] with their reduced logits."""
         if not len(where):
             raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
@@ -190,8 +179,8 @@ class TargetReader:
 
     @torch.no_grad()
     def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> TeacherLogits:
-        """What the LM head says of states [M, H]. `known` are `whole` and `best` of before, which spare the logits
-        outside the draft vocabulary."""
+        """Reduced logits of states [M, H]. `known` are `whole` and `best` of before, which spare the logits outside the
+        draft vocabulary."""
         size = self.lm_head.weight.shape[0]
         parts = []
         for start in range(0, len(states), self.chunk):
@@ -209,8 +198,7 @@ class TargetReader:
 
     @property
     def drafted_bytes(self) -> int:
-        """Of a copy of the LM head's rows for the draft vocabulary; 0 where none is made, since it is that of the
-        whole, or the LM head's logits are not plainly those of its weight."""
+        """Bytes of a copy of the LM head's rows for the draft vocabulary; 0 where none is made."""
         part = len(self.vocabulary) < self.lm_head.weight.shape[0] and is_plain(self.lm_head)
         return len(self.vocabulary) * self.lm_head.weight.shape[1] * self.lm_head.weight.itemsize if part else 0
 
@@ -222,6 +210,6 @@ class TargetReader:
         return F.linear(rows, *self._rows)
 
     def teacher(self, features: Tensor, where: Tensor, judged: TeacherLogits) -> Teacher:
-        """What the target says of a batch, from its features and what its LM head says."""
+        """The teacher of a batch, from its features and reduced logits."""
         best = self.draft_id[judged.best]
         return Teacher(features=features, where=where, probs=judged.probs, inside=judged.inside, best=best)
