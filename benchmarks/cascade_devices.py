@@ -13,12 +13,11 @@ many that compile and capture; `equal` is the share of answers that are the mode
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from common import parser_of, write
+from common import parser_of, timed, write
 from common import place as columns
 from full_size import SHAPES, make_model  # the script beside this one
 
@@ -42,17 +41,12 @@ def predictor() -> Predictor:
 
 
 def milliseconds(
-    run: Callable[[torch.Tensor], torch.Tensor], prompts: Sequence[torch.Tensor]
+    run: Callable[[torch.Tensor], torch.Tensor], prompts: list[torch.Tensor]
 ) -> tuple[list[float], list[list[int]]]:
-    """(the quantiles of all prompts' times, the answers), behind a first turn through them."""
-    for ids in prompts:
-        run(ids)
-    times, found = [], []
-    for ids in prompts:
-        begun = time.perf_counter()
-        found.append(run(ids)[0, ids.shape[1] :].tolist())
-        times.append(1e3 * (time.perf_counter() - begun))
-    return [round(each, 2) for each in quantiles(times)], found
+    """(the quantiles of all prompts' times, the answers), after a first turn through them."""
+    found: list[list[int]] = []
+    times = [1e3 * timed(lambda ids=ids: found.append(run(ids)[0, ids.shape[1] :].tolist())) for ids in prompts * 2]
+    return [round(each, 2) for each in quantiles(times[len(prompts) :])], found[len(prompts) :]
 
 
 def rows_of(args: argparse.Namespace, place: str, settled: Predictor) -> Iterator[dict[str, Any]]:

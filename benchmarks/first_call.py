@@ -51,21 +51,6 @@ class Clock:
         self.seconds[phase], self.last = round(now - self.last, 3), now
 
 
-class FirstTokens:
-    """Streamer that takes the seconds to the prompt, to the first new token, and to the tokens of every round."""
-
-    def __init__(self) -> None:
-        self.last, self.seconds = time.perf_counter(), list[float]()
-
-    def put(self, value: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self.last)
-        self.last = now
-
-    def end(self) -> None:
-        pass
-
-
 def watch(found: dict[str, Any]) -> None:
     """Count what Triton compiles and reads, and time what is compiled ahead."""
     from fastspec.generation import capture
@@ -142,6 +127,8 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     clock.mark("patch")
     found: dict[str, Any] = {"ahead": 0.0, "foreseen": 0, "compiled": 0, "from_disk": 0}
     watch(found)
+    from common import FirstTokens
+
     ids = torch.randint(5, 500, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(ids)
@@ -162,8 +149,7 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
 
 
 def both(command: list[str], setting: dict[str, str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Run a command with empty caches and with those that it left -> which caches and the process's seconds, and what
-    it printed last."""
+    """Run a command with empty caches and with those that it left -> (caches and seconds, its last line)."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "FASTSPEC_CACHE": f"{folder}/fastspec"}
         root = str(Path(__file__).parents[1])

@@ -8,9 +8,8 @@
 Weights are random: answers have `new` tokens each, and drafts are not accepted. Seconds are those of a whole call, its
 prefill included: the median of some calls (`runs`) after some that compile and capture. `tokens_per_second` counts the
 new tokens of all rows. `first_token_s`, of long prompts (LONG tokens and more), are the seconds of a call of one token.
-`round_ms`, of rows with drafts (the case `--round`), are the seconds beyond those of such a call, over the rounds.
-Every case's rows are written at once, and a case that fails costs no other. vLLM runs with its own compilation and CUDA
-graphs, without prefixes kept from call to call, in a process of its own, after fastspec has left the device.
+`round_ms`, of rows with drafts (the case `--round`), are the seconds beyond those of such a call, over the rounds. vLLM
+runs without prefixes kept from call to call, in a process of its own, after fastspec has left the device.
 
 With `--processes` vLLM alone runs, over so many GPUs; every row has its `round_ms`, beside those of parallel.py. It
 must not set up NVLink multicast where the host's other users share the switch: start this with `NCCL_NVLS_ENABLE=0` and
@@ -201,13 +200,8 @@ def table(rows: Sequence[Row]) -> str:
             unit = "round_ms" if "round_ms" in mine else "tokens_per_second"
             ratio = theirs[unit] / mine[unit] if unit == "round_ms" else mine[unit] / theirs[unit]
             firsts = ", ".join(f"{row['first_token_s']:.3g}" for row in (mine, theirs) if "first_token_s" in row)
-            cells = [
-                model,
-                before or "prompts",
-                count,
-                new,
-                f"{method}, {'ms a round' if 'ms' in unit else 'tokens/s'}",
-            ]
+            figure = f"{method}, {'ms a round' if 'ms' in unit else 'tokens/s'}"
+            cells = [model, before or "prompts", count, new, figure]
             cells += [cell(row, unit) for row in (mine, theirs)] + [f"{ratio:.2f}", firsts]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     told: dict[str, dict[str, None]] = {}
@@ -234,7 +228,6 @@ def read_case(text: str) -> Case:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and append rows; exit status 1 where a case failed."""
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="*", default=[], choices=list(SHAPES))
     parser.add_argument("--cases", nargs="+", type=read_case, default=list(CASES), help="rows x tokens before: 8x512")

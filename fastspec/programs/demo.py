@@ -177,22 +177,18 @@ def run_demo(
 
 def print_table(result: Result, console: Console) -> None:
     """The closing table, with a note where something needs one."""
-    from rich.table import Table
+    from rich import box
 
-    table = Table(title=f"{result.model}, {result.device}, {result.dtype}: median of {len(result.prompts)} prompts")
-    table.add_column("method", no_wrap=True)
-    for name in ("tokens/s", "ratio", "acceptance length", "identical output"):
-        table.add_column(name, justify="right")
-    rows = result.rows()
+    from fastspec.programs.tables import table
+
+    title = f"{result.model}, {result.device}, {result.dtype}: median of {len(result.prompts)} prompts"
+    rows, cells = result.rows(), []
     for row in rows:
-        table.add_row(
-            "transformers generate" if row["method"] == BASELINE else row["method"],
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['ratio']:.2f}x",
-            f"{row['acceptance_length']:.2f}",
-            "[green]yes[/]" if row["identical"] else "[red]no[/]",
-        )
-    console.print(table)
+        method = "transformers generate" if row["method"] == BASELINE else row["method"]
+        figures = (f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}x", f"{row['acceptance_length']:.2f}")
+        cells.append((method, *figures, "[green]yes[/]" if row["identical"] else "[red]no[/]"))
+    titles = ("method", "tokens/s", "ratio", "acceptance length", "identical output")
+    console.print(table(titles, cells, title=title, box=box.HEAVY_HEAD, pad_edge=True))
     if result.dtype != "float32" and not all(row["identical"] for row in rows):
         console.print(f"In {result.dtype} {ROUNDING}.")
     if result.load is not None and result.load >= BUSY:

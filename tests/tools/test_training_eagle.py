@@ -30,12 +30,12 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.programs.cli.app import app
 from fastspec.programs.training.data import TextBatch, Texts, batches
-from fastspec.programs.training.target import TargetReader, head_for, start_from_features
+from fastspec.programs.training.start import head_for, start_from_features
+from fastspec.programs.training.target import TargetReader
 from fastspec.programs.training.trainer import Trainer
 from fastspec.programs.training.ttt import FEATURE_LOSS, TrainingTimeTest
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
-SIZES = {"draft_vocab_size": VOCAB, "hidden_size": None, "intermediate_size": 48, "taps": ()}
 
 
 def eagle(folder: Path, **changes: object) -> Any:
@@ -53,7 +53,7 @@ def bent_target(seed: int = 0) -> LlamaForCausalLM:
 
 def made_head(model: LlamaForCausalLM, seed: int, scale: float = 0.1) -> EagleHead:
     torch.manual_seed(seed)
-    head = EagleHead(head_for(model, kind="eagle", **SIZES)).requires_grad_(False)
+    head = EagleHead(head_for(eagle(Path("none"), intermediate_size=48), model, VOCAB)).requires_grad_(False)
     for parameter in head.parameters():
         if parameter.ndim == 2:
             parameter.normal_(std=scale)

@@ -150,26 +150,27 @@ def print_differences(rows: Sequence[Row], console: Console) -> None:
 
 def speed_table(whole: list[Row]) -> Table:
     """One line per method: speed, ratio, acceptance, identical answers."""
-    table = _table("over all prompts", ("tokens/s 20", "50", "80", "ratio", "acceptance", "identical"))
+    rows = []
     for row in whole:
         same = f"[{'green' if row['identical'] == row['count'] else 'bold red'}]{row['identical']}/{row['count']}[/]"
         speeds = [f"{value:.1f}" for value in row["tokens_per_second"]]
-        table.add_row(row["method"], *speeds, f"{row['ratio'][1]:.2f}x", _median(row, "acceptance_length", ".2f"), same)
-    return table
+        rows.append(
+            (row["method"], *speeds, _median(row, "ratio", ".2f") + "x", _median(row, "acceptance_length", ".2f"), same)
+        )
+    return _table(("over all prompts", "tokens/s 20", "50", "80", "ratio", "acceptance", "identical"), rows)
 
 
 def round_table(whole: list[Row]) -> Table:
     """One line per method: milliseconds of a round by phase, and acceptance by position."""
     phases = [name for name in dict.fromkeys(name for row in whole for name in row["phases_ms"]) if name != "pass"]
     memory = [("peak_mib", "peak MiB", ".0f")] if any(row["peak_mib"] for row in whole) else []
-    last = [("floor_share", "floor", ".0%"), *memory]
-    table = _table("ms a round", ("all", *phases, *(title for _, title, _ in last), "by position"))
+    last, rows = [("floor_share", "floor", ".0%"), *memory], []
     for row in whole:
         spent = [f"{row['phases_ms'][name]:.1f}" if name in row["phases_ms"] else "" for name in phases]
         positions = " ".join(f"{share:.2f}".removeprefix("0") for share in row["acceptance_by_position"][:3])
         shares = [_median(row, name, form) for name, _, form in last]
-        table.add_row(row["method"], _median(row, "ms_per_round", ".1f"), *spent, *shares, positions)
-    return table
+        rows.append((row["method"], _median(row, "ms_per_round", ".1f"), *spent, *shares, positions))
+    return _table(("ms a round", "all", *phases, *(title for _, title, _ in last), "by position"), rows)
 
 
 def category_tables(summary: list[Row]) -> Iterator[Table]:
@@ -178,21 +179,17 @@ def category_tables(summary: list[Row]) -> Iterator[Table]:
     names = list(dict.fromkeys(row["method"] for row in summary if row["method"] != BASELINE))
     for start in range(0, max(1, len(names)), SIDE_BY_SIDE):
         methods = [BASELINE, *names[start : start + SIDE_BY_SIDE]]
-        table = _table("tokens/s", methods)
-        for category in dict.fromkeys(row["category"] for row in summary if row["category"] != OVERALL):
-            table.add_row(category, *(_cell(found.get((category, method))) for method in methods))
-        yield table
+        kinds = [kind for kind in dict.fromkeys(row["category"] for row in summary) if kind != OVERALL]
+        rows = [(kind, *(_cell(found.get((kind, method))) for method in methods)) for kind in kinds]
+        yield _table(("tokens/s", *methods), rows)
 
 
-def _table(first: str, titles: Sequence[str]) -> Table:
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich import box
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=title == "by position", overflow="fold")
-    return table
+    from fastspec.programs.tables import table
+
+    return table(titles, rows, whole="by position", box=box.SIMPLE)
 
 
 def _cell(row: Row | None) -> str:

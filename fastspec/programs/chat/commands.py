@@ -29,6 +29,7 @@ from fastspec.programs.chat.saved import read_saved
 from fastspec.programs.chat.session import Chat
 from fastspec.programs.chat.settings import COMMAND_FIELDS, FIELDS, KEPT_FOR, PROCESSORS, STORAGES, TREE
 from fastspec.programs.chat.view import COLUMN
+from fastspec.programs.tables import table
 
 Run = Callable[..., Any]
 Value = Callable[[Chat], str]
@@ -173,12 +174,8 @@ def _help(chat: Chat, name: str = "") -> Table:
     wanted = [row for each, row in COMMANDS.items() if name.removeprefix("/") in ("", each)]
     if not wanted:
         raise Unsupported(f"unknown command {name}: /help lists them")
-    table = Table(box=None, pad_edge=False)
-    for title in ("command", "what it does", "now"):
-        table.add_column(title, overflow="fold")
-    for row in wanted:
-        table.add_row(*map(Text, (row.usage, row.what, row.value(chat) if row.value else "")))
-    return table
+    rows = [tuple(map(Text, (row.usage, row.what, row.value(chat) if row.value else ""))) for row in wanted]
+    return table(("command", "what it does", "now"), rows, numbers=False)
 
 
 @command("model NAME [HEAD]", "load another model and patch it, with an EAGLE-3 head", _shown("model"))

@@ -17,6 +17,7 @@ from fastspec.cascade.decisions import Explanation
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
+from fastspec.programs.tables import table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,12 +164,7 @@ def turn_table(turn: ChatTurn) -> Table:
         "identical": [_agreement(turn, each) for each in answers],
     }
     shown = {title: cells for title, cells in columns.items() if any(cells)}
-    table = Table(box=None, pad_edge=False)  # eight columns in a terminal of eighty
-    for title in shown:
-        table.add_column(title, no_wrap=title == "strategy", justify="left" if title == "strategy" else "right")
-    for row in zip(*shown.values(), strict=True):
-        table.add_row(*row)
-    return table
+    return table(shown, zip(*shown.values(), strict=True))  # eight columns in a terminal of eighty
 
 
 def _agreement(turn: ChatTurn, answer: Answer) -> str:

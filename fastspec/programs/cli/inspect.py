@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from fastspec.programs.cli.options import Device
+from fastspec.programs.tables import table
 
 POOR = 0.2
 """Share of right first drafts below which a head hardly pays under any reading."""
@@ -45,7 +45,8 @@ def inspect(
         model, tokenizer = load_model(target, use_device(device)) if probe else (load_config(target), None)
     console = Console(highlight=False)
     found = inspect_head(path, model)
-    console.print(_grid(("", ""), [(name, str(value)) for name, value in found.rows()]))
+    rows = [(name, Text(str(value))) for name, value in found.rows()]
+    console.print(table(("", ""), rows, numbers=False, show_header=False))
     if found.misfits:
         raise typer.Exit(1)
     if probe:
@@ -67,7 +68,7 @@ def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: C
     for row in rows:
         values = map(str, row.overrides().values())
         readings.append((f"{row.agreement:.1%}", f"{row.second:.1%}", *values, "as declared" * row.declared))
-    console.print(_grid(("agreement", "second", *rows[0].overrides(), ""), readings))
+    console.print(table(("agreement", "second", *rows[0].overrides(), ""), readings, numbers=False))
     console.print(f"verdict: {verdict(path, rows)}", markup=False, soft_wrap=True)
 
 
@@ -94,12 +95,3 @@ def verdict(source: str, rows: Sequence[Any]) -> str:
         f"against {declared.agreement:.0%} and {declared.second:.0%} as declared: "
         f"fastspec.patch(model, ...=fastspec.load_head({source!r}, model, {options}))"
     )
-
-
-def _grid(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(box=None, show_header=any(titles), pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    return table

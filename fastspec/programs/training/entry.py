@@ -108,11 +108,8 @@ def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -
 
 
 def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, report: Report) -> tuple[Texts, Texts]:
-    """(the texts to train on, held-out texts): read from `config.answers` or made by the target, then enlarged.
-
-    What is made is kept in `config.output`. Raises `OutOfTime` where `clock` ends first, and `Unsupported` for input
-    that does not fit.
-    """
+    """(the texts to train on, held-out texts): read from `config.answers` or made by the target and kept in
+    `config.output`. Raises `OutOfTime` where `clock` ends first, and `Unsupported` for input that does not fit."""
     folder, ends = Path(config.output), end_tokens(target, tokenizer)
     if config.follow_ups:
         follow_up(tokenizer, ".", ends)
@@ -120,17 +117,28 @@ def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, 
     if config.prompts and not rows:
         raise Unsupported(f"{config.prompts} holds no prompt")
     _record(config, folder)
+
+    def answered(rows: list[Row], name: str, what: str, greedy: bool = False) -> Texts:
+        def tell(done: int, of: int) -> None:
+            report({"answering": what, "answered": done, "of": of})
+
+        return answer_prompts(target, tokenizer, rows, ends, config, folder / name, clock, greedy=greedy, tell=tell)
+
     if config.answers:
         texts = Texts.join([_read_answers(_existing(path), rows, tokenizer) for path in config.answers])
     else:
-        texts = answer_prompts(
-            target, tokenizer, rows, ends, config, folder / "answers", clock, tell=_counted(report, "prompts")
-        )
-    heldout, texts = _heldout(config, texts, target, tokenizer, ends, clock, report)
-    enlarger = Enlarger(
-        target=target, tokenizer=tokenizer, ends=ends, rows=rows, config=config, clock=clock, report=report
-    )
-    return enlarger.run(texts), heldout
+        texts = answered(rows, "answers", "prompts")
+    if config.heldout.endswith(".npz"):
+        heldout = Texts.load(config.heldout)
+    elif config.heldout:
+        few = read_prompts(config.heldout)[: config.heldout_texts]
+        heldout = answered(few, "heldout", "held-out prompts", greedy=True)
+    else:
+        keep, count = np.zeros(len(texts), dtype=bool), max(1, min(config.heldout_texts, len(texts) // 100))
+        keep[np.random.default_rng(config.seed).permutation(len(texts))[:count]] = True
+        heldout, texts = texts.select(keep), texts.select(~keep)
+    given: dict[str, Any] = {"target": target, "tokenizer": tokenizer, "ends": ends, "rows": rows}
+    return Enlarger(**given, config=config, clock=clock, report=report).run(texts), heldout
 
 
 def _record(config: TrainConfig, folder: Path) -> None:
@@ -158,39 +166,12 @@ def _existing(path: str) -> Path:
 
 
 def _read_answers(path: Path, rows: list[Row], tokenizer: Any) -> Texts:
-    with np.load(path) as z:
-        whole = "answer" in z
-    if whole:
-        return Texts.load(path)
+    with np.load(path) as arrays:
+        if "answer" in arrays:
+            return Texts.load(path)
     if not rows:
         raise Unsupported(f"{path} holds answers without their prompts: give the prompts' jsonl file as `prompts`")
     return join_answers(tokenizer, rows, path)
-
-
-def _heldout(
-    config: TrainConfig,
-    texts: Texts,
-    target: Any,
-    tokenizer: Any,
-    ends: tuple[int, ...],
-    clock: TimeLimit,
-    report: Report,
-) -> tuple[Texts, Texts]:
-    """(held-out texts, the texts left for training)."""
-    if config.heldout.endswith(".npz"):
-        return Texts.load(config.heldout), texts
-    if config.heldout:
-        rows = read_prompts(config.heldout)[: config.heldout_texts]
-        folder, tell = Path(config.output) / "heldout", _counted(report, "held-out prompts")
-        return answer_prompts(target, tokenizer, rows, ends, config, folder, clock, greedy=True, tell=tell), texts
-    keep, count = np.zeros(len(texts), dtype=bool), max(1, min(config.heldout_texts, len(texts) // 100))
-    keep[np.random.default_rng(config.seed).permutation(len(texts))[:count]] = True
-    return texts.select(keep), texts.select(~keep)
-
-
-def _counted(report: Report, what: str) -> Callable[[int, int], None]:
-    """Tells the report how many of these the target has answered."""
-    return lambda done, of: report({"answering": what, "answered": done, "of": of})
 
 
 def _print(row: dict[str, Any]) -> None:
