@@ -134,7 +134,7 @@ def test_loss_equals_drafting_row_by_row(data: st.DataObject) -> None:
     head, ids = made_head(model, seed + 1), torch.randint(2, VOCAB, (1, length))
     padded = torch.cat((ids, ids.new_zeros(1, data.draw(st.integers(0, 4)))), 1)
     teacher = TargetReader(model, (), torch.arange(VOCAB), chunk=3).read(padded, torch.tensor(where))
-    total, losses, hits = TrainingTimeTest(head, steps, 0.7)(padded, teacher, 1, data.draw(st.integers(0, where[0])))
+    total, losses, hits = TrainingTimeTest(head, steps, 0.7)(padded, teacher, data.draw(st.integers(0, where[0])))
     expected, right = row_by_row(head, model, ids[0], where, steps)
     # Sums of a few hundred fp32 terms of size 1 to 10, in another order.
     torch.testing.assert_close(losses.tolist(), expected, rtol=2e-4, atol=2e-4)
@@ -161,7 +161,7 @@ def test_rows_before_every_answer_may_be_left_out(data: st.DataObject) -> None:
     found = []
     for least in (0, first):
         head.zero_grad()
-        loss, losses, hits = unrolled(ids, teacher, 1, least)
+        loss, losses, hits = unrolled(ids, teacher, least)
         loss.backward()
         found.append(
             [
@@ -197,7 +197,7 @@ def test_compilation_changes_neither_loss_nor_gradients(kind: str, tmp_path: Pat
             *batches(trainer.texts, [np.arange(3), np.arange(9)], 16),
         ):
             shapes.add(tuple(batch.ids.shape))
-            inputs = (batch.ids, trainer.reader.read(batch.ids, batch.where), 1, batch.first)
+            inputs = (batch.ids, trainer.reader.read(batch.ids, batch.where), batch.first)
             found = []
             for module in (trainer.module, compiled):
                 trainer.head.zero_grad()

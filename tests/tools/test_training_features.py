@@ -422,7 +422,7 @@ class RoundedAttention(UnrolledAttention):
 def step_of(module: TrainingTimeTest, batch: TextBatch, teacher: Teacher, first: int) -> tuple[torch.Tensor, ...]:
     """A batch's losses and two gradients, on the CPU."""
     module.zero_grad()
-    loss, losses, _ = module(batch.ids, teacher, 1, first)
+    loss, losses, _ = module(batch.ids, teacher, first)
     loss.backward()
     layer = module.head.layers[0]
     return losses.cpu(), module.head.fc.weight.grad.cpu(), layer.self_attn.k_proj.weight.grad.cpu()

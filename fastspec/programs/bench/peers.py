@@ -113,11 +113,8 @@ class PeerJob:
         return options
 
 
-def answers(
-    peer: Peer, job: PeerJob, chain: int | None = None, timeout: float | None = None
-) -> tuple[Row, list[list[MeasuredAnswer]]]:
-    """(version and settings of an engine, its timed answers to every batch). Raises PeerFailed, also when `timeout`
-    seconds have passed."""
+def answers(peer: Peer, job: PeerJob, chain: int | None = None) -> tuple[Row, list[list[MeasuredAnswer]]]:
+    """(version and settings of an engine, its timed answers to every batch). Raises PeerFailed."""
     name = peer.method(chain)
     asked: dict[str, Any] = {
         "options": job.options(chain),
@@ -135,10 +132,7 @@ def answers(
         with log.open("wb") as file:
             command = [peer.python, str(WORKERS[peer.engine]), str(path), str(out)]
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-            try:
-                status = subprocess.run(command, **streams, cwd=folder, timeout=timeout).returncode
-            except subprocess.TimeoutExpired as error:
-                raise PeerFailed(f"{name} was ended after {timeout:.0f} s, before it had answered all") from error
+            status = subprocess.run(command, **streams, cwd=folder).returncode
         said = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
         if status or len(said) != 1 + len(job.batches) * job.runs:
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])

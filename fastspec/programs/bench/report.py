@@ -139,11 +139,9 @@ def print_differences(rows: Sequence[Row], console: Console) -> None:
     for row in (*differing(rows), *differing(rows, peers=True)):
         loud = exact and not is_peer(row["method"])
         at = next(index for index in row["first_difference"] if index is not None)
-        line = (
-            f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])} from new "
-            f"token {at + 1} on"
-        )
-        console.print(f"{'ERROR: ' if loud else 'note: '}{line}", style="bold red" if loud else "yellow", markup=False)
+        line = f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])}"
+        kind, style = ("ERROR", "bold red") if loud else ("note", "yellow")
+        console.print(f"{kind}: {line} from new token {at + 1} on", style=style, markup=False)
     if not exact and differing(rows):
         console.print(f"In {rows[0]['dtype']} {ROUNDING}.")
 

@@ -197,8 +197,6 @@ def _opened(chat: Chat, lost: dict[str, str]) -> str:
     lambda chat: resource_names(),
 )
 def _resource(chat: Chat, name: str, source: str) -> str:
-    if name not in resource_names():
-        raise Unsupported(f"{name!r} takes no resource: accepted are {', '.join(resource_names())}")
     resources = dict(chat.settings.resources) | {name: source}
     return _opened(chat, chat.reopen(chat.settings.replace(resources=tuple(resources.items()))))
 

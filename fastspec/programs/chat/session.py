@@ -26,16 +26,14 @@ STORED_FIELDS = ("nasd.n", "nasd.storage")
 
 @dataclass
 class Answer:
-    """One strategy's answer: new tokens, wall-clock seconds (prefill included, printing not), what was drafted and
-    accepted."""
+    """Answer of one strategy: new tokens, wall-clock seconds (prefill included, printing not), drafts."""
 
     strategy: str
     tokens: list[int]
     text: str
     seconds: float
     acceptance_length: float | None = 1.0
-    """None for beam search, which has no rounds, and where a cascade's stages answered, each with an assistant of its
-    own."""
+    """None for beam search, which has no rounds, and where a cascade's stages answered."""
     drafted: int = 0
     accepted: int = 0
     reused: int = 0
@@ -44,8 +42,7 @@ class Answer:
     explanation: Explanation | None = None
     """What a cascade decided, stage by stage."""
     exact: bool = True
-    """Whether greedy tokens are the target's: not where a smaller stage of a cascade answered, or a mixture of two
-    models."""
+    """Whether greedy tokens are the target's, not a smaller stage's of a cascade or a mixture's of two models."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,11 +95,8 @@ class SavedChat:
 
 
 class Chat:
-    """A model that `fastspec.patch` has patched, its tokenizer, the settings, and the conversation.
-
-    `own` maps names to assistants of your own (objects of the `Decoding` protocol), which then are strategies like the
-    others.
-    """
+    """A patched model, its tokenizer, the settings, and the conversation. `own` maps names to assistants of your own
+    (objects of the `Decoding` protocol), which then are strategies like the others."""
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, own: dict[str, Any] | None = None) -> None:
         self.model, self.tokenizer, self._settings, self.own = model, tokenizer, settings, own or {}
@@ -145,10 +139,7 @@ class Chat:
 
     def reopen(self, settings: Settings) -> dict[str, str]:
         """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer
-        answer, and why.
-
-        The conversation goes on. Where loading fails, everything is as it was.
-        """
+        answer, and why. Where loading fails, everything is as it was."""
         if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
             from fastspec.patches.api import resources_of
 

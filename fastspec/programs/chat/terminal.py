@@ -70,8 +70,5 @@ def terminal_lines(chat: Chat, **options: Any) -> Iterator[str]:
 
 def _state(chat: Chat) -> str:
     settings = chat.settings
-    return (
-        f" {settings.model} | {','.join(settings.assistants)} | {settings.processor_text()} | "
-        f"{settings.max_new_tokens} tokens | "
-        "/help, Ctrl-C stops an answer, Ctrl-D quits"
-    )
+    told = f" {settings.model} | {','.join(settings.assistants)} | {settings.processor_text()}"
+    return f"{told} | {settings.max_new_tokens} tokens | /help, Ctrl-C stops an answer, Ctrl-D quits"

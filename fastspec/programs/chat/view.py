@@ -34,12 +34,9 @@ PAUSE = 0.1
 
 @dataclass(frozen=True)
 class RoundTree:
-    """One round's draft tree on the host: tokens and parents of the nodes, the accepted path as node ids, the token
-    that the target added.
-
-    `notes[i]` says how probable node i's token is given its parent, p by the target and q by the drafter where drafts
-    were drawn at random; `notes[-1]` speaks of `last`. Without a look at the logits there are none.
-    """
+    """Draft tree of one round on the host: tokens and parents of the nodes, the accepted path as node ids, the token
+    that the target added. `notes[i]` has the probabilities of node i's token given its parent, p by the target and q by
+    the drafter where drafts were drawn; `notes[-1]` those of `last`."""
 
     tokens: list[int]
     parents: list[int]
@@ -49,8 +46,7 @@ class RoundTree:
 
     @property
     def mark(self) -> str:
-        """What the target's own token of the round is: recovered where it stands in a draft's place, a bonus after the
-        path's end."""
+        """Mark of the target's own token: recovered in a rejected draft's place, a bonus after the path's end."""
         beside = [self.tokens[i] for i in range(1, len(self.tokens)) if self.parents[i] == self.path[-1]]
         if len(self.tokens) == 1:
             return OWN
@@ -59,11 +55,8 @@ class RoundTree:
 
 
 class AnswerStreamer(MarkedStreamer):
-    """Prints an answer with its tokens in the style of their marks, counts rounds, and keeps their trees where asked
-    to.
-
-    `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds.
-    """
+    """Streamer that prints tokens in the style of their marks, counts rounds, and keeps their trees where asked to.
+    `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds."""
 
     def __init__(self, tokenizer: Any, console: Console, *, trees: bool = False) -> None:
         super().__init__(tokenizer, console)
@@ -82,9 +75,7 @@ class AnswerStreamer(MarkedStreamer):
         """One round's tree, verdict and target logits [1, N, V], before its tokens come."""
         start = time.perf_counter()
         found = read_round(tree, verdict, None if self.trees is None else logits)
-        self._mark = found.mark
-        self.rounds += 1
-        self.drafted += len(found.tokens) - 1
+        self._mark, self.rounds, self.drafted = found.mark, self.rounds + 1, self.drafted + len(found.tokens) - 1
         if self.trees is not None:
             self.trees.append(found)
         self.spent += time.perf_counter() - start
@@ -104,8 +95,8 @@ class AnswerStreamer(MarkedStreamer):
 
 
 def read_round(tree: Any, verdict: Any, logits: Any = None) -> RoundTree:
-    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given. Of equal
-    siblings the first stands for all, which are copies that fill a tree up."""
+    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given, and without
+    the copies of siblings that fill a tree up."""
     tokens, parents = tree.tokens[0], tree.parents[0]
     path = verdict.path[0, : int(verdict.accepted[0]) + 1].tolist()
     last = int(verdict.bonus[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -88,8 +88,7 @@ def train(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with training_bars() as bars:
-        shown: dict[str, Any] = {} if bars is None else {"report": bars.report, "tick": bars.tick}
-        folder = training.train(config, device=device, **shown)
+        folder = training.train(config, device=device, **bars)
     typer.echo(
         f"head written to {folder}" if folder else f"stopped, not done: run the same command again to go on in {output}"
     )

@@ -16,15 +16,8 @@ from fastspec.generation.heads.dialects import OWN
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.programs.training.config import TrainConfig
 
-SIZES: tuple[str, ...] = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
-SIZES += ("rms_norm_eps", "max_position_embeddings")
+SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SIZES += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
 """Fields of config.json under the names of `HeadConfig`."""
 
 
@@ -131,10 +124,7 @@ def model_card(
     if head.norm_output:
         form += "; with EAGLE-3.1's norms (`fc_norm`, `norm_output`)"
     if head.target_rows:
-        form += (
-            "; for an LM head the target's rows of the drafted tokens behind `lm_head_map.weight`, which only "
-            "fastspec reads"
-        )
+        form += "; as LM head the target's rows of the drafted tokens after `lm_head_map.weight`, for fastspec alone"
     start = f"| start | the weights of {Path(config.start_from).name} |\n" if config.start_from else ""
     held = ""
     if validation is not None:

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather
 
 from fastspec.errors import Unsupported
-from fastspec.generation.heads.module import EagleHead
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import TextBatch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
 from fastspec.programs.training.features import DEVICE, HOST, NOWHERE, KeptFeatures
@@ -31,18 +30,10 @@ DRAFT_VOCABULARY = 10240  # of an EAGLE-3 head, unless said otherwise
 START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
 PLAN = 2  # version of how texts become batches; a run of another version is not taken up
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
-IDENTITY: tuple[str, ...] = (
-    "batch_tokens",
-    "length_multiple",
-    "max_length",
-    "seed",
-    "kind",
-    "draft_vocab_size",
-    "hidden_size",
-)
-IDENTITY += ("intermediate_size", "taps", "loss", "start_from", "share_lm_head", "norms", "keep_features")
-IDENTITY += ("keep_features_host", "ttt_steps", "decay", "learning_rate", "final_learning_rate", "warmup_steps")
-IDENTITY += ("clip", "mixed_precision")
+IDENTITY: tuple[str, ...] = ("batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size")
+IDENTITY += ("hidden_size", "intermediate_size", "taps", "loss", "start_from", "share_lm_head", "norms")
+IDENTITY += ("keep_features", "keep_features_host", "ttt_steps", "decay", "learning_rate", "final_learning_rate")
+IDENTITY += ("warmup_steps", "clip", "mixed_precision")
 """Settings that a resumed run must share with the one it takes up."""
 
 
@@ -193,7 +184,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.progress)
         with self.accelerator.autocast():
-            loss, losses, hits = self.unrolled(batch.ids, teacher, 1, batch.first)
+            loss, losses, hits = self.unrolled(batch.ids, teacher, batch.first)
         self.accelerator.backward(loss)
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
         self.optimizer.step()
@@ -278,12 +269,23 @@ class Trainer:
             with (self.folder / LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def validate(self, texts: Texts | None = None) -> dict[str, Any]:
-        """Teacher-forced acceptance on held-out answers, see `acceptance`."""
-        texts = self.heldout if texts is None else _usable(texts, self.config.max_length)
-        with self.accelerator.autocast():
-            limit = self.config.heldout_texts
-            return acceptance(self.head, self.reader, texts, steps=self.config.ttt_steps, limit=limit)
+    @torch.no_grad()
+    def validate(self) -> dict[str, Any]:
+        """Mean tokens of a round of a chain of drafts (bonus counted), `top1`, teacher-forced on held-out answers, and
+        the `accuracy` at each depth."""
+        steps, device, total = self.config.ttt_steps, self.head.fc.weight.device, 0
+        texts = self.heldout.select(np.arange(len(self.heldout)) < self.config.heldout_texts)
+        unrolled = TrainingTimeTest(self.head, steps, 1.0)
+        counts, right = torch.zeros(2, steps, device=device, dtype=torch.float64)
+        for batch in batches(texts, plan_batches(texts.lengths, 16384, 64, None), 64):
+            batch = batch.to(device)
+            with self.accelerator.autocast():
+                teacher = self.reader.read(batch.ids, batch.where)
+                _, _, hits = unrolled(batch.ids, teacher, batch.first)
+            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape)
+            counts, right, total = counts + alive, right + hits.sum(1), total + int(rows)
+        accuracy = [round(x, 4) for x in (right / max(1, total)).tolist()]
+        return {"top1": round(1 + float(counts.sum()) / max(1, total), 3), "accuracy": accuracy}
 
     def checkpoint(self) -> None:
         """Write the head (bf16, with its card) and, beside it, what `resume` needs."""
@@ -313,40 +315,3 @@ def _usable(texts: Texts, longest: int) -> Texts:
         return texts
     answers = np.add.reduceat(texts.answer.astype(np.int64), texts.offsets[:-1])
     return texts.select((texts.lengths <= longest) & (answers >= 3))
-
-
-@torch.no_grad()
-def acceptance(
-    head: EagleHead,
-    reader: TargetReader,
-    texts: Texts,
-    *,
-    steps: int = 7,
-    limit: int = 400,
-    ranks: tuple[int, ...] = (1,),
-) -> dict[str, Any]:
-    """Mean tokens of a round (bonus counted), teacher-forced over the target's own answers.
-
-    `top1` is that of a chain of `steps` drafts, `topR` of a tree that holds the head's R best at every depth, a bound
-    of what trees reach; `accuracy` is per depth, rank 1.
-    """
-    chosen = texts if len(texts) <= limit else texts.select(np.arange(len(texts)) < limit)
-    unrolled = TrainingTimeTest(head, steps, 1.0)
-    device = head.fc.weight.device
-    found: dict[str, Any] = {}
-    for rank in ranks:
-        counts = torch.zeros(steps, device=device, dtype=torch.float64)
-        right = torch.zeros(steps, device=device, dtype=torch.float64)
-        total = 0
-        for batch in batches(chosen, plan_batches(chosen.lengths, 16384, 64, None), 64):
-            batch = batch.to(device)
-            teacher = reader.read(batch.ids, batch.where)
-            _, _, hits = unrolled(batch.ids, teacher, rank, batch.first)
-            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape)
-            counts += alive
-            right += hits.sum(1)
-            total += int(rows)
-        found[f"top{rank}"] = round(1 + float(counts.sum()) / max(1, total), 3)
-        if rank == 1:
-            found["accuracy"] = [round(x, 4) for x in (right / max(1, total)).tolist()]
-    return found
