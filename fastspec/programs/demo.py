@@ -75,8 +75,8 @@ class MarkedStreamer:
     """Streamer that prints accepted draft tokens in colour and the target's own plain; `on_round` comes before `put`
     of the same tokens."""
 
-    def __init__(self, tokenizer: Any, console: Console, style: str = "bold green") -> None:
-        self.tokenizer, self.console, self.style = tokenizer, console, style
+    def __init__(self, tokenizer: Any, console: Console) -> None:
+        self.tokenizer, self.console = tokenizer, console
         self.styles: deque[str | None] = deque()
         """Styles of the tokens that were announced and not yet put."""
         self.ids: list[int] = []
@@ -85,7 +85,7 @@ class MarkedStreamer:
 
     def on_round(self, tokens: list[int], accepted: int) -> None:
         """`tokens` of one round, the first `accepted` of them drafted."""
-        self.styles.extend(self.style if index < accepted else None for index in range(len(tokens)))
+        self.styles.extend("bold green" if index < accepted else None for index in range(len(tokens)))
 
     def put(self, value: Any) -> None:
         """Token ids as a tensor; the first call is the prompt, which is not printed."""

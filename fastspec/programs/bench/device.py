@@ -7,7 +7,6 @@ import importlib
 import os
 import statistics
 import subprocess
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,13 @@ from fastspec.programs.bench.prompts import Row
 from fastspec.programs.compare import Stopwatch
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """Least time of a pass: every weight is read once, at the bandwidth measured here."""
+def floor(model: Any) -> tuple[float, Row]:
+    """(milliseconds, columns) of the least time of a pass: every weight read once, at the bandwidth measured here."""
+    from fastspec.patches.assistants.speculative import read_parameters
 
-    weight_bytes: int
-    bytes_per_second: float
-
-    @classmethod
-    def of(cls, model: Any) -> Floor:
-        """The floor of a model on its device."""
-        from fastspec.patches.assistants.speculative import read_parameters
-
-        weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
-        return cls(weights, read_bandwidth(model.device))
-
-    @property
-    def milliseconds(self) -> float:
-        return 1e3 * self.weight_bytes / self.bytes_per_second
-
-    @property
-    def row(self) -> Row:
-        return {"weight_bytes": self.weight_bytes, "read_gb_per_s": round(self.bytes_per_second / 1e9, 1)}
+    weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
+    speed = read_bandwidth(model.device)
+    return 1e3 * weights / speed, {"weight_bytes": weights, "read_gb_per_s": round(speed / 1e9, 1)}
 
 
 def read_bandwidth(device: Any, mib: int = 512, times: int = 7) -> float:

@@ -53,12 +53,9 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Drafters:
-    """What drafts in a run: heads by assistant, and for `speculative` and `assisted` a draft model or the target's
-    first layers.
-
-    `resources` is what `fastspec.patch` is given, and `assisted` what transformers' assisted generation is, empty where
-    nothing drafts.
-    """
+    """Drafters of a run: heads by assistant, and for `speculative` and `assisted` a draft model or the target's first
+    layers; as `resources` of `fastspec.patch`, and as options of transformers' `assisted` generation, empty where
+    nothing drafts."""
 
     heads: dict[str, str]
     draft_model: str | None

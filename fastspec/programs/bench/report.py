@@ -69,9 +69,9 @@ def by_size(rows: Sequence[Row]) -> list[list[Row]]:
     return [[row for row in rows if row.get("batch_size") == size] for size in sizes]
 
 
-def rows_without_texts(rows: Iterable[Row]) -> list[Row]:
-    """The rows as they are written to a file."""
-    return [{name: value for name, value in row.items() if name != "texts"} for row in rows]
+def without_texts(row: Row) -> Row:
+    """A row as it is written to a file."""
+    return {name: value for name, value in row.items() if name != "texts"}
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
     except OSError as error:
         raise Unsupported(f"could not write the rows: {error}") from error
     with file:
-        yield lambda row: print(json.dumps(rows_without_texts([row])[0]), file=file, flush=True)
+        yield lambda row: print(json.dumps(without_texts(row)), file=file, flush=True)
 
 
 def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Console) -> None:

@@ -13,7 +13,7 @@ import fastspec
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
-from fastspec.programs.bench.device import Floor, environment
+from fastspec.programs.bench.device import environment, floor
 from fastspec.programs.bench.measure import ask, on_part, row_of
 from fastspec.programs.bench.methods import Drafters, check_names, choose, read_drafters, twin
 from fastspec.programs.bench.peers import CHAINS, Peer, PeerFailed, PeerJob, answers
@@ -117,8 +117,8 @@ def run_bench(
 
     try:
         chosen = {size: choose(methods, plain, target, drafters, size, say) for size in sizes}
-        floor = Floor.of(target)
-        where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | floor.row
+        floor_ms, columns = floor(target)
+        where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | columns
         untimed = UNTIMED if target.device.type == "cuda" else 0
         for size in sizes:
             told = f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}"
@@ -133,7 +133,7 @@ def run_bench(
                 for method, answer, base in on_part(part, chosen[size], max_new_tokens, **timed):
                     if method is chosen[size][0]:
                         answered.append((size, part, base))
-                    row = row_of(part, answer, base, tokenizer, floor.milliseconds)
+                    row = row_of(part, answer, base, tokenizer, floor_ms)
                     add({"method": method.name, **method.drafted_by, **row, "runs": runs, "batch_size": size})
         if on_profile is not None:
             for method in chosen[sizes[0]]:

@@ -1,8 +1,5 @@
-"""Commands of a chat, as one table: usage, purpose, present value, completions and function of each.
-
-A command is a function of the chat and its arguments. It returns what is to be shown and raises `Unsupported` for what
-it refuses.
-"""
+"""Commands of a chat, as one table: usage, purpose, present value, completions and function of each. The function takes
+the chat and the arguments, and returns what is to be shown."""
 
 from __future__ import annotations
 
@@ -63,10 +60,8 @@ def command(usage: str, what: str, value: Value | None = None, *choices: Choices
 
 
 def execute(chat: Chat, line: str) -> Any:
-    """Run a line that starts with a slash, its words quoted as in a shell; returns what is to be shown, or None.
-
-    Raises Unsupported for what it cannot do, and what the command raises.
-    """
+    """Run a line that starts with a slash, its words quoted as in a shell; returns what is to be shown, or None. Raises
+    Unsupported for an unknown command, and what a command raises."""
     try:
         name, *arguments = shlex.split(line.removeprefix("/")) or [""]
     except ValueError as error:

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 
 def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool = False) -> None:
-    """Take lines until they end or /quit: commands start with a slash, everything else is a prompt.
-
-    What goes wrong is one line, and the chat goes on; with `strict` it is raised.
-    """
+    """Take lines until they end or /quit: commands start with a slash, everything else is a prompt. An error is one
+    line, and the chat goes on; with `strict` it is raised."""
     console.print(legend())
     for line in lines:
         if not line.strip():

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
@@ -39,11 +40,9 @@ class _Command(typer.core.TyperCommand):
 
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
-Stages = Annotated[
-    list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")
-]
+Stages = Annotated[list[str], Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
 Model = Annotated[
-    str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")
+    str, Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")
 ]
 WIDTH = 80
 PROMPTS = (
@@ -66,30 +65,24 @@ RATED, LONG = 8, 64
 def train(
     stage: Stages,
     model: Model,
-    out: Annotated[Path, typer.Option(help="The predictor to write, a .safetensors file.")],
-    answers: Annotated[Path, typer.Option(help="The stages' answers; a file that is there is gone on with.")],
-    prompts: Annotated[list[Path] | None, typer.Option(help=PROMPTS)] = None,
-    task: Annotated[list[str] | None, typer.Option(help=TASK)] = None,
-    include_path: Annotated[Path | None, typer.Option(help="With --task: a folder with task files of yours.")] = None,
-    metric: Annotated[list[str] | None, typer.Option(help=METRIC)] = None,
-    confirm_run_unsafe_code: Annotated[bool, typer.Option("--confirm-run-unsafe-code", help=UNSAFE)] = False,
-    right: Annotated[Path | None, typer.Option(help=RIGHT)] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Append the calibration's rows to this file, as JSON lines.")
-    ] = None,
-    head: Annotated[
-        list[str] | None, typer.Option(help="NAME=HEAD: a stage's EAGLE-3 head, which it then decodes with.")
-    ] = None,
-    most: Annotated[int | None, typer.Option(min=1, help="Items of each file and task that are used.")] = None,
-    share: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of the items that is trained on; the rest is held out.")
-    ] = 0.5,
-    batch: Annotated[int, typer.Option(min=1, help="Items answered at a time.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens, where no task sets it.")] = 256,
+    out: Annotated[Path, Option(help="The predictor to write, a .safetensors file.")],
+    answers: Annotated[Path, Option(help="The stages' answers; a file that is there is gone on with.")],
+    prompts: Annotated[list[Path] | None, Option(help=PROMPTS)] = None,
+    task: Annotated[list[str] | None, Option(help=TASK)] = None,
+    include_path: Annotated[Path | None, Option(help="With --task: a folder with task files of yours.")] = None,
+    metric: Annotated[list[str] | None, Option(help=METRIC)] = None,
+    confirm_run_unsafe_code: Annotated[bool, Option("--confirm-run-unsafe-code", help=UNSAFE)] = False,
+    right: Annotated[Path | None, Option(help=RIGHT)] = None,
+    report: Annotated[Path | None, Option(help="Append the calibration's rows to this file, as JSON lines.")] = None,
+    head: Annotated[list[str] | None, Option(help="NAME=HEAD: the EAGLE-3 head of a stage.")] = None,
+    most: Annotated[int | None, Option(min=1, help="Items of each file and task that are used.")] = None,
+    share: Annotated[float, Option(min=0, max=1, help="Part of the items to train on; the rest is held out.")] = 0.5,
+    batch: Annotated[int, Option(min=1, help="Items answered at a time.")] = 16,
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer in tokens, where no task sets it.")] = 256,
     device: Device = None,
     backend: Backend = "auto",
     dtype: Dtype = None,
-    seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the split and of the training.")] = 0,
 ) -> None:
     """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration.
 
@@ -136,12 +129,10 @@ def train(
 
 @app.command(cls=_Command)
 def evaluate(
-    predictor: Annotated[Path, typer.Option(help="The predictor that `fastspec cascade train` wrote.")],
-    answers: Annotated[Path, typer.Option(help="The stages' answers that it wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Append the rows to this file, as JSON lines.")] = None,
-    risk: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Decide by this lower quantile of the probabilities' posterior.")
-    ] = None,
+    predictor: Annotated[Path, Option(help="The predictor that `fastspec cascade train` wrote.")],
+    answers: Annotated[Path, Option(help="The stages' answers that it wrote.")],
+    out: Annotated[Path | None, Option(help="Append the rows to this file, as JSON lines.")] = None,
+    risk: Annotated[float | None, Option(min=0, max=1, help="Decide by this quantile of the posterior.")] = None,
 ) -> None:
     """Quality against cost over the price of a bad answer, beside single stages and random mixing, on held-out
     items."""

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from fastspec.models import SMOLLM2
 from fastspec.programs.cli.options import Backend, Device, Head, MaxNewTokens, Model, stdout_kept
@@ -14,28 +15,20 @@ from fastspec.programs.cli.options import Backend, Device, Head, MaxNewTokens, M
 
 def chat(
     context: typer.Context,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Answer this and exit; several make one conversation, commands too.")
-    ] = None,
+    prompt: Annotated[list[str] | None, Option(help="Answer this and exit; repeatable, commands too.")] = None,
     model: Model = SMOLLM2,
     head: Head = None,
-    resource: Annotated[
-        list[str] | None, typer.Option(help="ASSISTANT=SOURCE: a head, a draft model, or a cascade's YAML file.")
-    ] = None,
-    assistant: Annotated[str | None, typer.Option(help="Who answers; several, comma-separated, are compared.")] = None,
+    resource: Annotated[list[str] | None, Option(help="ASSISTANT=SOURCE: a head, a model, a cascade's YAML.")] = None,
+    assistant: Annotated[str | None, Option(help="Who answers; several, comma-separated, are compared.")] = None,
     max_new_tokens: MaxNewTokens = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
-    gamma: Annotated[int | None, typer.Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed set before every answer.")] = None,
+    temperature: Annotated[float, Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
+    gamma: Annotated[int | None, Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="Seed set before every answer.")] = None,
     device: Device = None,
     backend: Backend = "auto",
-    load: Annotated[
-        str | None, typer.Option(help="Go on with a chat that /save wrote, with its model and settings.")
-    ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Draw the draft tree of every round.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --prompt: print one JSON object, and nothing else, on stdout.")
-    ] = False,
+    load: Annotated[str | None, Option(help="Go on with a chat that /save wrote, by its settings.")] = None,
+    debug: Annotated[bool, Option("--debug", help="Draw the draft tree of every round.")] = False,
+    as_json: Annotated[bool, Option("--json", help="With --prompt: print one JSON object alone.")] = False,
 ) -> None:
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
     docs/chat.md."""

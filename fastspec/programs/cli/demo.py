@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from fastspec.models import SMOLLM2
 from fastspec.programs.cli.options import AsJson, Backend, Device, Head, Model, stdout_kept
 
 
 def demo(
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt of your own; may be given several times.")] = None,
+    prompt: Annotated[list[str] | None, Option(help="A prompt of your own; may be given several times.")] = None,
     model: Model = SMOLLM2,
     head: Head = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer, in tokens; 96, on CUDA 48.")
-    ] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Longest answer, in tokens; 96, on CUDA 48.")] = None,
     device: Device = None,
     backend: Backend = "auto",
     as_json: AsJson = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
@@ -17,13 +18,13 @@ from fastspec.models import SMOLLM2
 from fastspec.programs.cli.options import AsJson, Backend, Device, Dtype, Model, patched_model, stdout_kept
 from fastspec.programs.cli.progress import counting
 
-Eagle3 = Annotated[str | None, typer.Option(help="Directory, hub id or shipped name of an EAGLE-3 head.")]
-Eagle = Annotated[str | None, typer.Option(help="The same of an EAGLE-1 or EAGLE-2 head.")]
-Draft = Annotated[str | None, typer.Option(help="Smaller model, named as the target.")]
+Eagle3 = Annotated[str | None, Option(help="Directory, hub id or shipped name of an EAGLE-3 head.")]
+Eagle = Annotated[str | None, Option(help="The same of an EAGLE-1 or EAGLE-2 head.")]
+Draft = Annotated[str | None, Option(help="Smaller model, named as the target.")]
 Rows = Annotated[
-    list[int] | None, typer.Option(min=1, help="Prompts that are answered together; may be given several times.")
+    list[int] | None, Option(min=1, help="Prompts that are answered together; may be given several times.")
 ]
-Length = Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")]
+Length = Annotated[int, Option(min=1, help="Tokens of the longest prompt.")]
 
 
 def warmup(
@@ -59,13 +60,11 @@ def tune(
     draft_model: Draft = None,
     rows: Rows = None,
     length: Length = 1024,
-    minutes: Annotated[float, typer.Option(help="When to stop; what reads most is measured first.")] = 5.0,
+    minutes: Annotated[float, Option(help="When to stop; what reads most is measured first.")] = 5.0,
     dtype: Dtype = None,
     device: Device = None,
     backend: Backend = "auto",
-    forget: Annotated[
-        bool, typer.Option("--forget", help="Remove all that was tuned on this machine, and stop.")
-    ] = False,
+    forget: Annotated[bool, Option("--forget", help="Remove all that was tuned on this machine, and stop.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the launches of the kernels on this GPU for a model's shapes, and keep the fastest for later runs. See

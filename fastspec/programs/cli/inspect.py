@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from fastspec.programs.cli.options import Device
 from fastspec.programs.tables import table
@@ -19,13 +20,9 @@ POOR = 0.2
 
 def inspect(
     path: Annotated[str, typer.Argument(help="Directory, hub id or shipped name of a head.")],
-    target: Annotated[
-        str | None, typer.Option(help="Model to check the head against; only its configuration is read.")
-    ] = None,
-    probe: Annotated[
-        bool, typer.Option(help="Run the target, and measure which reading of ambiguous flags drafts best.")
-    ] = False,
-    probe_prompt: Annotated[str | None, typer.Option(help="Prompt of --probe; the demo's first by default.")] = None,
+    target: Annotated[str | None, Option(help="Model to check the head against, by its config alone.")] = None,
+    probe: Annotated[bool, Option(help="Run the target, and measure which reading of flags drafts best.")] = False,
+    probe_prompt: Annotated[str | None, Option(help="Prompt of --probe; the demo's first by default.")] = None,
     device: Device = None,
 ) -> None:
     """Say how a head's checkpoint is read, and whether it fits a target. Exit status 1 where it does not."""

@@ -7,24 +7,24 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Option
 
-Model = Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")]
-Head = Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+Model = Annotated[str, Option(help="Hub id, directory or .gguf file of the target.")]
+Head = Annotated[str | None, Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")]
+MaxNewTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option(help="float32 on the CPU and bfloat16 on CUDA by default."),
+    Option(help="float32 on the CPU and bfloat16 on CUDA by default."),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; by default CUDA where there is a device.")]
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; by default CUDA where there is a device.")]
 Backend = Annotated[
     Literal["auto", "torch", "cpp", "triton"],
-    typer.Option(
+    Option(
         help="Kernels: auto (the device's), torch, cpp (the CPU, with a compiler), or triton (CUDA). See "
         "docs/patching.md."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 
 
 @contextlib.contextmanager

@@ -128,11 +128,8 @@ def join_answers(tokenizer: Any, prompts: Sequence[Row], path: str | Path) -> Te
 
 
 def draft_vocabulary(texts: Texts, size: int, vocab_size: int) -> tuple[Tensor, float]:
-    """The `size` most frequent tokens of the answers, ascending [size] int64, and the share of answer tokens they
-    cover.
-
-    Tokens that never occur fill up from the lowest ids, so that any size up to vocab_size works.
-    """
+    """The `size` most frequent tokens of the answers, ascending [size] int64, filled up from the lowest ids, and the
+    share of answer tokens they cover."""
     if not 0 < size <= vocab_size:
         raise ValueError(f"draft vocabulary of {size}; expected 1 to {vocab_size}, the target's vocabulary")
     counts = np.bincount(texts.tokens[texts.answer], minlength=vocab_size)
