@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM
 import fastspec
 from fastspec.errors import FastSpecError
 from fastspec.programs.bench.peers import MEMORY, Peer, PeerJob, answers
-from fastspec.programs.compare import median
+from fastspec.programs.compare import median_answer
 from fastspec.programs.training.save import checkpoint_config
 
 Case = tuple[int, int]
@@ -164,7 +164,7 @@ def their_rows(
         asked = {"exact_length": True, "head": head, "dummy": True, "warmup": COMPILES, "runs": runs}
         job = PeerJob(target, dtype, batches, counts * len(chosen), **asked, **sizes)
         told, found = answers(run.peer, job, chain)
-        calls = map(median, found)
+        calls = map(median_answer, found)
         for rows, before in chosen:
             whole = next(calls)
             first = next(calls).seconds if twice else None

@@ -62,11 +62,13 @@ def read_tasks(path: str | Path) -> Iterator[Task]:
     Raises Unsupported for a file or a line that is not of this form."""
     for number, row in read_jsonl(path):
         messages, name, text = row.get("messages"), row.get("id"), first_turn(row)
-        asked = text if messages is None else messages
-        talk = isinstance(asked, list) and asked and all(isinstance(each, dict) and "role" in each for each in asked)
-        if not talk and (messages is not None or not isinstance(text, str)):
+        fits = isinstance(text, str)
+        if messages is not None:
+            talks = isinstance(messages, list) and messages
+            fits = bool(talks) and all(isinstance(each, dict) and "role" in each for each in messages)
+        if not fits:
             raise Unsupported(f'{path}, line {number}: not a row with "prompt", "messages" or "turns"')
-        yield Task(number, asked, name if isinstance(name, (str, int)) else None)
+        yield Task(number, text if messages is None else messages, name if isinstance(name, (str, int)) else None)
 
 
 def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:

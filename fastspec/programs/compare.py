@@ -96,7 +96,7 @@ def beside(answer: MeasuredAnswer, base: MeasuredAnswer) -> dict[str, Any]:
     }
 
 
-def median(answers: Sequence[MeasuredAnswer]) -> MeasuredAnswer:
+def median_answer(answers: Sequence[MeasuredAnswer]) -> MeasuredAnswer:
     """The answer of median time."""
     return sorted(answers, key=lambda answer: answer.seconds)[(len(answers) - 1) // 2]
 

@@ -350,3 +350,20 @@ def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_
         "--assistant speculative: accepted are eagle3, nasd, autoregressive"
         in f"{done.exception} {done.output}".replace("\n", " ")
     )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"turns": []},
+        {"prompt": [{"role": "user"}]},
+        {"messages": []},
+        {"messages": [{"text": "w5"}], "prompt": "w5"},
+    ],
+    ids=str,
+)
+def test_a_row_of_another_form_is_refused(tmp_path: Path, row: dict) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    with pytest.raises(Unsupported, match='line 1: not a row with "prompt", "messages" or "turns"'):
+        list(read_tasks(tmp_path / "prompts.jsonl"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastspec.programs.bench.methods import Method
 from fastspec.programs.bench.prompts import BenchPrompt, Row
-from fastspec.programs.compare import MeasuredAnswer, beside, measured_answer, median
+from fastspec.programs.compare import MeasuredAnswer, beside, measured_answer, median_answer
 from fastspec.programs.texts import padded_inputs
 
 
@@ -30,9 +30,9 @@ def on_part(
         for _ in range(warmup if warmup is not None else untimed if method.compiles else 0):
             ask(method, part, max_new_tokens)
         answers = [ask(method, part, max_new_tokens) for _ in range(runs)]
-        base = base or median(answers)
+        base = base or median_answer(answers)
         other = [answer for answer in answers if answer.tokens != base.tokens]
-        yield method, other[0] if other else median(answers), base
+        yield method, other[0] if other else median_answer(answers), base
 
 
 def row_of(

@@ -71,8 +71,8 @@ class Drafters:
     def of(self, name: str) -> Row:
         """Columns that say what drafts for a method, None for what it does not use."""
         drafts = name in (Speculative.name, ASSISTED)
-        model, exit = (self.draft_model, self.early_exit) if drafts else (None, None)
-        return {"head": self.heads.get(name), "draft_model": model, "early_exit": exit}
+        model, early = (self.draft_model, self.early_exit) if drafts else (None, None)
+        return {"head": self.heads.get(name), "draft_model": model, "early_exit": early}
 
 
 def read_drafters(

@@ -27,7 +27,7 @@ from fastspec.programs.bench.prompts import (
     read_rows,
     rows_of,
 )
-from fastspec.programs.compare import MeasuredAnswer, median
+from fastspec.programs.compare import MeasuredAnswer, median_answer
 
 if TYPE_CHECKING:
     from fastspec.generation.heads.module import EagleHead
@@ -202,7 +202,9 @@ def by_peer(
             told, found = answers(peer, job, chain)
             drafted_by = {"head": None if chain is None else head, "draft_model": None, "early_exit": None}
             for (size, part, base), calls in zip(answered, found, strict=True):
-                row = row_of(part, median(calls), base, tokenizer) | told | {"prefill_ms": None, "beside_ms": None}
+                row = (
+                    row_of(part, median_answer(calls), base, tokenizer) | told | {"prefill_ms": None, "beside_ms": None}
+                )
                 yield {"method": peer.method(chain), **drafted_by, **row, "runs": runs, "batch_size": size}
 
 

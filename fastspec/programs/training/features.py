@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]  # of accelerate
@@ -32,18 +32,13 @@ NOWHERE, DEVICE, HOST = 0, 1, 2
 """Where a text's features are kept; texts of one batch should share it, see `KeptFeatures.read`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shelf:
+class Shelf(NamedTuple):
     """Contents of one memory: features [tokens, F]; states [J, H], whole [J] and best [J] of the loss positions."""
 
     features: Tensor
     states: Tensor
     whole: Tensor
     best: Tensor
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.features, self.states, self.whole, self.best
 
 
 class KeptFeatures:
@@ -95,12 +90,12 @@ class KeptFeatures:
         here = self.place == place
         tokens, count = int(self.lengths[here].sum()), int(self.judged[here].sum())
         where = self.device if place == DEVICE else torch.device("cpu")
-        sizes = [(n, *part.shape[1:]) for part, n in zip(like.parts, (tokens, count, count, count), strict=True)]
-        needed = sum(part.itemsize * math.prod(size) for part, size in zip(like.parts, sizes, strict=True))
+        sizes = [(n, *part.shape[1:]) for part, n in zip(like, (tokens, count, count, count), strict=True)]
+        needed = sum(part.itemsize * math.prod(size) for part, size in zip(like, sizes, strict=True))
         if place == HOST and needed > (room := _host_room()):  # else the process would end once it writes there
             raise Unsupported(f"{name} is {gib:g} GiB, and the host has {room / GIB:.3g} GiB left for each process")
         try:
-            kinds = zip(like.parts, sizes, strict=True)
+            kinds = zip(like, sizes, strict=True)
             parts = [torch.empty(size, dtype=part.dtype, device=where) for part, size in kinds]
             if place == HOST and self.device.type == "cuda":
                 for part in parts:
@@ -133,12 +128,12 @@ class KeptFeatures:
         shelf = self.shelves[HOST]  # padding is zeros
         features = shelf.features.new_zeros((len(texts), width, shelf.features.shape[-1]), device=self.device)
         count = int(self.judged[texts].sum())
-        found = [part.new_empty((count, *part.shape[1:]), device=self.device) for part in shelf.parts[1:]]
+        found = [part.new_empty((count, *part.shape[1:]), device=self.device) for part in shelf[1:]]
         for row, (text, (to, end)) in enumerate(zip(texts, _bounds(self.judged[texts]), strict=True)):
             first, length = self.first[text], self.lengths[text]
             features[row, :length].copy_(shelf.features[first : first + length], non_blocking=True)
             first = self.first_judged[text]
-            for there, part in zip(found, shelf.parts[1:], strict=True):
+            for there, part in zip(found, shelf[1:], strict=True):
                 there[to:end].copy_(part[first : first + end - to], non_blocking=True)
         return features, *found
 
@@ -153,14 +148,14 @@ class KeptFeatures:
                 shelf.features[self._moved(_runs(self.first[texts[here]], count))] = said.features.flatten(0, 1)[tokens]
                 source = self._moved(_runs(bounds[here, 0], judged))
                 rows = self._moved(_runs(self.first_judged[texts[here]], judged))
-                for there, part in zip(shelf.parts[1:], said.parts[1:], strict=True):
+                for there, part in zip(shelf[1:], said[1:], strict=True):
                     there[rows] = part[source]
             elif place == HOST:
                 for row in here:
                     first, length = self.first[texts[row]], self.lengths[texts[row]]
                     shelf.features[first : first + length].copy_(said.features[row, :length], non_blocking=True)
                     (start, end), first = bounds[row], self.first_judged[texts[row]]
-                    for there, part in zip(shelf.parts[1:], said.parts[1:], strict=True):
+                    for there, part in zip(shelf[1:], said[1:], strict=True):
                         there[first : first + end - start].copy_(part[start:end], non_blocking=True)
         self.read_before[texts[new]] = True
 
