@@ -9,25 +9,19 @@ file and assistant.
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by
 transformers' own generate and by the assistants, and compared token by token; before that the assistants answer every
-batch twice with a few tokens, untimed, and transformers the first batch. With --no-end no token ends an answer: all are
-as long as --tokens, and a batch of any size has as much to do a row as any other. With --rows a call decodes so many of
-its batch's prompts at a time, each ended one of which gives its place to the next (`fastspec.ContinuousBatch`). Several
-heads and trees of `eagle3` answer a batch one after another, so that a machine's slow spell hits all of them; each head
-has an instance of the model, which share its weights, and keeps what was captured for four trees. With --temperature
-answers are drawn, with top-k and top-p of the model's generation config unless --top-p names one, and nothing is
-compared: each way draws texts of its own. A row holds
+batch twice with a few tokens, untimed, and transformers the first batch. With --no-end no token ends an answer. With
+--rows a call decodes so many of its batch's prompts at a time (`fastspec.ContinuousBatch`). Several heads and trees of
+`eagle3` answer a batch one after another, so that a slow spell hits all of them. With --temperature answers are drawn,
+with top-k and top-p of the model's generation config unless --top-p names one, and nothing is compared. A row holds
 
-- `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls, a call being one
-  batch;
-- `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`: the share of them that had not ended in
-  a round;
-- `answers_sha256` of all answers' tokens in order, by which two versions of the code are held against each other;
+- `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls;
+- `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`, the share that had not ended;
+- `answers_sha256` of all answers' tokens in order, to compare two versions of the code;
 - `backend`, the kernels that ran, `head`, the head that drafted, and `drafter`, whether in one launch or one per step;
 - `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position
   of the first new token that differs, the two tokens (transformers' first), and the gap of their logits in one forward
-  pass over the common text, in the model's dtype. `near_ties` counts those whose gap is within rounding (`bound`, see
-  `rounding_bound`), `other` all else: larger gaps, and answers of which one ends where the other goes on (token null,
-  no gap), which rounding does not explain.
+  pass over the common text. `near_ties` counts those whose gap is within `rounding_bound`, `other` all else: larger
+  gaps, and answers of which one ends where the other goes on (token null, no gap).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -74,7 +68,7 @@ PLAIN = "transformers"
 
 @dataclass(slots=True)
 class Way:
-    """Who answers: an instance of the model, its assistant (None: transformers), and what a row says of both."""
+    """Instance of the model, its assistant (None: transformers), and the columns of both."""
 
     model: Any
     assistant: Any = None
@@ -83,7 +77,7 @@ class Way:
 
 @dataclass(slots=True)
 class Tally:
-    """What the calls of one way gave, one after another: seconds, new tokens, and of an assistant what it counted."""
+    """Calls of one way: seconds, new tokens, and an assistant's statistics."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -99,45 +93,26 @@ class Tally:
     @property
     def speeds(self) -> list[float]:
         """20, 50 and 80 % quantiles of the calls' tokens per second."""
-        return [
-            round(value, 1)
-            for value in quantiles([new / spent for new, spent in zip(self.tokens, self.seconds, strict=True)])
-        ]
+        speeds = [new / spent for new, spent in zip(self.tokens, self.seconds, strict=True)]
+        return [round(value, 1) for value in quantiles(speeds)]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", nargs="+", default=[SMOLLM2], help="of `eagle3`, a row each")
-    parser.add_argument(
-        "--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong"
-    )
+    parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; else random weights, mostly wrong drafts")
     parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
     parser.add_argument("--each", type=int, default=80, help="prompts to take from each file")
     parser.add_argument("--longest", type=int, default=1400, help="leave out prompts of more tokens")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument(
-        "--rows", type=int, help="prompts of a batch that are decoded at a time; all of them without it"
-    )
+    parser.add_argument("--rows", type=int, help="prompts of a batch that are decoded at a time; else all")
     parser.add_argument("--assistants", nargs="+", default=["eagle3"], choices=list(ASSISTANTS), help="one row each")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument(
-        "--tree",
-        nargs="+",
-        default=["60,7,10"],
-        help="total_tokens,depth,top_k, a row each; auto: chosen by measurement",
-    )
-    parser.add_argument(
-        "--temperature",
-        nargs="+",
-        type=float,
-        default=[0.0],
-        help="0 is greedy; at others answers are drawn, a row each",
-    )
+    parser.add_argument("--tree", nargs="+", default=["60,7,10"], help="total_tokens,depth,top_k or auto, a row each")
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="0: greedy; a row each")
     parser.add_argument("--top-p", type=float, help="of drawn answers; 1 is the whole distribution")
-    parser.add_argument(
-        "--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step"
-    )
+    parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-plain", action="store_true", help="leave out transformers' generate and the comparison")
     parser.add_argument("--no-end", action="store_true", help="no token ends an answer: all have --tokens tokens")
@@ -170,17 +145,13 @@ def main(arguments: list[str] | None = None) -> None:
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
         shared = {"prompts": path.stem, "count": len(prompts), "batch": options.batch, "max_new_tokens": options.tokens}
         shared["no_end"] = options.no_end
-        found = [
-            (heat, *each)
-            for heat in options.temperature
-            for each in on_file(model, prompts, ways, options, heat).items()
-        ]
-        for heat, name, row in found:
+        for heat in options.temperature:
             drawn = {"temperature": heat, "top_p": options.top_p} if heat else {}
-            row = shared | ways[name].said | drawn | row | where
-            if row.get("tree") == "auto":
-                row["choices"] = [asdict(choice) for choice in fastspec.report(ways[name].model).trees.values()]
-            write(options.out, row)
+            for name, row in on_file(model, prompts, ways, options, heat).items():
+                row = shared | ways[name].said | drawn | row | where
+                if row.get("tree") == "auto":
+                    row["choices"] = [asdict(choice) for choice in fastspec.report(ways[name].model).trees.values()]
+                write(options.out, row)
 
 
 def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way]:
@@ -189,14 +160,9 @@ def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way
     for text in options.tree:
         sizes: Any = "auto" if text == "auto" else [int(size) for size in text.split(",")]
         for model, source in zip(models, options.head, strict=True):
-            way = Way(model, tree_of(text, fused=FUSED[options.drafter]))
-            way.said = {
-                "assistant": "eagle3",
-                "head": source,
-                "tree": sizes,
-                "drafter": "fused" if FUSED[options.drafter] else "kernels",
-            }
-            ways[f"eagle3 {text} {source}"] = way
+            drafter = "fused" if FUSED[options.drafter] else "kernels"
+            said = {"assistant": "eagle3", "head": source, "tree": sizes, "drafter": drafter}
+            ways[f"eagle3 {text} {source}"] = Way(model, tree_of(text, fused=FUSED[options.drafter]), said)
     return ways
 
 
@@ -256,7 +222,7 @@ def row_of(mine: Tally, plain: Tally | None, count: int) -> dict[str, Any]:
 def generate(
     model: Any, prompts: list[list[int]], assistant: Any, tokens: int, pad: int, settings: dict[str, Any]
 ) -> list[list[int]]:
-    """Answers to prompts as one left-padded batch, each cut behind its end token, where the model has one."""
+    """Answers to prompts as one left-padded batch, each cut after its end token."""
     inputs = padded(prompts, model.device, pad)
     extra = settings if assistant is None else settings | {"assistant": assistant}
     out = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=pad, **extra)
@@ -267,9 +233,8 @@ def generate(
 
 @torch.no_grad()
 def difference(model: Any, prompt: list[int], plain: list[int], ours: list[int]) -> dict[str, Any]:
-    """Where two answers first differ: the position, the tokens there (None behind an answer's end), the gap of their
-    logits in one pass over the common text, and how large rounding can make that gap; both None where there are no two
-    tokens."""
+    """First difference of two answers: the position, the tokens there (None after an answer's end), the gap of their
+    logits in one pass over the common text, and its `rounding_bound`; both None where there are no two tokens."""
     at = first_difference(ours, plain)
     if at is None:
         raise ValueError("the answers are equal: there is no difference to describe")
@@ -287,24 +252,19 @@ def rounding_bound(model: Any, logits: Tensor, pair: list[int], length: int) -> 
     """How far apart a pass may put two logits that another pass puts in the other order, by the model's dtype alone:
     logits [V], fp32.
 
-    Between two such passes the difference of the two logits changes by at least the gap of either. What changes it is
-    random and has two sources; the bound is three standard deviations of both, so one near-tie in 370 lies beyond it:
+    The bound is three standard deviations of two random errors, so one near-tie in 370 lies beyond it:
 
-    - A logit of magnitude m is rounded to the dtype, to within half a step; a step is at most m * eps (bf16: 8 bits,
-      eps = 2^-7, so the error is at most m * 2^-8). A uniform error in half a step has variance step^2 / 12, and there
-      are two logits in each of two passes.
-    - A layer rounds 12 results to the dtype on the way, its fp32 sums once a term, and passes that sum in another order
-      differ in each. A step is between eps / 2 and eps of a value, 0.72 eps on average, and two rounded values differ
-      by sqrt(1 / 6) of it: 0.3 eps. Layers neither grow nor shrink a difference much, so n independent ones are 0.3 eps
-      sqrt(n) of the hidden state, in any direction: a logit moves by that share of the logits' spread over the
-      vocabulary.
+    - A logit of magnitude m is rounded to within half a step of at most m * eps (bf16: eps = 2^-7). Such an error has
+      variance step^2 / 12, and there are two logits in each of two passes.
+    - A layer rounds 12 results to the dtype, its fp32 sums once a term, and passes that sum in another order differ in
+      each. A step is 0.72 eps of a value on average, and two rounded values differ by sqrt(1 / 6) of it: 0.3 eps. So n
+      independent ones are 0.3 eps sqrt(n) of the hidden state, and a logit moves by that share of the logits' spread.
     """
     layers = model.config.get_text_config().num_hidden_layers
     terms = sum(weight.shape[-1] for weight in model.parameters() if weight.dim() > 1) + 2 * layers * length
-    share = 0.3 * (
-        torch.finfo(model.dtype).eps * (12 * layers + 1) ** 0.5 + torch.finfo(torch.float32).eps * terms**0.5
-    )
-    step = torch.finfo(model.dtype).eps * float(logits[pair].abs().max())
+    eps, summed = torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps
+    share = 0.3 * (eps * (12 * layers + 1) ** 0.5 + summed * terms**0.5)
+    step = eps * float(logits[pair].abs().max())
     return 3 * (4 * step**2 / 12 + 2 * (share * float(logits.std())) ** 2) ** 0.5
 
 

@@ -13,19 +13,17 @@ many that compile and capture; `equal` is the share of answers that are the mode
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import parser_of, timed, write
+from common import place as columns
 from full_size import SHAPES, make_model  # the script beside this one
 
 import fastspec
 from fastspec.cascade.predictor import Predictor
 from fastspec.cascade.records import NAMES
-from fastspec.programs.bench.device import device_name, versions
 from fastspec.programs.bench.report import quantiles
 
 ITEMS = 64
@@ -43,17 +41,12 @@ def predictor() -> Predictor:
 
 
 def milliseconds(
-    run: Callable[[torch.Tensor], torch.Tensor], prompts: Sequence[torch.Tensor]
+    run: Callable[[torch.Tensor], torch.Tensor], prompts: list[torch.Tensor]
 ) -> tuple[list[float], list[list[int]]]:
-    """(the quantiles of all prompts' times, the answers), behind a first turn through them."""
-    for ids in prompts:
-        run(ids)
-    times, found = [], []
-    for ids in prompts:
-        begun = time.perf_counter()
-        found.append(run(ids)[0, ids.shape[1] :].tolist())
-        times.append(1e3 * (time.perf_counter() - begun))
-    return [round(each, 2) for each in quantiles(times)], found
+    """(the quantiles of all prompts' times, the answers), after a first turn through them."""
+    found: list[list[int]] = []
+    times = [1e3 * timed(lambda ids=ids: found.append(run(ids)[0, ids.shape[1] :].tolist())) for ids in prompts * 2]
+    return [round(each, 2) for each in quantiles(times[len(prompts) :])], found[len(prompts) :]
 
 
 def rows_of(args: argparse.Namespace, place: str, settled: Predictor) -> Iterator[dict[str, Any]]:
@@ -86,50 +79,26 @@ def rows_of(args: argparse.Namespace, place: str, settled: Predictor) -> Iterato
             reached = len(fastspec.report(large).last.explanations[0].visits) - 1
         own, wanted = alone["large" if reached else "small"]
         equal = sum(mine == theirs for mine, theirs in zip(answers, wanted, strict=True)) / len(answers)
-        row = {
-            "small_on": place,
-            "way": way,
-            "reached": reached,
-            "ms": times,
-            "alone_ms": own,
-            "small_alone_ms": alone["small"][0],
-        }
-        yield row | {"equal": equal}
+        row = {"small_on": place, "way": way, "reached": reached, "ms": times, "alone_ms": own}
+        yield row | {"small_alone_ms": alone["small"][0], "equal": equal}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--small", default="qwen2-1.5b", choices=list(SHAPES))
     parser.add_argument("--large", default="qwen3-8b", choices=list(SHAPES))
-    parser.add_argument(
-        "--places", nargs="+", default=["cuda:0", "cuda:1"], help="of the small stage; the large one lies on the first"
-    )
+    parser.add_argument("--places", nargs="+", default=["cuda:0", "cuda:1"], help="the first is the large stage's")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prefix", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     settled = predictor()
+    shared = {name: getattr(args, name) for name in ("small", "large", "prefix", "tokens", "requests")}
+    shared |= {"large_on": args.places[0], **columns(args.places[0], args.dtype)}
     for place in args.places:
         for row in rows_of(args, place, settled):
-            print(json.dumps(row), flush=True)
-            shared = {
-                "small": args.small,
-                "large": args.large,
-                "large_on": args.places[0],
-                "prefix": args.prefix,
-                "tokens": args.tokens,
-            }
-            shared |= {
-                "requests": args.requests,
-                "device": device_name(torch.device(args.places[0])),
-                "dtype": args.dtype,
-                **versions(),
-            }
-            if args.out is not None:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**shared, **row}) + "\n")
+            write(args.out, {**shared, **row}, list(row))
 
 
 if __name__ == "__main__":

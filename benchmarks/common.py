@@ -65,6 +65,21 @@ def padded(texts: Sequence[Sequence[int]], device: Any, pad: int = 0) -> dict[st
     return {"input_ids": ids, "attention_mask": mask}
 
 
+class FirstTokens:
+    """Streamer that takes the seconds to the prompt, from there to the first new token, and to the next rounds."""
+
+    def __init__(self) -> None:
+        self.last, self.seconds = time.perf_counter(), list[float]()
+
+    def put(self, value: Any) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self.last)
+        self.last = now
+
+    def end(self) -> None:
+        pass
+
+
 def timed(run: Callable[[], Any]) -> float:
     """Seconds of a run, the device's work included."""
     cuda = torch.cuda.is_available()

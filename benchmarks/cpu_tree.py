@@ -4,15 +4,13 @@
     python benchmarks/cpu_tree.py --backend cpp --runs 3 --out rows.jsonl                             # the demo's prompts
 
 A shape is total_tokens,depth,top_k. A prompt file has `prompt` or `turns` in each row; `--each` takes the first rows of
-every file. Each prompt's output is first compared with transformers' own generate, in the same run; a row whose output
-differs says so. Every shape is timed on a prompt before the next prompt comes, so that a machine's slow spell hits all
-shapes. The lines printed give the median over prompts and the tokens per second over all of them, which is what
-`DEFAULT_TREES` is chosen by.
+every file. Each output is compared with transformers' own generate. Every shape is timed on a prompt before the next
+prompt comes, so that a machine's slow spell hits all shapes. The lines printed give the median over prompts and the
+tokens per second over all of them, which is what `DEFAULT_TREES` is chosen by.
 
 On a shared machine `others` in a row is the number of cores that other processes took while it, or transformers' run of
-the prompt, was timed, whichever is more; `--alone 0.1` leaves rows with more than that out of what is printed. With
-OMP_NUM_THREADS=1 and `--clock process` other processes hardly count. `--busy 2` runs two programs beside it that keep a
-core busy each, once everything is warm.
+the prompt, was timed, whichever is more; `--alone 0.1` prints no rows with more than that. With OMP_NUM_THREADS=1 and
+`--clock process` other processes hardly count.
 
 An AVX-512 processor is held to AVX2 by ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 in
 the environment; `isa` in the rows is what torch uses.
@@ -35,7 +33,7 @@ from common import parser_of, place, tree_of, write
 import fastspec
 from fastspec.models import SMOLLM2, load_model
 from fastspec.programs.demo import PROMPTS
-from fastspec.programs.texts import encode
+from fastspec.programs.texts import encode, first_turn
 from fastspec.programs.training.data import read_prompts
 
 KEYS = ("total_tokens", "depth", "top_k")
@@ -82,35 +80,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
-    parser.add_argument(
-        "--prompts", nargs="+", default=[], type=Path, help="jsonl files; without any, the demo's prompts"
-    )
+    parser.add_argument("--prompts", nargs="+", default=[], type=Path, help="jsonl files; else the demo's prompts")
     parser.add_argument("--each", type=int, default=3, help="prompts to take from each file")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--runs", type=int, default=1, help="how often every prompt is answered by every method")
-    parser.add_argument(
-        "--alone", type=float, default=float("inf"), help="cores that others may take, for a row that is summarised"
-    )
-    parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="process: processor time, to be read with OMP_NUM_THREADS=1"
-    )
-    parser.add_argument(
-        "--busy", type=int, default=0, help="programs to run beside it, each of which keeps a core busy"
-    )
+    parser.add_argument("--alone", type=float, default=float("inf"), help="cores that others may take, to be printed")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="process: with OMP_NUM_THREADS=1")
+    parser.add_argument("--busy", type=int, default=0, help="programs beside it that keep a core busy each")
     options = parser.parse_args(arguments)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, device)
     where = place(device, model.dtype) | {"threads": torch.get_num_threads(), "busy": options.busy}
     where["isa"] = torch.backends.cpu.get_cpu_capability() if device == "cpu" else None
-    prompts = [
-        (path.stem, encode(tokenizer, text(row), device))
-        for path in options.prompts
-        for row in read_prompts(path)[: options.each]
-    ]
-    prompts = prompts or [("demo", encode(tokenizer, prompt, device)) for _, prompt in PROMPTS]
+    texts = [(path.stem, first_turn(row)) for path in options.prompts for row in read_prompts(path)[: options.each]]
+    texts = texts or [("demo", prompt) for _, prompt in PROMPTS]
+    prompts = [(name, encode(tokenizer, text, device)) for name, text in texts]
     fastspec.patch(model, eagle3=options.head, backend=options.backend)
     where["backend"] = fastspec.report(model).backend
     methods = [None, fastspec.Autoregressive(), *map(tree_of, options.shapes)]
@@ -123,11 +110,6 @@ def main(arguments: list[str] | None = None) -> None:
                 rows.append(row | where)
                 write(options.out, rows[-1], ())
     summarise([row for row in rows if row["others"] <= options.alone])
-
-
-def text(row: dict) -> str:
-    """The first user turn of a row."""
-    return row["prompt"] if "prompt" in row else row["turns"][0]
 
 
 def on_prompt(model, name: str, inputs, methods: list, tokens: int, clock: str) -> list[dict]:
@@ -143,9 +125,8 @@ def on_prompt(model, name: str, inputs, methods: list, tokens: int, clock: str) 
         if method is not None:
             last = fastspec.report(model).last
             row["acceptance_length"] = round(last.acceptance_length, 3)
-            row["ms_per_round"] = {
-                k: round(1e3 * v / max(1, last.rounds), 2) for k, v in last.phases.items() if k != "prefill"
-            }
+            phases = {name: 1e3 * spent / max(1, last.rounds) for name, spent in last.phases.items()}
+            row["ms_per_round"] = {name: round(spent, 2) for name, spent in phases.items() if name != "prefill"}
         rows.append(row)
     return rows
 
@@ -163,9 +144,8 @@ def summarise(rows: list[dict]) -> None:
         name = f"{method} {','.join(map(str, shape)) if shape[0] else '':>8}"
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         same = all(row["identical"] for row in group)
-        print(
-            f"{name}: {total:6.1f} tokens/s, ratio {spread}, {length:.2f} tokens in {cost:.1f} ms a round, same {same}"
-        )
+        told = f"ratio {spread}, {length:.2f} tokens in {cost:.1f} ms a round, same {same}"
+        print(f"{name}: {total:6.1f} tokens/s, {told}")
 
 
 if __name__ == "__main__":

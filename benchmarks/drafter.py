@@ -4,10 +4,9 @@
     python benchmarks/drafter.py --phases --rows 1 --out rows.jsonl
 
 Ways: the one launch (the candidates alone, without the re-ranking), and `EagleDrafter` on the ops of a backend (with
-it), each as calls from Python and, where rounds of the backend are captured, as the replay of a CUDA graph. They are
-measured one after another, each with the MiB that it allocates at its peak beside the head's weights. Heads have the
-sizes of full_size.py's shapes and random weights. The one launch is checked against the head's own forward first. The
-floor is the time of reading every weight once a pass, at --bandwidth.
+it), each as calls from Python and, where rounds of the backend are captured, as the replay of a CUDA graph, with the
+MiB at the peak beside the head's weights. Heads have the sizes of full_size.py's shapes and random weights. The one
+launch is checked against the head's own forward first. The floor is reading every weight once a pass, at --bandwidth.
 
 With --phases a row tells where the time of the one launch goes. Its grid barrier is replaced by one after which the
 first program notes the device's nanoseconds: medians over launches of every phase of the pass that feeds the accepted
@@ -136,10 +135,8 @@ def checked(head: EagleHead, weights: DraftWeights, shape: TreeShape, rows: int,
 
 def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix: int) -> Callable[[], Any]:
     """One round of `EagleDrafter` on the ops of a backend."""
-    like = head.fc.weight
-    drafter = EagleDrafter(
-        BoundHead.of(head), shape, rows=rows, capacity=prefix + 256, ops=choose_backend(backend, like.device)
-    )
+    like, ops = head.fc.weight, choose_backend(backend, head.fc.weight.device)
+    drafter = EagleDrafter(BoundHead.of(head), shape, rows=rows, capacity=prefix + 256, ops=ops)
     drafter.reserve(prefix + 256)
     for state in (drafter.attention.k, drafter.attention.v, drafter.last, drafter.readout):
         state.normal_()
@@ -223,9 +220,8 @@ def main(arguments: list[str] | None = None) -> None:
                 launch()
                 us = {part: sum(each.weight.nbytes for each in of) for part, of in parts_of(head).items()}
                 us = {part: round(size / args.bandwidth / 1e6, 2) for part, size in us.items()}
-                write(
-                    args.out, shared | {"rows": rows, "weights_us": us} | phases(launch, count, shape.depth, args.times)
-                )
+                row = shared | {"rows": rows, "weights_us": us}
+                write(args.out, row | phases(launch, count, shape.depth, args.times))
                 continue
             ways: dict[str, tuple[Callable[[], Callable[[], Any]], bool]] = {"fused": (fused, True)}
             for backend in args.backends:

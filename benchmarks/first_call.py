@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +49,6 @@ class Clock:
     def mark(self, phase: str) -> None:
         now = time.perf_counter()
         self.seconds[phase], self.last = round(now - self.last, 3), now
-
-
-class FirstTokens:
-    """A streamer that notes when the first new token came, and when the first round's; what comes first is the
-    prompt."""
-
-    def __init__(self) -> None:
-        self.last, self.seconds = time.perf_counter(), list[float]()
-        """Seconds from the begin or the tokens before: of the prompt, of the first new token, of every round's
-        tokens."""
-
-    def put(self, value: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self.last)
-        self.last = now
-
-    def end(self) -> None:
-        """Nothing is left to do."""
 
 
 def watch(found: dict[str, Any]) -> None:
@@ -145,6 +127,8 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
     clock.mark("patch")
     found: dict[str, Any] = {"ahead": 0.0, "foreseen": 0, "compiled": 0, "from_disk": 0}
     watch(found)
+    from common import FirstTokens
+
     ids = torch.randint(5, 500, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(ids)
@@ -165,8 +149,7 @@ def child(shape: str, assistant: str, prompt: int, tokens: int) -> dict[str, Any
 
 
 def both(command: list[str], setting: dict[str, str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Run a command with empty caches and with those that it left -> which caches and the process's seconds, and what
-    it printed last."""
+    """Run a command with empty caches and with those that it left -> (caches and seconds, its last line)."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "FASTSPEC_CACHE": f"{folder}/fastspec"}
         root = str(Path(__file__).parents[1])
@@ -176,32 +159,20 @@ def both(command: list[str], setting: dict[str, str]) -> Iterator[tuple[dict[str
             done = subprocess.run(command, env=os.environ | caches | path | setting, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{' '.join(command)}: {done.stderr[-3000:]}")
-            yield (
-                {"caches": caches_are, "process": round(time.perf_counter() - began, 3)},
-                json.loads(done.stdout.splitlines()[-1]),
-            )
+            seconds = round(time.perf_counter() - began, 3)
+            yield {"caches": caches_are, "process": seconds}, json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(shape: str, assistant: str, workers: int | None, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row of a first call with empty caches, and one with those that it left."""
-    command = [
-        sys.executable,
-        __file__,
-        "--child",
-        shape,
-        assistant,
-        "--prompt",
-        str(options.prompt),
-        "--tokens",
-        str(options.tokens),
-    ]
+    command = [sys.executable, __file__, "--child", shape, assistant]
+    command += [f"--prompt={options.prompt}", f"--tokens={options.tokens}"]
     for begun, found in both(command, {} if workers is None else {"FASTSPEC_COMPILE_WORKERS": str(workers)}):
         yield begun | {"workers": workers} | found
 
 
 def measure_demo() -> Iterator[dict[str, Any]]:
-    """A row of the demo's command with empty caches, and one with those that it left, with the figures of its methods
-    by their names."""
+    """The same of the demo's command, with the figures of its methods by their names."""
     import torch
 
     from fastspec.devices import device_name
@@ -214,32 +185,23 @@ def measure_demo() -> Iterator[dict[str, Any]]:
         yield row | {"methods": methods, "cores": os.cpu_count(), **versions()}
 
 
-def main() -> None:
-    """Parse the command line, measure, and append the rows to a file."""
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["smollm2-135m-instruct"])
     parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=ASSISTANTS)
-    parser.add_argument(
-        "--workers", nargs="+", type=int, help="processes that compile; by default as many as fastspec takes"
-    )
+    parser.add_argument("--workers", nargs="+", type=int, help="processes that compile; else fastspec's default")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens")
     parser.add_argument("--demo", action="store_true", help="time `fastspec demo` instead of a call")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.child:
         print(json.dumps(child(*options.child, options.prompt, options.tokens)))
         return
     from common import write  # not by a child, whose imports are timed
 
-    shapes = [] if options.demo else options.shapes
-    calls = [
-        (shape, assistant, workers)
-        for shape in shapes
-        for assistant in options.assistants
-        for workers in options.workers or [None]
-    ]
+    calls = product(options.shapes, options.assistants, options.workers or [None])
     for row in measure_demo() if options.demo else chain.from_iterable(measure(*call, options) for call in calls):
         write(options.out, row)
 

@@ -1,18 +1,13 @@
 """Time per round on models of full size with random weights, beside transformers' own decoding in the same run.
 
-The time of a pass does not depend on the values of the weights; what a model says does, so no tokens per second are
-measured here: they are the acceptance length that a head reaches on real text, over the time of a round. `round_ms` is
-the median over `--calls` calls, each of which gives the mean of its rounds, and `round_ms_quantiles` their 20, 50 and
-80 % quantiles. The floor is the time of reading once, at the measured bandwidth, the weights that a round must read
-(`read_bytes`) and what its layers can see of the text before (`kept_bytes`: keys, values, recurrent states). Of a
-mixture of experts a round must read those that its tokens choose: `experts_read` is their mean number a layer, counted
-in rounds of the model's own modules behind the first 2,048 tokens. Token embeddings of mixtures are large, so that
-tokens differ, and choose different experts: with small ones the 60 nodes of a round chose 11 of 128. A drafter's own
-weights are not in the floor; a round reads them once a level (`drafter_read_bytes`). Rows of versions without
-`kept_bytes` have floors of weights alone.
-
-Behind more than FILLED tokens transformers goes on from a cache of random keys and values, so that no row waits for its
-prefill.
+The time of a pass does not depend on the values of the weights; tokens per second do, and are not measured here: they
+are the acceptance length that a head reaches on real text, over the time of a round. `round_ms` is the median over
+`--calls` calls, each of which gives the mean of its rounds, and `round_ms_quantiles` their 20, 50 and 80 % quantiles.
+The floor is the time of reading once, at the measured bandwidth, the weights that a round must read (`read_bytes`) and
+what its layers can see of the text before (`kept_bytes`: keys, values, recurrent states). Of a mixture of experts
+`experts_read` is the mean number that the tokens of a round choose in a layer, after the first 2,048 tokens. A
+drafter's own weights are not in the floor; a round reads them once a level (`drafter_read_bytes`). Older rows without
+`kept_bytes` have floors of weights alone. After more than FILLED tokens transformers goes on from a random cache.
 
     python benchmarks/full_size.py --shapes llama-8b --prefix 2048 --out rows.jsonl
 """
@@ -67,11 +62,8 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
-    """A model of a shape with random weights; no token ends it.
-
-    Biases are 0, and the embeddings of a mixture are large beside what layers add: so tokens stay unlike one another
-    through all layers and routers spread them over the experts, as trained ones do. Otherwise some layers send nearly
-    all tokens to the same few."""
+    """A model of a shape with random weights and biases of 0; no token ends it. The embeddings of a mixture are large,
+    so that routers spread tokens over the experts as trained ones do."""
     config = config_of(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -89,14 +81,11 @@ def head_config(config: Any, draft_vocab: int, **more: Any) -> HeadConfig:
     """That of a head of the published EAGLE-3 shape: one layer of the target's sizes, three taps, a vocabulary of its
     own."""
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    sizes = {name: getattr(config, name) for name in same} | {
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "draft_vocab_size": min(draft_vocab, config.vocab_size),
-        "target_hidden_size": config.hidden_size,
-        "taps": (2, config.num_hidden_layers // 2, config.num_hidden_layers - 3),
-        "max_position_embeddings": 131072,
-    }
-    return HeadConfig(**sizes | more)
+    sizes = {name: getattr(config, name) for name in same}
+    sizes["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes |= {"draft_vocab_size": min(draft_vocab, config.vocab_size), "target_hidden_size": config.hidden_size}
+    sizes["taps"] = (2, config.num_hidden_layers // 2, config.num_hidden_layers - 3)
+    return HeadConfig(**sizes | {"max_position_embeddings": 131072} | more)
 
 
 def make_head(model: Any, draft_vocab: int) -> EagleHead:
@@ -155,14 +144,15 @@ def experts_read(model: Any, ids: torch.Tensor, assistant: Any) -> float | None:
     Hooks on its routers count them, behind which rounds run the model's own modules."""
     routers = routers_of(model)
     found: list[int] = []
-    handles = [
-        router.register_forward_hook(lambda _, __, out: found.append(len(out[-1].unique()))) for router in routers
-    ]
+
+    def count(router: Any, given: Any, out: Any) -> None:
+        found.append(len(out[-1].unique()))
+
+    handles = [router.register_forward_hook(count) for router in routers]
     if routers:
         some = ids[:, : FILLED // 2]
-        model.generate(
-            some, do_sample=False, attention_mask=torch.ones_like(some), assistant=assistant, max_new_tokens=8
-        )
+        options = {"do_sample": False, "attention_mask": torch.ones_like(some), "max_new_tokens": 8}
+        model.generate(some, assistant=assistant, **options)
     for handle in handles:
         handle.remove()
     rounds = found[-len(routers) * fastspec.report(model).last.rounds :] if routers else []
@@ -188,18 +178,15 @@ def kept_bytes(model: Any, text: int, batch: int) -> int:
     for (heads, key, value), span, recurrent in zip(layer_shapes(config), spans, recurrents, strict=True):
         if recurrent:
             shape = delta_shape(config)
-            total += (
-                4 * shape.value_heads * shape.key_size * shape.value_size
-                + shape.width * shape.channels * model.dtype.itemsize
-            )
+            total += 4 * shape.value_heads * shape.key_size * shape.value_size
+            total += shape.width * shape.channels * model.dtype.itemsize
         else:
             total += heads * (key + value) * min(text, text if span is None else span.size) * model.dtype.itemsize
     return batch * total
 
 
 def capture_cost(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> dict[str, float]:
-    """Host seconds of the first runs and the captures of a short call that finds nothing captured; its kernels are
-    compiled the first time and on disk or in memory from then on."""
+    """Host seconds of the first runs and the captures of a short call that finds nothing captured."""
     session = session_of(model)
     assert session is not None
     session.engines.clear()
@@ -229,20 +216,11 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int, calls: int 
     parts = {name: [round(value, 4) for value in profile.quantiles(name)] for name in profile.parts}
     fused = isinstance(assistant, fastspec.Eagle3) and assistant.fused
     drafter = None if assistant == "autoregressive" else "fused" if fused else "kernels"
-    return {
-        **round_times(walls),
-        "nodes": 1 + last.drafted // last.row_rounds,
-        "parts_ms": parts,
-        "prefill_ms": round(1e3 * last.phases["prefill"], 2),
-        "peak_mib": round(peak / 2**20, 1),
-        "replay_ms": replay,
-        "acceptance_length": round(last.acceptance_length, 3),
-        "rounds": last.rounds,
-        "kernels": fastspec.report(model).backend,
-        "first_call_s": made[0],
-        "capture_s": made[-1],
-        "drafter": drafter,
-    }
+    row = {**round_times(walls), "nodes": 1 + last.drafted // last.row_rounds, "parts_ms": parts}
+    row |= {"prefill_ms": round(1e3 * last.phases["prefill"], 2), "peak_mib": round(peak / 2**20, 1)}
+    row |= {"replay_ms": replay, "acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds}
+    row |= {"kernels": fastspec.report(model).backend, "first_call_s": made[0], "capture_s": made[-1]}
+    return row | {"drafter": drafter}
 
 
 def replay_ms(model: Any) -> float | None:
@@ -271,9 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
-    parser.add_argument(
-        "--drafter", default="auto", choices=FUSED, help="one launch for the draft phase, or one per step"
-    )
+    parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
     args = parser.parse_args(arguments)
     device, _ = device_here()
     bandwidth = read_bandwidth(device)
@@ -296,25 +272,18 @@ def main(arguments: list[str] | None = None) -> None:
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             for method in args.methods.split(","):
                 assistant = tree if method == "eagle3" and device == "cuda" else method
-                plain = method == "autoregressive"
                 found = ours(model, ids, assistant, args.tokens, args.calls)
-                drafts = {
-                    "head_bytes": 0 if plain else head_bytes,
-                    "drafter_read_bytes": 0 if plain else (tree.depth + 1) * head_bytes,
-                }
-                touched = experts_read(model, ids, assistant)
-                tell(model, base | {"method": method, "experts_read": touched} | drafts | found)
-            touched = experts_read(model, ids, "autoregressive") if args.peers != "none" else None
+                size = 0 if method == "autoregressive" else head_bytes
+                drafts = {"head_bytes": size, "drafter_read_bytes": (tree.depth + 1) * size}
+                touched = {"experts_read": experts_read(model, ids, assistant)}
+                tell(model, base | {"method": method} | touched | drafts | found)
+            touched = {"experts_read": experts_read(model, ids, "autoregressive") if args.peers != "none" else None}
         if "sdpa" in args.peers:
-            tell(
-                model,
-                base
-                | {"method": "transformers", "experts_read": touched}
-                | peer(model, ids, min(args.tokens, 24), args.calls),
-            )
+            found = peer(model, ids, min(args.tokens, 24), args.calls)
+            tell(model, base | {"method": "transformers"} | touched | found)
         if "static-compile" in args.peers:  # last: it leaves a compiled forward behind
             found = peer(model, ids, args.tokens, args.calls, cache_implementation="static")
-            tell(model, base | {"method": "static-compile", "experts_read": touched} | found)
+            tell(model, base | {"method": "static-compile"} | touched | found)
 
     for name in args.shapes.split(","):
         torch.manual_seed(0)

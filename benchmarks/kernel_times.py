@@ -154,9 +154,8 @@ def flex_way(visible: Tensor, scale: float) -> Callable[..., Any]:
 def norm(rows: int, hidden: int) -> Case:
     weight = random(hidden)
     ways = both(lambda op, x, y: op(x, weight, 1e-5, y), layer_reference.rms_norm, norms.rms_norm)
-    return Case(
-        "rms_norm", f"{rows} x {hidden}, with a residual", randoms(*[(rows, hidden)] * 2), ways, 8 * rows * hidden
-    )
+    size, make = f"{rows} x {hidden}, with a residual", randoms(*[(rows, hidden)] * 2)
+    return Case("rms_norm", size, make, ways, 8 * rows * hidden)
 
 
 def gated(rows: int, width: int) -> Case:
@@ -278,16 +277,12 @@ def mixture(count: int, choices: int, hidden: int, inner: int, turned: bool, row
 def recurrent_cases(
     sizes: tuple[int, int, int, int] = (16, 32, 128, 128), layers: int = 24, tokens: int = 512
 ) -> Iterator[Case]:
-    """Gated DeltaNet of (Hk, Hv, Dk, Dv) and so many layers, Qwen3.5-9B's: a layer's convolution and its system over a
-    tree's nodes, the same over a part of a prompt, and the commit of all layers' states along the accepted path. The
-    floor reads states and inputs once."""
+    """Gated DeltaNet of (Hk, Hv, Dk, Dv) and so many layers, Qwen3.5-9B's: a layer over a tree's nodes and over a part
+    of a prompt, and the commit of all layers' states. The floor reads states and inputs once."""
     key_heads, heads, key_size, value_size = sizes
     channels, width, state_bytes = 2 * key_heads * key_size + heads * value_size, 4, 4 * heads * key_size * value_size
-    weight, rates, fp32 = (
-        random(channels, width),
-        recurrent_reference.DecayRates(random(heads), random(heads)),
-        torch.float32,
-    )
+    weight, fp32 = random(channels, width), torch.float32
+    rates = recurrent_reference.DecayRates(random(heads), random(heads))
     reference, of_heads = recurrent_reference, f"{heads} heads of {key_size} x {value_size}"
 
     def state_of(*rows: int) -> Tensor:
@@ -315,9 +310,11 @@ def recurrent_cases(
 
     def chain(rows: int) -> Case:
         counts, gates = torch.full((rows,), tokens, device=DEVICE), (rows, tokens, heads)
-        ways = both(
-            lambda op, x, a, b, state: op(x, a, b, rates, state, counts), reference.delta_chain, delta.delta_chain
-        )
+
+        def way(op: Any, x: Tensor, a: Tensor, b: Tensor, state: Tensor) -> Any:
+            return op(x, a, b, rates, state, counts)
+
+        ways = both(way, reference.delta_chain, delta.delta_chain)
         moved = 2 * rows * state_bytes + rows * tokens * 2 * (channels + heads * value_size)
         make = lambda: (random(rows, tokens, channels), random(*gates), random(*gates), state_of(rows))  # noqa: E731
         return Case("delta_chain", f"{rows} x {tokens} tokens", make, ways, moved)
@@ -346,6 +343,7 @@ def recurrent_cases(
         yield committed(rows, 60, 8)
 
 
+PRODUCTS = ((61, 14336, 4096), (61, 4096, 4096), (16, 14336, 4096), (61, 8960, 1536), (61, 1536, 576))
 MIXTURES = ((8, 2, 4096, 14336, False), (128, 8, 2048, 768, False), (32, 4, 2880, 2880, True))
 DRAWN = (SamplingSettings(0.8, 50, 0.95), SamplingSettings(top_p=0.95))
 
@@ -364,14 +362,7 @@ def cases(prefixes: list[int], models: list[str], with_flex: bool) -> Iterator[C
         yield picked(nodes, vocab, False)
         yield picked(nodes, vocab, True)
         yield from (processed(nodes, vocab, drawn) for drawn in DRAWN if nodes > 1)
-    for rows, depth, width in (
-        (61, 14336, 4096),
-        (61, 4096, 4096),
-        (16, 14336, 4096),
-        (61, 8960, 1536),
-        (61, 1536, 576),
-    ):
-        yield product_and_norm(rows, depth, width)
+    yield from (product_and_norm(*sizes) for sizes in PRODUCTS)
     yield from (frontier(576), frontier(4096))
     for sizes in MIXTURES:
         yield from (mixture(*sizes, rows) for rows in ((1, 60, 480) if sizes[0] > 8 else (1, 60)))
@@ -383,9 +374,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prefixes", default="1024,8192,32768,131072")
     parser.add_argument("--models", default="8B")
     parser.add_argument("--only", default="", help="names of ops, with commas between")
-    parser.add_argument(
-        "--flex", action="store_true", help="FlexAttention too, at the longest prefix: it compiles long"
-    )
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, at the longest prefix")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     block = random(2**30, dtype=torch.float32)

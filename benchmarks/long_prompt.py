@@ -53,9 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=24)
     methods = ["autoregressive", "eagle3"]
     parser.add_argument("--methods", nargs="+", default=methods, choices=methods)
-    parser.add_argument(
-        "--peer-most", type=int, default=32768, help="longest prompt of transformers' generate; 0: none"
-    )
+    parser.add_argument("--peer-most", type=int, default=32768, help="longest prompt of transformers; 0: none")
     parser.add_argument("--parts", nargs="+", type=int, help="tokens of a prompt that are read at once")
     args = parser.parse_args(arguments)
     device, dtype = device_here()

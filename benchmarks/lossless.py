@@ -4,14 +4,12 @@ model.
     python benchmarks/lossless.py --assistants eagle3 nasd --texts 50000 --out rows.jsonl
 
 Every text has three new tokens, or as many as TOKENS says: the first comes from the prompt's pass, the others from
-rounds, in which drafts are accepted or not. For an adaptive length they are more, and drafted by one layer, so that the
-length varies: three drafts in the first round, fewer once most of them were refused. The distribution of each token
-given those before it is computed by plain passes of the model over every text that was begun (a patch does not change
-them), processed by transformers' own processors: temperature, top-k, top-p, min-p, with a repetition penalty and
-without. Texts are drawn in batches, each under its own seed; a kept storage drafts from what earlier batches said. For
-each position the tokens are compared with their distributions by Pearson's chi-square, summed over what came before.
-Tokens expected fewer than five times are taken together. Significance: 0.001 for each test, so one right assistant in
-three hundred fails one of three; a token of probability 0 fails at once.
+rounds, in which drafts are accepted or not. The distribution of each token given those before it is computed by plain
+passes of the model, which a patch does not change, and by transformers' own processors: temperature, top-k, top-p,
+min-p, with a repetition penalty and without. Texts are drawn in batches, each under its own seed; a kept storage drafts
+from earlier batches. For each position the tokens are compared with their distributions by Pearson's chi-square, summed
+over what came before; tokens expected fewer than five times are taken together. Significance: 0.001 for each test, so
+one right assistant in three hundred fails one of three; a token of probability 0 fails at once.
 """
 
 from __future__ import annotations
@@ -61,8 +59,7 @@ DRAWN_ONLY = ("speculative, shared vocabulary",)
 
 
 def untrained_head(model: Any, seed: int = 0) -> EagleHead:
-    """A head of the EAGLE-1/2 format with random weights: its drafts are mostly wrong, and what is said must not show
-    it."""
+    """A head of the EAGLE-1/2 format with random weights: its drafts are mostly wrong."""
     torch.manual_seed(seed)
     c = model.config
     head = EagleHead(head_config(c, c.vocab_size, kind="eagle", own_lm_head=False, taps=()))
@@ -71,30 +68,17 @@ def untrained_head(model: Any, seed: int = 0) -> EagleHead:
 
 def processors() -> LogitsProcessorList:
     """What transformers makes of OPTIONS, in its order."""
-    penalty = (
-        [lp.RepetitionPenaltyLogitsProcessor(OPTIONS["repetition_penalty"])]
-        if OPTIONS["repetition_penalty"] != 1.0
-        else []
-    )
-    return LogitsProcessorList(
-        [
-            *penalty,
-            lp.TemperatureLogitsWarper(OPTIONS["temperature"]),
-            lp.TopKLogitsWarper(int(OPTIONS["top_k"])),
-            lp.TopPLogitsWarper(OPTIONS["top_p"]),
-            lp.MinPLogitsWarper(OPTIONS["min_p"]),
-        ]
-    )
+    penalty = OPTIONS["repetition_penalty"]
+    found = [lp.RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1.0 else []
+    found += [lp.TemperatureLogitsWarper(OPTIONS["temperature"]), lp.TopKLogitsWarper(int(OPTIONS["top_k"]))]
+    return LogitsProcessorList([*found, lp.TopPLogitsWarper(OPTIONS["top_p"]), lp.MinPLogitsWarper(OPTIONS["min_p"])])
 
 
 @torch.no_grad()
 def distribution(model: Any, texts: Tensor) -> Tensor:
     """The processed distribution of what follows texts [R, T] -> [R, V] float64."""
-    rows = [
-        processors()(part, model(part, logits_to_keep=1).logits[:, -1].float()).double().softmax(-1)
-        for part in texts.split(64)
-    ]
-    return torch.cat(rows)
+    scored = ((part, model(part, logits_to_keep=1).logits[:, -1].float()) for part in texts.split(64))
+    return torch.cat([processors()(part, scores).double().softmax(-1) for part, scores in scored])
 
 
 Text = tuple[int, ...]
@@ -107,17 +91,9 @@ def draw(
     texts: list[Text] = []
     while len(texts) < count:
         torch.manual_seed(seed + len(texts))
-        size = min(batch, count - len(texts))
-        out = model.generate(
-            **inputs,
-            do_sample=True,
-            num_return_sequences=size,
-            max_new_tokens=length,
-            eos_token_id=NEVER,
-            pad_token_id=0,
-            assistant=assistant,
-            **OPTIONS,
-        )
+        settings = {"num_return_sequences": min(batch, count - len(texts)), "max_new_tokens": length, **OPTIONS}
+        settings |= {"do_sample": True, "eos_token_id": NEVER, "pad_token_id": 0}
+        out = model.generate(**inputs, **settings, assistant=assistant)
         texts += map(tuple, out[:, -length:].tolist())
     return texts
 
@@ -142,11 +118,8 @@ def p_value(statistic: float, freedom: int) -> float:
     """The chance of a statistic at least as large."""
     if freedom == 0:
         return 1.0
-    return float(
-        torch.special.gammaincc(
-            torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
-        )
-    )
+    half, value = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half, value))
 
 
 def judge(model: Any, ids: Tensor, texts: list[Text], distributions: dict[Text, Tensor]) -> list[dict[str, Any]]:
@@ -172,17 +145,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", default=SMOLLM2)
-    parser.add_argument(
-        "--eagle-head", help="of `eagle` and `eagle2`; random weights without one, whose drafts are mostly wrong"
-    )
+    parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; else random weights, mostly wrong drafts")
     parser.add_argument("--assistants", nargs="+", default=list(ASSISTANTS), choices=list(ASSISTANTS))
-    parser.add_argument(
-        "--penalty",
-        nargs="+",
-        default=list(PENALTY),
-        choices=list(PENALTY),
-        help="with and without a repetition penalty",
-    )
+    parser.add_argument("--penalty", nargs="+", default=list(PENALTY), choices=list(PENALTY))
     parser.add_argument("--texts", type=int, default=50_000)
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

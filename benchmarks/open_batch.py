@@ -12,8 +12,7 @@ tokens out; all of these are within `turn`.
 
 With `--trees` (total_tokens,depth,top_k; `plain`: no drafts) `--times` as many prompts as rows are answered in one
 call of `generate` with `ContinuousBatch`, after a shorter call that captures. `tokens_per_second` and `round_ms`, a
-call less its prompts over its rounds, are those of the fastest of `--repeats`. A random head's drafts are wrong: there
-the time of a round tells. No end token ends an answer in either.
+call less its prompts over its rounds, are those of the fastest of `--repeats`. No end token ends an answer in either.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from common import device_here, padded, parser_of, place, tree_of, write
+from common import FirstTokens, device_here, padded, parser_of, place, tree_of, write
 from full_size import SHAPES, make_head, make_model
 
 import fastspec
@@ -41,28 +40,8 @@ EACH = 6
 """Prompts of a client."""
 LONGEST = 400
 """Tokens of a prompt at most."""
-PARTS = (
-    ("admit", rounds.Rounds, "_admit"),
-    ("turn", rounds.Rounds, "turn"),
-    ("wait", schedule.InFlightRound, "wait"),
-    ("run", schedule.WholeGraph, "run"),
-    ("take", rounds, "take"),
-)
-
-
-class First:
-    """A streamer that notes when the first token comes."""
-
-    def __init__(self) -> None:
-        self.puts, self.at = 0, 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts += 1
-        if self.puts == 2:  # the prompt was the first
-            self.at = time.perf_counter()
-
-    def end(self) -> None:
-        pass
+PARTS = (("admit", rounds.Rounds, "_admit"), ("turn", rounds.Rounds, "turn"), ("take", rounds, "take"))
+PARTS += (("wait", schedule.InFlightRound, "wait"), ("run", schedule.WholeGraph, "run"))
 
 
 @contextmanager
@@ -101,10 +80,10 @@ def load(batch: Any, prompts: Sequence[Sequence[int]], clients: int, tokens: int
     def client(mine: Sequence[torch.Tensor]) -> None:
         try:
             for ids in mine:
-                streamer, asked = First(), time.perf_counter()
+                streamer = FirstTokens()
                 options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
                 batch.submit(ids, **options, streamer=streamer).result()
-                firsts.append(1e3 * (streamer.at - asked))
+                firsts.append(1e3 * sum(streamer.seconds[:2]))  # to the prompt, and to the first token
         except BaseException as error:
             failed.append(error)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import captured, milliseconds, parser_of, place, timed, write
+from common import Row, captured, milliseconds, parser_of, place, timed, write
 from full_size import SHAPES, config_of, kept_bytes, make_head, make_model, ours, peer, read_bandwidth
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -84,19 +84,16 @@ def microseconds(run: Callable[[], Any], device: torch.device) -> list[float]:
     return quantiles([1e6 * timed(run) for _ in range(REPEATS)])
 
 
-def row_of(what: str, method: str, rows: int, width: int, times: list[float]) -> dict[str, Any]:
+def row_of(what: str, method: str, rows: int, width: int, times: list[float]) -> Row:
     return {"what": what, "method": method, "rows": rows, "width": width, "us": times[1], "us_quantiles": times}
 
 
-def sums(
-    group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, width: int, vocabulary: int
-) -> list[dict[str, Any]]:
+def sums(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, width: int, vocabulary: int) -> list[Row]:
     """Rows of sums and joins. Raises RuntimeError for a sum that is wrong."""
     found = []
     for rows in ROWS:
-        x = torch.randint(-8, 9, (rows, width), generator=torch.Generator().manual_seed(rows)).to(
-            device, dtype
-        )  # sums are exact
+        drawn = torch.randint(-8, 9, (rows, width), generator=torch.Generator().manual_seed(rows))
+        x = drawn.to(device, dtype)  # sums are exact
         mine = x * (group.rank() + 1)
         for name, run in ways(group, mine).items():
             if not torch.equal(run(mine.clone()), x * sum(range(1, group.size() + 1))):
@@ -118,24 +115,22 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
     from fastspec.kernels.linear.reference import Addends
     from fastspec.kernels.parallel import reduced_norm, words
 
+    def apart(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+        return layer.rms_norm(symmetric.all_reduce(x, group), weight, 1e-5, residual)
+
+    def fused(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+        return reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), weight, 1e-5, residual)
+
     found = []
     for rows in (each for each in ROWS if each <= words.ROWS):
         generator = torch.Generator().manual_seed(rows)
         own, residual = (torch.randn(1, rows, width, generator=generator).to(device, dtype) for _ in range(2))
         weight, mine = torch.ones(width, device=device, dtype=dtype), own * (group.rank() + 1)
-        apart = partial(
-            lambda x, r, w: layer.rms_norm(symmetric.all_reduce(x, group), w, 1e-5, r), mine, residual, weight
-        )
-        fused = partial(
-            lambda x, r, w: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r),
-            mine,
-            residual,
-            weight,
-        )
-        for name, run in (("two launches", apart), ("one launch", fused)):
-            if not all(map(torch.equal, run(), apart())):
+        given = mine, residual, weight
+        for name, way in (("two launches", apart), ("one launch", fused)):
+            if not all(map(torch.equal, way(*given), apart(*given))):
                 raise RuntimeError(f"the norm of the sum of {rows} rows in {name} is wrong")
-            found.append(row_of("norm", name, rows, width, microseconds(run, device)))
+            found.append(row_of("norm", name, rows, width, microseconds(partial(way, *given), device)))
     return found
 
 
@@ -177,21 +172,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--processes", default="1,all", help="1, all or both: how many hold the model")
-    parser.add_argument(
-        "--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r} behind: its head is whole in all processes"
-    )
+    parser.add_argument("--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r}: its head is not cut")
     parser.add_argument("--prefix", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument(
-        "--tune",
-        type=float,
-        default=0.0,
-        metavar="MINUTES",
-        help="measure rounds again with launches tuned for so long",
-    )
+    parser.add_argument("--tune", type=float, default=0.0, metavar="MINUTES", help="measure again with tuned launches")
     parser.add_argument("--no-sums", action="store_true")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
@@ -214,9 +201,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     for name in args.shapes.split(","):
         config = config_of(name)
-        ids = torch.randint(10, config.vocab_size, (1, args.prefix), generator=torch.Generator().manual_seed(0)).to(
-            device
-        )
+        ids = torch.randint(10, config.vocab_size, (1, args.prefix), generator=torch.Generator().manual_seed(0))
+        ids = ids.to(device)
         if not args.no_sums:
             tell(sums(group, device, dtype, config.hidden_size, config.vocab_size), shape=name, processes=group.size())
             if cuda:

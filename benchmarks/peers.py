@@ -8,9 +8,8 @@
 Weights are random: answers have `new` tokens each, and drafts are not accepted. Seconds are those of a whole call, its
 prefill included: the median of some calls (`runs`) after some that compile and capture. `tokens_per_second` counts the
 new tokens of all rows. `first_token_s`, of long prompts (LONG tokens and more), are the seconds of a call of one token.
-`round_ms`, of rows with drafts (the case `--round`), are the seconds beyond those of such a call, over the rounds.
-Every case's rows are written at once, and a case that fails costs no other. vLLM runs with its own compilation and CUDA
-graphs, without prefixes kept from call to call, in a process of its own, after fastspec has left the device.
+`round_ms`, of rows with drafts (the case `--round`), are the seconds beyond those of such a call, over the rounds. vLLM
+runs without prefixes kept from call to call, in a process of its own, after fastspec has left the device.
 
 With `--processes` vLLM alone runs, over so many GPUs; every row has its `round_ms`, beside those of parallel.py. It
 must not set up NVLink multicast where the host's other users share the switch: start this with `NCCL_NVLS_ENABLE=0` and
@@ -38,7 +37,8 @@ from transformers import AutoModelForCausalLM
 
 import fastspec
 from fastspec.errors import FastSpecError
-from fastspec.programs.bench.peers import MEMORY, Peer, PeerJob, Way, answers, medians
+from fastspec.programs.bench.peers import MEMORY, Peer, PeerJob, answers
+from fastspec.programs.compare import median_answer
 from fastspec.programs.training.save import checkpoint_config
 
 Case = tuple[int, int]
@@ -163,8 +163,8 @@ def their_rows(
         sizes |= {"cache_bytes": None if args.cache_gib is None else int(args.cache_gib * 2**30)}
         asked = {"exact_length": True, "head": head, "dummy": True, "warmup": COMPILES, "runs": runs}
         job = PeerJob(target, dtype, batches, counts * len(chosen), **asked, **sizes)
-        told, found = answers(run.peer, job, Way(THEIRS if chain is None else f"{THEIRS}-eagle3-{chain}", chain))
-        calls = iter(medians(found))
+        told, found = answers(run.peer, job, chain)
+        calls = map(median_answer, found)
         for rows, before in chosen:
             whole = next(calls)
             first = next(calls).seconds if twice else None
@@ -200,13 +200,8 @@ def table(rows: Sequence[Row]) -> str:
             unit = "round_ms" if "round_ms" in mine else "tokens_per_second"
             ratio = theirs[unit] / mine[unit] if unit == "round_ms" else mine[unit] / theirs[unit]
             firsts = ", ".join(f"{row['first_token_s']:.3g}" for row in (mine, theirs) if "first_token_s" in row)
-            cells = [
-                model,
-                before or "prompts",
-                count,
-                new,
-                f"{method}, {'ms a round' if 'ms' in unit else 'tokens/s'}",
-            ]
+            figure = f"{method}, {'ms a round' if 'ms' in unit else 'tokens/s'}"
+            cells = [model, before or "prompts", count, new, figure]
             cells += [cell(row, unit) for row in (mine, theirs)] + [f"{ratio:.2f}", firsts]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     told: dict[str, dict[str, None]] = {}
@@ -233,13 +228,10 @@ def read_case(text: str) -> Case:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and append rows; exit status 1 where a case failed."""
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="*", default=[], choices=list(SHAPES))
     parser.add_argument("--cases", nargs="+", type=read_case, default=list(CASES), help="rows x tokens before: 8x512")
-    parser.add_argument(
-        "--round", type=read_case, help="a head's rounds; 1x2048 where it is among the cases, or the first"
-    )
+    parser.add_argument("--round", type=read_case, help="a head's rounds; else 1x2048, or the first case")
     parser.add_argument("--no-round", action="store_true", help="leave a head's rounds out")
     parser.add_argument("--new", type=int, default=128, help="new tokens")
     parser.add_argument("--draft-vocab", type=int, default=32000)

@@ -9,6 +9,7 @@ of its tests. Needs matplotlib (`pip install "fastspec-transformers[bench]"`).
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ HUES = ["#bbbbbb", "#8c510a", "#5e3c99", "#b2abd2", "#dfc27d", "#555555", "#8062
 PHASES = dict(zip(STEPS, HUES, strict=True))
 """None of them the colour of a method."""
 PARTS = dict(zip(("draft", "score", "choose", "commit", "observe", "host"), plt.get_cmap("Dark2").colors, strict=False))
-
 LINE = 8
 """Most categories in a line of bars; the others go on in a further one."""
 APART = 20
@@ -62,14 +62,11 @@ def draw(rows: list[Row], path: Path) -> None:
     categories = list(dict.fromkeys(row["category"] for row in summary))
     found = {row["method"] for row in summary}
     methods = sorted(found, key=lambda name: [*COLOURS, name].index(name))
-    each = -(
-        -len(categories) // -(-len(categories) // LINE)
-    )  # as many in the last line as in the others, or a few less
+    each = math.ceil(len(categories) / math.ceil(len(categories) / LINE))  # about as many in the last line
     lines = [categories[start : start + each] for start in range(0, len(categories), each)]
     heights = [3.0] * len(lines) + [0.36 * len(methods) + 0.6]
-    figure, axes = plt.subplots(
-        len(heights), 1, figsize=(11, sum(heights) + 0.9 * len(heights) + 0.6), height_ratios=heights
-    )
+    size = (11, sum(heights) + 0.9 * len(heights) + 0.6)
+    figure, axes = plt.subplots(len(heights), 1, figsize=size, height_ratios=heights)
     most = max(row["tokens_per_second"][2] for row in summary)
     for ax, line in zip(axes, lines, strict=False):
         speeds(ax, summary, line, methods, each)
@@ -77,11 +74,10 @@ def draw(rows: list[Row], path: Path) -> None:
     axes[0].legend(ncols=min(5, len(methods)), **LEGEND)
     whole = {row["method"]: row for row in summary if row["category"] == OVERALL}
     phases(axes[-1], [whole[method] for method in methods])
-    figure.suptitle(
-        f"{where['model']}, {where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {where['batch']}, "
-        f"at most {where['max_new_tokens']} new tokens",
-        fontsize=11,
+    told = (
+        f"{where['model']}, {where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {where['batch']}"
     )
+    figure.suptitle(f"{told}, at most {where['max_new_tokens']} new tokens", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -14,11 +14,10 @@ that of `{head}`. `ready_s` is the time until such a server is ready, the others
 Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or
 `--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`, in
 one piece; or `long`, streamed, where every tenth request begins with a text of `--long` words. Before anything is timed
-each server answers four prompts; `equal` is the share of answers that are the first server's when it was first asked,
-which in fp32 must be 1. `pause_ms` are the times between the moments at which text of a stream arrives, chunks within 2
-ms of each other taken for one, since a round brings several tokens. `acceptance_length` is what the server's `/metrics`
-say, fastspec's or vLLM's; null where they say nothing of drafts. One client reads all streams, and a small model on a
-GPU makes tokens faster than it reads chunks: whole answers leave the server's own speed, and no time to a first token.
+each server answers four prompts; `equal` is the share of answers that are the first server's first ones, 1 in fp32.
+`pause_ms` are the times between a stream's chunks, those within 2 ms taken for one, since a round brings several
+tokens. `acceptance_length` is that of the server's `/metrics`, null without drafts. One client reads all streams, and a
+small model on a GPU makes tokens faster than that: whole answers tell the server's own speed.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import device_here, parser_of, place, write
+from common import Row, device_here, parser_of, place, write
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -63,8 +63,6 @@ COUNTS = {
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
 }
 """What servers count of drafts, by the name of a sample."""
-
-
 LOOK = 0.25
 """Seconds between looks at a server that is not ready."""
 GRACE = 20.0
@@ -73,8 +71,7 @@ GRACE = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A server that answers: its address, and the seconds from its start until it said so, others starting beside it;
-    None where it ran."""
+    """Server that answers: its address, and the seconds from its start until it did; None where it ran before."""
 
     url: str
     ready_s: float | None = None
@@ -92,9 +89,8 @@ def started(commands: Sequence[str], model: str, patience: float) -> Iterator[di
         if any("{head}" in command for command in commands):
             filled["{head}"] = str(find_head(model))
         begun, running = time.monotonic(), {}
-        for port, (name, command) in zip(
-            free_ports(len(commands)), (text.split("=", 1) for text in commands), strict=True
-        ):
+        for port, text in zip(free_ports(len(commands)), commands, strict=True):
+            name, command = text.split("=", 1)
             filled["{port}"] = str(port)
             words = shlex.split(command)
             for mark, value in filled.items():
@@ -109,11 +105,8 @@ def started(commands: Sequence[str], model: str, patience: float) -> Iterator[di
                 if name not in found and is_ready(address):
                     found[name] = Started(f"{address}/v1", round(time.monotonic() - begun, 1))
                 elif name not in found and (process.poll() is not None or time.monotonic() - begun > patience):
-                    why = (
-                        f"was not ready within {patience:g} s"
-                        if process.poll() is None
-                        else f"ended with status {process.returncode}"
-                    )
+                    ended = f"ended with status {process.returncode}"
+                    why = f"was not ready within {patience:g} s" if process.poll() is None else ended
                     raise SystemExit(f"{name} {why}:\n{log_path.read_text(errors='replace')[-2000:]}")
             time.sleep(LOOK)
         yield found
@@ -158,9 +151,7 @@ class Answer:
     @property
     def pauses(self) -> list[float]:
         """Times between chunks that are no single one."""
-        return [
-            later - sooner for sooner, later in zip(self.at, self.at[1:], strict=False) if later - sooner > TOGETHER
-        ]
+        return [later - sooner for sooner, later in pairwise(self.at) if later - sooner > TOGETHER]
 
 
 async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: bool) -> Answer:
@@ -172,9 +163,8 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: b
         found = await client.chat.completions.create(**asked)
         answer.text, answer.tokens = found.choices[0].message.content or "", found.usage.completion_tokens
         return answer
-    async for chunk in await client.chat.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}
-    ):
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    async for chunk in await client.chat.completions.create(**asked):
         if chunk.usage is not None:
             answer.tokens = chunk.usage.completion_tokens
         if chunk.choices and chunk.choices[0].delta.content:
@@ -224,16 +214,13 @@ def texts(path: str, requests: int, long: int) -> list[str]:
     found = [row["text"] for row in read_rows(path)]
     filler = " ".join(f"item {number}" for number in range(long // 2))
     chosen = [found[index % len(found)] for index in range(requests)]
-    return [
-        f"{filler}\n{text}" if long and index % LONG_EVERY == LONG_EVERY - 1 else text
-        for index, text in enumerate(chosen)
-    ]
+    for index in range(LONG_EVERY - 1, requests if long else 0, LONG_EVERY):
+        chosen[index] = f"{filler}\n{chosen[index]}"
+    return chosen
 
 
-def row_of(
-    server: str, in_flight: int, answers: Sequence[Answer], seconds: float, wanted: Sequence[str]
-) -> dict[str, Any]:
-    """What a load came to."""
+def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: float, wanted: Sequence[str]) -> Row:
+    """The row of a load."""
     first = [1e3 * (answer.at[0] - answer.sent) for answer in answers if answer.at] or [0.0]
     pauses = sorted(1e3 * pause for answer in answers for pause in answer.pauses) or [0.0]
     new, same = sum(answer.tokens for answer in answers), zip(answers, wanted, strict=True)
@@ -259,9 +246,8 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
             count = max(given.requests, REQUESTS * in_flight)
             for name, server in servers.items():
                 before = drafted(server.url)
-                answers, seconds = asyncio.run(
-                    load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole)
-                )
+                asked = load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole)
+                answers, seconds = asyncio.run(asked)
                 after = drafted(server.url)
                 wanted += [answer.text for answer in answers[len(wanted) :]]
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
@@ -272,28 +258,17 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and append a row for every way, load and server."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--server", action="append", default=[], help="NAME=URL of one that runs; may be given several times"
-    )
-    parser.add_argument(
-        "--start", action="append", default=[], help="NAME=COMMAND of one to start; may be given several times"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=600, help="seconds until servers that are started must be ready"
-    )
+    parser.add_argument("--server", action="append", default=[], help="NAME=URL of one that runs; repeatable")
+    parser.add_argument("--start", action="append", default=[], help="NAME=COMMAND of one to start; repeatable")
+    parser.add_argument("--patience", type=float, default=600, help="seconds until started servers must be ready")
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True, help="jsonl file in Spec-Bench's form")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument(
-        "--requests", type=int, default=64, help="of every load, or six times those in flight where that is more"
-    )
+    parser.add_argument("--requests", type=int, default=64, help="of a load, or six times those in flight")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", default=["streamed"], choices=("streamed", "whole", "long"))
-    parser.add_argument(
-        "--long", type=int, default=1500, help="words of the text that every tenth prompt begins with, where asked so"
-    )
+    parser.add_argument("--long", type=int, default=1500, help="words before every tenth prompt, with `--ways long`")
     parser.add_argument("--note", default="", help="what the rows say of the machine and the servers")
     given = parser.parse_args(arguments)
     if not given.server + given.start:

@@ -35,14 +35,8 @@ type."""
 def cases() -> list[tuple[str, str]]:
     """(assistant, way), each of them in one row or several."""
     every = [(name, way) for name in ("autoregressive", "eagle3", "nasd", "early exit", "draft model") for way in WAYS]
-    more = [("eagle3, 4 rows", "greedy"), ("eagle", "greedy"), ("eagle2", "greedy"), ("continuous", "greedy")]
-    return [
-        *every,
-        *more,
-        ("cascade, token", "greedy"),
-        ("cascade, lossless", "greedy"),
-        ("encoder-decoder, nasd", "greedy"),
-    ]
+    greedy = ("eagle3, 4 rows", "eagle", "eagle2", "continuous", "cascade, token", "cascade, lossless")
+    return [*every, *((name, "greedy") for name in (*greedy, "encoder-decoder, nasd"))]
 
 
 def own_benchmark(path: Path) -> Any:
@@ -90,7 +84,8 @@ def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str])
     named |= {"early exit": fastspec.Speculative(early_exit=2, gamma=3), "draft model": fastspec.Speculative(gamma=3)}
     rows: list[dict[str, Any]] = []
 
-    def decode(model: Any, case: str, way: str, inputs: dict[str, Any], assistant: Any) -> None:
+    def decode(model: Any, case: str, way: str, ids: torch.Tensor, assistant: Any) -> None:
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if not any(each in f"{case}, {way}" for each in only):
             return
         walls, digest, last = [], "", None
@@ -114,56 +109,24 @@ def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str])
             if case.startswith(("cascade", "encoder")):
                 continue
             count = 8 if case == "continuous" else 4 if "4 rows" in case else 1
-            some = ids[:count]
-            decode(target, case, way, {"input_ids": some, "attention_mask": torch.ones_like(some)}, named[case])
+            decode(target, case, way, ids[:count], named[case])
     for mode in ("token", "lossless"):
         alpha = 1.0 if mode == "token" else "lossless"
         cascade = fastspec.Cascade(stages=[small], mode=mode, rule="token_v2", alpha=alpha, gamma=3)
         with fastspec.patched(target, cascade=cascade):
-            decode(
-                target,
-                f"cascade, {mode}",
-                "greedy",
-                {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])},
-                "cascade",
-            )
-    sizes = {
-        "d_model": 256,
-        "d_kv": 32,
-        "d_ff": 512,
-        "num_layers": 4,
-        "num_heads": 8,
-        "vocab_size": 512,
-        "decoder_start_token_id": 0,
-    }
+            decode(target, f"cascade, {mode}", "greedy", ids[:1], "cascade")
+    sizes = {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 512}
     torch.manual_seed(2)
-    t5 = T5ForConditionalGeneration(T5Config(**sizes)).to(device, dtype).eval()
+    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).to(device, dtype).eval()
     t5.generation_config.eos_token_id = None
     with fastspec.patched(t5):
-        decode(
-            t5,
-            "encoder-decoder, nasd",
-            "greedy",
-            {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])},
-            "nasd",
-        )
+        decode(t5, "encoder-decoder, nasd", "greedy", ids[:1], "nasd")
     return rows
 
 
 def run(name: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one version, from a process of its own."""
-    options = (
-        "--shape",
-        args.shape,
-        "--dtype",
-        args.dtype,
-        "--device",
-        args.device,
-        "--new",
-        str(args.new),
-        "--only",
-        args.only,
-    )
+    options = [f"--{option}={getattr(args, option)}" for option in ("shape", "dtype", "device", "new", "only")]
     command = [sys.executable, __file__, "--worker", *options]
     environment = os.environ | {"PYTHONPATH": f"{folder.resolve()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     began = time.perf_counter()
@@ -182,16 +145,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--new", type=int, default=48, help="new tokens of a call")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument(
-        "--only", default="", help="parts of the names of cases, such as 'nasd, penalty', with semicolons between"
-    )
+    parser.add_argument("--only", default="", help="parts of cases' names, such as 'nasd, penalty;eagle'")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     if args.worker:
-        sys.path.remove(
-            str(Path(__file__).parent)
-        )  # a benchmark here has the name of a package that transformers looks for
+        sys.path.remove(str(Path(__file__).parent))  # transformers looks for packages by names that files here may have
         for row in measure(args.shape, args.device, args.dtype, args.new, args.only.split(";")):
             print(json.dumps(row), flush=True)
         return
@@ -214,13 +173,8 @@ def main(arguments: list[str] | None = None) -> None:
     different = []
     for (case, way), rows in found.items():
         for name, row in rows.items():
-            row |= {
-                "code": name,
-                "turns": args.turns,
-                "round_ms": round(statistics.median(row["round_ms"]), 4),
-                **shared,
-            }
-            write(args.out, row, ())
+            row["round_ms"] = round(statistics.median(row["round_ms"]), 4)
+            write(args.out, row | {"code": name, "turns": args.turns, **shared}, ())
         one, other = rows[before], rows[after]
         same = one["tokens"] == other["tokens"]
         different += [] if same else [f"{case}, {way}"]

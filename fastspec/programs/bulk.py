@@ -1,5 +1,4 @@
-"""`fastspec generate`: a file of prompts answered into another file, in an open batch; an interrupted run is taken up
-again."""
+"""`fastspec generate`: a file of prompts answered into another file, in an open batch; interrupted runs go on."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,8 +33,7 @@ BEGINS = b'{"line": '
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line of a prompt file: its number from 1, the conversation or the plain text, and the file's own `id` for
-    it."""
+    """Line of a prompt file: its number from 1, the conversation or plain text, and its `id`."""
 
     line: int
     prompt: str | list[dict[str, Any]]
@@ -45,15 +43,14 @@ class Task:
 def settings_of(
     name: str, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, chat: bool = True
 ) -> dict[str, Any]:
-    """What has a say in answers, as every line of them tells; greedy ones are drawn under no top-p, by no seed."""
+    """Settings that answers depend on, as their lines hold them; greedy ones on neither top-p nor seed."""
     drawn = {"temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {"temperature": 0.0}
     return {"model": name, "max_new_tokens": max_new_tokens, **drawn, "chat": chat}
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a run came to: answers that were there before, those that it wrote, and prompts that could not be
-    answered."""
+    """Counts of a run: answers that were there before, those that it wrote, prompts that failed."""
 
     before: int
     written: int
@@ -65,29 +62,25 @@ def read_tasks(path: str | Path) -> Iterator[Task]:
     Raises Unsupported for a file or a line that is not of this form."""
     for number, row in read_jsonl(path):
         messages, name, text = row.get("messages"), row.get("id"), first_turn(row)
-        prompt: str | list[dict[str, Any]]
-        if (
-            isinstance(messages, list)
-            and messages
-            and all(isinstance(each, dict) and "role" in each for each in messages)
-        ):
-            prompt = messages
-        elif isinstance(text, str) and messages is None:
-            prompt = text
-        else:
+        fits = isinstance(text, str)
+        if messages is not None:
+            talks = isinstance(messages, list) and messages
+            fits = bool(talks) and all(isinstance(each, dict) and "role" in each for each in messages)
+        if not fits:
             raise Unsupported(f'{path}, line {number}: not a row with "prompt", "messages" or "turns"')
-        yield Task(number, prompt, name if isinstance(name, (str, int)) else None)
+        yield Task(number, text if messages is None else messages, name if isinstance(name, (str, int)) else None)
 
 
 def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
-    """Line numbers that a file of answers has an answer to -> their prompts and settings. A last line that a stopped
-    run left unfinished does not count, and with `mend` is cut off the file, unless another of the run's processes has
-    written since. Raises Unsupported for a file that holds anything else."""
+    """Line number -> (prompt, settings) of the answers in a file. A last line that a stopped run left unfinished does
+    not count, and with `mend` is cut off the file, unless another of the run's processes has written since. Raises
+    Unsupported for a file that holds anything else."""
     if not path.exists():
         return {}
     whole = path.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
     cut, found = whole[len(kept) :], {}
+    foreign = "no answer of fastspec generate: name another --out, or remove the file"
     for number, line in enumerate(kept.decode("utf-8", "replace").split("\n"), 1):
         if not line.strip():
             continue
@@ -95,15 +88,11 @@ def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
             row = parse_json(line)
             held, prompt, settings, failed = row["line"], row["prompt"], row["settings"], "error" in row
         except (ValueError, KeyError, TypeError) as error:
-            raise Unsupported(
-                f"{path}, line {number} is no answer of fastspec generate: name another --out, or remove the file"
-            ) from error
+            raise Unsupported(f"{path}, line {number} is {foreign}") from error
         if not failed:
             found[held] = prompt, settings
     if cut and cut[: len(BEGINS)] != BEGINS[: len(cut)]:
-        raise Unsupported(
-            f"{path} ends in what is no answer of fastspec generate: name another --out, or remove the file"
-        )
+        raise Unsupported(f"{path} ends in what is {foreign}")
     if cut and mend:
         with path.open("r+b") as file:
             if os.fstat(file.fileno()).st_size == len(whole):
@@ -114,9 +103,10 @@ def read_answered(path: Path, mend: bool = False) -> dict[int, tuple[Any, Any]]:
 def read_left(
     prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1), mend: bool = False
 ) -> tuple[int, list[Task]]:
-    """(the lines of a process's share, those of them that `out` does not answer yet); `mend` as in `read_answered`.
-    Raises Unsupported for files that are not what they should be, where `out` answers other prompts or was asked with
-    other settings, and where it cannot be written."""
+    """(number of lines in a process's share, those that `out` does not answer yet); `mend` as in `read_answered`.
+
+    Raises Unsupported for files of another form, where `out` answers other prompts or by other settings, and where it
+    cannot be written."""
     place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
     if not fits or not os.access(place, os.W_OK):
         raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")
@@ -132,18 +122,16 @@ def read_left(
         if asked != settings:
             raise Unsupported(
                 f"{out} answers line {task.line} by other settings, {json.dumps(asked)}, and now they are "
-                f"{json.dumps(settings)}: name "
-                "another --out, or remove the file"
+                f"{json.dumps(settings)}: name another --out, or remove the file"
             )
-    rank, ranks = share
-    mine = [task for index, task in enumerate(tasks) if index % ranks == rank]
+    mine = tasks[share[0] :: share[1]]
     return len(mine), [task for task in mine if task.line not in answered]
 
 
 @contextmanager
 def only_run(out: Path, rank: int) -> Iterator[None]:
-    """Meanwhile no other run answers into `out`: the first of a run's processes locks the file, and whatever ends it
-    lets go. Raises Unsupported where another run has it; warns where the file system keeps no locks."""
+    """Context manager that locks `out` against other runs, in the first of a run's processes. Raises Unsupported where
+    another run has it; warns where the file system keeps no locks."""
     if fcntl is None or rank > 0:
         yield
         return
@@ -163,7 +151,7 @@ def only_run(out: Path, rank: int) -> Iterator[None]:
 
 
 class Answers:
-    """Writes answers as they come, a line each, appended in one piece: several processes may share the file."""
+    """Writer of answers as they come, each appended in one piece: several processes may share the file."""
 
     def __init__(
         self, path: Path, tokenizer: Any, settings: dict[str, Any], ends: frozenset[int], tell: Callable[[bool], None]
@@ -175,7 +163,7 @@ class Answers:
         self.broken: OSError | None = None
 
     def answered(self, task: Task, count: int, limit: int, future: Future[Any]) -> None:
-        """The answer to a task of `count` tokens is there, or what went wrong."""
+        """Write the answer to a task of `count` prompt tokens, or what went wrong."""
         if future.cancelled():
             return
         error = future.exception()
@@ -234,65 +222,27 @@ def answer_file(
     """Answer every line of `prompts` that `out` does not answer yet, in an open batch of `rows` rows.
 
     A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"),
-    or `error`, and `settings` with the model's `name`; they come as answers are done. At a temperature above 0 answers
-    are sampled, that of line n by seed + n, so that they do not depend on who answers when. share (r, n): this process
-    answers every n-th of the lines, from the r-th on. `tell(total, failed)` hears of every answer. A prompt that the
-    tokenizer or the chat template does not take is told in its line. Raises Unsupported as `read_left` does, and where
-    another run answers into `out`.
+    or `error`, and `settings` with the model's `name`; they come as answers are done. Above temperature 0 line n is
+    sampled by seed + n. share (r, n): this process answers every n-th of the lines, from the r-th on. `tell(total,
+    failed)` is called after every answer. Raises Unsupported as `read_left` and `only_run` do.
     """
+    from fastspec.patches.hf.ends import end_tokens
+
     out = Path(out)
     settings = settings_of(name, max_new_tokens, temperature, top_p, seed, chat)
+    # greedy: the defaults, which stand for "not given"
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
+    sampling["max_new_tokens"] = max_new_tokens
     read_left(prompts, out, settings, share)  # what is wrong is told before a file is made
     with only_run(out, share[0]):
         mine, left = read_left(prompts, out, settings, share, mend=True)
-        return _answer(
-            model,
-            tokenizer,
-            out,
-            mine,
-            left,
-            settings,
-            assistant=assistant,
-            rows=rows,
-            max_length=max_length,
-            seed=seed,
-            chat=chat,
-            tell=tell,
-        )
-
-
-def _answer(
-    model: Any,
-    tokenizer: Any,
-    out: Path,
-    mine: int,
-    left: list[Task],
-    settings: dict[str, Any],
-    *,
-    assistant: Any,
-    rows: int,
-    max_length: int | None,
-    seed: int,
-    chat: bool,
-    tell: Callable[[int, bool], None],
-) -> Done:
-    """Those of a process's lines that are left, by `answer_file`'s settings."""
-    from fastspec.patches.hf.ends import end_tokens
-
-    max_new_tokens, temperature, top_p = settings["max_new_tokens"], settings["temperature"], settings.get("top_p", 1.0)
-    room = threading.Semaphore(AHEAD * rows)
-    answers = Answers(
-        out, tokenizer, settings, end_tokens(model.generation_config), lambda failed: tell(len(left), failed)
-    )
-    greedy = {
-        "do_sample": False,
-        "temperature": 1.0,
-        "top_k": 50,
-        "top_p": 1.0,
-    }  # the defaults, which stand for "not given"
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else greedy
-    try:
-        with fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=None) as batch:
+        room, ends = threading.Semaphore(AHEAD * rows), end_tokens(model.generation_config)
+        with (
+            closing(Answers(out, tokenizer, settings, ends, partial(tell, len(left)))) as answers,
+            fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=None) as batch,
+        ):
             for task in left:
                 room.acquire()
                 if answers.broken is not None:
@@ -305,7 +255,7 @@ def _answer(
                     room.release()
                     continue
                 try:
-                    future = batch.submit(ids, max_new_tokens=max_new_tokens, seed=seed + task.line, **sampling)
+                    future = batch.submit(ids, seed=seed + task.line, **sampling)
                 except (FastSpecError, ValueError) as error:
                     answers.add(task, {"error": str(error)})
                     room.release()
@@ -314,8 +264,6 @@ def _answer(
                     continue
                 future.add_done_callback(partial(answers.answered, task, ids.shape[1], max_new_tokens))
                 future.add_done_callback(lambda _: room.release())
-    finally:
-        answers.close()
     if answers.broken is not None:
         raise Unsupported(
             f"{out} could not be written: {answers.broken}; the same command asks what is missing"

@@ -45,8 +45,8 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class MeasuredAnswer:
-    """Answers of one call: new tokens of each row up to the end token, wall-clock seconds (prefill included), counts
-    and phases (empty where nothing counted them), peak memory in MiB on CUDA."""
+    """Answers of one call: new tokens of each row up to the end token, wall-clock seconds with the prefill, statistics
+    (empty where nothing counted), peak memory in MiB on CUDA."""
 
     tokens: list[list[int]]
     seconds: float
@@ -61,8 +61,7 @@ class MeasuredAnswer:
 def measured_answer(
     model: Any, inputs: dict[str, Any], max_new_tokens: int, *, count: bool = False, **options: Any
 ) -> MeasuredAnswer:
-    """One timed greedy call of `model.generate`. Its statistics are an assistant's own report; with `count` a streamer
-    takes them, for what reports none."""
+    """One timed greedy call of `model.generate`, with an assistant's statistics or, with `count`, a streamer's."""
     import torch
 
     from fastspec.generation.stats import Stats
@@ -97,6 +96,11 @@ def beside(answer: MeasuredAnswer, base: MeasuredAnswer) -> dict[str, Any]:
     }
 
 
+def median_answer(answers: Sequence[MeasuredAnswer]) -> MeasuredAnswer:
+    """The answer of median time."""
+    return sorted(answers, key=lambda answer: answer.seconds)[(len(answers) - 1) // 2]
+
+
 def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
     """Index of the first token (or character) that differs, None where there is none; an answer that ends early differs
     after its end."""
@@ -107,8 +111,7 @@ def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
 
 
 class TimedStreamer:
-    """Streamer that counts rounds and takes the time of a `generate` without an assistant, in the form of an
-    assistant's statistics.
+    """Streamer that takes the statistics of a `generate` without an assistant.
 
     The first tokens end the prefill; every later hand-over is one round, in which all tokens of a row but one were
     drafted.

@@ -1,9 +1,7 @@
-"""`fastspec demo`: one real model answers a few prompts three ways, on the same run, and the answers are compared token
-by token."""
+"""`fastspec demo`: one model answers a few prompts three ways, and the answers are compared token by token."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 from collections import deque
@@ -39,16 +37,13 @@ WARM_UP = 8
 """New tokens of transformers' warm-up."""
 METHODS = (BASELINE, "autoregressive", "eagle3")
 BUSY = 1.0
-"""Load average per processor from which on programs wait for one; an installation just before the demo stays below
-it."""
+"""Load average per processor from which on a machine is busy."""
 
 
 @dataclass
 class Result:
-    """Everything measured in one demo: `runs[method]` holds one run per prompt, in the order of `prompts`.
-
-    `load` is the machine's load average over the minute before, per processor; None where the system does not tell it.
-    """
+    """Measurements of one demo: `runs[method]` holds one run per prompt, in the order of `prompts`; `load` is the
+    machine's load average over the minute before, per processor, None where the system does not tell it."""
 
     model: str
     device: str
@@ -59,39 +54,29 @@ class Result:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per method, medians over the prompts; `ratio` pairs each prompt with transformers' own run of it."""
-        return [_row(method, runs, self.runs[BASELINE]) for method, runs in self.runs.items()]
+        rows = []
+        for method, runs in self.runs.items():
+            found = [beside(ours, plain) for ours, plain in zip(runs, self.runs[BASELINE], strict=True)]
+            lengths = [run.stats.acceptance_length if run.stats.row_rounds else 1.0 for run in runs]
+            row: dict[str, Any] = {"method": method}
+            row["tokens_per_second"] = round(statistics.median(each["tokens_per_second"] for each in found), 2)
+            row["ratio"] = round(statistics.median(each["ratio"] for each in found), 3)
+            row["acceptance_length"] = round(statistics.median(lengths), 3)
+            row["identical"] = all(each["identical"] for each in found)
+            rows.append(row)
+        return rows
 
     def as_json(self) -> dict[str, Any]:
-        told = {
-            "model": self.model,
-            "device": self.device,
-            "dtype": self.dtype,
-            "load": self.load,
-            "prompts": self.prompts,
-        }
-        return told | {"rows": self.rows()}
-
-
-def _row(method: str, runs: list[MeasuredAnswer], base: list[MeasuredAnswer]) -> dict[str, Any]:
-    found = [beside(ours, plain) for ours, plain in zip(runs, base, strict=True)]
-    lengths = [run.stats.acceptance_length if run.stats.row_rounds else 1.0 for run in runs]
-    return {
-        "method": method,
-        "tokens_per_second": round(statistics.median(each["tokens_per_second"] for each in found), 2),
-        "ratio": round(statistics.median(each["ratio"] for each in found), 3),
-        "acceptance_length": round(statistics.median(lengths), 3),
-        "identical": all(each["identical"] for each in found),
-    }
+        names = ("model", "device", "dtype", "load", "prompts")
+        return {name: getattr(self, name) for name in names} | {"rows": self.rows()}
 
 
 class MarkedStreamer:
-    """A streamer that prints accepted draft tokens in colour and the target's own tokens plain.
+    """Streamer that prints accepted draft tokens in colour and the target's own plain; `on_round` comes before `put`
+    of the same tokens."""
 
-    The engine announces each round through `on_round(tokens, accepted)` before it hands the same tokens to `put`.
-    """
-
-    def __init__(self, tokenizer: Any, console: Console, style: str = "bold green") -> None:
-        self.tokenizer, self.console, self.style = tokenizer, console, style
+    def __init__(self, tokenizer: Any, console: Console) -> None:
+        self.tokenizer, self.console = tokenizer, console
         self.styles: deque[str | None] = deque()
         """Styles of the tokens that were announced and not yet put."""
         self.ids: list[int] = []
@@ -100,7 +85,7 @@ class MarkedStreamer:
 
     def on_round(self, tokens: list[int], accepted: int) -> None:
         """`tokens` of one round, the first `accepted` of them drafted."""
-        self.styles.extend(self.style if index < accepted else None for index in range(len(tokens)))
+        self.styles.extend("bold green" if index < accepted else None for index in range(len(tokens)))
 
     def put(self, value: Any) -> None:
         """Token ids as a tensor; the first call is the prompt, which is not printed."""
@@ -111,8 +96,7 @@ class MarkedStreamer:
             self._print(token, self.styles.popleft() if self.styles else None)
 
     def _print(self, token: int, style: str | None) -> None:
-        # A character may span tokens, and a token's text may depend on its neighbour: decode from the last settled
-        # token on.
+        # a character may span tokens, and a token's text depend on its neighbour: decode from the last settled token on
         self.ids.append(token)
         before = self.tokenizer.decode(self.ids[self.start : self.read], skip_special_tokens=True)
         after = self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
@@ -139,17 +123,20 @@ def run_demo(
 
     `model` and `head` are names as in `load_model` and `fastspec.patch`; `device` as in `use_device`, `backend` as in
     `fastspec.patch`; on CUDA the model is bf16, on the CPU fp32. Answers have up to `max_new_tokens`, by default 96, on
-    CUDA 48. With a `console` the eagle3 answers are streamed to it. Each method has one warm-up that is not timed,
-    transformers' of a few tokens, since it captures nothing. Raises `Unsupported` for bad arguments and whatever
-    loading and patching raise.
+    CUDA 48. With a `console` the eagle3 answers are streamed to it. Each method has one warm-up that is not timed.
+    Raises `Unsupported` for bad arguments and whatever loading and patching raise.
     """
+    from rich.console import Console
+    from rich.markup import escape
+
     if max_new_tokens is not None and max_new_tokens < 1:
         raise Unsupported(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     if head is None and model != SMOLLM2:
         raise Unsupported(f"no head is known for {model!r}: name one with --head (a directory or a hub id)")
-    load = load_per_processor()  # before any of it is our own
-    say = console.print if console else _silent
-    with console.status("Importing torch and transformers") if console else contextlib.nullcontext():
+    load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
+    streams, console = console is not None, console or Console(quiet=True)
+    say = console.print
+    with console.status("Importing torch and transformers"):
         import torch
         import transformers  # noqa: F401
 
@@ -157,29 +144,29 @@ def run_demo(
     count = max_new_tokens or (NEW_TOKENS_ON_CUDA if device.startswith("cuda") else NEW_TOKENS)
     target, tokenizer = load_model(model, device)
     texts = prompts or [text for _, text in PROMPTS]
-    labels = [""] * len(texts) if prompts else [category for category, _ in PROMPTS]
+    labels = ["prompt"] * len(texts) if prompts else [category for category, _ in PROMPTS]
     inputs = [encode(tokenizer, text, device) for text in texts]
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts, load=load)
 
     def timed(method: str) -> list[MeasuredAnswer]:
-        say(
-            f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]"
-        )  # a spinner's thread would take time from the runs
-        _generate(target, inputs[0], method, min(count, WARM_UP) if method == BASELINE else count)
-        return [_generate(target, batch, method, count) for batch in inputs]
+        say(f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]")  # a spinner would take time
+        options: dict[str, Any] = {} if method == BASELINE else {"assistant": method}
+        measured_answer(target, inputs[0], min(count, WARM_UP) if method == BASELINE else count, **options)
+        return [measured_answer(target, batch, count, **options) for batch in inputs]
 
     say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {count} new tokens at most")
     result.runs[BASELINE] = timed(BASELINE)  # before the patch: this is the model as transformers made it
     fastspec.patch(target, eagle3=head or SMOLLM2, backend=backend)
     try:
-        if console:
+        if streams:
             say(
                 "\nEAGLE-3 answers. [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own "
                 "token of each round."
             )
             for label, text, batch in zip(labels, texts, inputs, strict=True):
-                say(f"\n[bold]{label or 'prompt'}[/] [dim]{_escape(text)}[/]")
-                _generate(target, batch, "eagle3", count, streamer=MarkedStreamer(tokenizer, console))
+                say(f"\n[bold]{label}[/] [dim]{escape(text)}[/]")
+                streamer = MarkedStreamer(tokenizer, console)
+                measured_answer(target, batch, count, assistant="eagle3", streamer=streamer)
             say()
         for method in METHODS[1:]:
             result.runs[method] = timed(method)
@@ -190,22 +177,18 @@ def run_demo(
 
 def print_table(result: Result, console: Console) -> None:
     """The closing table, with a note where something needs one."""
-    from rich.table import Table
+    from rich import box
 
-    table = Table(title=f"{result.model}, {result.device}, {result.dtype}: median of {len(result.prompts)} prompts")
-    table.add_column("method", no_wrap=True)
-    for name in ("tokens/s", "ratio", "acceptance length", "identical output"):
-        table.add_column(name, justify="right")
-    rows = result.rows()
+    from fastspec.programs.tables import table
+
+    title = f"{result.model}, {result.device}, {result.dtype}: median of {len(result.prompts)} prompts"
+    rows, cells = result.rows(), []
     for row in rows:
-        table.add_row(
-            "transformers generate" if row["method"] == BASELINE else row["method"],
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['ratio']:.2f}x",
-            f"{row['acceptance_length']:.2f}",
-            "[green]yes[/]" if row["identical"] else "[red]no[/]",
-        )
-    console.print(table)
+        method = "transformers generate" if row["method"] == BASELINE else row["method"]
+        figures = (f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}x", f"{row['acceptance_length']:.2f}")
+        cells.append((method, *figures, "[green]yes[/]" if row["identical"] else "[red]no[/]"))
+    titles = ("method", "tokens/s", "ratio", "acceptance length", "identical output")
+    console.print(table(titles, cells, title=title, box=box.HEAVY_HEAD, pad_edge=True))
     if result.dtype != "float32" and not all(row["identical"] for row in rows):
         console.print(f"In {result.dtype} {ROUNDING}.")
     if result.load is not None and result.load >= BUSY:
@@ -213,24 +196,3 @@ def print_table(result: Result, console: Console) -> None:
             f"This machine was busy when the demo began (load average {result.load:.1f} per processor). "
             "Run it again on an idle one before you compare these times and ratios."
         )
-
-
-def load_per_processor() -> float | None:
-    """The machine's load average over the last minute by its processors; None where the system does not tell it."""
-    return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
-
-
-def _generate(model: Any, inputs: dict[str, Any], method: str, max_new_tokens: int, **options: Any) -> MeasuredAnswer:
-    if method != BASELINE:
-        options["assistant"] = method
-    return measured_answer(model, inputs, max_new_tokens, **options)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def _silent(*_args: Any, **_kwargs: Any) -> None:
-    """Stand in for printing and for a device's synchronisation where there is neither."""

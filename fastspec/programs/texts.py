@@ -11,17 +11,15 @@ from fastspec.files import parse_json
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank, one after another. Raises Unsupported, naming the
-    file, where it cannot be read or is no UTF-8, and naming the line too where that is no JSON object."""
+    """(line number from 1, object) of every line that is not blank. Raises Unsupported for a file that cannot be read
+    or is no UTF-8, and for a line that is no JSON object."""
     try:
-        lines = (
-            Path(path).read_text(encoding="utf-8").split("\n")
-        )  # not splitlines: JSON texts may hold U+2028 and the like
+        text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise Unsupported(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise Unsupported(f"could not read {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON texts may hold U+2028 and the like
         if not line.strip():
             continue
         try:
@@ -45,21 +43,18 @@ def encode(
     """A prompt (one user turn) or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1,
     T]. With `chat` False, and for a tokenizer without a template, a prompt is the text itself. Raises Unsupported for a
     conversation there."""
-    template = chat and getattr(tokenizer, "chat_template", None) is not None
-    if not template and isinstance(prompt, list):
-        raise Unsupported("a conversation needs a tokenizer with a chat template")
-    if template:
+    if chat and getattr(tokenizer, "chat_template", None) is not None:
         talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        encoded = tokenizer.apply_chat_template(talk, **options)
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    return dict(encoded.to(device))
+        return dict(tokenizer.apply_chat_template(talk, **options).to(device))
+    if isinstance(prompt, list):
+        raise Unsupported("a conversation needs a tokenizer with a chat template")
+    return dict(tokenizer(prompt, return_tensors="pt").to(device))
 
 
 def padded_inputs(batch: Sequence[Sequence[int]], config: Any, device: Any) -> dict[str, Any]:
-    """Prompts as what `generate` takes: `input_ids` and `attention_mask` [B, T], padded on the left, and the
-    `pad_token_id` of a generation config, an end token where it has none."""
+    """Prompts as `input_ids` and `attention_mask` [B, T], padded on the left, and the `pad_token_id` of a generation
+    config, an end token where it has none."""
     from fastspec.patches.cascade.settings import left_padded
     from fastspec.patches.hf.ends import end_tokens
 

@@ -18,7 +18,9 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2
 from fastspec.patches.assistants import heads
 from fastspec.programs.demo import PROMPTS, MarkedStreamer
-from fastspec.programs.training.target import SOFTEN, TargetReader, head_for, start_from_target
+from fastspec.programs.training.config import TrainConfig
+from fastspec.programs.training.start import SOFTEN, head_for, start_from_target
+from fastspec.programs.training.target import TargetReader
 from fastspec.programs.training.ttt import TrainingTimeTest
 
 
@@ -109,7 +111,7 @@ def test_start_is_better_than_guessing_and_than_the_target_as_it_is(smollm2: tup
     )
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     vocabulary = torch.arange(10240)
-    head = EagleHead(head_for(model, draft_vocab_size=10240, hidden_size=None, intermediate_size=None, taps=()))
+    head = EagleHead(head_for(TrainConfig(target="", output="", prompts="none"), model, 10240))
     torch.manual_seed(0)
     start_from_target(head, model, vocabulary)
     head.bind(model.get_input_embeddings(), None)

@@ -303,11 +303,11 @@ def test_methods_that_compile_answer_before_they_are_timed(monkeypatch: pytest.M
         return measure.MeasuredAnswer([[1]], float(len(asked)), Stats(), None)
 
     monkeypatch.setattr(measure, "ask", ask)
-    rows = list(measure.on_part([BenchPrompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, untimed=2))
+    found = list(measure.on_part([BenchPrompt("a", "b", [1])], made, 4, untimed=2))
     assert asked == ["transformers", "prompt-lookup", "assisted"] + 3 * ["static-compile"] + 3 * ["eagle3"] + 3 * [
         "nasd"
     ]
-    assert [row["seconds"] for row in rows] == [1, 2, 3, 6, 9, 12]
+    assert [answer.seconds for _, answer, _ in found] == [1, 2, 3, 6, 9, 12]
 
 
 def test_versions_are_those_that_are_installed_and_a_missing_one_is_none(monkeypatch) -> None:

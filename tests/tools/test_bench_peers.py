@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fastspec.errors import Unsupported
 from fastspec.programs.bench import run_bench
-from fastspec.programs.bench.peers import Peer, PeerFailed, PeerJob, Way, answers
+from fastspec.programs.bench.peers import Peer, PeerFailed, PeerJob, answers
 from fastspec.programs.bench.report import differing, summarise
 from fastspec.programs.cli.app import app
 from fastspec.programs.training.save import save_head
@@ -228,13 +228,13 @@ def test_an_engine_that_fails_costs_no_row_and_is_told(
         answers(
             Peer("vllm"),
             PeerJob(str(saved / "model"), "float32", [[[1, 2]]], 3, head="somewhere"),
-            Way("vllm-eagle3-3", 3),
+            3,
         )
 
 
 def test_shapes_with_random_weights_answer_at_their_length(engine: Path) -> None:
     job = PeerJob("shape", "bfloat16", [[[1, 2], [3]], [[4]]], 5, exact_length=True, dummy=True, warmup=0, runs=2)
-    told, found = answers(Peer("vllm"), job, Way("vllm"))
+    told, found = answers(Peer("vllm"), job)
     assert [[answer.tokens for answer in batch] for batch in found] == [[[[2] * 5, [3] * 5]] * 2, [[[4] * 5]] * 2]
     assert told["engine_settings"]["load_format"] == "dummy" and told["engine_settings"]["max_num_seqs"] == 2
     assert all(each["ignore_eos"] and each["min_tokens"] == 5 for each in read(engine)[1:])
@@ -248,12 +248,6 @@ def test_an_unknown_engine_is_refused(saved: Path) -> None:
         Peer("sglang")
     done = CliRunner().invoke(app, ["bench", "--model", "no-such-model", "--peer", "sglang"], env={"COLUMNS": "160"})
     assert done.exit_code == 1 and "error: peer 'sglang' is unknown: accepted are vllm" in done.output
-
-
-def test_an_engine_that_takes_too_long_is_ended(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "vllm.py").write_text("import time; time.sleep(60)")
-    with pytest.raises(PeerFailed, match="vllm was ended after 1 s"):
-        answers(Peer("vllm"), PeerJob(str(saved / "model"), "float32", [[[1, 2]]], 3), Way("vllm"), timeout=1.0)
 
 
 @pytest.fixture

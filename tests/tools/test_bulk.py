@@ -225,7 +225,7 @@ def test_a_file_system_without_locks_is_told(small, tmp_path, monkeypatch):
 def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 4), tmp_path / "out.jsonl"
     model = small_target()
-    monkeypatch.setattr("fastspec.programs.cli.serving.load_model", lambda name, device: (model, small_tokenizer()))
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, *_: (model, small_tokenizer()))
     command = [
         "generate",
         "--prompts",
@@ -265,7 +265,9 @@ def test_a_prompt_that_no_tokenizer_or_template_takes_ends_no_other(small, tmp_p
 
 
 def test_files_that_cannot_be_read_or_written_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastspec.programs.cli.serving.patched_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "fastspec.programs.cli.serving.model_and_assistant", lambda *_: pytest.fail("a model was loaded")
+    )
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w5"}')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "w5"')
@@ -339,7 +341,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(sma
     "command", [["generate", "--prompts", "{file}", "--out", "{out}"], ["serve", "--port", "0"]], ids=str
 )
 def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_loaded(tmp_path, monkeypatch, command):
-    monkeypatch.setattr("fastspec.programs.cli.serving.load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("fastspec.models.load_model", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5"}')
     given = [word.format(file=tmp_path / "prompts.jsonl", out=tmp_path / "out.jsonl") for word in command]
     done = CliRunner().invoke(app, [*given, "--assistant", "speculative"])
@@ -348,3 +350,20 @@ def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_
         "--assistant speculative: accepted are eagle3, nasd, autoregressive"
         in f"{done.exception} {done.output}".replace("\n", " ")
     )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"turns": []},
+        {"prompt": [{"role": "user"}]},
+        {"messages": []},
+        {"messages": [{"text": "w5"}], "prompt": "w5"},
+    ],
+    ids=str,
+)
+def test_a_row_of_another_form_is_refused(tmp_path: Path, row: dict) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    with pytest.raises(Unsupported, match='line 1: not a row with "prompt", "messages" or "turns"'):
+        list(read_tasks(tmp_path / "prompts.jsonl"))

@@ -124,8 +124,8 @@ def test_a_run_that_differs_is_not_hidden_by_the_median(saved: Path, monkeypatch
 
     monkeypatch.setattr(measure, "ask", ask)
     made = [Method(name, None, {}, {}) for name in ("transformers", "nasd")]
-    rows = list(measure.on_part([BenchPrompt("a", "b", [1])], made, small_tokenizer(), 4, 0.0, runs=3))
-    assert [(row["seconds"], row["identical"]) for row in rows] == [(2.0, True), (9.0, False)]
+    found = [answer for _, answer, _ in measure.on_part([BenchPrompt("a", "b", [1])], made, 4, runs=3)]
+    assert [(answer.seconds, answer.tokens) for answer in found] == [(2.0, [[1]]), (9.0, [[2]])]
 
 
 def test_bench_alone_asks_the_bundled_prompts(saved: Path) -> None:

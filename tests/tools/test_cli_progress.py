@@ -35,15 +35,14 @@ def test_a_training_run_shows_its_answers_and_its_steps(tmp_path: Path) -> None:
     )
     shares: list[float] = []
     with training_bars(console) as bars:
-        assert bars is not None
 
         def report(row: dict[str, Any]) -> None:
             rows.append(row)
-            bars.report(row)
+            bars["report"](row)
 
         def tick(share: float) -> None:
             shares.append(share)
-            bars.tick(share)
+            bars["tick"](share)
 
         train(config, target=small_target(), tokenizer=small_tokenizer(), report=report, tick=tick)
     answered = [row["answered"] for row in rows if row.get("answering") == "prompts"]
@@ -55,7 +54,7 @@ def test_a_training_run_shows_its_answers_and_its_steps(tmp_path: Path) -> None:
 
 def test_without_a_terminal_rows_are_printed_and_answers_are_not_counted(tmp_path: Path, capsys) -> None:
     with training_bars(Console(file=io.StringIO())) as bars:
-        assert bars is None
+        assert not bars
     prompts = write_prompts(tmp_path / "p.jsonl", 20)
     config = settings(tmp_path / "head", prompts=prompts, answers=(), epochs=1.0, new_tokens=8, progress=True)
     train(config, target=small_target(), tokenizer=small_tokenizer())

@@ -30,12 +30,12 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.programs.cli.app import app
 from fastspec.programs.training.data import TextBatch, Texts, batches
-from fastspec.programs.training.target import TargetReader, head_for, start_from_features
+from fastspec.programs.training.start import head_for, start_from_features
+from fastspec.programs.training.target import TargetReader
 from fastspec.programs.training.trainer import Trainer
 from fastspec.programs.training.ttt import FEATURE_LOSS, TrainingTimeTest
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
-SIZES = {"draft_vocab_size": VOCAB, "hidden_size": None, "intermediate_size": 48, "taps": ()}
 
 
 def eagle(folder: Path, **changes: object) -> Any:
@@ -53,7 +53,7 @@ def bent_target(seed: int = 0) -> LlamaForCausalLM:
 
 def made_head(model: LlamaForCausalLM, seed: int, scale: float = 0.1) -> EagleHead:
     torch.manual_seed(seed)
-    head = EagleHead(head_for(model, kind="eagle", **SIZES)).requires_grad_(False)
+    head = EagleHead(head_for(eagle(Path("none"), intermediate_size=48), model, VOCAB)).requires_grad_(False)
     for parameter in head.parameters():
         if parameter.ndim == 2:
             parameter.normal_(std=scale)
@@ -134,7 +134,7 @@ def test_loss_equals_drafting_row_by_row(data: st.DataObject) -> None:
     head, ids = made_head(model, seed + 1), torch.randint(2, VOCAB, (1, length))
     padded = torch.cat((ids, ids.new_zeros(1, data.draw(st.integers(0, 4)))), 1)
     teacher = TargetReader(model, (), torch.arange(VOCAB), chunk=3).read(padded, torch.tensor(where))
-    total, losses, hits = TrainingTimeTest(head, steps, 0.7)(padded, teacher, 1, data.draw(st.integers(0, where[0])))
+    total, losses, hits = TrainingTimeTest(head, steps, 0.7)(padded, teacher, data.draw(st.integers(0, where[0])))
     expected, right = row_by_row(head, model, ids[0], where, steps)
     # Sums of a few hundred fp32 terms of size 1 to 10, in another order.
     torch.testing.assert_close(losses.tolist(), expected, rtol=2e-4, atol=2e-4)
@@ -161,7 +161,7 @@ def test_rows_before_every_answer_may_be_left_out(data: st.DataObject) -> None:
     found = []
     for least in (0, first):
         head.zero_grad()
-        loss, losses, hits = unrolled(ids, teacher, 1, least)
+        loss, losses, hits = unrolled(ids, teacher, least)
         loss.backward()
         found.append(
             [
@@ -197,7 +197,7 @@ def test_compilation_changes_neither_loss_nor_gradients(kind: str, tmp_path: Pat
             *batches(trainer.texts, [np.arange(3), np.arange(9)], 16),
         ):
             shapes.add(tuple(batch.ids.shape))
-            inputs = (batch.ids, trainer.reader.read(batch.ids, batch.where), 1, batch.first)
+            inputs = (batch.ids, trainer.reader.read(batch.ids, batch.where), batch.first)
             found = []
             for module in (trainer.module, compiled):
                 trainer.head.zero_grad()

@@ -109,7 +109,7 @@ def test_recalled_teachers_are_the_targets_own(
         if shelf is None:
             assert here == 0
         else:
-            assert sum(part.nbytes for part in shelf.parts) <= room * GIB and shelf.features.shape[1] * 4 == wide
+            assert sum(part.nbytes for part in shelf) <= room * GIB and shelf.features.shape[1] * 4 == wide
     assert kept.place.all() if ALL in (gib, host) else 0 < kept.place.astype(bool).sum() < len(texts)
     for epoch in range(2):
         for batch in batches(texts, plan_batches(texts.lengths, 700, 16, np.random.default_rng((seed, epoch))), 16):
@@ -241,7 +241,7 @@ def test_features_in_the_hosts_memory_are_those_of_the_device(material: Material
     model, texts = small_target().to("cuda"), material[1]
     reader = TargetReader(model, (1, 2, 4), torch.arange(90, device="cuda"))
     kept = KeptFeatures(reader, texts, 0.0, np.arange(len(texts)), ALL)
-    assert all(part.is_pinned() for part in kept.shelves[HOST].parts)
+    assert all(part.is_pinned() for part in kept.shelves[HOST])
     plan = plan_batches(texts.lengths, 700, 16, None)
     said = [kept.read(batch.to(torch.device("cuda"))) for batch in batches(texts, plan, 16)]
     with unread(reader):
@@ -422,7 +422,7 @@ class RoundedAttention(UnrolledAttention):
 def step_of(module: TrainingTimeTest, batch: TextBatch, teacher: Teacher, first: int) -> tuple[torch.Tensor, ...]:
     """A batch's losses and two gradients, on the CPU."""
     module.zero_grad()
-    loss, losses, _ = module(batch.ids, teacher, 1, first)
+    loss, losses, _ = module(batch.ids, teacher, first)
     loss.backward()
     layer = module.head.layers[0]
     return losses.cpu(), module.head.fc.weight.grad.cpu(), layer.self_attn.k_proj.weight.grad.cpu()

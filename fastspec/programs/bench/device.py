@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import statistics
 import subprocess
-import time
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,16 @@ from typing import Any
 import fastspec
 from fastspec.devices import device_name
 from fastspec.programs.bench.prompts import Row
+from fastspec.programs.compare import Stopwatch
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """The least time of a pass: every weight is read once, at the bandwidth at which this device reads a large
-    tensor."""
+def floor(model: Any) -> tuple[float, Row]:
+    """(milliseconds, columns) of the least time of a pass: every weight read once, at the bandwidth measured here."""
+    from fastspec.patches.assistants.speculative import read_parameters
 
-    weight_bytes: int
-    bytes_per_second: float
-
-    @classmethod
-    def of(cls, model: Any) -> Floor:
-        """The floor of a model on its device."""
-        from fastspec.patches.assistants.speculative import read_parameters
-
-        weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
-        return cls(weights, read_bandwidth(model.device))
-
-    @property
-    def milliseconds(self) -> float:
-        return 1e3 * self.weight_bytes / self.bytes_per_second
-
-    @property
-    def row(self) -> Row:
-        return {"weight_bytes": self.weight_bytes, "read_gb_per_s": round(self.bytes_per_second / 1e9, 1)}
+    weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
+    speed = read_bandwidth(model.device)
+    return 1e3 * weights / speed, {"weight_bytes": weights, "read_gb_per_s": round(speed / 1e9, 1)}
 
 
 def read_bandwidth(device: Any, mib: int = 512, times: int = 7) -> float:
@@ -47,38 +31,28 @@ def read_bandwidth(device: Any, mib: int = 512, times: int = 7) -> float:
     import torch
 
     data = torch.ones(mib * 2**18, device=device)
-    cuda = data.is_cuda
-    target = torch.empty_like(data) if cuda else None
+    target = torch.empty_like(data) if data.is_cuda else None
     spent = []
     for _ in range(times + 1):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        data.sum() if target is None else target.copy_(data)
-        if cuda:
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - start)
-    return data.numel() * 4 * (2 if cuda else 1) / statistics.median(spent[1:])
+        with Stopwatch(data.device) as watch:
+            data.sum() if target is None else target.copy_(data)
+        spent.append(watch.seconds)
+    return data.numel() * 4 * (2 if data.is_cuda else 1) / statistics.median(spent[1:])
 
 
 def versions() -> Row:
-    """The software that every row names: torch, triton (None where it is not installed), transformers, fastspec, and
-    the commit of this tree, with "-dirty" behind it where files were changed (None outside of a repository)."""
-    found = {name: _version(name) for name in ("torch", "triton", "transformers")}
+    """Versions of torch, triton (None where it is not installed), transformers, fastspec, and the commit of this tree,
+    with "-dirty" where files were changed (None outside of a repository)."""
+    found: Row = {}
+    for name in ("torch", "triton", "transformers"):
+        with contextlib.suppress(ModuleNotFoundError):
+            found[name] = importlib.import_module(name).__version__  # a nightly triton is installed under another name
     root = Path(fastspec.__file__).parent.parent
     commit = None
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-    return found | {"fastspec": fastspec.__version__, "commit": commit}
-
-
-def _version(name: str) -> str | None:
-    """A module's own word: a nightly triton is installed under another name."""
-    try:
-        return str(importlib.import_module(name).__version__)
-    except ModuleNotFoundError:
-        return None
+    return {"triton": None} | found | {"fastspec": fastspec.__version__, "commit": commit}
 
 
 def environment(model: Any) -> Row:

@@ -1,12 +1,11 @@
-"""vLLM's answers to a bench's prompts, in a process and, if need be, an environment of its own: `python in_vllm.py JOB
-OUT`.
+"""vLLM's answers to a bench's prompts, in a process and an environment of its own: `python in_vllm.py JOB OUT`.
 
 JOB is a JSON object: `options` of `vllm.LLM`, `batches` of prompts as token ids, `max_new_tokens` of each batch, `ends`
-(end tokens), `exact_length` (answers go on behind end tokens), `unbiased` (biases are set to 0, where weights are
-random: a router's would send every token to the same experts), and for every batch so many calls before the timed ones
-(`warmup`) and timed ones (`runs`). The first line of OUT says which `version` answers, every other one is a timed
-call's answer to a batch: `batch`, `call`, `tokens`, `seconds`, and of drafts `drafts` (how often any were made, summed
-over the rows), `accepted`, `accepted_at` (by position). Only vLLM and Python's own library are imported here.
+(end tokens), `exact_length` (answers go on after end tokens), `unbiased` (biases are set to 0: a random router's would
+send every token to the same experts), and for every batch so many untimed calls (`warmup`) and timed ones (`runs`). The
+first line of OUT holds the `version`, every other one a timed call: `batch`, `call`, `tokens`, `seconds`, `drafts` (how
+often any were made, summed over the rows), `accepted`, `accepted_at` (by position). Only vLLM and Python's own library
+are imported here.
 """
 
 import json
@@ -45,14 +44,9 @@ def main(job_path: str, out_path: str) -> None:
                 before, start = drafted(engine) if counts else {}, time.perf_counter()
                 done = engine.generate(prompts, settings, use_tqdm=False)
                 seconds = time.perf_counter() - start
-                after = drafted(engine) if counts else {}
-                answer = {
-                    "call": call,
-                    "batch": number,
-                    "tokens": [list(each.outputs[0].token_ids) for each in done],
-                    "seconds": seconds,
-                }
-                answer |= {"drafts": 0, "accepted": 0, "accepted_at": []} | minus(after, before)
+                tokens = [list(each.outputs[0].token_ids) for each in done]
+                drafts = minus(drafted(engine), before) if counts else {"drafts": 0, "accepted": 0, "accepted_at": []}
+                answer = {"call": call, "batch": number, "tokens": tokens, "seconds": seconds, **drafts}
                 if call >= 0:
                     print(json.dumps(answer), file=out, flush=True)
 
@@ -67,21 +61,15 @@ def without_biases(model):
 def drafted(engine):
     """What the engine has counted of drafts since it began."""
     found = {metric.name: metric for metric in engine.get_metrics()}
-    return {
-        "drafts": found[DRAFTS].value,
-        "accepted": found[ACCEPTED].value,
-        "accepted_at": list(found[f"{ACCEPTED}_per_pos"].values),
-    }
+    at = list(found[f"{ACCEPTED}_per_pos"].values)
+    return {"drafts": found[DRAFTS].value, "accepted": found[ACCEPTED].value, "accepted_at": at}
 
 
 def minus(after, before):
     """Counts between two looks."""
-    return {
-        name: [b - a for a, b in zip(before[name], count, strict=True)]
-        if isinstance(count, list)
-        else count - before[name]
-        for name, count in after.items()
-    }
+    found = {name: after[name] - before[name] for name in ("drafts", "accepted")}
+    at = zip(before["accepted_at"], after["accepted_at"], strict=True)
+    return found | {"accepted_at": [later - sooner for sooner, later in at]}
 
 
 if __name__ == "__main__":

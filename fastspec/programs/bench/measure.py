@@ -7,74 +7,47 @@ from typing import Any
 
 from fastspec.programs.bench.methods import Method
 from fastspec.programs.bench.prompts import BenchPrompt, Row
-from fastspec.programs.compare import MeasuredAnswer, beside, measured_answer
+from fastspec.programs.compare import MeasuredAnswer, beside, measured_answer, median_answer
 from fastspec.programs.texts import padded_inputs
 
 
 def on_part(
     part: list[BenchPrompt],
     methods: list[Method],
-    tokenizer: Any,
     max_new_tokens: int,
-    floor_ms: float,
+    *,
     untimed: int = 0,
     warmup: int | None = None,
     runs: int = 1,
-    bases: list[MeasuredAnswer] | None = None,
-) -> Iterator[Row]:
-    """The rows of one batch of prompts; the first method is the baseline that the others are compared with, and its
-    answer is put behind `bases`.
+) -> Iterator[tuple[Method, MeasuredAnswer, MeasuredAnswer]]:
+    """(method, its answer, the baseline's answer) to one batch of prompts; the first method is the baseline.
 
     Every method answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures),
-    then `runs` times, of which the call of median time makes the row.
+    then `runs` times. Its answer is that of median time, or one that differs from the baseline's.
     """
     base: MeasuredAnswer | None = None
     for method in methods:
         for _ in range(warmup if warmup is not None else untimed if method.compiles else 0):
             ask(method, part, max_new_tokens)
-        answers = sorted((ask(method, part, max_new_tokens) for _ in range(runs)), key=lambda answer: answer.seconds)
-        if base is None:
-            base = answers[(runs - 1) // 2]
-            if bases is not None:
-                bases.append(base)
-        other = next(
-            (answer for answer in answers if answer.tokens != base.tokens), None
-        )  # one that differs must not go unseen
-        answer = other or answers[(runs - 1) // 2]
-        yield row_of(part, method.name, method.drafted_by, answer, base, floor_ms, tokenizer, runs)
+        answers = [ask(method, part, max_new_tokens) for _ in range(runs)]
+        base = base or median_answer(answers)
+        other = [answer for answer in answers if answer.tokens != base.tokens]
+        yield method, other[0] if other else median_answer(answers), base
 
 
 def row_of(
-    part: list[BenchPrompt],
-    name: str,
-    drafted_by: Row,
-    answer: MeasuredAnswer,
-    base: MeasuredAnswer,
-    floor_ms: float,
-    tokenizer: Any,
-    runs: int,
+    part: list[BenchPrompt], answer: MeasuredAnswer, base: MeasuredAnswer, tokenizer: Any, floor_ms: float = 0.0
 ) -> Row:
-    """The row of a method's answer to a batch of prompts, beside the baseline's."""
-    return {
-        "category": part[0].category,
-        "ids": [prompt.id for prompt in part],
-        "method": name,
-        **drafted_by,
-        "batch": len(part),
-        "runs": runs,
-        "prompt_tokens": sum(len(prompt.ids) for prompt in part),
-        **figures(answer, base, floor_ms),
-        "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer.tokens],
-    }
-
-
-def figures(answer: MeasuredAnswer, base: MeasuredAnswer, floor_ms: float) -> Row:
-    """Figures of an answer's row, beside the baseline's answer to the same prompts."""
+    """Figures of an answer to a batch of prompts, beside the baseline's."""
     stats, found = answer.stats, beside(answer, base)
     phases = {name: seconds for name, seconds in stats.phases.items() if name != "prefill"}
     prefill = stats.phases.get("prefill", 0.0)
     per_round = 1e3 * (stats.seconds - prefill) / stats.rounds if stats.rounds else None
     return {
+        "category": part[0].category,
+        "ids": [prompt.id for prompt in part],
+        "batch": len(part),
+        "prompt_tokens": sum(len(prompt.ids) for prompt in part),
         "new_tokens": sum(map(len, answer.tokens)),
         "seconds": round(answer.seconds, 4),
         "tokens_per_second": round(found["tokens_per_second"], 2),
@@ -91,6 +64,7 @@ def figures(answer: MeasuredAnswer, base: MeasuredAnswer, floor_ms: float) -> Ro
         "beside_ms": round(1e3 * (answer.seconds - stats.seconds), 2) if stats.seconds else None,
         "floor_share": round(floor_ms / per_round, 3) if per_round else None,
         "peak_mib": answer.peak_mib,
+        "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer.tokens],
     }
 
 

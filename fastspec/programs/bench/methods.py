@@ -1,7 +1,4 @@
-"""The methods of a bench: which can be measured, on which instance of the model, and what drafts for them.
-
-The peers run on an instance of the model that is never patched; it shares its weights with the one that is.
-"""
+"""Methods of a bench: which can be measured, on which instance of the model, and what drafts for them."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from fastspec.programs.compare import BASELINE
 
 LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
 PEERS = (BASELINE, LOOKUP, ASSISTED, COMPILED)
-"""What transformers itself offers: plain `generate`, n-gram lookup, a draft model or early exit, a static cache with a
-compiled forward."""
+"""Methods of transformers: plain `generate`, n-gram lookup, a draft model or early exit, a static cache compiled."""
 ENGINES = ("vllm",)
 """Other libraries, which answer in processes of their own."""
 LOOKUP_TOKENS = 10
@@ -37,8 +33,8 @@ def is_peer(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A name of the table, the instance that generates, what `generate` is given, and what drafts; a peer's instance is
-    not patched."""
+    """Method by name: the instance that generates, the options of `generate`, and what drafts. A peer's instance is not
+    patched and shares its weights with the one that is."""
 
     name: str
     model: Any
@@ -57,12 +53,9 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Drafters:
-    """What drafts in a run: heads by assistant, and for `speculative` and `assisted` a draft model or the target's
-    first layers.
-
-    `resources` is what `fastspec.patch` is given, and `assisted` what transformers' assisted generation is, empty where
-    nothing drafts.
-    """
+    """Drafters of a run: heads by assistant, and for `speculative` and `assisted` a draft model or the target's first
+    layers; as `resources` of `fastspec.patch`, and as options of transformers' `assisted` generation, empty where
+    nothing drafts."""
 
     heads: dict[str, str]
     draft_model: str | None
@@ -71,19 +64,15 @@ class Drafters:
     assisted: dict[str, Any]
 
     def assistant(self, name: str) -> Any:
-        """What `assistant=` is given."""
-        return (
-            Speculative(early_exit=self.early_exit)
-            if name == Speculative.name and self.early_exit is not None
-            else name
-        )
+        """The argument `assistant=` of a method."""
+        exits = name == Speculative.name and self.early_exit is not None
+        return Speculative(early_exit=self.early_exit) if exits else name
 
     def of(self, name: str) -> Row:
-        """What drafts for a method, as its rows say it; None for what it does not use."""
-        drafts = {"draft_model": self.draft_model, "early_exit": self.early_exit}
-        return {"head": self.heads.get(name)} | (
-            drafts if name in (Speculative.name, ASSISTED) else dict.fromkeys(drafts)
-        )
+        """Columns that say what drafts for a method, None for what it does not use."""
+        drafts = name in (Speculative.name, ASSISTED)
+        model, early = (self.draft_model, self.early_exit) if drafts else (None, None)
+        return {"head": self.heads.get(name), "draft_model": model, "early_exit": early}
 
 
 def read_drafters(
@@ -111,10 +100,8 @@ def read_drafters(
     elif draft_model is not None:
         given = resources[Speculative.name] = load_draft(draft_model, target, tokenizer)
         draft, *both = given if isinstance(given, tuple) else (given,)
-        assisted = {
-            "assistant_model": twin(draft),
-            **dict(zip(("assistant_tokenizer", "tokenizer"), both, strict=False)),
-        }
+        assisted = dict(zip(("assistant_tokenizer", "tokenizer"), both, strict=False))
+        assisted["assistant_model"] = twin(draft)
     return Drafters(found, draft_model, early_exit, resources, assisted)
 
 
@@ -154,20 +141,29 @@ def check_names(methods: Sequence[str] | None) -> None:
 def choose(
     methods: Sequence[str] | None, plain: Any, target: Any, drafters: Drafters, batch: int, say: Say
 ) -> list[Method]:
-    """The methods to measure, the baseline first. What lacks something is left out with a note, or refused if it was
+    """Methods to measure, the baseline first. One that lacks something is left out with a note, or refused if it was
     named."""
-    from fastspec.patches.api import ASSISTANTS
+    from fastspec.patches.api import ASSISTANTS, check_assistant
 
-    options = {
+    options: dict[str, dict[str, Any]] = {
         BASELINE: {},
         LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
         ASSISTED: drafters.assisted,
-        COMPILED: {
-            "cache_implementation": "static"
-        },  # on CUDA transformers compiles the forward of a static cache by itself
+        COMPILED: {"cache_implementation": "static"},  # whose forward transformers compiles on CUDA by itself
     }
-    options |= {name: {"assistant": drafters.assistant(name)} for name in ASSISTANTS}
-    lacking = find_lacking(plain, target, options, batch)
+    lacking: dict[str, str] = {}
+    if not drafters.assisted:
+        lacking[ASSISTED] = f"it needs {SUPPLIED[ASSISTED]}"
+    if batch > 1:
+        lacking |= dict.fromkeys((LOOKUP, ASSISTED), f"transformers takes one prompt at a time here, not {batch}")
+    if plain.device.type != "cuda":
+        lacking[COMPILED] = "measured on CUDA only; elsewhere torch.compile needs a C++ compiler"
+    for name in ASSISTANTS:
+        options[name] = {"assistant": drafters.assistant(name)}
+        try:
+            check_assistant(options[name]["assistant"], target)
+        except Unsupported as error:
+            lacking[name] = f"{error} (here: {SUPPLIED[name]})" if name in SUPPLIED else str(error)
     chosen = []
     for name in dict.fromkeys((BASELINE, *(methods or (*PEERS, *ASSISTANTS)))):
         if name not in lacking:
@@ -177,22 +173,3 @@ def choose(
         else:
             say(f"left out: {name}: {lacking[name]}")
     return chosen
-
-
-def find_lacking(plain: Any, target: Any, options: dict[str, dict[str, Any]], batch: int) -> dict[str, str]:
-    """Why a method cannot be measured, by its name."""
-    from fastspec.patches.api import ASSISTANTS, check_assistant
-
-    lacking: dict[str, str] = {}
-    if not options[ASSISTED]:
-        lacking[ASSISTED] = f"it needs {SUPPLIED[ASSISTED]}"
-    if batch > 1:
-        lacking |= dict.fromkeys((LOOKUP, ASSISTED), f"transformers takes one prompt at a time here, not {batch}")
-    if plain.device.type != "cuda":
-        lacking[COMPILED] = "measured on CUDA only; elsewhere torch.compile needs a C++ compiler"
-    for name in ASSISTANTS:
-        try:
-            check_assistant(options[name]["assistant"], target)
-        except Unsupported as error:
-            lacking[name] = f"{error} (here: {SUPPLIED[name]})" if name in SUPPLIED else str(error)
-    return lacking

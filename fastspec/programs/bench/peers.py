@@ -1,8 +1,4 @@
-"""Engines beside fastspec: the same prompts, as token ids, to another library in a process of its own.
-
-An engine runs after fastspec has left the device, once without drafts and once for every length of chain with the same
-EAGLE-3 head.
-"""
+"""Engines beside fastspec: the same prompts, as token ids, to another library in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,24 +56,15 @@ class Peer:
         except OSError as error:
             raise Unsupported(f"could not start {self.python}: {error}") from error
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How an engine decodes: plainly, or with chains of so many drafts of a head."""
-
-    name: str
-    chain: int | None = None
-
-
-def ways(peer: Peer, head: str | None) -> list[Way]:
-    """Those to be measured."""
-    return [Way(peer.engine)] + [Way(f"{peer.engine}-eagle3-{chain}", chain) for chain in CHAINS if head is not None]
+    def method(self, chain: int | None) -> str:
+        """Name in rows: of plain decoding, or of chains of so many drafts of a head."""
+        return self.engine if chain is None else f"{self.engine}-eagle3-{chain}"
 
 
 @dataclass(frozen=True, slots=True)
 class PeerJob:
-    """What an engine is asked. `batches` are prompts as token ids, `max_new_tokens` one number for all batches or one
-    for each; with `dummy` weights the model is a configuration alone."""
+    """Job of an engine. `batches` are prompts as token ids, `max_new_tokens` one number for all batches or one for
+    each; with `dummy` weights the model is a configuration alone."""
 
     model: str
     dtype: str
@@ -101,9 +88,8 @@ class PeerJob:
         each = self.max_new_tokens
         return [each] * len(self.batches) if isinstance(each, int) else list(each)
 
-    def options(self, way: Way) -> dict[str, Any]:
-        """Of `vllm.LLM`: its own compilation and CUDA graphs; no prefixes are kept from call to call, which repeats
-        would find."""
+    def options(self, chain: int | None) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`; no prefixes are kept from call to call, which repeats would find."""
         longest = max(len(ids) for batch in self.batches for ids in batch)
         options: dict[str, Any] = {
             "model": self.model,
@@ -121,20 +107,17 @@ class PeerJob:
             options["tensor_parallel_size"] = self.processes
         if self.dummy:
             options["load_format"] = "dummy"
-        if way.chain is not None:
-            options["speculative_config"] = {
-                "method": "eagle3",
-                "model": self.head,
-                "num_speculative_tokens": way.chain,
-            }
+        if chain is not None:
+            drafts = {"method": "eagle3", "model": self.head, "num_speculative_tokens": chain}
+            options["speculative_config"] = drafts
         return options
 
 
-def answers(peer: Peer, job: PeerJob, way: Way, timeout: float | None = None) -> tuple[Row, list[list[MeasuredAnswer]]]:
-    """What an engine says of itself, and its timed answers to every batch. Raises PeerFailed, also when `timeout`
-    seconds have passed."""
+def answers(peer: Peer, job: PeerJob, chain: int | None = None) -> tuple[Row, list[list[MeasuredAnswer]]]:
+    """(version and settings of an engine, its timed answers to every batch). Raises PeerFailed."""
+    name = peer.method(chain)
     asked: dict[str, Any] = {
-        "options": job.options(way),
+        "options": job.options(chain),
         "batches": [[list(ids) for ids in batch] for batch in job.batches],
         "ends": list(job.ends),
         "max_new_tokens": job.new,
@@ -149,52 +132,33 @@ def answers(peer: Peer, job: PeerJob, way: Way, timeout: float | None = None) ->
         with log.open("wb") as file:
             command = [peer.python, str(WORKERS[peer.engine]), str(path), str(out)]
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-            try:
-                status = subprocess.run(command, **streams, cwd=folder, timeout=timeout).returncode
-            except subprocess.TimeoutExpired as error:
-                raise PeerFailed(
-                    f"{way.name} was ended after {timeout:.0f} s, before it had answered everything"
-                ) from error
+            status = subprocess.run(command, **streams, cwd=folder).returncode
         said = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
         if status or len(said) != 1 + len(job.batches) * job.runs:
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])
-            raise PeerFailed(f"{way.name} ended with status {status} after {max(0, len(said) - 1)} answers:\n{last}")
+            raise PeerFailed(f"{name} ended with status {status} after {max(0, len(said) - 1)} answers:\n{last}")
     found: list[list[MeasuredAnswer]] = [[] for _ in job.batches]
     for answer in said[1:]:
         found[answer["batch"]].append(MeasuredAnswer(answer["tokens"], answer["seconds"], _stats(answer)))
     settings = {name: value for name, value in asked["options"].items() if name != "model"}
-    if way.chain is not None:  # where the head lay is nobody's concern
+    if chain is not None:  # where the head lay is nobody's concern
         settings["speculative_config"] = settings["speculative_config"] | {"model": Path(str(job.head)).name}
     return {"engine_version": said[0]["version"], "engine_settings": settings}, found
 
 
 def _stats(answer: Row) -> Stats:
-    """An engine's counts in the form in which the loop tells of an assistant. It does not say how many rounds its
-    batches shared, nor how long a prompt took, and counts drafts that were accepted behind an answer's end, which are
-    left out of the tokens of rounds."""
+    """Counts of an engine as an assistant's statistics. It counts drafts accepted after an answer's end too, which are
+    left out of the tokens of rounds; rounds that rows shared and the time of a prompt it does not tell."""
     drafts, accepted, at = answer["drafts"], answer["accepted"], answer["accepted_at"]
     lengths = [more - less for more, less in zip([drafts, *at], [*at, 0], strict=True)] if drafts else []
     rows = len(answer["tokens"])
-    emitted = min(
-        drafts + accepted, max(0, sum(map(len, answer["tokens"])) - rows)
-    )  # the first token of each comes from its prompt
+    after_first = max(0, sum(map(len, answer["tokens"])) - rows)  # the first token of each comes from its prompt
     return Stats(
         rows=rows,
         row_rounds=drafts,
         draft_rounds=drafts,
         accepted=accepted,
-        round_tokens=emitted,
+        round_tokens=min(drafts + accepted, after_first),
         lengths=lengths,
         seconds=answer["seconds"],
     )
-
-
-def ids_of(part: Sequence[Any]) -> list[list[int]]:
-    """The prompts of a batch as token ids."""
-    return [prompt.ids for prompt in part]
-
-
-def medians(found: Sequence[Sequence[MeasuredAnswer]]) -> Iterator[MeasuredAnswer]:
-    """Of every batch the call of median time."""
-    for each in found:
-        yield sorted(each, key=lambda answer: answer.seconds)[(len(each) - 1) // 2]

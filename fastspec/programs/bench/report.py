@@ -1,4 +1,4 @@
-"""What the rows of a bench say together: quantiles by method and category, differing answers, tables, texts."""
+"""Report of a bench's rows: quantiles by method and category, differing answers, tables, texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fastspec.programs.compare import BASELINE, ROUNDING, first_difference
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     from fastspec.generation.stats import Profile
 
@@ -40,46 +39,44 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     """One row per batch size, method and category, and one per size and method over all (`OVERALL`, first): quantiles
     of each figure over the prompts, None where no row has it; medians of the phases; acceptance by position over all
     rounds; how many were identical."""
+    from fastspec.generation.stats import Stats
+
     groups: dict[tuple[int | None, str, str], list[Row]] = {}
     for category in (OVERALL, *dict.fromkeys(row["category"] for row in rows)):
         for row in rows:
             if category in (OVERALL, row["category"]):
                 groups.setdefault((row.get("batch_size"), row["method"], category), []).append(row)
-    named = ("batch_size", "method", "category")
-    return [{**dict(zip(named, key, strict=True)), **_summary(group)} for key, group in groups.items()]
+    summary = []
+    for (size, method, category), group in groups.items():
+        found: Row = {"batch_size": size, "method": method, "category": category, "count": len(group)}
+        found["identical"] = sum(row["identical"] for row in group)
+        for name in FIGURES:
+            values = [row[name] for row in group if row[name] is not None]
+            found[name] = quantiles(values) if values else None
+        timed = [row["phases_ms"] for row in group if row["phases_ms"]]
+        phases = dict.fromkeys(name for spent in timed for name in spent)  # a call without such rounds has 0 of a phase
+        medians = {name: statistics.median(spent.get(name, 0.0) for spent in timed) for name in phases}
+        found["phases_ms"] = {name: round(value, 3) for name, value in medians.items()}
+        counts = [sum(column) for column in zip_longest(*(row["accepted_counts"] for row in group), fillvalue=0)]
+        found["acceptance_by_position"] = [round(share, 3) for share in Stats(lengths=counts).acceptance_by_position]
+        summary.append(found)
+    return summary
 
 
 def by_size(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of every batch size, in the order in which the sizes came; those of older runs, which do not say it, as
-    one."""
+    """The rows of every batch size, in their order; older runs, which do not say it, as one."""
     sizes = dict.fromkeys(row.get("batch_size") for row in rows)
     return [[row for row in rows if row.get("batch_size") == size] for size in sizes]
 
 
-def _summary(group: list[Row]) -> Row:
-    from fastspec.generation.stats import Stats
-
-    found: Row = {"count": len(group), "identical": sum(row["identical"] for row in group)}
-    for name in FIGURES:
-        values = [row[name] for row in group if row[name] is not None]
-        found[name] = quantiles(values) if values else None
-    timed = [row["phases_ms"] for row in group if row["phases_ms"]]
-    phases = dict.fromkeys(name for spent in timed for name in spent)  # a call without such rounds has 0 of a phase
-    found["phases_ms"] = {name: round(statistics.median(spent.get(name, 0.0) for spent in timed), 3) for name in phases}
-    counts = [sum(column) for column in zip_longest(*(row["accepted_counts"] for row in group), fillvalue=0)]
-    found["acceptance_by_position"] = [round(share, 3) for share in Stats(lengths=counts).acceptance_by_position]
-    return found
-
-
-def rows_without_texts(rows: Iterable[Row]) -> list[Row]:
-    """The rows as they are written to a file."""
-    return [{name: value for name, value in row.items() if name != "texts"} for row in rows]
+def without_texts(row: Row) -> Row:
+    """A row as it is written to a file."""
+    return {name: value for name, value in row.items() if name != "texts"}
 
 
 @contextmanager
 def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
-    """A function that appends a row to a jsonl file, so that a run cut short leaves what it has; None without a
-    file."""
+    """Function that appends a row to a jsonl file at once; None without a file."""
     if path is None:
         yield None
         return
@@ -88,12 +85,12 @@ def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
     except OSError as error:
         raise Unsupported(f"could not write the rows: {error}") from error
     with file:
-        yield lambda row: print(json.dumps(rows_without_texts([row])[0]), file=file, flush=True)
+        yield lambda row: print(json.dumps(without_texts(row)), file=file, flush=True)
 
 
 def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Console) -> None:
-    """Under each method's name what the parts of its rounds took, and where the trace of them was written for Perfetto.
-    Raises Unsupported where it cannot be written."""
+    """Times of the parts of each method's rounds, and the file of their trace for Perfetto. Raises Unsupported where it
+    cannot be written."""
     for name, profile in profiles.items():
         path = folder / f"TRACE-{name}.json"
         console.print(f"\n{name}", style="bold", markup=False)
@@ -111,8 +108,7 @@ def differing(rows: Iterable[Row], peers: bool = False) -> list[Row]:
 
 
 def print_report(rows: Sequence[Row], console: Console) -> None:
-    """Differing answers first, then for every batch size the tables: speed by method, a round by method, speed by
-    category."""
+    """Differing answers, then the tables of every batch size."""
     print_differences(rows, console)
     for group in by_size(rows):
         summary, where = summarise(group), group[0]
@@ -122,90 +118,76 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
         whole = [row for row in summary if row["category"] == OVERALL]
         for table in (speed_table(whole), round_table(whole), *category_tables(summary)):
             console.print(table)
-    drafters = [
-        f"{row['method']}: {said}" for row in {row["method"]: row for row in rows}.values() if (said := drafter_of(row))
-    ]
-    if drafters:
-        console.print(f"drafted by: {'; '.join(drafters)}", style="dim", markup=False, highlight=False)
+    drafters: dict[str, str | None] = {}
+    for row in rows:
+        named = f"head {row['head']}" if row["head"] else row["draft_model"]
+        drafters[row["method"]] = named if row["early_exit"] is None else f"early exit after layer {row['early_exit']}"
+    told = "; ".join(f"{method}: {drafter}" for method, drafter in drafters.items() if drafter)
+    if told:
+        console.print(f"drafted by: {told}", style="dim", markup=False, highlight=False)
     console.print(
         "20, 50, 80: quantiles over the prompts; every other figure is a median. by position: share of rounds that "
-        "accepted draft 1, 2, 3. "
-        "floor: reading "
-        f"{rows[0]['weight_bytes'] / 1e6:.0f} MB of weights at {rows[0]['read_gb_per_s']} GB/s over the time of a "
-        "round.",
+        f"accepted draft 1, 2, 3. floor: reading {rows[0]['weight_bytes'] / 1e6:.0f} MB of weights at "
+        f"{rows[0]['read_gb_per_s']} GB/s over the time of a round.",
         style="dim",
     )
 
 
-def drafter_of(row: Row) -> str:
-    """What drafted, in words; empty for a method that needs nothing."""
-    if row["early_exit"] is not None:
-        return f"early exit after layer {row['early_exit']}"
-    return f"head {row['head']}" if row["head"] else row["draft_model"] or ""
-
-
 def print_differences(rows: Sequence[Row], console: Console) -> None:
-    """Say where an answer is not transformers' own: an error in fp32, where rounding explains none of it; a note in
-    lower precision."""
+    """Answers that are not transformers' own: errors in fp32, notes in lower precision, where rounding differs."""
     exact = rows[0]["dtype"] == "float32"
     for row in (*differing(rows), *differing(rows, peers=True)):
         loud = exact and not is_peer(row["method"])
         at = next(index for index in row["first_difference"] if index is not None)
-        line = (
-            f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])} from new "
-            f"token {at + 1} on"
-        )
-        console.print(f"{'ERROR: ' if loud else 'note: '}{line}", style="bold red" if loud else "yellow", markup=False)
+        line = f"{row['method']} differs from transformers on {row['category']} {', '.join(row['ids'])}"
+        kind, style = ("ERROR", "bold red") if loud else ("note", "yellow")
+        console.print(f"{kind}: {line} from new token {at + 1} on", style=style, markup=False)
     if not exact and differing(rows):
         console.print(f"In {rows[0]['dtype']} {ROUNDING}.")
 
 
 def speed_table(whole: list[Row]) -> Table:
-    """One line per method: how fast, by how much, and whether the answers are transformers' own."""
-    table = _table("over all prompts", ("tokens/s 20", "50", "80", "ratio", "acceptance", "identical"))
+    """One line per method: speed, ratio, acceptance, identical answers."""
+    rows = []
     for row in whole:
         same = f"[{'green' if row['identical'] == row['count'] else 'bold red'}]{row['identical']}/{row['count']}[/]"
         speeds = [f"{value:.1f}" for value in row["tokens_per_second"]]
-        table.add_row(row["method"], *speeds, f"{row['ratio'][1]:.2f}x", _median(row, "acceptance_length", ".2f"), same)
-    return table
+        rows.append(
+            (row["method"], *speeds, _median(row, "ratio", ".2f") + "x", _median(row, "acceptance_length", ".2f"), same)
+        )
+    return _table(("over all prompts", "tokens/s 20", "50", "80", "ratio", "acceptance", "identical"), rows)
 
 
 def round_table(whole: list[Row]) -> Table:
-    """One line per method: what a round takes, by phase, and how far its drafts are accepted."""
+    """One line per method: milliseconds of a round by phase, and acceptance by position."""
     phases = [name for name in dict.fromkeys(name for row in whole for name in row["phases_ms"]) if name != "pass"]
     memory = [("peak_mib", "peak MiB", ".0f")] if any(row["peak_mib"] for row in whole) else []
-    last = [("floor_share", "floor", ".0%"), *memory]
-    table = _table("ms a round", ("all", *phases, *(title for _, title, _ in last), "by position"))
+    last, rows = [("floor_share", "floor", ".0%"), *memory], []
     for row in whole:
         spent = [f"{row['phases_ms'][name]:.1f}" if name in row["phases_ms"] else "" for name in phases]
         positions = " ".join(f"{share:.2f}".removeprefix("0") for share in row["acceptance_by_position"][:3])
         shares = [_median(row, name, form) for name, _, form in last]
-        table.add_row(row["method"], _median(row, "ms_per_round", ".1f"), *spent, *shares, positions)
-    return table
+        rows.append((row["method"], _median(row, "ms_per_round", ".1f"), *spent, *shares, positions))
+    return _table(("ms a round", "all", *phases, *(title for _, title, _ in last), "by position"), rows)
 
 
 def category_tables(summary: list[Row]) -> Iterator[Table]:
-    """One line per category: methods' median tokens/s, and their ratio to transformers; a few methods in each table,
-    for 80 columns."""
+    """One line per category: median tokens/s and ratio of a few methods in each table, for 80 columns."""
     found = {(row["category"], row["method"]): row for row in summary}
     names = list(dict.fromkeys(row["method"] for row in summary if row["method"] != BASELINE))
     for start in range(0, max(1, len(names)), SIDE_BY_SIDE):
         methods = [BASELINE, *names[start : start + SIDE_BY_SIDE]]
-        table = _table("tokens/s", methods)
-        for category in dict.fromkeys(row["category"] for row in summary if row["category"] != OVERALL):
-            table.add_row(category, *(_cell(found.get((category, method))) for method in methods))
-        yield table
+        kinds = [kind for kind in dict.fromkeys(row["category"] for row in summary) if kind != OVERALL]
+        rows = [(kind, *(_cell(found.get((kind, method))) for method in methods)) for kind in kinds]
+        yield _table(("tokens/s", *methods), rows)
 
 
-def _table(first: str, titles: Sequence[str]) -> Table:
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich import box
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=title == "by position", overflow="fold")
-    return table
+    from fastspec.programs.tables import table
+
+    return table(titles, rows, whole="by position", box=box.SIMPLE)
 
 
 def _cell(row: Row | None) -> str:
@@ -220,7 +202,7 @@ def _median(row: Row, name: str, form: str) -> str:
 
 
 def print_texts(rows: Sequence[Row], console: Console, compare: bool) -> None:
-    """Every answer, prompt by prompt; with `compare` beside transformers' own, where the two part in colour."""
+    """Every answer, prompt by prompt; with `compare` beside transformers' own."""
     base: Row = {}
     for row in rows:
         if row["method"] == BASELINE:
@@ -245,11 +227,6 @@ def side_by_side(plain: str, ours: str) -> Any:
     table.add_column(ratio=1)
     table.add_column(ratio=1)
     table.add_row(Text(BASELINE, style="bold"), Text("this method", style="bold"))
-    table.add_row(_parted(plain, same, "green"), _parted(ours, same, "bold red"))
+    texts = ((plain, "green"), (ours, "bold red"))
+    table.add_row(*(Text(text[:same], style="dim").append(text[same:], style=style) for text, style in texts))
     return table
-
-
-def _parted(text: str, same: int, style: str) -> Text:
-    from rich.text import Text
-
-    return Text(text[:same], style="dim").append(text[same:], style=style)

@@ -1,13 +1,10 @@
-"""The run: every prompt answered by all methods.
-
-A prompt is answered by one method after another before the next prompt comes, so that a machine's slow spell hits all
-of them.
-"""
+"""Run of a bench: a prompt is answered by all methods before the next one, so that a slow spell hits all of them."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +13,10 @@ import fastspec
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
-from fastspec.programs.bench.device import Floor, environment
+from fastspec.programs.bench.device import environment, floor
 from fastspec.programs.bench.measure import ask, on_part, row_of
-from fastspec.programs.bench.methods import Drafters, Method, check_names, choose, read_drafters, twin
-from fastspec.programs.bench.peers import Peer, PeerFailed, PeerJob, answers, ids_of, medians, ways
+from fastspec.programs.bench.methods import Drafters, check_names, choose, read_drafters, twin
+from fastspec.programs.bench.peers import CHAINS, Peer, PeerFailed, PeerJob, answers
 from fastspec.programs.bench.prompts import (
     BUNDLED,
     BenchPrompt,
@@ -30,15 +27,14 @@ from fastspec.programs.bench.prompts import (
     read_rows,
     rows_of,
 )
-from fastspec.programs.compare import MeasuredAnswer
+from fastspec.programs.compare import MeasuredAnswer, median_answer
 
 if TYPE_CHECKING:
     from fastspec.generation.heads.module import EagleHead
     from fastspec.generation.stats import Profile
 
 UNTIMED = 2
-"""Calls on every prompt before the timed one, on CUDA, of methods that compile or capture: a size is compiled in the
-first and captured in the second."""
+"""Untimed calls on every prompt, on CUDA, of methods that compile in the first and capture in the second."""
 WARM_UP_TOKENS = 8
 
 
@@ -71,14 +67,13 @@ def run_bench(
     `prompts` are jsonl files in Spec-Bench's form, and `texts` prompts of the category "prompt"; without both the
     bundled prompts are asked (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and
     `draft_model` are names as in `load_model` and `fastspec.patch`; without `heads` those that ship for the model are
-    taken. A head serves the assistants that read its kind. `speculative`, and transformers' `assisted` beside it, draft
-    with `draft_model`, of any tokenizer, or with the target's first `early_exit` layers. `batch` prompts of a category
-    are answered together; of several such numbers one after another (`batch_size` of a row). `methods` are names of
-    assistants and of `PEERS`; without them all that have what they need. "transformers" is always measured. `dtype`
-    ("float32", "bfloat16", "float16") defaults to fp32 on the CPU and bf16 on CUDA, `device` to CUDA where there is
-    one; `backend` is `fastspec.patch`'s. `say` is told of what is left out, and `on_row` is given every row as it
-    comes. `on_profile` is given the name of every assistant among the methods and the times of its rounds, from one
-    more call on the first batch of prompts after all else is measured.
+    taken. `speculative`, and transformers' `assisted` beside it, draft with `draft_model`, of any tokenizer, or with
+    the target's first `early_exit` layers. `batch` prompts of a category are answered together; of several such numbers
+    one after another (`batch_size` of a row). `methods` are names of assistants and of `PEERS`; without them all that
+    have what they need. "transformers" is always measured. `dtype` ("float32", "bfloat16", "float16") defaults to fp32
+    on the CPU and bf16 on CUDA, `device` to CUDA where there is one. `say` is told of what is left out, and `on_row` is
+    given every row as it comes; `on_profile` the name of every assistant among the methods and the times of its rounds,
+    from one more call on the first batch.
 
     Every method answers a batch `runs` times, and the call of median time makes its row; before these `warmup` times
     (None: on CUDA twice, methods that compile or capture). Of runs that differ, one that differs from `transformers`
@@ -89,9 +84,8 @@ def run_bench(
     raised as PeerFailed once all have answered.
 
     A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a
-    round. Loading and one warm-up call per method, on the longest prompts, are not timed. Raises Unsupported for bad
-    arguments, an unknown method and one that was named and lacks its resource, two heads of one kind, and whatever
-    loading and patching raise.
+    round. Raises Unsupported for bad arguments, an unknown method and one that was named and lacks its resource, two
+    heads of one kind, and whatever loading and patching raise.
     """
     sizes = [batch] if isinstance(batch, int) else list(dict.fromkeys(batch))
     counts = [("max_new_tokens", max_new_tokens), ("each", 1 if each is None else each), ("runs", runs)]
@@ -113,26 +107,34 @@ def run_bench(
     encoded = encode_rows(asked, tokenizer, target, each, max_new_tokens, say)
     parts = {size: make_batches(encoded, size) for size in sizes}
     fastspec.patch(target, **drafters.resources, backend=backend)
-    bases: list[MeasuredAnswer] = []
+    answered: list[tuple[int, list[BenchPrompt], MeasuredAnswer]] = []
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row | where)
+        if on_row is not None:
+            on_row(rows[-1])
+
     try:
         chosen = {size: choose(methods, plain, target, drafters, size, say) for size in sizes}
-        floor = Floor.of(target)
-        where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | floor.row
-        rows, untimed = [], UNTIMED if target.device.type == "cuda" else 0
+        floor_ms, columns = floor(target)
+        where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | columns
+        untimed = UNTIMED if target.device.type == "cuda" else 0
         for size in sizes:
-            say(
-                f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts[size])} x "
-                f"{size} prompts, greedy"
-            )
-            warm_up(chosen[size], parts[size], min(max_new_tokens, WARM_UP_TOKENS), say)
+            told = f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}"
+            say(f"{told}: {len(parts[size])} x {size} prompts, greedy")
+            longest = max(parts[size], key=lambda part: max(len(prompt.ids) for prompt in part))
+            for method in chosen[size]:
+                say(f"warm-up: {method.name}")
+                ask(method, longest, min(max_new_tokens, WARM_UP_TOKENS))
             for number, part in enumerate(parts[size], 1):
                 say(f"{number}/{len(parts[size])}: {part[0].category}")
-                for row in on_part(
-                    part, chosen[size], tokenizer, max_new_tokens, floor.milliseconds, untimed, warmup, runs, bases
-                ):
-                    rows.append(row | {"batch_size": size} | where)
-                    if on_row is not None:
-                        on_row(rows[-1])
+                timed: dict[str, Any] = {"untimed": untimed, "warmup": warmup, "runs": runs}
+                for method, answer, base in on_part(part, chosen[size], max_new_tokens, **timed):
+                    if method is chosen[size][0]:
+                        answered.append((size, part, base))
+                    row = row_of(part, answer, base, tokenizer, floor_ms)
+                    add({"method": method.name, **method.drafted_by, **row, "runs": runs, "batch_size": size})
         if on_profile is not None:
             for method in chosen[sizes[0]]:
                 if not method.peer:
@@ -145,10 +147,8 @@ def run_bench(
     failures = []
     for peer in peers:
         try:
-            for row in by_peer(peer, model, target, tokenizer, drafters, parts, bases, max_new_tokens, runs, say):
-                rows.append(row | where)
-                if on_row is not None:
-                    on_row(rows[-1])
+            for row in by_peer(peer, model, target, tokenizer, drafters, answered, max_new_tokens, runs, say):
+                add(row)
         except PeerFailed as error:
             failures.append(str(error))
     for failure in failures:
@@ -164,15 +164,17 @@ def by_peer(
     target: Any,
     tokenizer: Any,
     drafters: Drafters,
-    sized: dict[int, list[list[BenchPrompt]]],
-    bases: list[MeasuredAnswer],
+    answered: list[tuple[int, list[BenchPrompt], MeasuredAnswer]],
     max_new_tokens: int,
     runs: int,
     say: Say,
 ) -> Iterator[Row]:
-    """The rows of an engine, which has the device to itself: the model goes to the CPU. `sized` are the batches of each
-    size."""
+    """Rows of an engine, which has the device to itself: the model goes to the CPU. `answered` are the batches with
+    their size and the baseline's answer."""
     import torch
+
+    from fastspec.patches.assistants.heads import load_head
+    from fastspec.patches.hf.ends import end_tokens
 
     if not peer.is_installed():
         say(
@@ -183,32 +185,31 @@ def by_peer(
     target.to("cpu")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    from fastspec.patches.assistants.heads import load_head
-    from fastspec.patches.hf.ends import end_tokens
-
-    head, config = drafters.heads.get("eagle3"), target.generation_config
-    parts = [(size, part) for size, group in sized.items() for part in group]
+    head = drafters.heads.get("eagle3")
     with saved(name, target, tokenizer) as folder, tempfile.TemporaryDirectory() as place:
         job = PeerJob(
             folder,
             str(target.dtype).removeprefix("torch."),
-            [ids_of(part) for _, part in parts],
+            [[prompt.ids for prompt in part] for _, part, _ in answered],
             max_new_tokens,
-            ends=sorted(end_tokens(config)),
+            ends=sorted(end_tokens(target.generation_config)),
             runs=runs,
             head=None if head is None else readable(load_head(head, target), head, place),
         )
-        for way in ways(peer, head):
-            say(f"{way.name}: {', '.join(f'{len(group)} x {size}' for size, group in sized.items())} prompts")
-            told, found = answers(peer, job, way)
-            drafted_by = {"head": head if way.chain else None, "draft_model": None, "early_exit": None}
-            for (size, part), base, answer in zip(parts, bases, medians(found), strict=True):
-                row = row_of(part, way.name, drafted_by, answer, base, 0.0, tokenizer, runs)
-                yield row | told | {"prefill_ms": None, "beside_ms": None, "batch_size": size}
+        sizes = Counter(size for size, _, _ in answered)
+        for chain in (None, *(CHAINS if head is not None else ())):
+            say(f"{peer.method(chain)}: {', '.join(f'{count} x {size}' for size, count in sizes.items())} prompts")
+            told, found = answers(peer, job, chain)
+            drafted_by = {"head": None if chain is None else head, "draft_model": None, "early_exit": None}
+            for (size, part, base), calls in zip(answered, found, strict=True):
+                row = (
+                    row_of(part, median_answer(calls), base, tokenizer) | told | {"prefill_ms": None, "beside_ms": None}
+                )
+                yield {"method": peer.method(chain), **drafted_by, **row, "runs": runs, "batch_size": size}
 
 
 def readable(head: EagleHead, source: str, place: str) -> str:
-    """The folder of a head that other programs read: its own, or `place`, to which one is written out whose LM head the
+    """Folder of a head that other programs read: its own, or `place`, to which one is written out whose LM head the
     target lends."""
     from fastspec.patches.assistants.heads import find_head
     from fastspec.programs.training.save import save_head, with_own_lm_head
@@ -221,8 +222,7 @@ def readable(head: EagleHead, source: str, place: str) -> str:
 
 @contextlib.contextmanager
 def saved(name: str, target: Any, tokenizer: Any) -> Iterator[str]:
-    """A folder or a hub id from which another library loads a model; what came from a GGUF is written out in its dtype
-    meanwhile."""
+    """Folder or hub id from which another library loads a model; one from a GGUF is written out in its dtype."""
     source, packed = source_of(name)
     if not packed:
         yield source
@@ -231,11 +231,3 @@ def saved(name: str, target: Any, tokenizer: Any) -> Iterator[str]:
         target.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         yield folder
-
-
-def warm_up(methods: list[Method], parts: list[list[BenchPrompt]], tokens: int, say: Say) -> None:
-    """One call of every method on the longest prompts, so that libraries and buffers are there."""
-    longest = max(parts, key=lambda part: max(len(prompt.ids) for prompt in part))
-    for method in methods:
-        say(f"warm-up: {method.name}")
-        ask(method, longest, tokens)

@@ -1,9 +1,7 @@
-"""`fastspec chat`: a conversation in the terminal in which strategies answer in turn, or beside each other, and are
-compared.
+"""`fastspec chat`: a conversation in the terminal in which strategies answer, and are compared; docs/chat.md shows it.
 
 `session.Chat` holds the model and the conversation, `resources` reads what the model is patched with, `commands` is the
-table of commands, `view` what is shown, `loop` runs lines through them, and `terminal` reads the lines. docs/chat.md
-shows it.
+table of commands, `view` what is shown, `loop` runs lines through them, and `terminal` reads the lines.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fastspec.programs.chat.saved import SavedChat
-    from fastspec.programs.chat.session import Chat
+    from fastspec.programs.chat.session import Chat, SavedChat
 
 
 def make_settings(
@@ -34,10 +31,7 @@ def make_settings(
     **others: Any,
 ) -> Settings:
     """Settings from the command line's options: `resources` are "assistant=source", `assistants` is comma-separated,
-    temperature 0 is greedy. SmolLM2 comes with its heads; without an EAGLE-3 head the one who answers is `nasd`.
-
-    Raises `Unsupported` for what cannot be read.
-    """
+    temperature 0 is greedy. SmolLM2 comes with its heads; without an EAGLE-3 head `nasd` answers."""
     given = {**(dict(SMOLLM2_HEADS) if model == SMOLLM2 else {}), **({"eagle3": head} if head else {})}
     for entry in resources or ():
         name, _, source = entry.partition("=")
@@ -53,10 +47,8 @@ def make_settings(
 def run_chat(
     settings: Settings, console: Console, prompts: list[str] | None = None, saved: SavedChat | None = None
 ) -> Chat:
-    """Load what the settings name and converse: over `prompts` where there are any, then it is over and errors are
-    raised; else over what is typed, or over standard input where that is no terminal. The conversation goes on from a
-    `saved` one. Returns the chat as it ended.
-    """
+    """Load what the settings name and converse over `prompts`, where errors are raised; without any over what is typed,
+    or standard input where that is no terminal. Goes on from a `saved` chat; returns the chat as it ended."""
     from fastspec.programs.chat.loop import converse
     from fastspec.programs.chat.session import Chat
 

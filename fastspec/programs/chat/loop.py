@@ -1,4 +1,4 @@
-"""The loop of a chat: lines in, answers and tables out. It knows neither a terminal nor where the lines come from."""
+"""Loop of a chat: lines in, answers and tables out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rich.tree import Tree
 
 from fastspec.errors import FastSpecError
 from fastspec.programs.chat.commands import execute
-from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
+from fastspec.programs.chat.session import BEAMS, Chat, ChatTurn
 from fastspec.programs.chat.view import (
+    COLUMN,
     AnswerStreamer,
+    Column,
     Columns,
-    fits,
     legend,
     round_tree,
     stage_tree,
@@ -28,10 +29,8 @@ if TYPE_CHECKING:
 
 
 def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool = False) -> None:
-    """Take lines until they end or /quit: commands start with a slash, everything else is a prompt.
-
-    What goes wrong is one line, and the chat goes on; with `strict` it is raised.
-    """
+    """Take lines until they end or /quit: commands start with a slash, everything else is a prompt. An error is one
+    line, and the chat goes on; with `strict` it is raised."""
     console.print(legend())
     for line in lines:
         if not line.strip():
@@ -40,11 +39,7 @@ def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool
             take(chat, line.rstrip("\n"), console)
         except KeyboardInterrupt:
             console.print("\nstopped", style="yellow")
-        except (
-            FastSpecError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # transformers refuses with ValueError, torch with RuntimeError
+        except (FastSpecError, RuntimeError, ValueError) as error:  # the last two are torch's and transformers'
             if strict:
                 raise
             console.print(f"error: {error}", style="red", markup=False, highlight=False)
@@ -69,18 +64,19 @@ def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
     ones after it."""
     turn, names = ChatTurn(prompt, chat.settings), chat.strategies()
     below: list[str | Tree] = []
-    beside = chat.settings.columns and fits(console, names)
+    beside = chat.settings.columns and 1 < len(names) <= console.width // COLUMN
     with Columns(console, names) if beside else nullcontext() as columns:
         for name in names:
             if columns is None:
                 console.print(f"\n[bold]{escape(name)}[/]")
-            shown: Any = console if columns is None else columns.column(name)
+            shown: Any = console if columns is None else Column(columns, name)
             streamer = AnswerStreamer(chat.tokenizer, shown, trees=chat.settings.debug)
             answer = chat.answer(prompt, name, streamer)
             turn.answers.append(answer)
             if name == BEAMS:
                 shown.print(answer.text, markup=False, highlight=False)
-            trees = _trees(chat, answer, streamer)
+            trees = [round_tree(chat.tokenizer, number, found) for number, found in enumerate(streamer.trees or (), 1)]
+            trees += [stage_tree(answer.explanation)] if answer.explanation is not None else []
             if columns is None:
                 _print_all(console, trees)
             elif trees:
@@ -96,12 +92,6 @@ def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
     if told is not None:
         console.print(told, highlight=False)
     return turn
-
-
-def _trees(chat: Chat, answer: Answer, streamer: AnswerStreamer) -> list[Tree]:
-    """What stands below an answer: the draft tree of every round where they are kept, and what a cascade decided."""
-    trees = [round_tree(chat.tokenizer, number, found) for number, found in enumerate(streamer.trees or (), 1)]
-    return trees if answer.explanation is None else [*trees, stage_tree(answer.explanation)]
 
 
 def _print_all(console: Console, shown: Sequence[str | Tree]) -> None:

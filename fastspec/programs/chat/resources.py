@@ -14,9 +14,8 @@ from fastspec.programs.chat.settings import Settings
 
 def resource_names() -> list[str]:
     """The assistants that `fastspec.patch` takes a resource for."""
-    return [
-        name for name in inspect.signature(fastspec.patch).parameters if name not in ("model", "assistant", "backend")
-    ]
+    others = ("model", "assistant", "backend")
+    return [name for name in inspect.signature(fastspec.patch).parameters if name not in others]
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
@@ -28,10 +27,8 @@ def load(settings: Settings) -> tuple[Any, Any]:
 
 
 def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What `fastspec.patch` is to be given for a model with this tokenizer; draft models are loaded, and cascades read.
-
-    Raises Unsupported for an assistant that takes no resource, and for what cannot be read.
-    """
+    """Resources for `fastspec.patch`: draft models are loaded, and cascades read. Raises Unsupported for an assistant
+    that takes none, and for what cannot be read."""
     from fastspec.models import load_draft
 
     given: dict[str, Any] = dict(settings.resources)
@@ -53,8 +50,7 @@ def _read_cascade(path: str, tokenizer: Any) -> fastspec.Cascade:
     if config.tokenizer is not None and token_table(load_tokenizer(config.tokenizer)) != token_table(tokenizer):
         raise Unsupported(
             f"{path}: tokenizer={config.tokenizer!r} has other tokens than the chat's model: name that model's, or "
-            "leave it out, and the "
-            "chat's own is taken"
+            "leave it out, and the chat's own is taken"
         )
     return replace(config, tokenizer=tokenizer, explain=False)  # the chat itself shows the decisions
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fastspec.cascade.decisions import Explanation, Visit
 from fastspec.errors import Unsupported
 from fastspec.files import parse_json
-from fastspec.programs.chat.session import Answer, ChatTurn
+from fastspec.programs.chat.session import Answer, ChatTurn, SavedChat
 from fastspec.programs.chat.settings import COMMAND_FIELDS, STORAGES, Settings
 
 PARTS = {"settings": dict, "conversation": list, "turns": list}
 TUPLES = ("assistants", "resources")
-
-
-@dataclass(frozen=True, slots=True)
-class SavedChat:
-    """The settings, the conversation and the turns with their answers of a chat that was saved."""
-
-    settings: Settings
-    conversation: list[dict[str, str]]
-    turns: list[ChatTurn]
 
 
 def read_saved(path: str | Path) -> SavedChat:

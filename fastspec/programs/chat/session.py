@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,16 +26,14 @@ STORED_FIELDS = ("nasd.n", "nasd.storage")
 
 @dataclass
 class Answer:
-    """One strategy's answer: new tokens, wall-clock seconds (prefill included, printing not), what was drafted and
-    accepted."""
+    """Answer of one strategy: new tokens, wall-clock seconds (prefill included, printing not), drafts."""
 
     strategy: str
     tokens: list[int]
     text: str
     seconds: float
     acceptance_length: float | None = 1.0
-    """None for beam search, which has no rounds, and where a cascade's stages answered, each with an assistant of its
-    own."""
+    """None for beam search, which has no rounds, and where a cascade's stages answered."""
     drafted: int = 0
     accepted: int = 0
     reused: int = 0
@@ -43,8 +42,7 @@ class Answer:
     explanation: Explanation | None = None
     """What a cascade decided, stage by stage."""
     exact: bool = True
-    """Whether greedy tokens are the target's: not where a smaller stage of a cascade answered, or a mixture of two
-    models."""
+    """Whether greedy tokens are the target's, not a smaller stage's of a cascade or a mixture's of two models."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,13 +69,11 @@ class ChatTurn:
 
     @property
     def reference(self) -> Answer | None:
-        """The answer that others are compared with: the first that must be the target's own. None where none need be
-        (sampling)."""
+        """The first answer that must be the target's own, which the others are compared with; None while sampling."""
         return next((answer for answer in self.answers if self._fixed(answer)), None)
 
     def identical(self, answer: Answer) -> bool | None:
-        """Whether an answer has the reference's tokens; None where it need not (sampling, beam search, a cascade's
-        smaller stage, stopped) and for the reference."""
+        """Whether an answer has the reference's tokens; None where it need not, and for the reference."""
         first = self.reference
         return None if first is None or answer is first or not self._fixed(answer) else answer.tokens == first.tokens
 
@@ -89,12 +85,18 @@ class ChatTurn:
         return {"prompt": self.prompt, "settings": asdict(self.settings), "answers": answers}
 
 
-class Chat:
-    """A model that `fastspec.patch` has patched, its tokenizer, the settings, and the conversation.
+@dataclass(frozen=True, slots=True)
+class SavedChat:
+    """Settings, conversation and turns of a chat that was saved."""
 
-    `own` maps names to assistants of your own (objects of the `Decoding` protocol), which then are strategies like the
-    others.
-    """
+    settings: Settings
+    conversation: list[dict[str, str]]
+    turns: list[ChatTurn]
+
+
+class Chat:
+    """A patched model, its tokenizer, the settings, and the conversation. `own` maps names to assistants of your own
+    (objects of the `Decoding` protocol), which then are strategies like the others."""
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, own: dict[str, Any] | None = None) -> None:
         self.model, self.tokenizer, self._settings, self.own = model, tokenizer, settings, own or {}
@@ -137,10 +139,7 @@ class Chat:
 
     def reopen(self, settings: Settings) -> dict[str, str]:
         """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer
-        answer, and why.
-
-        The conversation goes on. Where loading fails, everything is as it was.
-        """
+        answer, and why. Where loading fails, everything is as it was."""
         if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
             from fastspec.patches.api import resources_of
 
@@ -157,7 +156,12 @@ class Chat:
         self._storage = None
         self._caches.clear()
         self._warm.clear()
-        lost = {name: str(error) for name in settings.assistants if (error := self._refusal(name)) is not None}
+        lost = {}
+        for name in settings.assistants:
+            try:
+                self.check(name)
+            except Unsupported as error:
+                lost[name] = str(error)
         kept = tuple(name for name in settings.assistants if name not in lost)
         self.settings = settings.replace(assistants=kept or ("autoregressive",))
         return lost
@@ -187,9 +191,8 @@ class Chat:
         from fastspec.patches.api import check_assistant, has_resource, is_patched
 
         if not is_patched(self.model):
-            raise Unsupported(
-                f"this {type(self.model).__name__} is not patched: fastspec.patch(model) comes before Chat(model, ...)"
-            )
+            name = type(self.model).__name__
+            raise Unsupported(f"this {name} is not patched: fastspec.patch(model) comes before Chat(model, ...)")
         try:
             check_assistant(settings.assistant(name), self.model)
         except Unsupported as error:
@@ -197,23 +200,14 @@ class Chat:
             exits = early and settings.field("speculative.early_exit") is not None
             if has_resource(name, self.model) or name not in resource_names() or exits:
                 raise
-            raise Unsupported(
-                f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}"
-            ) from error
-
-    def _refusal(self, name: str) -> Unsupported | None:
-        try:
-            self.check(name)
-        except Unsupported as error:
-            return error
-        return None
+            commands = f"/resource {name} SOURCE{' or /early_exit K' if early else ''}"
+            raise Unsupported(f"{error}; in the chat: {commands}") from error
 
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
         """The answer of one strategy to the conversation and a further prompt.
 
-        `streamer` is a `view.AnswerStreamer`; an interrupt (Ctrl-C) ends the answer with what it was handed. Its
-        display time does not count. What `generate` refuses or raises comes through, and the conversation stays as it
-        was.
+        `streamer` is a `view.AnswerStreamer`, whose display time does not count; an interrupt (Ctrl-C) ends the answer
+        with what it was handed.
         """
         import torch
 
@@ -229,38 +223,26 @@ class Chat:
         if self.settings.seed is not None:
             torch.manual_seed(self.settings.seed)
         cascade = self._cascade(strategy)
-        with Stopwatch(ids.device) as watch:
-            try:
-                output = self.model.generate(
-                    **inputs, max_new_tokens=self.settings.max_new_tokens, return_dict_in_generate=True, **options
-                )
-                stopped = False
-            except KeyboardInterrupt:
-                stopped = True
-        seconds = watch.seconds - streamer.spent
-        if stopped:
+        options |= {"max_new_tokens": self.settings.max_new_tokens, "return_dict_in_generate": True}
+        output = None
+        with Stopwatch(ids.device) as watch, contextlib.suppress(KeyboardInterrupt):
+            output = self.model.generate(**inputs, **options)
+        if output is None:
             tokens, stats = list(streamer.ids), streamer if streamer.rounds else None
         else:
-            tokens, stats = (
-                output.sequences[0, prompt_width(self.model, ids) :].tolist(),
-                getattr(output, "fastspec", None),
-            )
-        if (
-            not stopped and self.settings.cache and strategy != BEAMS and cascade is None
-        ):  # a cascade's stages have caches of their own
-            self._caches[strategy] = (output.sequences[0].tolist(), kept_cache(output))
+            tokens = output.sequences[0, prompt_width(self.model, ids) :].tolist()
+            stats = getattr(output, "fastspec", None)
+            if self.settings.cache and strategy != BEAMS and cascade is None:  # a cascade's stages have their own
+                self._caches[strategy] = (output.sequences[0].tolist(), kept_cache(output))
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        answer = Answer(strategy, tokens, text, seconds, reused=reused, stopped=stopped)
+        answer = Answer(strategy, tokens, text, watch.seconds - streamer.spent, reused=reused, stopped=output is None)
         if strategy == BEAMS:
             answer.acceptance_length = None
         if stats is not None:
-            answer.acceptance_length, answer.drafted, answer.accepted = (
-                stats.acceptance_length,
-                stats.drafted,
-                stats.accepted,
-            )
+            answer.acceptance_length, answer.drafted = stats.acceptance_length, stats.drafted
+            answer.accepted = stats.accepted
         if cascade is not None:
-            _judge(answer, cascade, () if stopped else output.fastspec.explanations)
+            _judge(answer, cascade, () if output is None else output.fastspec.explanations)
         return answer
 
     def keep(self, turn: ChatTurn) -> None:
@@ -274,14 +256,10 @@ class Chat:
             {"role": "assistant", "content": turn.answers[0].text},
         ]
 
-    def restore(self, settings: Settings, conversation: list[dict[str, str]], turns: list[ChatTurn]) -> dict[str, str]:
-        """Go on with a chat that was saved, with its model and settings; returns the assistants that cannot answer
-        here, and why.
-
-        Where loading or patching fails, everything is as it was.
-        """
-        lost = self.reopen(settings)
-        self.turns, self.conversation = list(turns), list(conversation)
+    def restore(self, saved: SavedChat) -> dict[str, str]:
+        """Go on with a chat that was saved, with its model and settings, as `reopen` does."""
+        lost = self.reopen(saved.settings)
+        self.turns, self.conversation = list(saved.turns), list(saved.conversation)
         return lost
 
     def reset(self) -> None:
@@ -346,8 +324,7 @@ class Chat:
         return given if isinstance(given, fastspec.Cascade) else None if models is None else models.config
 
     def _warm_up(self, strategy: str, ids: Any, options: dict[str, Any]) -> None:
-        """A few tokens ahead of the first answer with an assistant's settings, so that its seconds do not hold what is
-        done once. What is kept from answer to answer does not have them."""
+        """Compile and capture before the first answer with an assistant's settings is timed."""
         import torch
 
         config = None if strategy == BASELINE or strategy in self.own else self.settings.assistant(strategy)
@@ -361,8 +338,7 @@ class Chat:
             forget_cascade(self.model)
 
     def _past(self, strategy: str, ids: list[int]) -> tuple[Any, int]:
-        """A strategy's cache cut to what it shares with ids, at most all but the last token -> cache or None, tokens in
-        it."""
+        """(a strategy's cache or None, tokens in it): cut to what it shares with ids, at most all but the last."""
         held, cache = self._caches.pop(strategy, ([], None))
         if cache is None or not self.settings.cache:
             return None, 0

@@ -77,10 +77,8 @@ class Settings:
             if getattr(self, name) < 1:
                 raise Unsupported(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.temperature < float("inf"):
-            raise Unsupported(
-                f"temperature must be above 0 and finite, not {self.temperature:g}: /processor greedy does without "
-                "sampling"
-            )
+            told = f"temperature must be above 0 and finite, not {self.temperature:g}"
+            raise Unsupported(f"{told}: /processor greedy does without sampling")
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
         for name, accepted in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):
@@ -119,8 +117,7 @@ class Settings:
         return dict(self.given).get(name, FIELDS[name])
 
     def assistant(self, name: str) -> Any:
-        """The value that `generate(assistant=...)` takes for a strategy: a config object where it has one, else the
-        name."""
+        """The argument `assistant=` of a strategy: a config object where it has one, else the name."""
         if name not in CONFIGS:
             return name
         keys = [(key.partition("."), value) for key, value in self.given]
@@ -128,21 +125,13 @@ class Settings:
         return CONFIGS[name](**given)
 
     def sampling(self, model: Any) -> dict[str, Any]:
-        """The arguments of `generate` that make it follow the processor, whatever the model's generation config says of
-        sampling."""
-        off = {
-            name: value for name, value in _NEUTRAL.items() if getattr(model.generation_config, name, None) is not None
-        }
+        """Arguments of `generate` that follow the processor, whatever the model's generation config has."""
+        config, read = model.generation_config, PROCESSORS[self.processor]
+        off = {name: value for name, value in _NEUTRAL.items() if getattr(config, name, None) is not None}
         if self.greedy:  # the defaults, which transformers takes for "not given"
             return {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, **off}
-        read = PROCESSORS[self.processor]
-        return {
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_k": self.top_k if "top_k" in read else 0,
-            "top_p": self.top_p if "top_p" in read else 1.0,
-            **off,
-        }
+        cuts = {"top_k": self.top_k if "top_k" in read else 0, "top_p": self.top_p if "top_p" in read else 1.0}
+        return {"do_sample": True, "temperature": self.temperature, **cuts, **off}
 
     def processor_text(self) -> str:
         """The processor as its command takes it: "topk 0.8 50"."""

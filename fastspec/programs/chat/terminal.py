@@ -27,16 +27,16 @@ class CommandCompleter(Completer):
         if not name.startswith("/"):
             return
         if not space:
-            for command in COMMANDS.values():
-                if command.name.startswith(name[1:]):
-                    yield Completion(f"/{command.name}", -len(name), display=command.usage, display_meta=command.what)
+            for each, row in COMMANDS.items():
+                if each.startswith(name[1:]):
+                    yield Completion(f"/{each}", -len(name), display=row.usage, display_meta=row.what)
             return
-        found = COMMANDS.get(name[1:])
-        _, *second = rest.split(" ")
-        if found is None or len(second) > 1:
+        *before, word = rest.split(" ")
+        if name[1:] not in COMMANDS or len(before) >= len(choices := COMMANDS[name[1:]].choices):
             return
-        word = second[0] if second else rest.rpartition(",")[2]
-        for choice in found.second if second else found.choices(self.chat) if found.choices else ():
+        word = word if before else word.rpartition(",")[2]
+        found = choices[len(before)]
+        for choice in found(self.chat) if callable(found) else found:
             if choice.startswith(word):
                 yield Completion(choice, -len(word))
 
@@ -70,8 +70,5 @@ def terminal_lines(chat: Chat, **options: Any) -> Iterator[str]:
 
 def _state(chat: Chat) -> str:
     settings = chat.settings
-    return (
-        f" {settings.model} | {','.join(settings.assistants)} | {settings.processor_text()} | "
-        f"{settings.max_new_tokens} tokens | "
-        "/help, Ctrl-C stops an answer, Ctrl-D quits"
-    )
+    told = f" {settings.model} | {','.join(settings.assistants)} | {settings.processor_text()}"
+    return f"{told} | {settings.max_new_tokens} tokens | /help, Ctrl-C stops an answer, Ctrl-D quits"

@@ -1,5 +1,4 @@
-"""Views of a chat: answers with their tokens marked, below each other or in columns, the table of a turn, the draft
-trees."""
+"""Views of a chat: answers with marked tokens, columns, the table of a turn, draft trees."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from fastspec.cascade.decisions import Explanation
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
+from fastspec.programs.tables import table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,12 +34,9 @@ PAUSE = 0.1
 
 @dataclass(frozen=True)
 class RoundTree:
-    """One round's draft tree on the host: tokens and parents of the nodes, the accepted path as node ids, the token
-    that the target added.
-
-    `notes[i]` says how probable node i's token is given its parent, p by the target and q by the drafter where drafts
-    were drawn at random; `notes[-1]` speaks of `last`. Without a look at the logits there are none.
-    """
+    """Draft tree of one round on the host: tokens and parents of the nodes, the accepted path as node ids, the token
+    that the target added. `notes[i]` has the probabilities of node i's token given its parent, p by the target and q by
+    the drafter where drafts were drawn; `notes[-1]` those of `last`."""
 
     tokens: list[int]
     parents: list[int]
@@ -49,22 +46,17 @@ class RoundTree:
 
     @property
     def mark(self) -> str:
-        """What the target's own token of the round is: recovered where it stands in a draft's place, a bonus after the
-        path's end."""
+        """Mark of the target's own token: recovered in a rejected draft's place, a bonus after the path's end."""
         beside = [self.tokens[i] for i in range(1, len(self.tokens)) if self.parents[i] == self.path[-1]]
         if len(self.tokens) == 1:
             return OWN
-        return (
-            RECOVERED if beside and self.last not in beside else BONUS
-        )  # an end token ends the walk although it was drafted
+        # an end token ends the walk although it was drafted
+        return RECOVERED if beside and self.last not in beside else BONUS
 
 
 class AnswerStreamer(MarkedStreamer):
-    """Prints an answer with its tokens in the style of their marks, counts rounds, and keeps their trees where asked
-    to.
-
-    `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds.
-    """
+    """Streamer that prints tokens in the style of their marks, counts rounds, and keeps their trees where asked to.
+    `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds."""
 
     def __init__(self, tokenizer: Any, console: Console, *, trees: bool = False) -> None:
         super().__init__(tokenizer, console)
@@ -83,9 +75,7 @@ class AnswerStreamer(MarkedStreamer):
         """One round's tree, verdict and target logits [1, N, V], before its tokens come."""
         start = time.perf_counter()
         found = read_round(tree, verdict, None if self.trees is None else logits)
-        self._mark = found.mark
-        self.rounds += 1
-        self.drafted += len(found.tokens) - 1
+        self._mark, self.rounds, self.drafted = found.mark, self.rounds + 1, self.drafted + len(found.tokens) - 1
         if self.trees is not None:
             self.trees.append(found)
         self.spent += time.perf_counter() - start
@@ -105,8 +95,8 @@ class AnswerStreamer(MarkedStreamer):
 
 
 def read_round(tree: Any, verdict: Any, logits: Any = None) -> RoundTree:
-    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given. Of equal
-    siblings the first stands for all, which are copies that fill a tree up."""
+    """The round of row 0 on the host, with probabilities where the target's raw logits [B, N, V] are given, and without
+    the copies of siblings that fill a tree up."""
     tokens, parents = tree.tokens[0], tree.parents[0]
     path = verdict.path[0, : int(verdict.accepted[0]) + 1].tolist()
     last = int(verdict.bonus[0])
@@ -150,28 +140,22 @@ def legend() -> Text:
 
 
 def turn_table(turn: ChatTurn) -> Table:
-    """One row per strategy. Where several answered greedily, whether they said the same."""
-    same = [_agreement(turn, answer) for answer in turn.answers]
-    table = Table(box=None, pad_edge=False)  # eight columns in a terminal of eighty
-    table.add_column("strategy", no_wrap=True)
-    titles = ["tokens", "seconds", "tokens/s", "acceptance\nlength", "accepted/\ndrafted"]
-    titles += ["reused"] if any(answer.reused for answer in turn.answers) else []
-    for title in [*titles, *(["identical"] if any(same) else [])]:
-        table.add_column(title, justify="right")
-    for answer, said in zip(turn.answers, same, strict=True):
-        length = "-" if answer.acceptance_length is None else f"{answer.acceptance_length:.2f}"
-        drafted = f"{answer.accepted}/{answer.drafted}" if answer.drafted else "-"
-        row = [
-            answer.strategy + (" (stopped)" if answer.stopped else ""),
-            str(len(answer.tokens)),
-            f"{answer.seconds:.2f}",
-            f"{answer.tokens_per_second:.1f}",
-            length,
-            drafted,
-        ]
-        row += [str(answer.reused)] if "reused" in titles else []
-        table.add_row(*row, *([said] if any(same) else []))
-    return table
+    """One row per strategy, without the columns that are empty."""
+    answers = turn.answers
+    columns = {
+        "strategy": [each.strategy + " (stopped)" * each.stopped for each in answers],
+        "tokens": [str(len(each.tokens)) for each in answers],
+        "seconds": [f"{each.seconds:.2f}" for each in answers],
+        "tokens/s": [f"{each.tokens_per_second:.1f}" for each in answers],
+        "acceptance\nlength": [
+            "-" if each.acceptance_length is None else f"{each.acceptance_length:.2f}" for each in answers
+        ],
+        "accepted/\ndrafted": [f"{each.accepted}/{each.drafted}" if each.drafted else "-" for each in answers],
+        "reused": [str(each.reused) for each in answers] if any(each.reused for each in answers) else [],
+        "identical": [_agreement(turn, each) for each in answers],
+    }
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    return table(shown, zip(*shown.values(), strict=True))  # eight columns in a terminal of eighty
 
 
 def _agreement(turn: ChatTurn, answer: Answer) -> str:
@@ -185,26 +169,20 @@ def _agreement(turn: ChatTurn, answer: Answer) -> str:
 
 
 def verdict_line(turn: ChatTurn, dtype: str) -> str | None:
-    """Whether the answers of greedy strategies agree, where not, and which ones need not; None where there is nothing
-    to compare."""
+    """Agreement of the greedy answers, and those that are not compared; None where there is nothing to compare."""
     first, others = turn.reference, [answer for answer in turn.answers if turn.identical(answer) is not None]
     told = [_why_not_compared(answer) for answer in turn.answers if not answer.exact and _agreement(turn, answer)]
-    if first is not None and others:
-        told.insert(0, _verdict(turn, first, others, dtype, named=bool(told)))
-    return " ".join(told) or None
-
-
-def _verdict(turn: ChatTurn, first: Answer, others: list[Answer], dtype: str, *, named: bool) -> str:
-    if all(turn.identical(answer) for answer in others):
-        names = ", ".join(answer.strategy for answer in [first, *others])
-        return f"The {len(others) + 1} greedy answers{f' of {names}' if named else ''} are identical, token for token."
-    told = []
-    for answer in others:
-        if not turn.identical(answer):
-            at = first_difference(answer.tokens, first.tokens) or 0
-            told.append(f"{answer.strategy} differs from {first.strategy} from token {at + 1} on")
-    why = "" if dtype == "float32" else f" (in {dtype} {ROUNDING})"
-    return "; ".join(told) + why + "."
+    if first is None or not others:
+        return " ".join(told) or None
+    parted = [answer for answer in others if not turn.identical(answer)]
+    if parted:
+        places = [(answer.strategy, (first_difference(answer.tokens, first.tokens) or 0) + 1) for answer in parted]
+        why = "" if dtype == "float32" else f" (in {dtype} {ROUNDING})"
+        verdict = "; ".join(f"{name} differs from {first.strategy} from token {at} on" for name, at in places) + why
+    else:
+        names = f" of {', '.join(answer.strategy for answer in (first, *others))}" if told else ""
+        verdict = f"The {len(others) + 1} greedy answers{names} are identical, token for token"
+    return " ".join([f"{verdict}.", *told])
 
 
 def _why_not_compared(answer: Answer) -> str:
@@ -215,7 +193,7 @@ def _why_not_compared(answer: Answer) -> str:
 
 
 def stage_tree(explanation: Explanation) -> Tree:
-    """What a cascade decided: a line for each stage that it came to, the one that answered marked."""
+    """Decisions of a cascade, a line for each stage that it came to, the one that answered marked."""
     *_, last = lines = str(explanation).splitlines()
     tree = Tree(f"cascade: stage {explanation.stage} answered, {explanation.reused} tokens were taken over")
     for line in lines:
@@ -224,8 +202,7 @@ def stage_tree(explanation: Explanation) -> Tree:
 
 
 def round_tree(tokenizer: Any, number: int, found: RoundTree) -> Tree:
-    """A round's draft tree: tokens with the target's probability p (q the drafter's, where known), the accepted path
-    marked, and the target's own token under the node that it follows."""
+    """Draft tree of a round with the notes of its nodes, the accepted path marked, and the target's own token."""
 
     def label(token: int, index: int, style: str, mark: str = "") -> Text:
         note = found.notes[index] if found.notes else ""
@@ -236,28 +213,18 @@ def round_tree(tokenizer: Any, number: int, found: RoundTree) -> Tree:
             at[node].add(label(found.last, -1, STYLES[found.mark] or "bold", found.mark))
 
     drafted, accepted = len(found.tokens) - 1, len(found.path) - 1
-    at = {
-        0: Tree(
-            f"round {number}: {accepted} of {drafted} drafted tokens accepted, after "
-            f"{tokenizer.decode(found.tokens[:1])!r}"
-        )
-    }
+    root = repr(tokenizer.decode(found.tokens[:1]))
+    at = {0: Tree(f"round {number}: {accepted} of {drafted} drafted tokens accepted, after {root}")}
     close(0)
     for node in range(1, len(found.tokens)):
-        accepted_here = node in found.path
-        style, mark = (STYLES[ACCEPTED] or "", ACCEPTED) if accepted_here else ("dim", "")
+        style, mark = (STYLES[ACCEPTED] or "", ACCEPTED) if node in found.path else ("dim", "")
         at[node] = at[found.parents[node]].add(label(found.tokens[node], node, style, mark))
         close(node)
     return at[0]
 
 
-def fits(console: Console, names: Sequence[str]) -> bool:
-    """Whether there are several answers, and room for all."""
-    return 1 < len(names) <= console.width // COLUMN
-
-
 class Columns:
-    """The columns as a context manager: they are drawn anew while it is open, and stay as they are at its end."""
+    """Context manager that draws texts beside each other; they stay as they are at its end."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         self.texts = {name: Text() for name in names}
@@ -274,10 +241,6 @@ class Columns:
 
     def __exit__(self, *raised: object) -> None:
         self.live.stop()  # draws what was added since the last picture
-
-    def column(self, name: str) -> Column:
-        """What a strategy's answer is printed to."""
-        return Column(self, name)
 
     def add(self, name: str, text: Text) -> None:
         """Append to a column."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Option
 
 import fastspec
 from fastspec.distribution import DISTRIBUTION, warn_of_stranger
@@ -56,7 +57,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the versions and exit.")
+        bool, Option("--version", is_eager=True, callback=_version, help="Print the versions and exit.")
     ] = False,
 ) -> None:
     """Make Hugging Face models generate several tokens per forward pass, without changing what they say."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -10,85 +9,47 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Option
 
-from fastspec.programs.cli.options import Backend, Device, Dtype
+from fastspec.models import SMOLLM2
+from fastspec.programs.cli.options import AsJson, Backend, Device, Dtype, MaxNewTokens, Model, stdout_kept
 
 
 def bench(
-    prompts: Annotated[
-        list[str] | None, typer.Option(help="jsonl file in Spec-Bench's form; may be given several times.")
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; may be given several times. Without any: eight bundled ones.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Hub id, directory or .gguf file of the target.")
-    ] = "smollm2-135m-instruct",
-    head: Annotated[
-        list[str] | None, typer.Option(help="Hub id, directory or shipped name of an EAGLE head; one of each kind.")
-    ] = None,
-    draft_model: Annotated[
-        str | None, typer.Option(help="Smaller model, of any tokenizer, named as the target.")
-    ] = None,
-    early_exit: Annotated[
-        int | None, typer.Option(min=1, help="Draft with so many of the target's own first layers.")
-    ] = None,
-    methods: Annotated[
-        str | None, typer.Option(help="Methods, comma-separated; by default all that have what they need.")
-    ] = None,
-    each: Annotated[int | None, typer.Option(min=1, help="Prompts to take of every category; all by default.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    prompts: Annotated[list[str] | None, Option(help="jsonl file in Spec-Bench's form; repeatable.")] = None,
+    prompt: Annotated[list[str] | None, Option(help="A prompt; repeatable. Without any: eight bundled ones.")] = None,
+    model: Model = SMOLLM2,
+    head: Annotated[list[str] | None, Option(help="Hub id, directory or shipped name of an EAGLE head.")] = None,
+    draft_model: Annotated[str | None, Option(help="Smaller model, of any tokenizer, named as the target.")] = None,
+    early_exit: Annotated[int | None, Option(min=1, help="Draft with so many of the target's first layers.")] = None,
+    methods: Annotated[str | None, Option(help="Methods, comma-separated; by default all that can run.")] = None,
+    each: Annotated[int | None, Option(min=1, help="Prompts to take of every category; all by default.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
     dtype: Dtype = None,
     device: Device = None,
     backend: Backend = "auto",
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Prompts answered together, 1 by default; given several times, one after another."),
+        Option(min=1, help="Prompts answered together, 1 by default; repeatable."),
     ] = None,
-    runs: Annotated[
-        int, typer.Option(min=1, help="Timed answers to every prompt; the one of median time makes the row.")
-    ] = 1,
-    warmup: Annotated[
-        int | None, typer.Option(min=0, help="Untimed answers before; else 2 on CUDA for what compiles.")
-    ] = None,
+    runs: Annotated[int, Option(min=1, help="Timed answers to every prompt; the median makes the row.")] = 1,
+    warmup: Annotated[int | None, Option(min=0, help="Untimed answers before; by default 2 on CUDA.")] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="Another engine beside, in a process of its own: vllm alone, sglang was not tried."),
+        Option(help="Another engine beside, in its own process: vllm."),
     ] = None,
-    peer_python: Annotated[
-        str | None, typer.Option(help="The Python that has the engine; by default this one.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and nothing else, on stdout.")
-    ] = False,
-    print_output: Annotated[bool, typer.Option("--print-output", help="Print every method's answers.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Print every method's answers beside transformers' own.")
-    ] = False,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Time the parts of every assistant's rounds on the first prompt.")
-    ] = False,
-    allow_different: Annotated[
-        bool, typer.Option("--allow-different", help="Exit status 0 though an fp32 answer differs.")
-    ] = False,
+    peer_python: Annotated[str | None, Option(help="The Python that has the engine; by default this one.")] = None,
+    out: Annotated[Path | None, Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
+    as_json: AsJson = False,
+    print_output: Annotated[bool, Option("--print-output", help="Print every method's answers.")] = False,
+    compare: Annotated[bool, Option("--compare", help="Print answers beside transformers' own.")] = False,
+    profile: Annotated[bool, Option("--profile", help="Time the parts of rounds on the first prompt.")] = False,
+    allow_different: Annotated[bool, Option("--allow-different", help="Exit status 0 though fp32 differs.")] = False,
 ) -> None:
     """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See
     docs/performance.md."""
-    from fastspec.programs.bench import run_bench
+    from fastspec.programs.bench import report, run_bench
     from fastspec.programs.bench.peers import Peer
-    from fastspec.programs.bench.report import (
-        differing,
-        print_differences,
-        print_profiles,
-        print_report,
-        print_texts,
-        rows_without_texts,
-        summarise,
-        writer,
-    )
 
     if profile and as_json:
         raise typer.BadParameter(
@@ -99,7 +60,7 @@ def bench(
     failures: list[str] = []
     engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
     names = [name.strip() for name in methods.split(",")] if methods else None
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), writer(out) as write:
+    with stdout_kept(as_json), report.writer(out) as write:
         rows = run_bench(
             prompts=prompts or (),
             texts=prompt or (),
@@ -123,17 +84,17 @@ def bench(
             say=lambda line: console.print(line, style="dim", markup=False),
         )
     if as_json:
-        print_differences(rows, console)
-        shown = rows if print_output or compare else rows_without_texts(rows)
-        print(json.dumps({"rows": shown, "summary": summarise(rows)}))
+        report.print_differences(rows, console)
+        shown = rows if print_output or compare else [report.without_texts(row) for row in rows]
+        print(json.dumps({"rows": shown, "summary": report.summarise(rows)}))
     else:
         if print_output or compare:
-            print_texts(rows, console, compare)
-        print_report(rows, console)
-        print_profiles(profiles, out.parent if out else Path(), console)
+            report.print_texts(rows, console, compare)
+        report.print_report(rows, console)
+        report.print_profiles(profiles, out.parent if out else Path(), console)
     for failure in failures:
         console.print(failure, style="bold red", markup=False)
     if failures:
         raise typer.Exit(1)
-    if rows[0]["dtype"] == "float32" and differing(rows) and not allow_different:
+    if rows[0]["dtype"] == "float32" and report.differing(rows) and not allow_different:
         raise typer.Exit(1)

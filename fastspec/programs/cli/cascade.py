@@ -1,14 +1,16 @@
-"""`fastspec cascade train | evaluate`: make a cascade's predictor on this machine, and see what it is worth."""
+"""`fastspec cascade train | evaluate`: a cascade's predictor, trained and judged on this machine."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
@@ -27,7 +29,7 @@ GONE = {
 
 
 class _Command(typer.core.TyperCommand):
-    """Says of an option that a command has no more where it went."""
+    """Command that refuses an option of `GONE`, and says where it went."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.params for name in parameter.opts}
@@ -38,11 +40,9 @@ class _Command(typer.core.TyperCommand):
 
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
-Stages = Annotated[
-    list[str], typer.Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")
-]
+Stages = Annotated[list[str], Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
 Model = Annotated[
-    str, typer.Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")
+    str, Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")
 ]
 WIDTH = 80
 PROMPTS = (
@@ -65,34 +65,28 @@ RATED, LONG = 8, 64
 def train(
     stage: Stages,
     model: Model,
-    out: Annotated[Path, typer.Option(help="The predictor to write, a .safetensors file.")],
-    answers: Annotated[Path, typer.Option(help="The stages' answers; a file that is there is gone on with.")],
-    prompts: Annotated[list[Path] | None, typer.Option(help=PROMPTS)] = None,
-    task: Annotated[list[str] | None, typer.Option(help=TASK)] = None,
-    include_path: Annotated[Path | None, typer.Option(help="With --task: a folder with task files of yours.")] = None,
-    metric: Annotated[list[str] | None, typer.Option(help=METRIC)] = None,
-    confirm_run_unsafe_code: Annotated[bool, typer.Option("--confirm-run-unsafe-code", help=UNSAFE)] = False,
-    right: Annotated[Path | None, typer.Option(help=RIGHT)] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Append the calibration's rows to this file, as JSON lines.")
-    ] = None,
-    head: Annotated[
-        list[str] | None, typer.Option(help="NAME=HEAD: a stage's EAGLE-3 head, which it then decodes with.")
-    ] = None,
-    most: Annotated[int | None, typer.Option(min=1, help="Items of each file and task that are used.")] = None,
-    share: Annotated[
-        float, typer.Option(min=0, max=1, help="Part of the items that is trained on; the rest is held out.")
-    ] = 0.5,
-    batch: Annotated[int, typer.Option(min=1, help="Items answered at a time.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens, where no task sets it.")] = 256,
+    out: Annotated[Path, Option(help="The predictor to write, a .safetensors file.")],
+    answers: Annotated[Path, Option(help="The stages' answers; a file that is there is gone on with.")],
+    prompts: Annotated[list[Path] | None, Option(help=PROMPTS)] = None,
+    task: Annotated[list[str] | None, Option(help=TASK)] = None,
+    include_path: Annotated[Path | None, Option(help="With --task: a folder with task files of yours.")] = None,
+    metric: Annotated[list[str] | None, Option(help=METRIC)] = None,
+    confirm_run_unsafe_code: Annotated[bool, Option("--confirm-run-unsafe-code", help=UNSAFE)] = False,
+    right: Annotated[Path | None, Option(help=RIGHT)] = None,
+    report: Annotated[Path | None, Option(help="Append the calibration's rows to this file, as JSON lines.")] = None,
+    head: Annotated[list[str] | None, Option(help="NAME=HEAD: the EAGLE-3 head of a stage.")] = None,
+    most: Annotated[int | None, Option(min=1, help="Items of each file and task that are used.")] = None,
+    share: Annotated[float, Option(min=0, max=1, help="Part of the items to train on; the rest is held out.")] = 0.5,
+    batch: Annotated[int, Option(min=1, help="Items answered at a time.")] = 16,
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer in tokens, where no task sets it.")] = 256,
     device: Device = None,
     backend: Backend = "auto",
     dtype: Dtype = None,
-    seed: Annotated[int, typer.Option(help="Seed of the split and of the training.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the split and of the training.")] = 0,
 ) -> None:
     """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration.
 
-    What is right says the items' own `answer`, the task, or a file of yours (--right).
+    Answers are judged by the items' own `answer`, by the task, or by a file of yours (--right).
     """
     from fastspec.cascade import records
     from fastspec.devices import use_device
@@ -111,18 +105,9 @@ def train(
     cascade_answers.check_items(items, right=right is not None)
     models, tokenizer = models_of(stage, model, head or [], on, dtype, backend)
     try:
+        settings: dict[str, Any] = {"batch": batch, "new_tokens": max_new_tokens, "seed": seed, "share": share}
         with counting(f"items answered by {len(models.stages)} stages", console) as tell:
-            cascade_answers.answer(
-                models,
-                tokenizer,
-                items,
-                answers,
-                batch=batch,
-                new_tokens=max_new_tokens,
-                seed=seed,
-                share=share,
-                tell=tell,
-            )
+            cascade_answers.answer(models, tokenizer, items, answers, **settings, tell=tell)
         ways = cascade_answers.judge(answers, items, right=right, score=score)
         some = [cascade_answers.encode(tokenizer, item) for item in items[:: -(-len(items) // RATED)]]
         rates = measure_rates(models.stages, some, min(max(max_new_tokens, 2), LONG))
@@ -134,23 +119,20 @@ def train(
     predictor.save(out)
     _print_rates(console, models.names, rates)
     _print_judged(console, ways)
-    rows = []
     if share < 1:
         held = cascade.held_out(predictor, records.table(records.read(answers), models.names, "held-out"))
         rows = cascade.calibration_rows(held, more={"seed": seed, **where})
-    _print_calibration(console, rows)
-    _append(report, rows)
+        _print_calibration(console, rows)
+        _append(report, rows)
     console.print(f"predictor written to {out}")
 
 
 @app.command(cls=_Command)
 def evaluate(
-    predictor: Annotated[Path, typer.Option(help="The predictor that `fastspec cascade train` wrote.")],
-    answers: Annotated[Path, typer.Option(help="The stages' answers that it wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Append the rows to this file, as JSON lines.")] = None,
-    risk: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Decide by this lower quantile of the probabilities' posterior.")
-    ] = None,
+    predictor: Annotated[Path, Option(help="The predictor that `fastspec cascade train` wrote.")],
+    answers: Annotated[Path, Option(help="The stages' answers that it wrote.")],
+    out: Annotated[Path | None, Option(help="Append the rows to this file, as JSON lines.")] = None,
+    risk: Annotated[float | None, Option(min=0, max=1, help="Decide by this quantile of the posterior.")] = None,
 ) -> None:
     """Quality against cost over the price of a bad answer, beside single stages and random mixing, on held-out
     items."""
@@ -202,25 +184,24 @@ def models_of(
     from fastspec.models import load_model
     from fastspec.patches.api import cascade_models
 
-    names = [_named("--stage", text)[0] for text in stages] + [_named("--model", large)[0]]
+    named, (label, last) = [_named("--stage", text) for text in stages], _named("--model", large)
+    names = [*(name for name, _ in named), label]
     if len(set(names)) < len(names):
         raise Unsupported(f"the models are named {', '.join(names)}: every name must be another")
     kind = None if dtype is None else getattr(torch, dtype)
     drafts = dict(_named("--head", text) for text in heads)
     below = []
-    for name, source in (_named("--stage", text) for text in stages):
+    for name, source in named:
         model, tokenizer = load_model(source, device, kind)
         head = {"eagle3": drafts.pop(name)} if name in drafts else {}
         assistant = "eagle3" if head else "nasd"
         below.append(fastspec.Stage(model, tokenizer, name, assistant, {**head, "backend": backend}))
     if drafts:
         raise Unsupported(f"--head names {', '.join(drafts)}, which is no --stage")
-    label, source = _named("--model", large)
-    model, tokenizer = load_model(source, device, kind)
+    model, tokenizer = load_model(last, device, kind)
     fastspec.patch(model, backend=backend)
-    return cascade_models(
-        fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label), model
-    ), tokenizer
+    config = fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label)
+    return cascade_models(config, model), tokenizer
 
 
 def _named(option: str, text: str) -> tuple[str, str]:
@@ -236,7 +217,7 @@ def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _table(names: list[str], numbers: list[str]) -> Table:
+def _print_table(console: Console, names: list[str], numbers: list[str], rows: Iterable[Sequence[str]]) -> None:
     """A table of at most 80 columns whose cells are not wrapped: long names are cut off, numbers never."""
     table = Table(box=None)
     room = WIDTH - sum(max(len(title), 6) + 2 for title in numbers)  # with a blank on either side
@@ -244,14 +225,15 @@ def _table(names: list[str], numbers: list[str]) -> Table:
         table.add_column(title, no_wrap=True, overflow="ellipsis", max_width=room // len(names) - 2)
     for title in numbers:
         table.add_column(title, no_wrap=True, justify="right", min_width=len(title))
-    return table
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _print_rates(console: Console, stages: tuple[str, ...], rates: Any) -> None:
-    table = _table(["stage"], ["ms a token", "ms a verified one", "ms a start"])
-    for name, *values in zip(stages, rates.token_ms, rates.verify_ms, rates.start_ms, strict=True):
-        table.add_row(name, *(f"{value:.2f}" for value in values))
-    console.print(table)
+    times = zip(rates.token_ms, rates.verify_ms, rates.start_ms, strict=True)
+    rows = [[name, *(f"{value:.2f}" for value in each)] for name, each in zip(stages, times, strict=True)]
+    _print_table(console, ["stage"], ["ms a token", "ms a verified one", "ms a start"], rows)
 
 
 def _told(ways: dict[str, str]) -> str:
@@ -265,32 +247,23 @@ def _print_judged(console: Console, ways: dict[str, str]) -> None:
 
 
 def _print_calibration(console: Console, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    table = _table(["set", "after", "answer of"], ["items", "ECE"])
-    for row in rows:
-        table.add_row(row["set"], row["seen_at"], row["stage"], str(row["items"]), f"{row['ece']:.3f}")
-    console.print(table)
-
-
-def _evenly(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many rows, the first and the last among them."""
-    if len(rows) <= most:
-        return rows
-    return [rows[round(step * (len(rows) - 1) / (most - 1))] for step in range(most)]
+    cells = [(row["set"], row["seen_at"], row["stage"], str(row["items"]), f"{row['ece']:.3f}") for row in rows]
+    _print_table(console, ["set", "after", "answer of"], ["items", "ECE"], cells)
 
 
 def _print_frontier(console: Console, rows: list[dict[str, Any]]) -> None:
     for name in dict.fromkeys(row["set"] for row in rows):
         mine = [row for row in rows if row["set"] == name]
         console.print(f"\n{name}")
-        table = _table([], ["price, ms", "cost, ms", "quality", "+-", "mixing", "gain", "+-", "stage"])
-        for row in _evenly([row for row in mine if row["kind"] == "frontier" and row["inside"]], POINTS):
-            price = f"{row['price']:{'.0f' if row['price'] >= 10 else '.3g'}}"
-            reached = f"{row['quality']:.3f}", f"{row['stderr']:.3f}", f"{row['mixing']:.3f}"
-            gained = f"{row['gain']:+.3f}", f"{row['gain_stderr']:.3f}", f"{row['stage']:.2f}"
-            table.add_row(price, f"{row['cost']:.1f}", *reached, *gained)
-        console.print(table)
+        points = [row for row in mine if row["kind"] == "frontier" and row["inside"]]
+        if len(points) > POINTS:  # the first and the last among them
+            points = [points[round(step * (len(points) - 1) / (POINTS - 1))] for step in range(POINTS)]
+        titles = ["price, ms", "cost, ms", "quality", "+-", "mixing", "gain", "+-", "stage"]
+        forms = {"quality": ".3f", "stderr": ".3f", "mixing": ".3f", "gain": "+.3f", "gain_stderr": ".3f"}
+        forms = {"cost": ".1f", **forms, "stage": ".2f"}
+        prices = [f"{row['price']:{'.0f' if row['price'] >= 10 else '.3g'}}" for row in points]
+        figures = [[format(row[key], form) for key, form in forms.items()] for row in points]
+        _print_table(console, [], titles, [[price, *of] for price, of in zip(prices, figures, strict=True)])
         for row in mine:
             if row["kind"] == "stage":
                 quality = f"{row['quality']:.3f} +- {row['stderr']:.3f}"

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
-from fastspec.programs.cli.options import Backend, Device
+from fastspec.models import SMOLLM2
+from fastspec.programs.cli.options import Backend, Device, Head, MaxNewTokens, Model, stdout_kept
 
 
 def chat(
     context: typer.Context,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Answer this and exit; several make one conversation, commands too.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Hub id, directory or .gguf file of the target.")
-    ] = "smollm2-135m-instruct",
-    head: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
-    resource: Annotated[
-        list[str] | None, typer.Option(help="ASSISTANT=SOURCE: a head, a draft model, or a cascade's YAML file.")
-    ] = None,
-    assistant: Annotated[str | None, typer.Option(help="Who answers; several, comma-separated, are compared.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
-    gamma: Annotated[int | None, typer.Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed set before every answer.")] = None,
+    prompt: Annotated[list[str] | None, Option(help="Answer this and exit; repeatable, commands too.")] = None,
+    model: Model = SMOLLM2,
+    head: Head = None,
+    resource: Annotated[list[str] | None, Option(help="ASSISTANT=SOURCE: a head, a model, a cascade's YAML.")] = None,
+    assistant: Annotated[str | None, Option(help="Who answers; several, comma-separated, are compared.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Annotated[float, Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
+    gamma: Annotated[int | None, Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="Seed set before every answer.")] = None,
     device: Device = None,
     backend: Backend = "auto",
-    load: Annotated[
-        str | None, typer.Option(help="Go on with a chat that /save wrote, with its model and settings.")
-    ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Draw the draft tree of every round.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --prompt: print one JSON object, and nothing else, on stdout.")
-    ] = False,
+    load: Annotated[str | None, Option(help="Go on with a chat that /save wrote, by its settings.")] = None,
+    debug: Annotated[bool, Option("--debug", help="Draw the draft tree of every round.")] = False,
+    as_json: Annotated[bool, Option("--json", help="With --prompt: print one JSON object alone.")] = False,
 ) -> None:
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
     docs/chat.md."""
@@ -64,24 +54,16 @@ def chat(
         )
     else:
         names = ("model", "head", "resource", "assistant", "max_new_tokens", "temperature", "gamma", "seed")
-        sources = {
-            name: context.get_parameter_source(name) for name in names
-        }  # typer brings a click of its own: told apart by name
-        given = [
-            f"--{name.replace('_', '-')}"
-            for name, source in sources.items()
-            if source is not None and source.name != "DEFAULT"
-        ]
+        sources = {f"--{name.replace('_', '-')}": context.get_parameter_source(name) for name in names}
+        # typer brings a click of its own: sources are told apart by name
+        given = [option for option, source in sources.items() if source is not None and source.name != "DEFAULT"]
         if given:
             told = f"the file has what {', '.join(given)} would set: leave it out, or change it in the chat"
             raise typer.BadParameter(told, param_hint="--load")
         saved = read_saved(load)
-        settings = saved.settings.replace(
-            device=device, backend=backend, debug=debug
-        )  # the file may come from another machine
-    if not as_json:
-        run_chat(settings, Console(highlight=False), prompt, saved)
-        return
-    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints must not reach the object's reader
-        done = run_chat(settings, Console(quiet=True), prompt, saved)
-    print(json.dumps(done.as_json()))
+        # the file may come from another machine
+        settings = saved.settings.replace(device=device, backend=backend, debug=debug)
+    with stdout_kept(as_json):
+        done = run_chat(settings, Console(highlight=False, quiet=as_json), prompt, saved)
+    if as_json:
+        print(json.dumps(done.as_json()))

@@ -1,4 +1,4 @@
-"""`fastspec inspect`: how a head is read, whether it fits a target, and which reading drafts best."""
+"""`fastspec inspect`: the reading of a head, its fit to a target, and the reading that drafts best."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
+from typer import Option
 
 from fastspec.programs.cli.options import Device
+from fastspec.programs.tables import table
 
 POOR = 0.2
 """Share of right first drafts below which a head hardly pays under any reading."""
@@ -19,13 +20,9 @@ POOR = 0.2
 
 def inspect(
     path: Annotated[str, typer.Argument(help="Directory, hub id or shipped name of a head.")],
-    target: Annotated[
-        str | None, typer.Option(help="Model to check the head against; only its configuration is read.")
-    ] = None,
-    probe: Annotated[
-        bool, typer.Option(help="Run the target, and measure which reading of ambiguous flags drafts best.")
-    ] = False,
-    probe_prompt: Annotated[str | None, typer.Option(help="Prompt of --probe; the demo's first by default.")] = None,
+    target: Annotated[str | None, Option(help="Model to check the head against, by its config alone.")] = None,
+    probe: Annotated[bool, Option(help="Run the target, and measure which reading of flags drafts best.")] = False,
+    probe_prompt: Annotated[str | None, Option(help="Prompt of --probe; the demo's first by default.")] = None,
     device: Device = None,
 ) -> None:
     """Say how a head's checkpoint is read, and whether it fits a target. Exit status 1 where it does not."""
@@ -45,7 +42,8 @@ def inspect(
         model, tokenizer = load_model(target, use_device(device)) if probe else (load_config(target), None)
     console = Console(highlight=False)
     found = inspect_head(path, model)
-    console.print(_grid(("", ""), [(name, str(value)) for name, value in found.rows()]))
+    rows = [(name, Text(str(value))) for name, value in found.rows()]
+    console.print(table(("", ""), rows, numbers=False, show_header=False))
     if found.misfits:
         raise typer.Exit(1)
     if probe:
@@ -53,7 +51,7 @@ def inspect(
 
 
 def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: Console) -> None:
-    """Print how well each reading of a head drafts the target's greedy answer to a prompt, and what follows from it."""
+    """Print how well each reading of a head drafts the target's greedy answer to a prompt, and the verdict."""
     from fastspec.patches.assistants.heads import probe_head
     from fastspec.programs.demo import PROMPTS
     from fastspec.programs.texts import encode
@@ -63,56 +61,34 @@ def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: C
         rows = probe_head(path, model, ids)
     except ValueError as error:  # the prompt is empty, or the target has no answer to it
         raise typer.BadParameter(str(error), param_hint="--probe-prompt") from error
-    options = tuple(rows[0].overrides())
-    readings = [
-        (
-            f"{r.agreement:.1%}",
-            f"{r.second:.1%}",
-            *(str(r.overrides()[name]) for name in options),
-            "as declared" if r.declared else "",
-        )
-        for r in rows
-    ]
-    console.print(_grid(("agreement", "second", *options, ""), readings))
+    readings = []
+    for row in rows:
+        values = map(str, row.overrides().values())
+        readings.append((f"{row.agreement:.1%}", f"{row.second:.1%}", *values, "as declared" * row.declared))
+    console.print(table(("agreement", "second", *rows[0].overrides(), ""), readings, numbers=False))
     console.print(f"verdict: {verdict(path, rows)}", markup=False, soft_wrap=True)
 
 
 def verdict(source: str, rows: Sequence[Any]) -> str:
-    """The verdict on a head by the rows of `fastspec.patches.assistants.heads.probe_head`, best first: keep its
-    declared reading, take another, or look for another head.
-
-    A reading is better than the declared one where it met the target's choice more often at one of the two steps by
-    over two standard errors, and at both together.
-    """
+    """Verdict on a head by the rows of `fastspec.patches.assistants.heads.probe_head`, best first: keep its declared
+    reading, take one that met the target's choice more often by over two standard errors, or look for another head."""
     best, declared = rows[0], next(row for row in rows if row.declared)
     shares = ((best.agreement, declared.agreement), (best.second, declared.second))
     better = any(a - b > 2 * math.sqrt((a + b) / 2 * (1 - (a + b) / 2) / best.tokens) for a, b in shares)
     if best.agreement < POOR:
         return (
             f"no reading drafts well ({best.agreement:.0%} at best): this head was trained for another target, too "
-            "little, or on text of "
-            "another kind; try a prompt of the kind that it was trained on"
+            "little, or on text of another kind; try a prompt of the kind that it was trained on"
         )
     if not better:
         return (
             f"read it as declared ({declared.agreement:.0%} of {declared.tokens} drafts are the target's, "
-            f"{declared.second:.0%} of those "
-            "after them): no reading is clearly better"
+            f"{declared.second:.0%} of those after them): no reading is clearly better"
         )
     kept = declared.overrides()
     options = ", ".join(f"{name}={value!r}" for name, value in best.overrides().items() if value != kept[name])
     return (
         f"another reading drafts better, {best.agreement:.0%} and {best.second:.0%} (of the drafts after the first) "
-        "against "
-        f"{declared.agreement:.0%} and {declared.second:.0%} as declared: "
+        f"against {declared.agreement:.0%} and {declared.second:.0%} as declared: "
         f"fastspec.patch(model, ...=fastspec.load_head({source!r}, model, {options}))"
     )
-
-
-def _grid(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(box=None, show_header=any(titles), pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    return table

@@ -39,46 +39,34 @@ def counting(what: str, console: Console | None = None) -> Iterator[Callable[[in
         yield lambda done, of: bars.update(task, completed=done, total=of)
 
 
-class TrainingBars:
-    """Bars of the answers and of the training, from what `training.train` reports. They start with the first report,
-    since the other processes of a run report nothing."""
-
-    def __init__(self, console: Console) -> None:
-        self.bars = _bars(console, TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[told]}"))
-        self.tasks: dict[str, TaskID] = {}
-
-    def report(self, row: dict[str, Any]) -> None:
-        """A row of `train`: answers that are made, a training step with its loss, or what was added to the texts."""
-        if "answered" in row:
-            self._show(f"answering {row['answering']}", row["answered"], row["of"], f"{row['answered']} of {row['of']}")
-        elif "loss" in row:
-            self._show("training", PARTS * row["done"], PARTS, f"step {row['step']}, loss {row['loss']:.2f}")
-        else:
-            self.bars.console.print(row)
-
-    def tick(self, done: float) -> None:
-        """The share of the training that is done, after every step."""
-        self._show("training", PARTS * done, PARTS)
-
-    def _show(self, name: str, done: float, of: float, told: str | None = None) -> None:
-        if not self.tasks:
-            self.bars.start()
-        if name not in self.tasks:
-            self.tasks[name] = self.bars.add_task(name, total=of, told="")
-        self.bars.update(self.tasks[name], completed=done, total=of)
-        if told is not None:
-            self.bars.update(self.tasks[name], told=told)
-
-
 @contextmanager
-def training_bars(console: Console | None = None) -> Iterator[TrainingBars | None]:
-    """Bars for `fastspec.programs.training.train` in a terminal; None elsewhere, where its rows are printed."""
+def training_bars(console: Console | None = None) -> Iterator[dict[str, Callable[..., None]]]:
+    """`report` and `tick` of `fastspec.programs.training.train` as bars in a terminal, nothing elsewhere; they start
+    with the first report, which only the main process has."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        yield None
+        yield {}
         return
-    shown = TrainingBars(console)
+    bars = _bars(console, TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[told]}"))
+    tasks: dict[str, TaskID] = {}
+
+    def show(name: str, done: float, of: float, **told: Any) -> None:
+        if not tasks:
+            bars.start()
+        if name not in tasks:
+            tasks[name] = bars.add_task(name, total=of, told="")
+        bars.update(tasks[name], completed=done, total=of, **told)
+
+    def report(row: dict[str, Any]) -> None:
+        if "answered" in row:
+            done, of = row["answered"], row["of"]
+            show(f"answering {row['answering']}", done, of, told=f"{done} of {of}")
+        elif "loss" in row:
+            show("training", PARTS * row["done"], PARTS, told=f"step {row['step']}, loss {row['loss']:.2f}")
+        else:
+            bars.console.print(row)
+
     try:
-        yield shown
+        yield {"report": report, "tick": lambda done: show("training", PARTS * done, PARTS)}
     finally:
-        shown.bars.stop()
+        bars.stop()

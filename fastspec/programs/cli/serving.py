@@ -10,11 +10,10 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from fastspec.devices import use_device
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
-from fastspec.models import SHIPPED, SMOLLM2, load_model
-from fastspec.programs.cli.options import Backend, Device
+from fastspec.models import SHIPPED, SMOLLM2
+from fastspec.programs.cli.options import Backend, Device, Head, MaxNewTokens, Model, patched_model
 from fastspec.programs.cli.progress import counting
 
 if TYPE_CHECKING:
@@ -24,13 +23,12 @@ ASSISTANTS = ("eagle3", "nasd", "autoregressive")
 """What a command that brings one head can name."""
 
 
-def patched_model(
+def model_and_assistant(
     name: str, head: str | None, assistant: str | None, device: str | None, backend: str
 ) -> tuple[Any, Any, str]:
     """(model, tokenizer, assistant) of a command: the model patched with the EAGLE-3 head that it names or that ships
     for the model, and the assistant that it names, else the head's, else "nasd". Without a device it is that of the
     process."""
-    import fastspec
     from fastspec.programs.bulk import own_device
 
     if assistant not in (None, *ASSISTANTS):
@@ -39,20 +37,19 @@ def patched_model(
     chosen = assistant if assistant is not None else "eagle3" if found is not None else "nasd"
     if chosen == "eagle3" and found is None:
         raise Unsupported(f"no head is known for {name!r}: name one with --eagle3 (a directory or a hub id)")
-    model, tokenizer = load_model(name, own_device() if device is None else use_device(device))
-    return fastspec.patch(model, eagle3=found, backend=backend), tokenizer, chosen
+    return *patched_model(name, own_device() if device is None else device, backend, eagle3=found), chosen
 
 
 def generate(
     prompts: Annotated[Path, typer.Option(help="jsonl file with `prompt`, `messages` or `turns` in each row.")],
     out: Annotated[Path, typer.Option(help="jsonl file of the answers; what it answers already is not asked again.")],
-    model: Annotated[str, typer.Option(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
-    eagle3: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
+    model: Model = SMOLLM2,
+    eagle3: Head = None,
     assistant: Annotated[
         str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at a time.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    max_new_tokens: MaxNewTokens = 256,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
     ] = None,
@@ -72,7 +69,7 @@ def generate(
     console, share = Console(stderr=True, highlight=False), share_of_process()
     settings = settings_of(model, max_new_tokens, temperature, top_p, seed, not raw)
     read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
-    target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
+    target, tokenizer, chosen = model_and_assistant(model, eagle3, assistant, device, backend)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
@@ -115,7 +112,7 @@ def opened(
     so many tokens."""
     from fastspec.patches.continuous import continuous
 
-    target, tokenizer, chosen = patched_model(model, eagle3, assistant, device, backend)
+    target, tokenizer, chosen = model_and_assistant(model, eagle3, assistant, device, backend)
     batch = continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk or "auto")
     if warmup is not None:
         with counting("calls") as told:
@@ -126,7 +123,7 @@ def opened(
 
 def serve(
     model: Annotated[str, typer.Argument(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
-    eagle3: Annotated[str | None, typer.Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")] = None,
+    eagle3: Head = None,
     assistant: Annotated[
         str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")
     ] = None,

@@ -1,5 +1,4 @@
-"""Training of a cascade's predictor on what its stages answered, and its worth: quality against cost over the price of
-a bad answer."""
+"""Training of a cascade's predictor, and its worth: quality against cost over the price of a bad answer."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def fit(
     rates: Rates | None = None,
     place: Mapping[str, str] | None = None,
 ) -> Predictor:
-    """A predictor from the training items of a file of judged records, with what its stages cost and where."""
+    """A predictor from the training items of a file of judged records, with its stages' rates and where they ran."""
     table = records.table(records.read(path), stages, "train")
     made = Predictor.fit(stages, table.features, table.labels, table.tokens + table.kept, table.kept, seed=seed)
     return replace(made, rates=rates, place=dict(place or {}))
@@ -39,8 +38,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Held-out items with the predictor's word on them: by stage each item's `Scores`, and their `quality` [n, L -
-    k]."""
+    """Held-out items with their scores: by stage each item's `Scores`, and their `quality` [n, L - k]."""
 
     table: records.Table
     scores: tuple[tuple[Scores, ...], ...]
@@ -49,12 +47,10 @@ class Held:
 
 def held_out(predictor: Predictor, table: records.Table, risk: float | None = None) -> Held:
     """Score every item of a table at every stage."""
-    scores = tuple(
-        tuple(predictor.score(stage, row, risk) for row in rows) for stage, rows in enumerate(table.features)
-    )
-    return Held(
-        table, scores, tuple(torch.tensor([each.quality for each in column], dtype=torch.float64) for column in scores)
-    )
+    features = enumerate(table.features)
+    scores = tuple(tuple(predictor.score(stage, row, risk) for row in rows) for stage, rows in features)
+    quality = [torch.tensor([each.quality for each in column], dtype=torch.float64) for column in scores]
+    return Held(table, scores, tuple(quality))
 
 
 def _sets(table: records.Table) -> Iterator[tuple[str, Tensor]]:
@@ -64,7 +60,7 @@ def _sets(table: records.Table) -> Iterator[tuple[str, Tensor]]:
 
 
 def calibration_rows(held: Held, *, more: Mapping[str, Any]) -> list[Row]:
-    """The calibration error of every stage's probabilities, for its own answer and for the later stages', by set."""
+    """Calibration error of every stage's probabilities, for its own answer and for later stages', by set."""
     stages, rows = held.table.stages, []
     for name, chosen in _sets(held.table):
         for stage, quality in enumerate(held.quality):
@@ -86,8 +82,8 @@ def stops(solver: Solver, held: Held, price: float) -> Tensor:
 
 
 def prices_of(solver: Solver, held: Held, start: float, count: int = PRICES) -> list[float]:
-    """Prices from one at which every item stops at stage 0 to one from which on nothing changes, in equal ratios; the
-    search begins at `start`."""
+    """Prices in equal ratios from one at which every item stops at stage 0 to one after which nothing changes, searched
+    from `start`."""
     low, high = start, 2 * start
     for _ in range(ROUNDS):
         if not bool(stops(solver, held, low).any()):
@@ -104,12 +100,11 @@ def prices_of(solver: Solver, held: Held, start: float, count: int = PRICES) -> 
 def frontier_rows(
     predictor: Predictor, table: records.Table, rates: Rates, *, risk: float | None = None, more: Mapping[str, Any]
 ) -> list[Row]:
-    """Quality against cost of held-out items, together and by set; costs are `rates` applied to the tokens of each
-    item.
+    """Quality against cost of held-out items, together and by set; costs are `rates` applied to the tokens of each.
 
-    Rows have `kind` and `set`, and `more`. "stage": the mean `cost` (ms) and `quality` of a stage that answers
-    everything from scratch. "frontier": a `point` for each `price`. "gain": the `mean_gain` over the range of costs.
-    `stderr` is a standard error over items.
+    Rows have `kind` and `set`, and `more`. "stage": the mean `cost` (ms) and `quality` of a stage by itself.
+    "frontier": a `point` for each `price`. "gain": the `mean_gain` over the range of costs. `stderr` is a standard
+    error over items.
     """
     solver, held = Solver(predictor.table(risk), rates), held_out(predictor, table, risk)
     costs, tokens = rates.costs(table.tokens, table.kept), (table.tokens + table.kept).double()
@@ -119,14 +114,12 @@ def frontier_rows(
     rows: list[Row] = []
     for name, chosen in _sets(table):
         labels, alone, run = table.labels[chosen], scratch[chosen], costs[chosen].cumsum(1)
-        points = [
-            {"price": price, **point(labels, run, alone, stop[chosen])}
-            for price, stop in zip(prices, at_price, strict=True)
-        ]
-        mine: list[Row] = [
-            {"kind": "stage", "stage": stage, "index": at, "cost": float(alone[:, at].mean()), **_mean(labels[:, at])}
-            for at, stage in enumerate(table.stages)
-        ]
+        stop_at = zip(prices, at_price, strict=True)
+        points = [{"price": price, **point(labels, run, alone, stop[chosen])} for price, stop in stop_at]
+        mine: list[Row] = []
+        for at, stage in enumerate(table.stages):
+            cost = float(alone[:, at].mean())
+            mine.append({"kind": "stage", "stage": stage, "index": at, "cost": cost, **_mean(labels[:, at])})
         mine += [{"kind": "frontier", **each} for each in points]
         mine.append({"kind": "gain", "mean_gain": mean_gain(points, labels, run, alone), "items": len(chosen)})
         rows += [{**row, "set": name, **more} for row in mine]
@@ -138,12 +131,11 @@ def _mean(values: Tensor) -> dict[str, float]:
 
 
 def point(labels: Tensor, run: Tensor, alone: Tensor, stop: Tensor) -> Row:
-    """The mean cost and quality of n items that stop at the stages `stop` [n], beside `mixing`: the quality of sending
-    each item to the first or the last stage alone, at random, at the same mean cost.
+    """Mean cost and quality of n items that stop at the stages `stop` [n], beside `mixing`: the quality of sending each
+    item to the first or the last stage alone, at random, at the same mean cost.
 
     labels [n, L]; run [n, L] the cost of an item that stops at a stage, alone [n, L] that of the stage by itself, in
-    ms. `gain_stderr` is that of the gain's linear approximation around the means, since the mixture's share varies with
-    the costs.
+    ms. `gain_stderr` is that of the gain's linear approximation around the means.
     """
     quality, cost = (each.gather(1, stop[:, None])[:, 0] for each in (labels, run))
     rise, width = (each[:, -1] - each[:, 0] for each in (labels, alone))
@@ -167,22 +159,17 @@ def point(labels: Tensor, run: Tensor, alone: Tensor, stop: Tensor) -> Row:
 
 def mean_gain(points: Sequence[Row], labels: Tensor, run: Tensor, alone: Tensor) -> float | None:
     """Quality less that of random mixing, averaged over the mean costs from the cascade's least to that of the last
-    stage alone.
+    stage alone; None where there is no such range.
 
     The frontier runs straight from stage 0 answering everything through its points, and on at the last one's quality.
-    None where the last stage alone costs no more than the cascade's first.
     """
     first, last = float(alone[:, 0].mean()), float(alone[:, -1].mean())
-    best: dict[float, float] = {}
-    for cost, quality in [
-        (float(run[:, 0].mean()), float(labels[:, 0].mean())),
-        *((each["cost"], each["quality"]) for each in points),
-    ]:
-        best[cost] = max(quality, best.get(cost, quality))
+    best = {float(run[:, 0].mean()): float(labels[:, 0].mean())}
+    for each in points:
+        best[each["cost"]] = max(each["quality"], best.get(each["cost"], each["quality"]))
     costs, qualities = zip(*sorted(best.items()), strict=True)
-    knots = np.unique(
-        np.clip([*costs, first, last], max(costs[0], first), last)
-    )  # straight between these: the trapezoids are exact
+    # straight between the knots: the trapezoids are exact
+    knots = np.unique(np.clip([*costs, first, last], max(costs[0], first), last))
     if len(knots) < 2:
         return None
     mixed = np.interp(knots, [first, last], [float(labels[:, at].mean()) for at in (0, -1)])

@@ -1,11 +1,10 @@
-"""Answers that a cascade's predictor is trained on: every stage's answer to every item, each verified and continued by
-the next stage."""
+"""Answers that a cascade's predictor is trained on: every stage's to every item, verified by the next stage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,14 @@ from fastspec.programs import texts
 from fastspec.programs.bench.device import environment
 from fastspec.programs.training.cascade_judging import Given, read_right
 
-VerifiedTree = Mapping[tuple[str, str], tuple[float, str]]
-"""(item, stage) -> how right its answer is in [0, 1], and what said so."""
+Judged = Mapping[tuple[str, str], tuple[float, str]]
+"""(item, stage) -> how right its answer is in [0, 1], and how it was judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt and the set that it is from, with the right answer where the set gives one.
-
-    An answer ends before the first of `until`, and has at most `limit` tokens. `task`: a task of lm-eval asks it, chat
-    template included, and judges the answers.
-    """
+    """Prompt of a set, with the right answer where the set gives one. An answer ends before the first of `until`, and
+    has at most `limit` tokens. `task`: one of lm-eval asks it, chat template included, and judges the answers."""
 
     name: str
     set: str
@@ -42,29 +38,24 @@ def read_items(path: str | Path, most: int | None = None) -> list[Item]:
     """The items of a JSON-lines file, at most `most`; the file's name is their set's. A line holds a `prompt`, or
     `turns`, of which the first is asked. Raises Unsupported for a line that is no item."""
     items, stem = [], Path(path).stem
-    for number, row in texts.read_jsonl(path):
-        prompt = (row.get("turns") or [row.get("prompt")])[0]
+    for number, row in islice(texts.read_jsonl(path), most):
+        prompt, name = (row.get("turns") or [row.get("prompt")])[0], row.get("id")
         if not isinstance(prompt, str) or not prompt.strip():
-            raise Unsupported(
-                f"{path}, line {number}: item {row.get('id')!r} has neither a prompt nor turns: nothing to ask"
-            )
+            raise Unsupported(f"{path}, line {number}: item {name!r} has neither a prompt nor turns: nothing to ask")
         items.append(Item(str(row.get("id", f"{stem}-{number}")), stem, prompt, Given.of(row)))
-        if len(items) == most:
-            break
     return items
 
 
 def check_items(items: Sequence[Item], *, right: bool) -> None:
-    """Raise Unsupported where there is no item, where two have one id, by which answers are kept, and unless `right`
-    says what is right where an item of a file has no `answer`."""
+    """Raise Unsupported where there is no item, where two have one id, and, unless answers are judged by a file
+    (`right`), where an item of a file has no `answer`."""
     if not items:
         raise Unsupported("no items to answer: --prompts FILE or --task NAME")
     found: dict[str, str] = {}
     for item in items:
         if item.name in found:
-            raise Unsupported(
-                f"the id {item.name!r} is there twice, in {found[item.name]} and {item.set}: ids must be unique"
-            )
+            sets = f"{found[item.name]} and {item.set}"
+            raise Unsupported(f"the id {item.name!r} is there twice, in {sets}: ids must be unique")
         found[item.name] = item.set
     bare = [item for item in items if item.given is None and not item.task]
     if bare and not right:
@@ -87,13 +78,13 @@ def answer(
     share: float,
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
-    """Let every stage answer every item greedily, in batches, and write a record of each; answers that the file holds
-    already are kept. `tell` is given the items that are answered, and how many they will be.
+    """Let every stage answer every item greedily, in batches, and write a record of each that the file does not hold.
+    `tell` is given the number of items that are answered, and of all.
 
     Answers have at most `new_tokens` tokens where an item sets no limit. `share` of the items, drawn by `seed` and
     their names, are for training.
     """
-    known, count = place(models.large), 0
+    known, count, plain = place(models.large), 0, replace(models.config, explain=False)
     with records.Writer(path) as writer:
         todo = [item for item in items if any((item.name, stage) not in writer.done for stage in models.names)]
         encoded = {item.name: encode(tokenizer, item) for item in todo}
@@ -102,15 +93,12 @@ def answer(
             alike = list(group)
             for chosen in (alike[first : first + batch] for first in range(0, len(alike), batch)):
                 heard: list[StageAnswer] = []
-                plain = replace(models.config, explain=False)
-                cascade = AdaptiveCascade(
-                    models, plain, hear=heard.append, assistant="autoregressive"
-                )  # in batches the fastest
+                # "autoregressive": the fastest in batches
+                cascade = AdaptiveCascade(models, plain, hear=heard.append, assistant="autoregressive")
                 ids, mask = left_padded([encoded[item.name] for item in chosen], 0, models.large.device)
                 stops = {"stop_strings": list(until), "tokenizer": tokenizer} if until else {}
-                models.large.generate(
-                    ids, attention_mask=mask, assistant=cascade, max_new_tokens=limit, do_sample=False, **stops
-                )
+                options = {"assistant": cascade, "max_new_tokens": limit, "do_sample": False, **stops}
+                models.large.generate(ids, attention_mask=mask, **options)
                 for each in heard:
                     item, stage = chosen[each.row], models.stages[each.visit.stage]
                     if (item.name, stage.label) not in writer.done:
@@ -157,10 +145,10 @@ def judge(
     items: Sequence[Item],
     *,
     right: str | Path | None = None,
-    score: Callable[[Sequence[records.Record]], VerifiedTree] | None = None,
+    score: Callable[[Sequence[records.Record]], Judged] | None = None,
 ) -> dict[str, str]:
-    """Label the records of a file anew, and say by set how: as the file `right` has it, or by the items' own answers,
-    and for the items of tasks as `score` says. Raises Unsupported for records of other items."""
+    """Label the records of a file by the file `right`, or by the items' own answers and, for those of tasks, by
+    `score`; returns set -> how. Raises Unsupported for records of other items."""
     read = records.read(path)
     known = {item.name: item for item in items}
     unknown = sorted({record.item for record in read} - set(known))
@@ -190,7 +178,7 @@ def judge(
 
 
 def ways_by_set(judged: Sequence[records.Record]) -> dict[str, str]:
-    """Set -> how its answers were judged, "not known" for files of before."""
+    """Set -> how its answers were judged, "not known" in older files."""
     ways: dict[str, set[str]] = {}
     for record in judged:
         ways.setdefault(record.set, set()).add(record.judged or "not known")

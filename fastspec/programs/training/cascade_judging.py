@@ -1,5 +1,4 @@
-"""Judging of answers without a benchmark: by matching an item's own `answer`, or by what another judge wrote in a
-file."""
+"""Judging of answers: by matching an item's own `answer`, or by another judge's file."""
 
 from __future__ import annotations
 
@@ -41,11 +40,8 @@ class Given:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Given | None:
-        """The right answer in a row of a prompts file, None where there is none.
-
-        `answer` is a number, a text, or a list of accepted texts; beside `choices` it is a letter, or a place from 0
-        on, and `answer_letter` comes before it. Raises Unsupported for a choice that is none of the choices.
-        """
+        """The right answer in a row of a prompts file or None: a number, a text, or a list of accepted texts; beside
+        `choices` a letter, or a place from 0 on. Raises Unsupported for none of the choices."""
         answer = row.get("answer")
         if "choices" in row:
             answer, letters = row.get("answer_letter", answer), string.ascii_uppercase[: len(row["choices"])]
@@ -86,9 +82,8 @@ def number(text: str) -> Decimal | None:
 
 
 def letter(text: str, choices: Sequence[str]) -> str | None:
-    """The letter that an answer chooses: the one it states ("the answer is B"), else the one that begins a line, else
-    that of the choice whose text it is. None where there is no letter or several: a letter beside the text of another
-    choice is two."""
+    """The letter that an answer states ("the answer is B"), else that begins a line, else of the choice whose text it
+    is. None where there is none or several: a letter beside the text of another choice is two."""
     letters = string.ascii_uppercase[: len(choices)]
 
     def written(part: str) -> set[str]:
@@ -110,12 +105,10 @@ def normalise(text: str) -> str:
 
 
 def read_right(path: str | Path, answers: Sequence[Record], source: str | Path) -> dict[tuple[str, str], float]:
-    """(item, stage) -> how right its answer is in [0, 1], as another judge wrote it: JSON lines with `item`, `stage`
-    and `right`.
+    """(item, stage) -> how right its answer is in [0, 1], by JSON lines with `item`, `stage` and `right`.
 
-    `answers` are the records of the file `source`. A line may hold the `answer` too, which must then be the one that is
-    recorded. Raises Unsupported, naming the line, for what belongs to none of the answers or is there twice, and where
-    an answer is not judged.
+    `answers` are the records of the file `source`. A line may hold the recorded `answer` too. Raises Unsupported,
+    naming the line, for one of no answer or of another, one that is there twice, and where an answer is not judged.
     """
     if not Path(path).exists():
         raise Unsupported(
@@ -138,8 +131,6 @@ def read_right(path: str | Path, answers: Sequence[Record], source: str | Path) 
         found[record.item, record.stage] = float(right)
     missing = [pair for pair in known if pair not in found]
     if missing:
-        raise Unsupported(
-            f"{path}: {len(missing)} of {len(known)} answers of {source} are not judged, such as item "
-            f"{missing[0][0]!r} by stage {missing[0][1]!r}"
-        )
+        such = f"such as item {missing[0][0]!r} by stage {missing[0][1]!r}"
+        raise Unsupported(f"{path}: {len(missing)} of {len(known)} answers of {source} are not judged, {such}")
     return found

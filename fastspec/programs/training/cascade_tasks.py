@@ -1,9 +1,8 @@
-"""lm-eval's tasks for a cascade: a task asks the questions, and its own filters and metrics judge every stage's
-answers.
+"""lm-eval's tasks for a cascade, which ask the questions and judge every stage's answers.
 
-Through lm-eval's public interface alone: a language model that records what it is asked, and one that answers what was
-recorded. Needs the extra "eval". Tasks that run a model's code do so in lm-eval's own way and by its own switches:
-HF_ALLOW_CODE_EVAL=1 in the environment, and `unsafe`, lm-eval's `--confirm_run_unsafe_code`.
+lm-eval's `evaluate` runs with a language model that records what it is asked, and then with one that answers what was
+recorded. Needs the extra "eval". Tasks that run a model's code need lm-eval's own switches: HF_ALLOW_CODE_EVAL=1 in the
+environment, and `unsafe`, its `--confirm_run_unsafe_code`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class _Asked(Exception):
 
 
 class _Recorded(LM):
-    """The language model that lm-eval sees: keeps what it is asked, and answers with `texts`, by the item's name; None:
-    not at all."""
+    """Language model for lm-eval that keeps what it is asked and answers with `texts`, by the item's name, if any."""
 
     def __init__(self, tokenizer: Any, texts: Mapping[str, str] | None = None) -> None:
         super().__init__()
@@ -64,14 +62,8 @@ class _Recorded(LM):
         return str(self.tokenizer.name_or_path)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
 
 
 class Tasks:
@@ -124,9 +116,8 @@ class Tasks:
         """(item, stage) -> how right its answer is in [0, 1], and what said so."""
         found: dict[tuple[str, str], tuple[float, str]] = {}
         for stage in dict.fromkeys(record.stage for record in answers):
-            answering = _Recorded(
-                self.tokenizer, {record.item: record.answer for record in answers if record.stage == stage}
-            )
+            texts = {record.item: record.answer for record in answers if record.stage == stage}
+            answering = _Recorded(self.tokenizer, texts)
             for task, samples in self._run(answering)["samples"].items():
                 metric, chosen = self._metric(task, samples)
                 for sample in (each for each in samples if each["filter"] == chosen):
@@ -169,22 +160,18 @@ class Tasks:
 def _item(request: Instance) -> Item:
     """A request as an item. Its name holds a hash of the prompt: an answer to another wording is another item's."""
     prompt, options = request.args
-    where = f"lm-eval {request.task_name}"
-    if request.repeats != 1:
-        raise Unsupported(
-            f"{where}: `repeats` asks for {request.repeats} answers to a document, and every stage gives one, greedily"
-        )
     until = options.get("until") or ()
     limit = next((int(options[name]) for name in LIMITS if options.get(name) is not None), None)
-    if options.get("do_sample", float(options.get("temperature") or 0) > 0):
-        raise Unsupported(
-            f"{where}: generation_kwargs ask for sampled answers, and stages answer greedily: set do_sample: false"
-        )
     unknown = sorted(set(options) - {"until", "do_sample", *LIMITS, *WITHOUT_SAMPLING})
-    if unknown:
-        raise Unsupported(
-            f"{where}: generation_kwargs {', '.join(unknown)} cannot be honoured: leave them out in a file of yours"
-        )
+    refused = ""
+    if request.repeats != 1:
+        refused = f"`repeats` asks for {request.repeats} answers to a document, and every stage gives one, greedily"
+    elif options.get("do_sample", float(options.get("temperature") or 0) > 0):
+        refused = "generation_kwargs ask for sampled answers, and stages answer greedily: set do_sample: false"
+    elif unknown:
+        refused = f"generation_kwargs {', '.join(unknown)} cannot be honoured: leave them out in a file of yours"
+    if refused:
+        raise Unsupported(f"lm-eval {request.task_name}: {refused}")
     name = f"{request.task_name}-{request.doc_id}-{sha256(prompt.encode()).hexdigest()[:8]}"
     stops = (until,) if isinstance(until, str) else tuple(until)
     return Item(name, str(request.task_name), prompt, until=tuple(filter(None, stops)), limit=limit, task=True)

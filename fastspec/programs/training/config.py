@@ -1,4 +1,4 @@
-"""What a training run is told. Plain types only, so that a command line or a JSON file can fill it."""
+"""Settings of a training run, of plain types: a command line or a JSON file can fill them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from fastspec.removed import BLOCK_HEADS, BLOCK_KINDS, BLOCK_LOSSES, BLOCK_SETTI
 
 ENLARGEMENTS = ("continue_cut", "second_answers", "follow_ups")
 """The fields that add texts, in the order in which they are made."""
+AT_LEAST_1 = ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts")
+AT_LEAST_0: tuple[str, ...] = ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes")
+AT_LEAST_0 += ("keep_features", "keep_features_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,14 +21,13 @@ class TrainConfig:
     `kind` is "eagle3", or "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head
     reads the target's last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are
     the target's and it has no `taps`. `start_from` (a folder, a hub id or the name of a head that ships) goes on from a
-    head that exists: sizes, taps, vocabulary and weights are its own, and may be left out. `share_lm_head` gives an
-    EAGLE-3 head the target's rows of the tokens that it drafts as its LM head, behind a learned matrix: the rows are
-    not trained and not written, so that the head's bytes are its layer's, and only fastspec reads it. `norms` gives an
-    EAGLE-3 head those of EAGLE-3.1: each of the target's features is normed by itself before they are fused, and the
-    head feeds its states back to itself as its LM head reads them, behind its final norm.
+    head that exists, whose sizes, taps and vocabulary may be left out. `share_lm_head` gives an EAGLE-3 head the
+    target's rows of the tokens that it drafts as its LM head, after a learned matrix: the rows are neither trained nor
+    written, and only fastspec reads such a head. `norms` gives an EAGLE-3 head those of EAGLE-3.1: each of the target's
+    features is normed by itself before they are fused, and the head feeds back its states after its final norm.
 
-    `loss` is a name of `fastspec.programs.training.losses.LOSSES`; `decay` weighs the loss of each draft beside the one
-    before.
+    `loss` is a name of `fastspec.programs.training.losses.LOSSES`; `decay` weighs the loss of each draft against the
+    one before.
 
     `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers`
     are npz files of the target's own answers (`ids`, `lengths`, `tokens`, and `greedy` where it is known), or of whole
@@ -43,10 +45,9 @@ class TrainConfig:
     The run ends after `epochs` or after `minutes` of training, whichever comes first (0 means no such bound), and the
     learning rate falls along a cosine over it. `stop_after` ends one call after about so many minutes, to be taken up
     by the same call; `minutes` and `enlarge_minutes` count over all calls. Texts are saved every `shard_texts`, the
-    training state every `checkpoint_minutes` (0: only at the end). `keep_features` is the memory of the target's
-    device, in GiB, for what it says of texts that come again: so many of them are read once and not once an epoch (0:
-    none). `keep_features_host` is memory of the host for texts that have no room there. Of several processes each takes
-    as much, and its own share of the texts.
+    training state every `checkpoint_minutes` (0: only at the end). `keep_features` is memory of the target's device,
+    in GiB, that keeps the target's features of texts from epoch to epoch (0: none), `keep_features_host` memory of the
+    host for texts that have no room there. Of several processes each takes as much, for its own share of the texts.
     """
 
     target: str
@@ -111,43 +112,9 @@ class TrainConfig:
             raise ValueError("`follow_ups` takes its questions from the prompts: give `prompts` (a jsonl file) too")
         if self.kind in BLOCK_KINDS:
             raise ValueError(f"TrainConfig.kind is {self.kind!r}: {BLOCK_HEADS}")
-        if self.kind not in ("eagle3", "eagle"):
-            accepted = '"eagle3" and "eagle" (a head for eagle and eagle2)'
-            raise ValueError(f"TrainConfig.kind is {self.kind!r}; accepted are {accepted}")
-        self._check_kind()
-        if self.draft_vocab_size < 0:
-            raise ValueError(
-                f"TrainConfig.draft_vocab_size is {self.draft_vocab_size}; it must be 0 (the default size) or more"
-            )
-        for name in ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in (
-            "epochs",
-            "minutes",
-            "enlarge_minutes",
-            "stop_after",
-            "checkpoint_minutes",
-            "keep_features",
-            "keep_features_host",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"TrainConfig.{name} is {getattr(self, name)}; it must be 0 or more")
-        if self.new_tokens >= self.max_length:
-            raise ValueError(
-                f"TrainConfig.new_tokens is {self.new_tokens}, no room for a prompt in max_length {self.max_length}"
-            )
-        if self.epochs <= 0 and self.minutes <= 0:
-            raise ValueError("set `epochs` or `minutes` above 0: one of them ends the run")
-        if self.mixed_precision not in ("no", "bf16", "fp16"):
-            raise ValueError(
-                f'TrainConfig.mixed_precision is {self.mixed_precision!r}; accepted are "no", "bf16" and "fp16"'
-            )
-        if not 0 <= self.sampled_share <= 1:
-            raise ValueError(f"TrainConfig.sampled_share is {self.sampled_share}; it must lie between 0 and 1")
-
-    def _check_kind(self) -> None:
-        """Settings that the kind of head does not have."""
+        if self.loss in BLOCK_LOSSES:
+            raise ValueError(f"TrainConfig.loss is {self.loss!r}: {BLOCK_HEADS}")
+        self._require("kind", self.kind in ("eagle3", "eagle"), 'accepted are "eagle3" and "eagle" (for eagle2 too)')
         given = [name for name in ("taps", "hidden_size", "draft_vocab_size") if getattr(self, name)]
         if self.kind == "eagle" and given:
             raise ValueError(
@@ -157,14 +124,27 @@ class TrainConfig:
         for name in ("share_lm_head", "norms"):
             if getattr(self, name) and self.kind != "eagle3":
                 raise ValueError(f'{name} belongs to kind "eagle3": leave it out with kind {self.kind!r}')
-        if self.loss in BLOCK_LOSSES:
-            raise ValueError(f"TrainConfig.loss is {self.loss!r}: {BLOCK_HEADS}")
-        if self.loss not in LOSSES:
-            raise ValueError(f"TrainConfig.loss is {self.loss!r}; accepted are {', '.join(LOSSES)}")
-        if self.decay <= 0:
-            raise ValueError(f"TrainConfig.decay is {self.decay}; it must be above 0")
+        self._require("loss", self.loss in LOSSES, f"accepted are {', '.join(LOSSES)}")
+        self._require("decay", self.decay > 0, "it must be above 0")
+        self._require("draft_vocab_size", self.draft_vocab_size >= 0, "it must be 0 (the default size) or more")
+        for name in AT_LEAST_1:
+            self._require(name, getattr(self, name) >= 1, "it must be at least 1")
+        for name in AT_LEAST_0:
+            self._require(name, getattr(self, name) >= 0, "it must be 0 or more")
+        room = f"no room for a prompt in max_length {self.max_length}"
+        self._require("new_tokens", self.new_tokens < self.max_length, room)
+        if self.epochs <= 0 and self.minutes <= 0:
+            raise ValueError("set `epochs` or `minutes` above 0: one of them ends the run")
+        self._require(
+            "mixed_precision", self.mixed_precision in ("no", "bf16", "fp16"), 'accepted are "no", "bf16" and "fp16"'
+        )
+        self._require("sampled_share", 0 <= self.sampled_share <= 1, "it must lie between 0 and 1")
+
+    def _require(self, name: str, fits: bool, rule: str) -> None:
+        if not fits:
+            raise ValueError(f"TrainConfig.{name} is {getattr(self, name)!r}; {rule}")
 
     @property
     def keeps_features(self) -> bool:
-        """Whether what the target says of texts is kept anywhere."""
+        """Whether the target's features are kept anywhere."""
         return self.keep_features > 0 or self.keep_features_host > 0

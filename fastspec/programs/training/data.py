@@ -21,8 +21,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """N conversations: `tokens` concatenated int32, `lengths` [N] int32, `answer`, True where the target itself wrote
-    the token, and `greedy` [N], True where its answer is known to be greedy."""
+    """N conversations: `tokens` concatenated int32, `lengths` [N] int32, `answer`, True for the target's own tokens,
+    and `greedy` [N], True where its answer is known to be greedy."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -49,10 +49,9 @@ class Texts:
     @classmethod
     def join(cls, parts: Sequence[Texts]) -> Texts:
         """Several sets after one another."""
-        fields = ("tokens", "lengths", "answer", "greedy")
-        return (
-            cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields)) if parts else cls.of([])
-        )
+        if not parts:
+            return cls.of([])
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
     @classmethod
     def load(cls, path: str | Path) -> Texts:
@@ -66,10 +65,11 @@ class Texts:
         """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and the arrays of
         `more`."""
         small = self.tokens.size == 0 or self.tokens.max() < 2**16
-        tokens = self.tokens.astype(np.uint16 if small else np.int32)
-        np.savez_compressed(
-            path, tokens=tokens, lengths=self.lengths, answer=np.packbits(self.answer), greedy=self.greedy, **more
-        )
+        arrays: dict[str, Any] = {
+            "tokens": self.tokens.astype(np.uint16 if small else np.int32),
+            "lengths": self.lengths,
+        }
+        np.savez_compressed(path, **arrays, answer=np.packbits(self.answer), greedy=self.greedy, **more)
 
     @property
     def answer_starts(self) -> np.ndarray:
@@ -90,8 +90,7 @@ class Texts:
 
 
 def read_prompts(path: str | Path) -> list[Row]:
-    """Rows of a jsonl file; each has `prompt` (text) or `turns` (list of user turns, of which the first is read), and
-    may have `id`."""
+    """Rows of a jsonl file with `prompt` (text) or `turns` (of which the first is read), and perhaps `id`."""
     rows = [row for _, row in read_jsonl(path)]
     for number, row in enumerate(rows, 1):
         if "prompt" not in row and not row.get("turns"):
@@ -101,8 +100,7 @@ def read_prompts(path: str | Path) -> list[Row]:
 
 
 def encode_prompts(tokenizer: Any, rows: Sequence[Row]) -> list[list[int]]:
-    """The first user turns through the chat template (plain text where the tokenizer has none), up to where the answers
-    start."""
+    """The first user turns through the chat template (plain text without one), up to where the answers start."""
     texts = [first_turn(row) for row in rows]
     if not texts:
         return []
@@ -130,11 +128,8 @@ def join_answers(tokenizer: Any, prompts: Sequence[Row], path: str | Path) -> Te
 
 
 def draft_vocabulary(texts: Texts, size: int, vocab_size: int) -> tuple[Tensor, float]:
-    """The `size` most frequent tokens of the answers, ascending [size] int64, and the share of answer tokens they
-    cover.
-
-    Tokens that never occur fill up from the lowest ids, so that any size up to vocab_size works.
-    """
+    """The `size` most frequent tokens of the answers, ascending [size] int64, filled up from the lowest ids, and the
+    share of answer tokens they cover."""
     if not 0 < size <= vocab_size:
         raise ValueError(f"draft vocabulary of {size}; expected 1 to {vocab_size}, the target's vocabulary")
     counts = np.bincount(texts.tokens[texts.answer], minlength=vocab_size)
@@ -196,7 +191,7 @@ def plan_batches(
 
 
 def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterator[TextBatch]:
-    """The batches of a plan, one after another."""
+    """The batches of a plan."""
     offsets = texts.offsets
     for group in groups:
         width = int(-(-texts.lengths[group].max() // multiple) * multiple)

@@ -1,5 +1,5 @@
-"""More texts from the ones at hand: answers that were cut are continued, sampled ones get a greedy sister, finished
-conversations a second turn. A text that goes on from another takes its place, as it holds all of it."""
+"""Texts made of others, which continued ones replace: cut answers continued, greedy answers beside sampled ones, second
+turns."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fastspec.programs.training.shards import Shards, TimeLimit
 
 Pair = tuple[list[int], list[bool]]
 MARK = "\u241e"
+ROLES = ("user", "assistant", "user")
 
 
 @dataclass(slots=True, kw_only=True)
 class Enlarger:
-    """Makes the added texts. `rows` are the prompts that follow-up questions are taken from, `ends` the target's end
+    """Maker of the added texts. `rows` are the prompts that follow-up questions are taken from, `ends` the target's end
     tokens.
 
     Shards are kept in `config.output`/enlarge and not made twice. Of `config.enlarge_minutes` every kind may use an
-    equal share and what the kinds before it left over; the time of finished shards counts, in whichever call they were
-    made.
+    equal share and what the kinds before it left over, over all calls.
     """
 
     target: Any
@@ -76,16 +76,8 @@ class Enlarger:
             tokens += int(more["made"])
             made.append((part, more["origin"]))
         if self.report is not None:
-            count = sum(len(part) for part, _ in made)
-            self.report(
-                {
-                    "added": kind,
-                    "of": len(order),
-                    "texts": count,
-                    "new_tokens": tokens,
-                    "seconds": round(sum(shards.seconds), 1),
-                }
-            )
+            counts = {"of": len(order), "texts": sum(len(part) for part, _ in made), "new_tokens": tokens}
+            self.report({"added": kind, **counts, "seconds": round(sum(shards.seconds), 1)})
         return made, spent
 
     def _shard(
@@ -105,32 +97,24 @@ class Enlarger:
     def _material(
         self, kind: str, source: Sequence[tuple[np.ndarray, np.ndarray]], greedy: np.ndarray, rng: np.random.Generator
     ) -> tuple[list[Pair], np.ndarray]:
-        """What the target goes on from, as (tokens, answer mask) of each text, and which of the answers are to be
-        sampled."""
+        """(tokens, answer mask) of each text that the target goes on from, and which answers are to be sampled."""
         pairs = [(tokens.tolist(), mask.tolist()) for tokens, mask in source]
         if kind == "continue_cut":
             return pairs, ~greedy
         if kind == "second_answers":
             starts = [mask.index(True) for _, mask in pairs]
-            return [(tokens[:n], [False] * n) for (tokens, _), n in zip(pairs, starts, strict=True)], np.zeros(
-                len(pairs), bool
-            )
-        asked = [
-            follow_up(self.tokenizer, first_turn(self.rows[j]), self.ends)
-            for j in rng.integers(0, len(self.rows), len(pairs))
-        ]
-        joined = [
-            (tokens + turn, mask + [False] * len(turn)) for (tokens, mask), turn in zip(pairs, asked, strict=True)
-        ]
+            begun = [(tokens[:n], [False] * n) for (tokens, _), n in zip(pairs, starts, strict=True)]
+            return begun, np.zeros(len(pairs), bool)
+        joined, questions = [], rng.integers(0, len(self.rows), len(pairs))
+        for (tokens, mask), number in zip(pairs, questions, strict=True):
+            turn = follow_up(self.tokenizer, first_turn(self.rows[number]), self.ends)
+            joined.append((tokens + turn, mask + [False] * len(turn)))
         return joined, rng.random(len(pairs)) < self.config.sampled_share
 
 
 def candidates(kind: str, texts: Texts, ends: Sequence[int]) -> np.ndarray:
-    """Indices of the texts that one kind of enlargement can go on from.
-
-    An answer is cut when the text stops in it without an end token. Where `greedy` is unknown, it is False and the
-    answer counts as sampled.
-    """
+    """Indices of the texts that one kind of enlargement can go on from; an answer is cut when the text stops in it
+    without an end token."""
     filled = texts.lengths > 0
     last = texts.offsets[1:][filled] - 1
     stops = np.zeros(len(texts), dtype=bool)
@@ -142,26 +126,18 @@ def candidates(kind: str, texts: Texts, ends: Sequence[int]) -> np.ndarray:
 
 
 def follow_up(tokenizer: Any, question: str, ends: Sequence[int]) -> list[int]:
-    """The tokens between an answer's end token and the next answer, with `question` as the user's turn.
-
-    They are what the chat template puts there. Raises `Unsupported` for a tokenizer without a chat template, and for a
-    template that does not close an answer with one of `ends`.
-    """
+    """The chat template's tokens between an answer's end token and the next answer, with `question` as the user's turn.
+    Raises `Unsupported` without a template, and for one that does not close an answer with one of `ends`."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise Unsupported(
             "follow_ups writes its turns with the tokenizer's chat template, and this tokenizer has none: leave it out"
         )
-    talk = [
-        {"role": "user", "content": "."},
-        {"role": "assistant", "content": MARK},
-        {"role": "user", "content": question},
-    ]
+    talk = [{"role": role, "content": text} for role, text in zip(ROLES, (".", MARK, question), strict=True)]
     closing = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False).partition(MARK)[2]
     ids = list(tokenizer(closing, add_special_tokens=False)["input_ids"])
     if not ids or ids[0] not in ends:
         raise Unsupported(
             f"the chat template puts {closing[:20]!r} after an answer, which is none of the target's end tokens "
-            f"{list(ends)}: "
-            "follow_ups cannot join turns, leave it out"
+            f"{list(ends)}: follow_ups cannot join turns, leave it out"
         )
     return ids[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,10 +16,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast
 
-from fastspec.devices import choose_device
+from fastspec.devices import choose_device, use_device
 from fastspec.errors import Unsupported
 from fastspec.models import load_model
-from fastspec.programs.training.config import TrainConfig
+from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
 from fastspec.programs.training.data import Row, Texts, join_answers, read_prompts
 from fastspec.programs.training.enlarge import Enlarger, follow_up
 from fastspec.programs.training.regenerate import answer_prompts, end_tokens
@@ -29,6 +30,9 @@ from fastspec.programs.training.trainer import Trainer
 Report = Callable[[dict[str, Any]], None]
 Tick = Callable[[float], None]
 RECORD = "data.json"
+TEXT_SETTINGS: tuple[str, ...] = ("new_tokens", "max_length", "sampled_share", "temperature", "top_p", "seed")
+TEXT_SETTINGS += ("shard_texts", "heldout_texts", *ENLARGEMENTS, "enlarge_minutes")
+"""Settings that the texts of a run depend on."""
 
 
 def train(
@@ -44,26 +48,23 @@ def train(
     call before the run's end: the same call goes on from there.
 
     `target` and `tokenizer` may be given, both, when they are already loaded. `device` is "cpu", "cuda" or "cuda:N", by
-    default what accelerate finds; a run may go on on another one. `report` is called with a row from time to time: how
-    many prompts are answered ("answering", "answered", "of"); what was added to the texts; step, share that is done,
-    loss, accuracy of each draft step, tokens per second. Without it, all but the first are printed where
-    `config.progress` is set. `tick` is called with the share of the training that is done, 0 to 1, after every step.
+    default accelerate's; a run may go on on another one. `report` is called with rows: prompts answered ("answering",
+    "answered", "of"); texts added; step, share that is done, loss, accuracy of each draft step, tokens per second.
+    Without it, all but the first kind are printed where `config.progress` is set. `tick` is called with the share of
+    the training that is done, 0 to 1, after every step.
     """
     clock = TimeLimit(config.stop_after)
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise Unsupported(f"{config.output} is no folder: a head is one")
-    accelerator = Accelerator(
-        cpu=_use(device) == "cpu",
-        mixed_precision=config.mixed_precision,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(days=1))
-        ],  # the others wait while the main process makes texts
-    )
+    waits = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while the main process makes texts
+    on_cpu = _use(device) == "cpu"
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.mixed_precision, kwargs_handlers=[waits])
     if target is None:
         dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
         target, tokenizer = load_model(config.target, str(accelerator.device), dtype)
     target = freeze(target)
-    report = (report or (_print if config.progress else _ignore)) if accelerator.is_main_process else _ignore
+    report = report or (_print if config.progress else _ignore)
+    report = report if accelerator.is_main_process else _ignore
     material = _shared(accelerator, lambda: prepare(config, target, tokenizer, clock, report))
     if material is None:
         return None
@@ -76,29 +77,22 @@ def train(
 
 
 def _use(device: str | None) -> str | None:
-    """The device that was named, the current one from here on. Raises Unsupported for one that is not there, and for
-    one GPU by its number where several processes train: each of these takes its own."""
+    """The named device, current from here on. Raises Unsupported for one that is not there, and for one GPU by its
+    number where several processes train."""
     if device is None:
         return None
-    name, processes = choose_device(device), int(os.environ.get("WORLD_SIZE", 1))
-    if name.startswith("cuda:"):
-        if processes > 1:
-            raise Unsupported(
-                f"device {device!r} is one GPU, and {processes} processes train: give --device cuda, or none"
-            )
-        torch.cuda.set_device(name)
-    return name
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if choose_device(device).startswith("cuda:") and processes > 1:
+        raise Unsupported(f"device {device!r} is one GPU, and {processes} processes train: give --device cuda, or none")
+    return use_device(device)
 
 
 def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -> tuple[Texts, Texts] | None:
-    """What `make` returns, on every process: the main one makes it, the others read what it saved. None where its time
-    was up."""
+    """Texts on every process: the main one makes them, the others read what it saved. None where its time was up."""
     made = None
     if accelerator.is_main_process:
-        try:
+        with contextlib.suppress(OutOfTime):
             made = make()
-        except OutOfTime:
-            made = None
     if accelerator.num_processes == 1:
         return made
     there = int(broadcast(torch.tensor([int(made is not None)], device=accelerator.device))[0])
@@ -106,11 +100,8 @@ def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -
 
 
 def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, report: Report) -> tuple[Texts, Texts]:
-    """(the texts to train on, held-out texts): read from `config.answers` or made by the target, then enlarged.
-
-    What is made is kept in `config.output`. Raises `OutOfTime` where `clock` ends first, and `Unsupported` for input
-    that does not fit.
-    """
+    """(the texts to train on, held-out texts): read from `config.answers` or made by the target and kept in
+    `config.output`. Raises `OutOfTime` where `clock` ends first, and `Unsupported` for input that does not fit."""
     folder, ends = Path(config.output), end_tokens(target, tokenizer)
     if config.follow_ups:
         follow_up(tokenizer, ".", ends)
@@ -118,34 +109,33 @@ def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, 
     if config.prompts and not rows:
         raise Unsupported(f"{config.prompts} holds no prompt")
     _record(config, folder)
+
+    def answered(rows: list[Row], name: str, what: str, greedy: bool = False) -> Texts:
+        def tell(done: int, of: int) -> None:
+            report({"answering": what, "answered": done, "of": of})
+
+        return answer_prompts(target, tokenizer, rows, ends, config, folder / name, clock, greedy=greedy, tell=tell)
+
     if config.answers:
         texts = Texts.join([_read_answers(_existing(path), rows, tokenizer) for path in config.answers])
     else:
-        texts = answer_prompts(
-            target, tokenizer, rows, ends, config, folder / "answers", clock, tell=_counted(report, "prompts")
-        )
-    heldout, texts = _heldout(config, texts, target, tokenizer, ends, clock, report)
-    enlarger = Enlarger(
-        target=target, tokenizer=tokenizer, ends=ends, rows=rows, config=config, clock=clock, report=report
-    )
-    return enlarger.run(texts), heldout
+        texts = answered(rows, "answers", "prompts")
+    if config.heldout.endswith(".npz"):
+        heldout = Texts.load(config.heldout)
+    elif config.heldout:
+        few = read_prompts(config.heldout)[: config.heldout_texts]
+        heldout = answered(few, "heldout", "held-out prompts", greedy=True)
+    else:
+        keep, count = np.zeros(len(texts), dtype=bool), max(1, min(config.heldout_texts, len(texts) // 100))
+        keep[np.random.default_rng(config.seed).permutation(len(texts))[:count]] = True
+        heldout, texts = texts.select(keep), texts.select(~keep)
+    given: dict[str, Any] = {"target": target, "tokenizer": tokenizer, "ends": ends, "rows": rows}
+    return Enlarger(**given, config=config, clock=clock, report=report).run(texts), heldout
 
 
 def _record(config: TrainConfig, folder: Path) -> None:
-    """Keep what the made texts follow from beside them, and refuse to go on with other settings than they were made
-    with."""
-    names = (
-        "new_tokens",
-        "max_length",
-        "sampled_share",
-        "temperature",
-        "top_p",
-        "seed",
-        "shard_texts",
-        "heldout_texts",
-    )
-    kinds = ("continue_cut", "second_answers", "follow_ups", "enlarge_minutes")
-    found: dict[str, Any] = {name: getattr(config, name) for name in (*names, *kinds)}
+    """Write the settings of the texts beside them, and refuse to go on with others."""
+    found: dict[str, Any] = {name: getattr(config, name) for name in TEXT_SETTINGS}
     for name, paths in (("prompts", [config.prompts]), ("heldout", [config.heldout]), ("answers", config.answers)):
         found[name] = [hashlib.sha256(_existing(path).read_bytes()).hexdigest() for path in paths if path]
     path = folder / RECORD
@@ -154,10 +144,8 @@ def _record(config: TrainConfig, folder: Path) -> None:
         other = [name for name in found if kept.get(name) != found[name]]
         if other:
             was = ", ".join(f"{name} {kept.get(name)!r} (now {found[name]!r})" for name in other)
-            raise Unsupported(
-                f"the texts in {folder} were made with {was}: go on with the same settings, or choose another output "
-                "folder"
-            )
+            ways = "go on with the same settings, or choose another output folder"
+            raise Unsupported(f"the texts in {folder} were made with {was}: {ways}")
         return
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -170,43 +158,12 @@ def _existing(path: str) -> Path:
 
 
 def _read_answers(path: Path, rows: list[Row], tokenizer: Any) -> Texts:
-    with np.load(path) as z:
-        whole = "answer" in z
-    if whole:
-        return Texts.load(path)
+    with np.load(path) as arrays:
+        if "answer" in arrays:
+            return Texts.load(path)
     if not rows:
         raise Unsupported(f"{path} holds answers without their prompts: give the prompts' jsonl file as `prompts`")
     return join_answers(tokenizer, rows, path)
-
-
-def _heldout(
-    config: TrainConfig,
-    texts: Texts,
-    target: Any,
-    tokenizer: Any,
-    ends: tuple[int, ...],
-    clock: TimeLimit,
-    report: Report,
-) -> tuple[Texts, Texts]:
-    """(held-out texts, the texts left for training)."""
-    if config.heldout.endswith(".npz"):
-        return Texts.load(config.heldout), texts
-    if config.heldout:
-        rows = read_prompts(config.heldout)[: config.heldout_texts]
-        folder, tell = Path(config.output) / "heldout", _counted(report, "held-out prompts")
-        return answer_prompts(target, tokenizer, rows, ends, config, folder, clock, greedy=True, tell=tell), texts
-    keep = np.zeros(len(texts), dtype=bool)
-    keep[
-        np.random.default_rng(config.seed).permutation(len(texts))[
-            : max(1, min(config.heldout_texts, len(texts) // 100))
-        ]
-    ] = True
-    return texts.select(keep), texts.select(~keep)
-
-
-def _counted(report: Report, what: str) -> Callable[[int, int], None]:
-    """Tells the report how many of these the target has answered."""
-    return lambda done, of: report({"answering": what, "answered": done, "of": of})
 
 
 def _print(row: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""What the target says of texts, kept in its device's memory and in the host's: a text that comes again is not read
-again. Of several processes each keeps what it needs.
+"""Features of texts, kept in the memory of the target's device and of the host from epoch to epoch.
 
-Of a text of L tokens, J of them judged (see `TextBatch`), are kept: the features that the head reads [L, F], the states
-that the LM head reads [J, H], and of the LM head's logits the logarithm of their sum of exponentials and the most
-likely token. Distributions over the draft vocabulary are computed from the states anew.
+Of a text of L tokens with J loss positions (as in `TextBatch`) are kept: the features that the head reads [L, F], the
+states that the LM head reads [J, H], and the log-sum-exp and the most likely token of its logits. Distributions over
+the draft vocabulary are computed from the states anew.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]  # of accelerate
@@ -27,45 +26,35 @@ from fastspec.programs.training.ttt import Teacher
 GIB = 2**30
 SEED = 0
 """Of the order in which texts are chosen to be kept."""
-
-
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container's limits are told."""
 NOWHERE, DEVICE, HOST = 0, 1, 2
 """Where a text's features are kept; texts of one batch should share it, see `KeptFeatures.read`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shelf:
-    """What is kept in one memory: features [tokens, F]; states [J, H], whole [J] and best [J] of the judged
-    positions."""
+class Shelf(NamedTuple):
+    """Contents of one memory: features [tokens, F]; states [J, H], whole [J] and best [J] of the loss positions."""
 
     features: Tensor
     states: Tensor
     whole: Tensor
     best: Tensor
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.features, self.states, self.whole, self.best
-
 
 class KeptFeatures:
-    """Reads teachers of batches for a `TargetReader`: of `mine` (places in `texts`) as many as fit `gib` GiB of its
-    device, and of the rest as many as fit `host_gib` GiB of the host, come from memory from the second time on.
+    """Reader of teachers that keeps the features of `mine` (places in `texts`): as many as fit `gib` GiB of the
+    target's device, and of the rest as many as fit `host_gib` GiB of the host, page-locked on CUDA.
 
-    `place` [N] int8 says where each is kept (`NOWHERE`, `DEVICE`, `HOST`); a batch of others, of texts in different
-    places, or of kept ones that were not read yet, is read from the target. On CUDA the host's memory is page-locked,
-    so that copies do not hold up the host. Raises `Unsupported` where no text fits, and where there is less memory.
+    `place` [N] int8 says where each is kept (`NOWHERE`, `DEVICE`, `HOST`). A batch of one memory whose texts were read
+    before comes from there, any other from the target. Raises `Unsupported` where no text fits, and where there is less
+    memory.
     """
 
     def __init__(self, reader: TargetReader, texts: Texts, gib: float, mine: np.ndarray, host_gib: float = 0.0) -> None:
         self.reader = reader
         self.device = device = reader.lm_head.weight.device
-        few = torch.from_numpy(texts.tokens[:3].astype(np.int64))[None].to(device)
-        features, states, judged = reader.said(
-            few, torch.ones(1, dtype=torch.int64, device=device)
-        )  # what sizes and dtypes there are
+        few = torch.from_numpy(texts.tokens[:3].astype(np.int64))[None].to(device)  # for sizes and dtypes
+        features, states, judged = reader.said(few, torch.ones(1, dtype=torch.int64, device=device))
         of_token, of_state = features.shape[-1] * features.itemsize, states.shape[-1] * states.itemsize
         of_state += judged.whole.itemsize + judged.best.itemsize
         self.lengths, self.judged = texts.lengths.astype(np.int64), _judged(texts)
@@ -101,16 +90,13 @@ class KeptFeatures:
         here = self.place == place
         tokens, count = int(self.lengths[here].sum()), int(self.judged[here].sum())
         where = self.device if place == DEVICE else torch.device("cpu")
-        sizes = [(n, *part.shape[1:]) for part, n in zip(like.parts, (tokens, count, count, count), strict=True)]
-        needed = sum(part.itemsize * math.prod(size) for part, size in zip(like.parts, sizes, strict=True))
-        if place == HOST and needed > (
-            room := _host_room()
-        ):  # more would not be refused, but end the process once it is written to
+        sizes = [(n, *part.shape[1:]) for part, n in zip(like, (tokens, count, count, count), strict=True)]
+        needed = sum(part.itemsize * math.prod(size) for part, size in zip(like, sizes, strict=True))
+        if place == HOST and needed > (room := _host_room()):  # else the process would end once it writes there
             raise Unsupported(f"{name} is {gib:g} GiB, and the host has {room / GIB:.3g} GiB left for each process")
         try:
-            parts = [
-                torch.empty(size, dtype=part.dtype, device=where) for part, size in zip(like.parts, sizes, strict=True)
-            ]
+            kinds = zip(like, sizes, strict=True)
+            parts = [torch.empty(size, dtype=part.dtype, device=where) for part, size in kinds]
             if place == HOST and self.device.type == "cuda":
                 for part in parts:
                     _lock(part)
@@ -119,7 +105,7 @@ class KeptFeatures:
         return Shelf(*parts)
 
     def read(self, batch: TextBatch) -> Teacher:
-        """What the target says of a batch on its device, as `TargetReader.read` of its ids and its positions."""
+        """The teacher of a batch on the target's device, as `TargetReader.read` gives it."""
         if batch.texts is None:
             raise ValueError("the batch does not say which texts it holds")
         places = self.place[batch.texts]
@@ -139,17 +125,15 @@ class KeptFeatures:
         return features, shelf.states[rows], shelf.whole[rows], shelf.best[rows]
 
     def _from_host(self, texts: np.ndarray, width: int) -> tuple[Tensor, ...]:
-        shelf = self.shelves[HOST]
-        features = shelf.features.new_zeros(
-            (len(texts), width, shelf.features.shape[-1]), device=self.device
-        )  # padding is zeros
+        shelf = self.shelves[HOST]  # padding is zeros
+        features = shelf.features.new_zeros((len(texts), width, shelf.features.shape[-1]), device=self.device)
         count = int(self.judged[texts].sum())
-        found = [part.new_empty((count, *part.shape[1:]), device=self.device) for part in shelf.parts[1:]]
+        found = [part.new_empty((count, *part.shape[1:]), device=self.device) for part in shelf[1:]]
         for row, (text, (to, end)) in enumerate(zip(texts, _bounds(self.judged[texts]), strict=True)):
             first, length = self.first[text], self.lengths[text]
             features[row, :length].copy_(shelf.features[first : first + length], non_blocking=True)
             first = self.first_judged[text]
-            for there, part in zip(found, shelf.parts[1:], strict=True):
+            for there, part in zip(found, shelf[1:], strict=True):
                 there[to:end].copy_(part[first : first + end - to], non_blocking=True)
         return features, *found
 
@@ -162,44 +146,33 @@ class KeptFeatures:
                 count, judged = self.lengths[texts[here]], self.judged[texts[here]]
                 tokens = self._moved(_runs(here * width, count))
                 shelf.features[self._moved(_runs(self.first[texts[here]], count))] = said.features.flatten(0, 1)[tokens]
-                source, rows = (
-                    self._moved(_runs(bounds[here, 0], judged)),
-                    self._moved(_runs(self.first_judged[texts[here]], judged)),
-                )
-                for there, part in zip(shelf.parts[1:], said.parts[1:], strict=True):
+                source = self._moved(_runs(bounds[here, 0], judged))
+                rows = self._moved(_runs(self.first_judged[texts[here]], judged))
+                for there, part in zip(shelf[1:], said[1:], strict=True):
                     there[rows] = part[source]
             elif place == HOST:
                 for row in here:
                     first, length = self.first[texts[row]], self.lengths[texts[row]]
                     shelf.features[first : first + length].copy_(said.features[row, :length], non_blocking=True)
                     (start, end), first = bounds[row], self.first_judged[texts[row]]
-                    for there, part in zip(shelf.parts[1:], said.parts[1:], strict=True):
+                    for there, part in zip(shelf[1:], said[1:], strict=True):
                         there[first : first + end - start].copy_(part[start:end], non_blocking=True)
         self.read_before[texts[new]] = True
 
     def _moved(self, index: np.ndarray) -> Tensor:
-        found = torch.from_numpy(index)
-        return (
-            found.pin_memory().to(self.device, non_blocking=True)
-            if self.device.type == "cuda"
-            else found.to(self.device)
-        )
+        found, pinned = torch.from_numpy(index), self.device.type == "cuda"
+        return (found.pin_memory() if pinned else found).to(self.device, non_blocking=pinned)
 
 
 def _host_room() -> float:
-    """Bytes of the host's memory that each process of it may still take, as far as the system and a container's limit
-    say."""
+    """Bytes of the host's memory left for each of its processes, by the system and a container's limit."""
     room = float(psutil.virtual_memory().available)
-    most, used, stat = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
-    if (
-        all(path.exists() for path in (most, used, stat))
-        and (limit := most.read_text(encoding="utf-8").strip()).isdigit()
-    ):
-        parts = dict(line.split() for line in stat.read_text(encoding="utf-8").splitlines())
-        cached = int(parts["inactive_file"]) + int(
-            parts["active_file"]
-        )  # of files that were read, which is given back when it is needed
-        room = min(room, int(limit) - int(used.read_text(encoding="utf-8")) + cached)
+    paths = [CGROUP / f"memory.{name}" for name in ("max", "current", "stat")]
+    if all(path.exists() for path in paths):
+        limit, used, stat = (path.read_text(encoding="utf-8").strip() for path in paths)
+        parts = dict(line.split() for line in stat.splitlines())
+        if limit.isdigit():  # files that were read are given back when their memory is needed
+            room = min(room, int(limit) - int(used) + int(parts["inactive_file"]) + int(parts["active_file"]))
     return room / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -223,8 +196,7 @@ def _bounds(counts: np.ndarray) -> np.ndarray:
 
 
 def _judged(texts: Texts) -> np.ndarray:
-    """[N] int64: how many positions of each text carry a loss: those whose token two further on is the target's, see
-    `TextBatch`."""
+    """[N] int64: loss positions of each text, those whose token two further on is the target's."""
     before = np.concatenate(([0], np.cumsum(texts.answer, dtype=np.int64)))
     start, end = texts.offsets[:-1], texts.offsets[1:]
     found: np.ndarray = before[end] - before[np.minimum(start + 2, end)]

@@ -1,8 +1,6 @@
-"""Losses of drafting heads. Each is a number per row, a row being one prediction.
+"""Losses of drafting heads, a number per row (one prediction). `tv`, `nla` and `hybrid`: LK losses, arXiv 2602.23881.
 
 Letters: M rows, V_d draft vocabulary. p is the target's distribution, q the draft's, alpha = sum over v of min(p, q).
-
-Source of `tv`, `nla` and `hybrid`: LK losses, arXiv 2602.23881.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""The target answers the training prompts itself: a head learns to guess its target, not the data set's authors.
-
-Prompts are decoded by fastspec's own rounds without drafts, so many rows at a time, and one that has ended gives its
-place to the next. Shards are written as they are done, so that a stopped run goes on where it was.
-"""
+"""Answers of the target to the training prompts, by rounds without drafts, kept as shards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,8 +32,7 @@ _CHOSEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: those of the target's generation configuration, and the tokenizer's (None: no
-    tokenizer)."""
+    """The tokens that end an answer: those of the target's generation configuration, and the tokenizer's."""
     named = ends_of(target.generation_config) | (frozenset() if tokenizer is None else ends_of(tokenizer))
     return tuple(sorted(named))
 
@@ -58,22 +54,19 @@ def answer_prompts(
     A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. `tell` is
     given the rows that are answered, and how many they will be. Raises `OutOfTime` where `clock` ends.
     """
-    shards = Shards(folder, clock)
-    parts = []
+    shards, parts, share = Shards(folder, clock), [], 0.0 if greedy else config.sampled_share
     with ExitStack() as stack:
+
+        def make(start: int, chosen: Sequence[Row]) -> tuple[Texts, dict[str, Any]]:
+            stack.enter_context(answering(target, config.max_length))
+            sampled = np.random.default_rng((config.seed, start)).random(len(chosen)) < share
+            encoded = encode_prompts(tokenizer, chosen)
+            done = lambda count: tell(start + count, len(rows))  # noqa: E731
+            return answer(target, encoded, sampled, config, ends, tell=done), {}
+
         for number, start in enumerate(range(0, len(rows), config.shard_texts)):
-            chosen, seed = rows[start : start + config.shard_texts], (config.seed, start)
-
-            def make(
-                chosen: Sequence[Row] = chosen, seed: tuple[int, int] = seed, start: int = start
-            ) -> tuple[Texts, dict[str, Any]]:
-                stack.enter_context(answering(target, config.max_length))
-                share = 0.0 if greedy else config.sampled_share
-                sampled = np.random.default_rng(seed).random(len(chosen)) < share
-                done = lambda count: tell(start + count, len(rows))  # noqa: E731
-                return answer(target, encode_prompts(tokenizer, chosen), sampled, config, ends, tell=done), {}
-
-            parts.append(shards.get(number, seed, make)[0])
+            chosen = rows[start : start + config.shard_texts]
+            parts.append(shards.get(number, (config.seed, start), partial(make, start, chosen))[0])
             tell(start + len(chosen), len(rows))
     return Texts.join(parts)
 
@@ -103,9 +96,8 @@ def answer(
             left = [i for i in order if bool(sampled[i]) == draws]
             while left:
                 group, left = left[: A_CALL * most], left[A_CALL * most :]
-                for index, tokens in zip(
-                    group, _call(target, [prompts[i] for i in group], draws, config, ends, most), strict=True
-                ):
+                found = _call(target, [prompts[i] for i in group], draws, config, ends, most)
+                for index, tokens in zip(group, found, strict=True):
                     answers[index] = tokens
                 answered += len(group)
                 tell(answered)
@@ -115,9 +107,8 @@ def answer(
 
 @contextmanager
 def answering(target: Any, longest: int) -> Iterator[int]:
-    """Let a target answer by fastspec's rounds, and by no settings of its own -> the rows that are decoded at a time,
-    of texts of up to `longest` tokens. Around several answers it is patched, and the rows are chosen, once for all of
-    them: what the first of them hold is no reason to take fewer rows, whose rounds would be captured anew."""
+    """Context manager that patches a target and sets its own generation config aside -> the rows that are decoded at a
+    time, of texts of up to `longest` tokens. Inside another one it changes nothing: rounds are not captured anew."""
     own, target.generation_config = target.generation_config, GenerationConfig()
     patches, outermost = not is_patched(target), target not in _CHOSEN
     try:
@@ -155,6 +146,5 @@ def _rows(target: Any, length: int) -> int:
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(
-        1, min(rows, int(free // 4 // (2 * c.num_hidden_layers * heads * width * target.dtype.itemsize * length)))
-    )
+    row = 2 * c.num_hidden_layers * heads * width * target.dtype.itemsize * length
+    return max(1, min(rows, int(free // 4 // row)))

@@ -1,5 +1,4 @@
-"""Writing a trained head in the original checkpoint formats (EAGLE-3's, or the one of EAGLE-1 and EAGLE-2), and its
-model card."""
+"""Trained heads written in the original checkpoint formats (EAGLE-3's, or that of EAGLE-1 and EAGLE-2), with a card."""
 
 from __future__ import annotations
 
@@ -17,30 +16,26 @@ from fastspec.generation.heads.dialects import OWN
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.programs.training.config import TrainConfig
 
+SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SIZES += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+"""Fields of config.json under the names of `HeadConfig`."""
+
 
 def checkpoint_config(head: EagleHead) -> dict[str, Any]:
     """The config.json of a head: Llama's field names, and the taps both as indices into `hidden_states` (top level,
-    what speculators and vLLM read) and as 0-based layer outputs (nested, what SpecForge and SGLang read). A head with
-    EAGLE-3.1's norms says so under the names that speculators has for them. One without taps has `bias`, which the
-    EAGLE repository takes for true where it is absent."""
+    what speculators and vLLM read) and as 0-based layer outputs (nested, what SpecForge and SGLang read). EAGLE-3.1's
+    norms have speculators' names. A head without taps has `bias`, which the EAGLE repository takes for true where it is
+    absent."""
     c = head.config
     eagle3 = c.kind == "eagle3"
-    shared = {
+    found: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
         "model_type": "llama",
         "trained_by": OWN,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
+        **{name: getattr(c, name) for name in SIZES},
         "num_hidden_layers": 1,
-        "vocab_size": c.vocab_size,
-        "draft_vocab_size": c.draft_vocab_size,
-        "rms_norm_eps": c.rms_norm_eps,
         "rope_theta": c.rope_parameters.get("rope_theta", 10000.0),
         "rope_parameters": dict(c.rope_parameters),
-        "max_position_embeddings": c.max_position_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -48,19 +43,12 @@ def checkpoint_config(head: EagleHead) -> dict[str, Any]:
         "dtype": "bfloat16",
     }
     if not eagle3:
-        return {name: value for name, value in shared.items() if name != "draft_vocab_size"} | {"bias": False}
-    normed = {"fc_norm": True, "norm_output": True, "norm_before_residual": False} if c.norm_output else {}
-    return (
-        shared
-        | normed
-        | {
-            "eagle_aux_hidden_state_layer_ids": list(c.taps),
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps],
-                "use_aux_hidden_state": True,
-            },
-        }
-    )
+        return found | {"bias": False}
+    if c.norm_output:
+        found |= {"fc_norm": True, "norm_output": True, "norm_before_residual": False}
+    nested = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps], "use_aux_hidden_state": True}
+    found |= {"draft_vocab_size": c.draft_vocab_size, "eagle_config": nested}
+    return found | {"eagle_aux_hidden_state_layer_ids": list(c.taps)}
 
 
 def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
@@ -68,19 +56,11 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
     c = head.config
     eagle3 = c.kind == "eagle3"
     plain = c.num_hidden_layers == 1 and (not eagle3 or ((c.own_lm_head or c.target_rows) and min(c.taps) > 0))
-    if (
-        not plain
-        or c.attention_bias
-        or c.mlp_bias
-        or c.fc_bias
-        or c.qk_norm
-        or c.input_norm
-        or c.fc_norm != c.norm_output
-    ):
+    more = c.attention_bias or c.mlp_bias or c.fc_bias or c.qk_norm or c.input_norm or c.fc_norm != c.norm_output
+    if not plain or more:
         raise ValueError(
             "the original formats hold one plain layer, EAGLE-3's with its own LM head, and both of EAGLE-3.1's "
-            "norms or neither; "
-            f"this head is {c}"
+            f"norms or neither; this head is {c}"
         )
     if c.last_tap_before_norm:
         raise ValueError(
@@ -88,12 +68,8 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
         )
     if c.norm_before_residual:
         raise ValueError("the original EAGLE-3 format has no norm_before_residual")
-    tensors = {}
-    for name, value in head.state_dict().items():
-        if name != "d2t":
-            tensors[name.replace("layers.0.", "midlayer.") if eagle3 else name] = (
-                value.detach().to("cpu", torch.bfloat16).contiguous()
-            )
+    named = {name.replace("layers.0.", "midlayer.") if eagle3 else name: x for name, x in head.state_dict().items()}
+    tensors = {name: x.detach().to("cpu", torch.bfloat16).contiguous() for name, x in named.items() if name != "d2t"}
     if not eagle3:
         return tensors
     d2t = head.d2t.cpu()
@@ -103,8 +79,8 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
 
 
 def with_own_lm_head(head: EagleHead) -> EagleHead:
-    """A copy of a bound head whose LM head is its own, as other programs read it; the head itself where it has one or
-    borrows the whole."""
+    """Copy of a bound head with an LM head of its own, for other programs; the head itself unless it has the target's
+    rows."""
     if not head.config.target_rows:
         return head
     with torch.device("meta"):
@@ -138,49 +114,40 @@ def model_card(
 ) -> str:
     """README.md of a head: what it belongs to, how it was trained, how to use it."""
     name = Path(config.target).name if Path(config.target).exists() else config.target
-    eagle3 = head.kind == "eagle3"
-    assistant = "eagle3" if eagle3 else "eagle2"
-    taps = (
-        f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}"
-        if eagle3
-        else "feature | the last hidden state, after the norm"
-    )
-    vocabulary = f"{head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens"
-    form = (
-        "the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets)"
-        if eagle3
-        else "the original EAGLE-1 and EAGLE-2 one"
-    )
+    if head.kind == "eagle3":
+        kind, assistant, taps = "EAGLE-3", "eagle3", f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}"
+        vocabulary = f"{head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens"
+        form = "the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets)"
+    else:
+        kind, assistant, taps = "EAGLE-1/2", "eagle2", "feature | the last hidden state, after the norm"
+        vocabulary, form = "the whole, through the LM head of the target", "the original EAGLE-1 and EAGLE-2 one"
     if head.norm_output:
         form += "; with EAGLE-3.1's norms (`fc_norm`, `norm_output`)"
     if head.target_rows:
-        form += (
-            "; for an LM head the target's rows of the drafted tokens behind `lm_head_map.weight`, which only "
-            "fastspec reads"
-        )
-    lines = [
-        f"# {'EAGLE-3' if eagle3 else 'EAGLE-1/2'} head for {name}",
-        "",
-        "A drafting head: with it the target generates several tokens per forward pass, the same ones as without it.",
-        "",
-        "```python",
-        f"import fastspec  # {DISTRIBUTION}, installed from a checkout; the package index's fastspec is another "
-        "project's",
-        f'fastspec.patch(model, {assistant}="path/of/this/folder")',
-        f'model.generate(**inputs, assistant="{assistant}")',
-        "```",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| hidden, intermediate | {head.hidden_size}, {head.intermediate_size} |",
-        f"| {taps} |",
-        f"| draft vocabulary | {vocabulary if eagle3 else 'the whole, through the LM head of the target'} |",
-        f"| texts | {texts}, answers by the target itself |",
-        *([f"| start | the weights of {Path(config.start_from).name} |"] if config.start_from else []),
-        f"| steps | {steps} of {processes * config.batch_tokens} padded tokens, AdamW, peak learning rate "
-        f"{config.learning_rate:g} |",
-        f"| training-time test | {config.ttt_steps} steps, weights {config.decay:g}^i, loss {config.loss} |",
-    ]
+        form += "; as LM head the target's rows of the drafted tokens after `lm_head_map.weight`, for fastspec alone"
+    start = f"| start | the weights of {Path(config.start_from).name} |\n" if config.start_from else ""
+    held = ""
     if validation is not None:
-        lines.append(f"| held-out chain of {config.ttt_steps}, tokens a round | {validation['top1']} |")
-    return "\n".join([*lines, "", f"Format: {form}.", ""])
+        held = f"| held-out chain of {config.ttt_steps}, tokens a round | {validation['top1']} |\n"
+    tokens, rate = processes * config.batch_tokens, f"{config.learning_rate:g}"
+    return f"""# {kind} head for {name}
+
+A drafting head: with it the target generates several tokens per forward pass, the same ones as without it.
+
+```python
+import fastspec  # {DISTRIBUTION}, installed from a checkout; the package index's fastspec is another project's
+fastspec.patch(model, {assistant}="path/of/this/folder")
+model.generate(**inputs, assistant="{assistant}")
+```
+
+| | |
+|---|---|
+| hidden, intermediate | {head.hidden_size}, {head.intermediate_size} |
+| {taps} |
+| draft vocabulary | {vocabulary} |
+| texts | {texts}, answers by the target itself |
+{start}| steps | {steps} of {tokens} padded tokens, AdamW, peak learning rate {rate} |
+| training-time test | {config.ttt_steps} steps, weights {config.decay:g}^i, loss {config.loss} |
+{held}
+Format: {form}.
+"""

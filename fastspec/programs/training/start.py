@@ -1,4 +1,4 @@
-"""The head that a run begins with: one of the target's parts, or one that exists, whose sizes the run takes."""
+"""Head that a run begins with: made of the target's parts, or one that exists, whose sizes the run takes."""
 
 from __future__ import annotations
 
@@ -7,37 +7,119 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
-from fastspec.generation.heads.module import EagleHead
+from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.assistants.heads import load_head
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import TextBatch
 from fastspec.programs.training.save import checkpoint_tensors
-from fastspec.programs.training.target import head_for, start_from_features, start_from_target
+from fastspec.programs.training.target import decoder
+
+SOFTEN = 0.3
+"""Factor on the final norm at the start: a tap read through the target's LM head names the token before."""
+RIDGE = 0.01
+"""Share of the mean square added to the diagonal of the least squares that EAGLE-1/2 heads start from."""
 
 
 def started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[TextBatch] | None) -> EagleHead:
     """A head made of the target's parts and bound to it. `first` are batches that an EAGLE-1/2 head starts from, None
     for a head whose weights are loaded next."""
-    shape = head_for(
-        target,
-        kind=config.kind,
-        draft_vocab_size=len(vocabulary),
-        hidden_size=config.hidden_size or None,
-        intermediate_size=config.intermediate_size or None,
-        taps=config.taps,
-        target_rows=config.share_lm_head,
-        norms=config.norms,
-    )
-    head = EagleHead(shape)
+    head = EagleHead(head_for(config, target, len(vocabulary)))
     if config.kind == "eagle3":
         start_from_target(head, target, vocabulary)
     elif first is not None:
         start_from_features(head, target, first)
     head.bind(target.get_input_embeddings(), target.get_output_embeddings())
     return head
+
+
+def head_for(config: TrainConfig, target: Any, draft_vocab_size: int) -> HeadConfig:
+    """A head with the target's attention shape; for EAGLE-3, empty `taps` mean hidden_states[2], [L // 2] and [L - 3],
+    as published."""
+    c, taps, eagle3 = target.config.get_text_config(), config.taps, config.kind == "eagle3"
+    heads, layers, width = c.num_attention_heads, c.num_hidden_layers, config.hidden_size or c.hidden_size
+    read = target.get_output_embeddings().weight.shape[1]
+    if config.share_lm_head and not width == c.hidden_size == read:
+        raise Unsupported(
+            f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, "
+            f"and the head is to be {width}"
+        )
+    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
+    if eagle3 and not taps:
+        taps = tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)}))
+    return HeadConfig(
+        kind=config.kind,
+        own_lm_head=eagle3 and not config.share_lm_head,
+        target_rows=config.share_lm_head,
+        fc_norm=config.norms,
+        norm_output=config.norms,
+        hidden_size=width,
+        intermediate_size=config.intermediate_size or c.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+        vocab_size=target.get_input_embeddings().weight.shape[0],
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=c.hidden_size,
+        taps=taps,
+        rms_norm_eps=getattr(c, "rms_norm_eps", 1e-5),
+        rope_parameters={"rope_type": "default", "rope_theta": float(theta)},
+        max_position_embeddings=c.max_position_embeddings,
+    )
+
+
+@torch.no_grad()
+def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
+    """Start an EAGLE-3 head from the target's own parts; docs/training.md has the loss measured from it.
+
+    LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and
+    feed-forward begin near zero. Only where the widths agree: otherwise all matrices start at random.
+    """
+    c = head.config
+    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+    _random(head)
+    weight = target.get_output_embeddings().weight
+    if head.norm is None or not c.hidden_size == c.target_hidden_size == weight.shape[1]:
+        return
+    if head.lm_head is not None:
+        head.lm_head.weight.copy_(weight[vocabulary.to(weight.device)])
+    if head.lm_head_map is not None:
+        nn.init.eye_(head.lm_head_map.weight)
+    weight = getattr(getattr(decoder(target), "norm", None), "weight", None)
+    if isinstance(weight, Tensor) and weight.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(weight)
+    head.norm.weight.mul_(SOFTEN)
+    head.fc.weight.zero_()
+    head.fc.weight[:, -c.hidden_size :] = torch.eye(c.hidden_size)
+
+
+@torch.no_grad()
+def start_from_features(head: EagleHead, target: Any, texts: Iterable[TextBatch]) -> None:
+    """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches; docs/training.md has
+    the loss measured.
+
+    `fc` solves the least squares of a position's feature on its token's embedding and the feature before, over the
+    positions with a loss; attention and feed-forward begin near zero.
+    """
+    _random(head)
+    base, embed = decoder(target), target.get_input_embeddings()
+    square = cross = torch.zeros((), dtype=torch.float64, device=embed.weight.device)
+    for batch in texts:
+        batch = batch.to(embed.weight.device)
+        features = base(input_ids=batch.ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        known = torch.cat((embed(batch.ids.flatten()[batch.where]), features[batch.where - 1]), -1).double()
+        square, cross = square + known.T @ known, cross + known.T @ features[batch.where].double()
+    square.diagonal().add_(RIDGE * square.diagonal().mean())
+    head.fc.weight.copy_(torch.linalg.solve(square, cross).T)
+
+
+def _random(head: EagleHead) -> None:
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            small = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=(0.1 if small else 1.0) * parameter.shape[1] ** -0.5)
 
 
 def opened(config: TrainConfig, target: Any) -> EagleHead | None:
@@ -50,10 +132,8 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | None:
         return None
     head = load_head(config.start_from, target)
     if head.config.kind != config.kind:
-        raise Unsupported(
-            f"{config.start_from} is a head of kind {head.config.kind!r} and the run trains {config.kind!r}: give "
-            "that kind"
-        )
+        kinds = f"a head of kind {head.config.kind!r} and the run trains {config.kind!r}"
+        raise Unsupported(f"{config.start_from} is {kinds}: give that kind")
     try:
         checkpoint_tensors(head)
     except ValueError as error:
@@ -69,12 +149,8 @@ def with_sizes_of(config: TrainConfig, head: EagleHead) -> TrainConfig:
     if c.kind == "eagle3":
         sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps}
         sizes |= {"share_lm_head": c.target_rows, "norms": c.norm_output}
-    left_out = {"taps": (), "share_lm_head": False, "norms": False}
-    other = [
-        f"{name} {getattr(config, name)!r} (the head: {size!r})"
-        for name, size in sizes.items()
-        if getattr(config, name) not in (left_out.get(name, 0), size)
-    ]
+    given = {name: value for name in sizes if (value := getattr(config, name))}
+    other = [f"{name} {value!r} (the head: {sizes[name]!r})" for name, value in given.items() if value != sizes[name]]
     if other:
         raise Unsupported(f"{config.start_from} has other sizes than the run: {', '.join(other)}; leave them out")
     return replace(config, **sizes)

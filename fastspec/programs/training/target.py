@@ -1,28 +1,17 @@
-"""The frozen target as a teacher: a head's sizes and start from it, and what it says of a batch, from one forward
-pass."""
+"""Frozen target as a teacher: its features and distributions of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import is_plain
-from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.hf.compat import stack_of
-from fastspec.programs.training.data import TextBatch
 from fastspec.programs.training.ttt import Teacher
-
-SOFTEN = 0.3
-"""Factor on the final norm at the start: the tap read through the target's LM head names the token given, not the one
-to guess."""
-
-RIDGE = 0.01
-"""Share of the mean square added to the diagonal of the least squares that EAGLE-1/2 heads start from."""
 
 
 def freeze(target: Any) -> Any:
@@ -33,121 +22,16 @@ def freeze(target: Any) -> Any:
     return target.eval().requires_grad_(False)
 
 
-def head_for(
-    target: Any,
-    *,
-    draft_vocab_size: int,
-    hidden_size: int | None,
-    intermediate_size: int | None,
-    taps: tuple[int, ...],
-    kind: str = "eagle3",
-    target_rows: bool = False,
-    norms: bool = False,
-) -> HeadConfig:
-    """A head with the target's attention shape; for EAGLE-3, `taps` empty means hidden_states[2], [L // 2] and [L - 3],
-    as published, and `norms` are those of EAGLE-3.1."""
-    c = target.config.get_text_config()
-    heads = c.num_attention_heads
-    layers = c.num_hidden_layers
-    read = target.get_output_embeddings().weight.shape[1]
-    if target_rows and not (hidden_size or c.hidden_size) == c.hidden_size == read:
-        raise Unsupported(
-            f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, "
-            "and the head is to be "
-            f"{hidden_size or c.hidden_size}"
-        )
-    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
-    if kind == "eagle3":
-        taps = taps or tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)}))
-    return HeadConfig(
-        kind=kind,
-        own_lm_head=kind == "eagle3" and not target_rows,
-        target_rows=target_rows,
-        fc_norm=norms,
-        norm_output=norms,
-        hidden_size=hidden_size or c.hidden_size,
-        intermediate_size=intermediate_size or c.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
-        vocab_size=target.get_input_embeddings().weight.shape[0],
-        draft_vocab_size=draft_vocab_size,
-        target_hidden_size=c.hidden_size,
-        taps=taps,
-        rms_norm_eps=getattr(c, "rms_norm_eps", 1e-5),
-        rope_parameters={"rope_type": "default", "rope_theta": float(theta)},
-        max_position_embeddings=c.max_position_embeddings,
-    )
-
-
 def decoder(target: Any) -> Any:
     """The target without its LM head."""
-    return (
-        stack_of(target.get_decoder()) if hasattr(target, "get_decoder") else getattr(target, target.base_model_prefix)
-    )
-
-
-def final_norm(target: Any) -> nn.Module | None:
-    """The norm before the target's LM head, where it is found under its usual name."""
-    found = getattr(decoder(target), "norm", None)
-    return found if isinstance(found, nn.Module) else None
-
-
-@torch.no_grad()
-def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
-    """Start an EAGLE-3 head from the target's own parts; docs/training.md has the loss measured from it.
-
-    LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and
-    feed-forward begin near zero. Only where the widths agree: otherwise all matrices start at random.
-    """
-    c = head.config
-    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
-    _random(head)
-    weight = target.get_output_embeddings().weight
-    if head.norm is None or not c.hidden_size == c.target_hidden_size == weight.shape[1]:
-        return
-    if head.lm_head is not None:
-        head.lm_head.weight.copy_(weight[vocabulary.to(weight.device)])
-    if head.lm_head_map is not None:
-        nn.init.eye_(head.lm_head_map.weight)
-    weight = getattr(final_norm(target), "weight", None)
-    if isinstance(weight, Tensor) and weight.shape == head.norm.weight.shape:
-        head.norm.weight.copy_(weight)
-    head.norm.weight.mul_(SOFTEN)
-    head.fc.weight.zero_()
-    head.fc.weight[:, -c.hidden_size :] = torch.eye(c.hidden_size)
-
-
-@torch.no_grad()
-def start_from_features(head: EagleHead, target: Any, texts: Iterable[TextBatch]) -> None:
-    """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches; docs/training.md has
-    the loss measured.
-
-    `fc` solves the least squares of a position's feature on its token's embedding and the feature before, over the
-    positions with a loss; attention and feed-forward begin near zero.
-    """
-    _random(head)
-    base, embed = decoder(target), target.get_input_embeddings()
-    square = cross = torch.zeros((), dtype=torch.float64, device=embed.weight.device)
-    for batch in texts:
-        batch = batch.to(embed.weight.device)
-        features = base(input_ids=batch.ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        known = torch.cat((embed(batch.ids.flatten()[batch.where]), features[batch.where - 1]), -1).double()
-        square, cross = square + known.T @ known, cross + known.T @ features[batch.where].double()
-    square.diagonal().add_(RIDGE * square.diagonal().mean())
-    head.fc.weight.copy_(torch.linalg.solve(square, cross).T)
-
-
-def _random(head: EagleHead) -> None:
-    for name, parameter in head.named_parameters():
-        if parameter.ndim == 2:
-            small = name.endswith(("o_proj.weight", "down_proj.weight"))
-            nn.init.normal_(parameter, std=(0.1 if small else 1.0) * parameter.shape[1] ** -0.5)
+    if hasattr(target, "get_decoder"):
+        return stack_of(target.get_decoder())
+    return getattr(target, target.base_model_prefix)
 
 
 class TeacherLogits(NamedTuple):
-    """The LM head's say of M states: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the
-    log-sum-exp of all logits, and `best` [M] the most likely token's id."""
+    """Logits of M states, reduced: `probs` [M, V_d] and `inside` [M] as in `Teacher`, `whole` [M] fp32 the log-sum-exp
+    of all, and `best` [M] the most likely token's id."""
 
     probs: Tensor
     inside: Tensor
@@ -173,14 +57,14 @@ class TargetReader:
 
     @torch.no_grad()
     def read(self, ids: Tensor, where: Tensor) -> Teacher:
-        """ids [B, T] right-padded, where [M] flat positions (see `TextBatch`) -> what the target says there."""
+        """ids [B, T] right-padded, where [M] flat positions as in `TextBatch` -> the teacher there."""
         features, _, judged = self.said(ids, where)
         return self.teacher(features, where, judged)
 
     @torch.no_grad()
     def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, TeacherLogits]:
-        """One pass of the target over ids [B, T]: the features [B, T, F], the states at `where` that the LM head reads
-        [M, H], and what it says of these."""
+        """One pass of the target over ids [B, T]: features [B, T, F], and at `where` the states that the LM head reads
+        [M, H] with their reduced logits."""
         if not len(where):
             raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
@@ -190,8 +74,8 @@ class TargetReader:
 
     @torch.no_grad()
     def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> TeacherLogits:
-        """What the LM head says of states [M, H]. `known` are `whole` and `best` of before, which spare the logits
-        outside the draft vocabulary."""
+        """Reduced logits of states [M, H]. `known` are `whole` and `best` of before, which spare the logits outside the
+        draft vocabulary."""
         size = self.lm_head.weight.shape[0]
         parts = []
         for start in range(0, len(states), self.chunk):
@@ -209,8 +93,7 @@ class TargetReader:
 
     @property
     def drafted_bytes(self) -> int:
-        """Of a copy of the LM head's rows for the draft vocabulary; 0 where none is made, since it is that of the
-        whole, or the LM head's logits are not plainly those of its weight."""
+        """Bytes of a copy of the LM head's rows for the draft vocabulary; 0 where none is made."""
         part = len(self.vocabulary) < self.lm_head.weight.shape[0] and is_plain(self.lm_head)
         return len(self.vocabulary) * self.lm_head.weight.shape[1] * self.lm_head.weight.itemsize if part else 0
 
@@ -222,6 +105,6 @@ class TargetReader:
         return F.linear(rows, *self._rows)
 
     def teacher(self, features: Tensor, where: Tensor, judged: TeacherLogits) -> Teacher:
-        """What the target says of a batch, from its features and what its LM head says."""
+        """The teacher of a batch, from its features and reduced logits."""
         best = self.draft_id[judged.best]
         return Teacher(features=features, where=where, probs=judged.probs, inside=judged.inside, best=best)

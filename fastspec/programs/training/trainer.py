@@ -1,4 +1,4 @@
-"""The training run: schedule, steps, checkpoints, validation."""
+"""Training run: schedule, steps, checkpoints, validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather
 
 from fastspec.errors import Unsupported
-from fastspec.generation.heads.module import EagleHead
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import TextBatch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
 from fastspec.programs.training.features import DEVICE, HOST, NOWHERE, KeptFeatures
@@ -31,30 +30,10 @@ DRAFT_VOCABULARY = 10240  # of an EAGLE-3 head, unless said otherwise
 START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
 PLAN = 2  # version of how texts become batches; a run of another version is not taken up
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
-IDENTITY = (
-    "batch_tokens",
-    "length_multiple",
-    "max_length",
-    "seed",
-    "kind",
-    "draft_vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "taps",
-    "loss",
-    "start_from",
-    "share_lm_head",
-    "norms",
-    "keep_features",
-    "keep_features_host",
-    "ttt_steps",
-    "decay",
-    "learning_rate",
-    "final_learning_rate",
-    "warmup_steps",
-    "clip",
-    "mixed_precision",
-)
+IDENTITY: tuple[str, ...] = ("batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size")
+IDENTITY += ("hidden_size", "intermediate_size", "taps", "loss", "start_from", "share_lm_head", "norms")
+IDENTITY += ("keep_features", "keep_features_host", "ttt_steps", "decay", "learning_rate", "final_learning_rate")
+IDENTITY += ("warmup_steps", "clip", "mixed_precision")
 """Settings that a resumed run must share with the one it takes up."""
 
 
@@ -71,7 +50,7 @@ class Progress:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def done(self, config: TrainConfig) -> float:
-        """The share of the run that is behind us, 0 to 1: by time or by epochs, whichever is further."""
+        """The share of the run that is done, 0 to 1: by time or by epochs, whichever is further."""
         by_time = self.seconds / (60 * config.minutes) if config.minutes > 0 else 0.0
         by_epoch = (self.epoch + self.batch / self.batches_per_epoch) / config.epochs if config.epochs > 0 else 0.0
         return min(1.0, max(by_time, by_epoch))
@@ -85,8 +64,7 @@ def learning_rate(config: TrainConfig, progress: Progress) -> float:
 
 
 class Trainer:
-    """One head, one target, one set of texts. `run` trains until the end, or for `limit` seconds, and can be called
-    again."""
+    """Trainer of a head; `run` trains until the end, or for `limit` seconds, and can be called again."""
 
     def __init__(
         self, config: TrainConfig, target: Any, texts: Texts, heldout: Texts, accelerator: Accelerator
@@ -104,23 +82,17 @@ class Trainer:
         self.progress = Progress()
         vocab = target.get_input_embeddings().weight.shape[0]
         self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
-        self.identity |= {
-            "texts": len(self.texts),
-            "tokens": int(self.texts.lengths.sum()),
-            "processes": accelerator.num_processes,
-        }
-        self.identity["plan"] = PLAN
-        if config.keeps_features:  # what is kept hangs on it
+        self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "plan": PLAN}
+        self.identity["processes"] = accelerator.num_processes
+        if config.keeps_features:  # kept features depend on it
             self.identity["target_dtype"] = str(target.dtype)
         state = self._stored()
         if state is None and began is not None:
             vocabulary = draft_vocabulary_of(began)
             self.coverage = coverage_of(self.texts, vocabulary)
         elif state is None:
-            whole = {"eagle3": DRAFT_VOCABULARY}.get(config.kind, vocab)
-            vocabulary, self.coverage = draft_vocabulary(
-                self.texts, min(config.draft_vocab_size or whole, vocab), vocab
-            )
+            size = config.draft_vocab_size or (DRAFT_VOCABULARY if config.kind == "eagle3" else vocab)
+            vocabulary, self.coverage = draft_vocabulary(self.texts, min(size, vocab), vocab)
         else:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
@@ -129,9 +101,8 @@ class Trainer:
         first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
         self.head = began or started(config, target, vocabulary, first)
         self.reader = TargetReader(target, self.head.config.taps, vocabulary)
-        self.module = TrainingTimeTest(
-            self.head, config.ttt_steps, config.decay, loss=config.loss, compile=config.compile
-        )
+        options: dict[str, Any] = {"loss": config.loss, "compile": config.compile}
+        self.module = TrainingTimeTest(self.head, config.ttt_steps, config.decay, **options)
         if config.keeps_features:
             self.features = self._kept()
         self.vocabulary = vocabulary
@@ -148,9 +119,8 @@ class Trainer:
         self.unrolled, self.optimizer = accelerator.prepare(self.module, optimizer)
         if accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / LOG).write_text(
-                "".join(json.dumps(row) + "\n" for row in self.progress.history), encoding="utf-8"
-            )
+            lines = "".join(json.dumps(row) + "\n" for row in self.progress.history)
+            (self.folder / LOG).write_text(lines, encoding="utf-8")
 
     def _stored(self) -> dict[str, Any] | None:
         path = self.folder / STATE
@@ -163,10 +133,8 @@ class Trainer:
         other = [name for name, value in self.identity.items() if begun.get(name) != value]
         if other:
             was = ", ".join(f"{name} {begun.get(name)!r} (now {self.identity[name]!r})" for name in other)
-            raise Unsupported(
-                f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set "
-                "resume=False"
-            )
+            ways = "go on with the same, choose another output folder, or set resume=False"
+            raise Unsupported(f"the run in {self.folder} has {was}: {ways}")
         return state
 
     def _plan(self, epoch: int) -> list[np.ndarray]:
@@ -181,16 +149,12 @@ class Trainer:
 
     def _kept(self) -> KeptFeatures:
         """This process's features. Raises `Unsupported` in all processes where one of them can keep none."""
-        world, error = self.accelerator.num_processes, None
-        mine = np.arange(self.accelerator.process_index, len(self.texts), world)
-        if len(self.texts) < world:
-            raise Unsupported(
-                f"keep_features gives each of {world} processes its own texts, and there are {len(self.texts)}"
-            )
+        config, world, error = self.config, self.accelerator.num_processes, None
+        mine, count = np.arange(self.accelerator.process_index, len(self.texts), world), len(self.texts)
+        if count < world:
+            raise Unsupported(f"keep_features gives each of {world} processes its own texts, and there are {count}")
         try:
-            kept = KeptFeatures(
-                self.reader, self.texts, self.config.keep_features, mine, self.config.keep_features_host
-            )
+            kept = KeptFeatures(self.reader, self.texts, config.keep_features, mine, config.keep_features_host)
         except Unsupported as raised:
             error = raised
         failed = torch.tensor([int(error is not None)], device=self.accelerator.device)
@@ -199,18 +163,15 @@ class Trainer:
         return kept
 
     def _own_groups(self, place: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        """Batches of this process's texts, in every epoch the same: those that are kept in one memory apart from those
-        in another, and from the others, whose batches the target has to read. All processes have as many."""
+        """Batches of this process's texts, each of one memory or of texts that the target reads; as many in every
+        process."""
         tokens, multiple, lengths = self.config.batch_tokens, self.config.length_multiple, self.texts.lengths
         mine = np.arange(len(lengths)) % self.accelerator.num_processes == self.accelerator.process_index
         groups: list[np.ndarray] = []
         for part in filter(len, (np.flatnonzero(mine & (place == each)) for each in (DEVICE, HOST, NOWHERE))):
-            before, more = (
-                len(groups),
-                [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng, self.starts[part])],
-            )
-            groups += more
-            if before and more:
+            first = not groups
+            groups += [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng, self.starts[part])]
+            if not first:
                 rng.shuffle(groups)  # type: ignore[arg-type]  # a list of arrays is shuffled in place
         if self.accelerator.num_processes == 1:
             return groups
@@ -223,7 +184,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.progress)
         with self.accelerator.autocast():
-            loss, losses, hits = self.unrolled(batch.ids, teacher, 1, batch.first)
+            loss, losses, hits = self.unrolled(batch.ids, teacher, batch.first)
         self.accelerator.backward(loss)
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
         self.optimizer.step()
@@ -236,10 +197,8 @@ class Trainer:
         report: Callable[[dict[str, Any]], None] | None = None,
         tick: Callable[[float], None] | None = None,
     ) -> Progress:
-        """Train until the run's end or for `limit` seconds, saving a checkpoint every `config.checkpoint_minutes` and
-        at the end.
-
-        `report` is given a row at the first step and every 50, `tick` the share that is done after each."""
+        """Train until the run's end or for `limit` seconds, with checkpoints; `report` is given a row at the first step
+        and every 50, `tick` the share that is done after each."""
         p, config = self.progress, self.config
         first, limit, seen = p.step, self._agreed(limit), 0
         last = time.perf_counter()
@@ -279,11 +238,9 @@ class Trainer:
 
     def finish(self) -> None:
         """Validate the trained head once, and write the result into its log and card."""
-        p = self.progress
-        if len(self.heldout) and not (
-            p.history and p.history[-1].get("step") == p.step and "validation" in p.history[-1]
-        ):
-            self._log({"step": p.step, "validation": self.validate()})
+        last = self.progress.history[-1] if self.progress.history else {}
+        if len(self.heldout) and (last.get("step") != self.progress.step or "validation" not in last):
+            self._log({"step": self.progress.step, "validation": self.validate()})
             self.checkpoint()
 
     def _agreed(self, now: float) -> float:
@@ -312,39 +269,44 @@ class Trainer:
             with (self.folder / LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def validate(self, texts: Texts | None = None) -> dict[str, Any]:
-        """Teacher-forced acceptance on held-out answers, see `acceptance`."""
-        texts = self.heldout if texts is None else _usable(texts, self.config.max_length)
-        with self.accelerator.autocast():
-            limit = self.config.heldout_texts
-            return acceptance(self.head, self.reader, texts, steps=self.config.ttt_steps, limit=limit)
+    @torch.no_grad()
+    def validate(self) -> dict[str, Any]:
+        """Mean tokens of a round of a chain of drafts (bonus counted), `top1`, teacher-forced on held-out answers, and
+        the `accuracy` at each depth."""
+        steps, device, total = self.config.ttt_steps, self.head.fc.weight.device, 0
+        texts = self.heldout.select(np.arange(len(self.heldout)) < self.config.heldout_texts)
+        unrolled = TrainingTimeTest(self.head, steps, 1.0)
+        counts, right = torch.zeros(2, steps, device=device, dtype=torch.float64)
+        for batch in batches(texts, plan_batches(texts.lengths, 16384, 64, None), 64):
+            batch = batch.to(device)
+            with self.accelerator.autocast():
+                teacher = self.reader.read(batch.ids, batch.where)
+                _, _, hits = unrolled(batch.ids, teacher, batch.first)
+            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape)
+            counts, right, total = counts + alive, right + hits.sum(1), total + int(rows)
+        accuracy = [round(x, 4) for x in (right / max(1, total)).tolist()]
+        return {"top1": round(1 + float(counts.sum()) / max(1, total), 3), "accuracy": accuracy}
 
     def checkpoint(self) -> None:
         """Write the head (bf16, with its card) and, beside it, what `resume` needs."""
         if not self.accelerator.is_main_process:
             return
-        row = next((r["validation"] for r in reversed(self.progress.history) if "validation" in r), None)
-        card = model_card(
-            self.config,
-            self.head.config,
-            steps=self.progress.step,
-            processes=self.accelerator.num_processes,
-            coverage=self.coverage,
-            texts=len(self.texts),
-            validation=row,
-        )
+        p, scaler, part = self.progress, self.accelerator.scaler, self.folder / (STATE + ".part")
+        counts = {"steps": p.step, "processes": self.accelerator.num_processes, "texts": len(self.texts)}
+        row = next((r["validation"] for r in reversed(p.history) if "validation" in r), None)
+        card = model_card(self.config, self.head.config, coverage=self.coverage, validation=row, **counts)
         save_head(self.head, self.folder, card)
         state = {
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
             "vocabulary": self.vocabulary,
             "coverage": self.coverage,
-            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
             "identity": self.identity,
-            "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
+            "progress": {name: getattr(p, name) for name in Progress.__slots__},
         }
-        torch.save(state, self.folder / (STATE + ".part"))
-        (self.folder / (STATE + ".part")).replace(self.folder / STATE)
+        torch.save(state, part)
+        part.replace(self.folder / STATE)
 
 
 def _usable(texts: Texts, longest: int) -> Texts:
@@ -353,41 +315,3 @@ def _usable(texts: Texts, longest: int) -> Texts:
         return texts
     answers = np.add.reduceat(texts.answer.astype(np.int64), texts.offsets[:-1])
     return texts.select((texts.lengths <= longest) & (answers >= 3))
-
-
-@torch.no_grad()
-def acceptance(
-    head: EagleHead,
-    reader: TargetReader,
-    texts: Texts,
-    *,
-    steps: int = 7,
-    limit: int = 400,
-    ranks: tuple[int, ...] = (1,),
-) -> dict[str, Any]:
-    """How many tokens a round yields (bonus counted), teacher-forced over the target's own answers.
-
-    For each rank r: `chain` as if every draft among the head's r best at its depth were in the tree, and nothing else
-    had to be pruned. Rank 1 is a real chain of `steps` drafts; the others bound what a tree can reach. `accuracy` is
-    per depth, rank 1.
-    """
-    chosen = texts if len(texts) <= limit else texts.select(np.arange(len(texts)) < limit)
-    unrolled = TrainingTimeTest(head, steps, 1.0)
-    device = head.fc.weight.device
-    found: dict[str, Any] = {}
-    for rank in ranks:
-        counts = torch.zeros(steps, device=device, dtype=torch.float64)
-        right = torch.zeros(steps, device=device, dtype=torch.float64)
-        total = 0
-        for batch in batches(chosen, plan_batches(chosen.lengths, 16384, 64, None), 64):
-            batch = batch.to(device)
-            teacher = reader.read(batch.ids, batch.where)
-            _, _, hits = unrolled(batch.ids, teacher, rank, batch.first)
-            alive, rows = chain_lengths(hits, teacher.where, batch.ids.shape)
-            counts += alive
-            right += hits.sum(1)
-            total += int(rows)
-        found[f"top{rank}"] = round(1 + float(counts.sum()) / max(1, total), 3)
-        if rank == 1:
-            found["accuracy"] = [round(x, 4) for x in (right / max(1, total)).tolist()]
-    return found

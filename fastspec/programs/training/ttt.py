@@ -31,7 +31,7 @@ and 0.1 instead."""
 
 @dataclass(slots=True, kw_only=True)
 class Teacher:
-    """What the target says of one batch, for the M positions with a loss.
+    """The target's features and distributions of one batch, for the M positions with a loss.
 
     features [B, T, taps * H_t], or [B, T, H_t] after the final norm where the head has no taps; where [M] flat
     positions b * T + u, u >= 1; probs [M, V_d] the target's distribution over the draft vocabulary, renormalised, and
@@ -53,11 +53,8 @@ def feature_loss(states: Tensor, features: Tensor, weight: Tensor) -> Tensor:
 
 
 class TrainingTimeTest(nn.Module):
-    """The head with its unrolled loss, as one module so that data-parallel wrappers see one forward.
-
-    A step's loss is `loss`, by default the cross entropy against the target's distribution, for EAGLE-1/2 heads with
-    FEATURE_LOSS times the distance from the features that they stand for.
-    """
+    """Head with its unrolled loss, as one module so that data-parallel wrappers see one forward. To `loss`, a name of
+    `LOSSES`, EAGLE-1/2 heads add FEATURE_LOSS times the distance from the features that their states stand for."""
 
     def __init__(self, head: EagleHead, steps: int, decay: float, *, loss: str = "kl", compile: bool = False) -> None:
         super().__init__()
@@ -69,12 +66,11 @@ class TrainingTimeTest(nn.Module):
         self.halves: Halves | None = (over_texts(Layer.before), over_texts(Layer.behind)) if compile else None
         self.diagonals = Diagonals(*map(over_rows, EAGER)) if compile else EAGER
 
-    def forward(self, ids: Tensor, teacher: Teacher, rank: int = 1, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """ids [B, T], right-padded -> the loss; losses of each step [steps]; whether the target's token is among the
-        head's `rank` best, at each step and loss position [steps, M] (False where the row would start before the text).
+    def forward(self, ids: Tensor, teacher: Teacher, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """ids [B, T], right-padded -> the loss; losses of each step [steps]; whether the head's likeliest token is the
+        target's, at each step and loss position [steps, M] (False where the row would start before the text).
 
-        No position before `first` carries a loss, in any row: steps behind the first leave out the rows that none is
-        judged by."""
+        No position before `first` carries a loss in any row: later steps leave out the rows before it."""
         size = ids.shape[1]
         positions = torch.arange(size, device=ids.device).expand_as(ids)
         start, place, row = 0, teacher.where % size, teacher.where // size
@@ -101,8 +97,7 @@ class TrainingTimeTest(nn.Module):
             total = total + self.decay**step * loss
             losses.append(loss.detach())
             with torch.no_grad():
-                found = logits.argmax(-1, keepdim=True) if rank == 1 else logits.topk(rank, -1).indices
-                hits.append((found == teacher.best[:, None]).any(-1) & inside)
+                hits.append((logits.argmax(-1) == teacher.best) & inside)
         return total, torch.stack(losses), torch.stack(hits)
 
 
@@ -110,8 +105,7 @@ def chain_lengths(hits: Tensor, where: Tensor, shape: tuple[int, ...]) -> tuple[
     """Acceptance of a chain from every drafting position, teacher-forced: (counts [steps] of positions whose first i +
     1 drafts all hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; shape (B, T).
 
-    A chain starts at row t; its i-th draft is judged at position t + 1 + i. Chains that run over the answer's end count
-    as missed there, which a real decoder would not notice either: it stops.
+    The i-th draft of a chain from row t is judged at position t + 1 + i; past the answer's end it counts as missed.
     """
     rows = where - 1
     alive = torch.ones_like(rows, dtype=torch.bool)
@@ -125,9 +119,7 @@ def chain_lengths(hits: Tensor, where: Tensor, shape: tuple[int, ...]) -> tuple[
 
 
 def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled. Of its arguments' tensors, alone or in sequences, dimension 0 is the one that calls differ
-    in; the others are part of what is compiled, so that a number of rows which happens to be another size is not taken
-    for it."""
+    """`function`, compiled for any dimension 0 of its arguments' tensors, alone or in sequences."""
     run = torch.compile(function)
 
     def call(*arguments: Any) -> Any:
@@ -141,8 +133,7 @@ def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_texts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of a module and of tensors [B, T, ...], which treats positions alike, compiled over the B * T of
-    them."""
+    """`function` of a module and of tensors [B, T, ...], which treats positions alike, compiled over the B * T."""
     run = over_rows(function)
 
     def call(module: Any, *tensors: Tensor) -> Any:

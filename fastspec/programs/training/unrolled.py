@@ -24,11 +24,8 @@ class Diagonals(NamedTuple):
 
 
 class UnrolledAttention:
-    """The `attend` callback of one unrolled pass: keeps each step's keys and values and attends as described above.
-
-    Rows must be right-padded or unpadded: the causal block needs no further mask. Steps behind the first may hold the
-    last rows alone.
-    """
+    """The `attend` callback of one unrolled pass, which keeps each step's keys and values. Rows must be right-padded or
+    unpadded. Steps after the first may hold the last rows alone."""
 
     def __init__(self, diagonals: Diagonals | None = None) -> None:
         self.history: dict[int, list[Tensor]] = {}
@@ -59,10 +56,8 @@ class _CausalPlusDiagonals(torch.autograd.Function):
         parts = [_flash_forward(q, k, v, causal) for k, v, causal in _blocks(q, kv)]
         (out, lse, _), probs = parts[0], None
         if len(kv) > 2:
-            outs, masses = (
-                [each[0].flatten(0, 1) for each in parts],
-                [each[1].transpose(1, 2).flatten(0, 1) for each in parts],
-            )
+            outs = [each[0].flatten(0, 1) for each in parts]
+            masses = [each[1].transpose(1, 2).flatten(0, 1) for each in parts]
             keys, values = _stacked(kv)
             flat, total, probs = diagonals.mixed(_grouped(q, kv), keys, values, outs, masses)
             out, total = flat.view(q.shape), total.view(q.shape[:-1])

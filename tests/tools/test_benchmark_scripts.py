@@ -1,0 +1,88 @@
+"""All benchmarks: their names, what they import, their options, and the smallest runs of those without a test."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import import_utils
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SHARED = ("common", "drafts")
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
+NEEDS = {"drafter": "triton", "kernel_times": "triton", "plot": "matplotlib", "serving": "openai"}
+"""Script -> what it needs that not every environment of the tests has."""
+REFUSED = {
+    "cascade": "--predictor p",
+    "cascade_devices": "--small nonsense",
+    "open_batch": "",
+    "serving": "--model m --prompts p.jsonl",
+    "versions": "--code one=.",
+    "acceptance": "--prompts p.jsonl --temperature 0.6",
+}
+"""Script -> arguments that it refuses before it loads anything."""
+SMALL = {"parallel": "--shapes tiny --prefix 9 --tokens 4 --draft-vocab 64 --dtype float32 --processes 1"}
+"""Script -> arguments of its smallest run on the CPU, where no other test runs it."""
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def found(name: str) -> Any:
+        pytest.importorskip(NEEDS.get(name, "torch"))
+        return importlib.import_module(name)
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return found
+
+
+def test_no_file_takes_the_name_of_a_package_that_transformers_looks_for_or_of_pythons_own() -> None:
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    looked_for = {
+        name.removeprefix("is_").removesuffix("_available")
+        for name in vars(import_utils)
+        if name.endswith("_available")
+    }
+    assert "kernels" in looked_for
+    assert not names & (looked_for | set(sys.stdlib_module_names))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_has_the_options_that_its_docstring_shows(name: str, load: Any, capsys: pytest.CaptureFixture) -> None:
+    script = load(name)
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--help"])
+    assert not ended.value.code
+    usage, _, _ = capsys.readouterr().out.partition("\n\n")
+    commands = re.findall(
+        rf"benchmarks/{name}\.py (.*)", ast.get_docstring(ast.parse(Path(script.__file__).read_text()))
+    )
+    shown = {option for line in commands for option in re.findall(r"(?<!\S)--[a-z-]+", line.split('"')[0])}
+    assert commands and shown <= set(re.findall(r"--[a-z-]+", usage)) and "--out" in usage
+
+
+@pytest.mark.parametrize(("name", "arguments"), REFUSED.items())
+def test_a_script_refuses_before_it_loads_a_model(name: str, arguments: str, load: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load(name).main(arguments.split())
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(("name", "arguments"), SMALL.items())
+def test_the_smallest_run_of_a_script_writes_rows(
+    name: str, arguments: str, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for key, value in one.items():
+        monkeypatch.setenv(key, value)
+    load(name).main([*arguments.split(), "--out", str(tmp_path / "rows.jsonl")])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(row["device"] for row in rows)
+    assert {row["what"] for row in rows} == {"sum", "gather", "round"}
