@@ -33,10 +33,9 @@ class TreeShape:
         _whole("TreeShape", 0, depth=self.depth)
         if not 2 <= self.total_tokens <= min(256, self.candidates + 1):
             raise Unsupported(
-                f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and "
-                f"{min(256, self.candidates + 1)}: depth={self.depth} "
-                f"and top_k={self.top_k} grow {self.candidates} candidates besides the root, and a tree holds at "
-                "most 256 nodes"
+                f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and {min(256, self.candidates + 1)}: "
+                f"depth={self.depth} and top_k={self.top_k} grow {self.candidates} candidates besides the root, and a "
+                "tree holds at most 256 nodes"
             )
 
     @property

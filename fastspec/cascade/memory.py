@@ -114,9 +114,8 @@ class CacheManager:
         if size > self.budget:
             raise Unsupported(
                 f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget for "
-                "what is kept is "
-                f"{self.budget} bytes: allow at least {size}, or keep nothing between calls (Cascade: memory={size}, "
-                "or memory=None)"
+                f"what is kept is {self.budget} bytes: allow at least {size}, or keep nothing between calls (Cascade: "
+                f"memory={size}, or memory=None)"
             )
         if len(held) < self.least:
             return
@@ -231,8 +230,7 @@ def _check(stage: int, tokens: array[int], layers: Sequence[tuple[Tensor, Tensor
     if not shapes or wrong is not None:
         raise Unsupported(
             f"stage {stage}: {f'keys or values of shape {wrong}' if shapes else 'no layer'} given for {len(tokens)} "
-            "tokens; "
-            f"keys and values per layer must be [1, heads, {len(tokens)}, size]"
+            f"tokens; keys and values per layer must be [1, heads, {len(tokens)}, size]"
         )
 
 

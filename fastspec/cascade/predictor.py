@@ -167,10 +167,9 @@ class Predictor:
         features."""
         if self.stages != tuple(stages):
             raise CheckpointError(
-                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the "
-                f"cascade has {len(stages)} "
-                f"({', '.join(stages)}); train one for these with `fastspec cascade train`, or name the stages as it "
-                "has them"
+                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the cascade "
+                f"has {len(stages)} ({', '.join(stages)}); train one for these with `fastspec cascade train`, or name "
+                "the stages as it has them"
             )
         if self.names != NAMES:
             other = sorted(set(self.names) ^ set(NAMES)) or ["another order"]

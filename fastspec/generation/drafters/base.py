@@ -61,8 +61,7 @@ def check_taps(taps: object, layers: int, name: str) -> None:
     ):
         raise Unsupported(
             f"assistant {name!r} has taps={taps!r}: accepted are None for no features, () for the last hidden state "
-            "after the norm, and "
-            f"a tuple of hidden states, from 0, the embeddings, to {layers}"
+            f"after the norm, and a tuple of hidden states, from 0, the embeddings, to {layers}"
         )
 
 
@@ -87,14 +86,12 @@ def check_tree(tree: object, root: Tensor, *, nodes: int, max_path: int, draws: 
     if not 1 <= tokens.shape[1] <= max(nodes, max_path) or tree.max_path > max_path:
         raise Unsupported(
             f"{who}.propose gave a tree of {tokens.shape[1]} nodes and up to {tree.max_path} a path, and it says "
-            f"nodes={nodes} and "
-            f"max_path={max_path}: room was made for these, the root counted"
+            f"nodes={nodes} and max_path={max_path}: room was made for these, the root counted"
         )
     if tree.q is not None and not draws:
         raise Unsupported(
-            f"{who}.propose gave drafts with the distributions that they were drawn from (TokenTree.q): they are "
-            "drawn only where "
-            "Decoding.drafter was given a `process`, and by a drafter whose traits say Traits(draws=True)"
+            f"{who}.propose gave drafts with the distributions that they were drawn from (TokenTree.q): they are drawn "
+            "only where Decoding.drafter was given a `process`, and by a drafter whose traits say Traits(draws=True)"
         )
 
 
@@ -106,9 +103,8 @@ def check_roots(tokens: Tensor, root: Tensor, going: Tensor, who: str) -> None:
         row = int(wrong[0])
         raise Unsupported(
             f"{who}.propose gave a tree that begins with token {int(tokens[row, 0])} in row {row}, where "
-            f"{int(root[row])} was emitted "
-            "last: its root is `root` of `begin`, and then `verdict.bonus` of each `observe` for the rows that are "
-            "`active`"
+            f"{int(root[row])} was emitted last: its root is `root` of `begin`, and then `verdict.bonus` of each "
+            "`observe` for the rows that are `active`"
         )
 
 
@@ -452,8 +448,7 @@ def check_rows(drafter: Drafter | None, name: str) -> None:
     if drafter is not None and type(drafter).copy_row is Drafter.copy_row:
         raise Unsupported(
             f"assistant {name!r} says continuous = True, and its {type(drafter).__name__} lacks copy_row(row, other, "
-            "count), which begins "
-            "a row anew; see fastspec.Drafter"
+            "count), which begins a row anew; see fastspec.Drafter"
         )
 
 

@@ -321,8 +321,7 @@ def refuse_wide(shape: TreeShape, ops: Ops) -> None:
     elif ops.most_candidates is not None and shape.candidates > ops.most_candidates:
         told = (
             f"depth={shape.depth} and top_k={shape.top_k}, which grow {shape.candidates} candidates (top_k + depth * "
-            "top_k ** 2), and "
-            f"its kernels rank at most {ops.most_candidates}"
+            f"top_k ** 2), and its kernels rank at most {ops.most_candidates}"
         )
     else:
         return

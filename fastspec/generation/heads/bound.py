@@ -168,8 +168,7 @@ def bind(module: EagleHead, embedding: nn.Module | None, target: TargetParts) ->
     if borrows and module.lm_head_map is None and target.lm_head_device != target.device:
         raise Unsupported(
             f"this head drafts with the LM head of {target.name}, which is on {target.lm_head_device}, and would run "
-            "on "
-            f"{target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
+            f"on {target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
         )
     if module.lm_head_map is not None:
         _check_rows(module, target.lm_head)
@@ -196,11 +195,9 @@ def followed(head: BoundHead, target: TargetParts) -> BoundHead:
     if reasons:
         raise Unsupported(
             f"the model's embedding and LM head have changed since fastspec.patch ({head.rows[0]} and {head.rows[1]} "
-            "tokens then, "
-            f"{rows[0]} and {rows[1]} now), and its head does not fit them: {'; '.join(reasons)}. Change them back, "
-            "such as by "
-            f"model.resize_token_embeddings({head.config.vocab_size}), or fastspec.unpatch(model) and patch it with "
-            "a head made for it"
+            f"tokens then, {rows[0]} and {rows[1]} now), and its head does not fit them: {'; '.join(reasons)}. Change "
+            f"them back, such as by model.resize_token_embeddings({head.config.vocab_size}), or "
+            "fastspec.unpatch(model) and patch it with a head made for it"
         )
     return bind(head.module, held if own else None, target)
 
@@ -230,8 +227,7 @@ def check_range(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -
         if weight.is_floating_point() and not torch.isfinite(weight.to(dtype)).all():
             raise CheckpointError(
                 f"{where}: {name} has values up to {float(weight.abs().max()):g}, and {dtype} ends at "
-                f"{torch.finfo(dtype).max:g}: load the "
-                "target in torch.bfloat16 or torch.float32"
+                f"{torch.finfo(dtype).max:g}: load the target in torch.bfloat16 or torch.float32"
             )
 
 

@@ -60,8 +60,7 @@ DIALECTS = {
             theta_note=f"SpecForge before November 2025 trained with rope_theta {TRAINED_THETA:g} whatever the "
             "config says; probe it",
             norm_output_note="SpecForge from May to September 2026 wrote norm_output true, its default, for heads "
-            "that feed back the state "
-            "before the norm; such a head drafts better with norm_output=False: probe it",
+            "that feed back the state before the norm; such a head drafts better with norm_output=False: probe it",
         ),
         Dialect(name="speculators", norm_before_residual=True),
         Dialect(name="angelslim", trained_theta=("default", "linear", "dynamic")),
@@ -238,9 +237,8 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
         )
     if fields.layer.get("use_qk_norm") is True and not any("q_norm" in key for key in state):
         raise CheckpointError(
-            f"{fields.where}/config.json: use_qk_norm norms queries and keys without weights (Llama 4), which "
-            "fastspec does not run in "
-            "heads: use one without it"
+            f"{fields.where}/config.json: use_qk_norm norms queries and keys without weights (Llama 4), which fastspec "
+            "does not run in heads: use one without it"
         )
     flags["rope_interleaved"] = Flag(True, "Llama 4's rotation")
     notes.append(
@@ -265,8 +263,7 @@ def _refuse_other_layers(fields: Fields, layers: int) -> None:
     if ("sliding_attention" in types or untyped) and window < fields.size("max_position_embeddings", 2048):
         raise CheckpointError(
             f"{where}/config.json: the head was trained with a sliding window (sliding_attention, {window} tokens), "
-            "which fastspec "
-            "does not run; use a head whose layers are 'full_attention'"
+            "which fastspec does not run; use a head whose layers are 'full_attention'"
         )
 
 
@@ -323,8 +320,7 @@ def _rope_of_layer(fields: Fields, given: Mapping[str, Any], layers: int) -> Map
     if len(named) != len(types) or any(rope != named[0] for rope in named):
         raise CheckpointError(
             f"{fields.where}/config.json: rope_parameters are of {sorted(by_type)}, the head's layers "
-            f"{sorted(set(types))}; accepted is "
-            "one RoPE for all its layers"
+            f"{sorted(set(types))}; accepted is one RoPE for all its layers"
         )
     return named[0]
 
@@ -382,21 +378,18 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
     if uses is not None and uses.value is False:
         raise CheckpointError(
             f"{fields.where}: a head without auxiliary hidden states (use_aux_hidden_state is false) reads the "
-            "target's last state alone, "
-            "which fastspec does not run in EAGLE-3 heads: use one that reads intermediate layers, or train one with "
-            "`fastspec train`"
+            "target's last state alone, which fastspec does not run in EAGLE-3 heads: use one that reads intermediate "
+            "layers, or train one with `fastspec train`"
         )
     if fc is None or fc.ndim != 2:
         raise CheckpointError(
             f"{fields.where}: fc.weight is missing or not a matrix; EAGLE-3 heads that read intermediate layers have "
-            "it, and heads without "
-            "auxiliary hidden states, which fastspec does not run, have none"
+            "it, and heads without auxiliary hidden states, which fastspec does not run, have none"
         )
     if fc.shape[1] % target_hidden:
         raise CheckpointError(
             f"{fields.where}: fc.weight takes {fc.shape[1]} inputs, which is no multiple of the target's hidden size "
-            f"{target_hidden}; "
-            "check target_hidden_size in config.json"
+            f"{target_hidden}; check target_hidden_size in config.json"
         )
     return fc.shape[1] // target_hidden
 

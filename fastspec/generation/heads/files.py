@@ -87,8 +87,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(
             f"{path} cannot be read as plain tensors: it is damaged, or holds pickled code, which fastspec never "
-            "executes; "
-            "download it again, or convert it to safetensors"
+            "executes; download it again, or convert it to safetensors"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise CheckpointError(f"{path} holds something else than named tensors; expected a plain state dict")
@@ -97,8 +96,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise CheckpointError(
                 f"{path}: {name} is {'quantised' if tensor.is_quantized else kind}; accepted are dense tensors with "
-                "their values: save the "
-                "head from a loaded model, as safetensors"
+                "their values: save the head from a loaded model, as safetensors"
             )
     return state
 

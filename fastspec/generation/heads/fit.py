@@ -107,8 +107,7 @@ def _with_default(checkpoint: HeadCheckpoint, num_layers: int) -> HeadCheckpoint
     if not taps[0] < taps[1] < taps[2]:
         raise CheckpointError(
             f"{checkpoint.where}: the head names no taps, and the default (2, L // 2, L - 3) needs a target of at "
-            "least 7 layers, "
-            f"not {num_layers}; give taps=(...) or add eagle_aux_hidden_state_layer_ids to config.json"
+            f"least 7 layers, not {num_layers}; give taps=(...) or add eagle_aux_hidden_state_layer_ids to config.json"
         )
     assumed = (
         f"{checkpoint.where} does not say which hidden states it reads, and EAGLE-3's default {taps} is assumed: {HOW}"
@@ -124,8 +123,7 @@ def _with_counted(checkpoint: HeadCheckpoint, ids: tuple[int, ...], num_layers: 
     taps, flag = counted(ids, num_layers)
     assumed = (
         f"{checkpoint.where} reads the layers {ids} by eagle_config, which programs count in two ways; hidden_states "
-        f"{taps} are assumed: "
-        f"{HOW}"
+        f"{taps} are assumed: {HOW}"
     )
     return replace(
         checkpoint,
@@ -152,14 +150,12 @@ def misfits(checkpoint: HeadCheckpoint, sizes: Sizes) -> tuple[str, ...]:
     if not checkpoint.has_embedding and config.hidden_size != shared:
         found.append(
             f"the head is {config.hidden_size} wide and has no embedding of its own, the target's is {shared} wide: "
-            "export it with its "
-            "embed_tokens.weight, which a head of another width than its target needs"
+            "export it with its embed_tokens.weight, which a head of another width than its target needs"
         )
     if (config.kind == "eagle" or not config.own_lm_head) and config.hidden_size != shared:
         found.append(
-            f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states "
-            f"{shared} wide: export it with "
-            "its lm_head.weight"
+            f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states {shared} "
+            "wide: export it with its lm_head.weight"
         )
     return tuple(found)
 

@@ -100,9 +100,8 @@ def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) 
     names = str(named).lower()
     if any(re.search(MODELS, key) for key in keys) and not any(re.search(HEADS, key) for key in keys):
         raise CheckpointError(
-            f"{where}: a language model of its own and no head: load it with "
-            "AutoModelForCausalLM.from_pretrained(...) and give it as "
-            "fastspec.patch(model, speculative=draft_model)"
+            f"{where}: a language model of its own and no head: load it with AutoModelForCausalLM.from_pretrained(...) "
+            "and give it as fastspec.patch(model, speculative=draft_model)"
         )
     for other in OTHERS:
         told = any(_says(both.get(field)) for field in other.fields)

@@ -148,9 +148,8 @@ class CascadeModels:
         """The decoding of a call. Raises Unsupported for a configuration of other stages."""
         if [stage.model for stage in config.stages] != [stage.stage.model for stage in self.stages[:-1]]:
             raise Unsupported(
-                f"the cascade of this call has the stages {[stage.label for stage in config.stages]} and the model "
-                "was patched with "
-                f"{list(self.names[:-1])}: dataclasses.replace(cascade, price=...) keeps them"
+                f"the cascade of this call has the stages {[stage.label for stage in config.stages]} and the model was "
+                f"patched with {list(self.names[:-1])}: dataclasses.replace(cascade, price=...) keeps them"
             )
         other = [name for name in PATCHED if getattr(config, name) != getattr(self.config, name)]
         if other:
@@ -167,8 +166,7 @@ class CascadeModels:
             if stage.foreign or stage.stage.prompt is not None:
                 raise Unsupported(
                     f"mode={config.mode!r} goes token by token, and the stage {stage.label!r} has other tokens or "
-                    "another prompt: "
-                    "use mode='adaptive'"
+                    "another prompt: use mode='adaptive'"
                 )
             place, wanted = device_of(stage.model), device_of(self.large)
             if place != wanted:

@@ -75,8 +75,7 @@ def refuse(stages: Sequence[StageModel], given: dict[str, Any]) -> None:
     if stateful:
         raise Unsupported(
             f"{stateful} may keep a state over a whole batch, and the stages of a cascade answer some of its rows "
-            "each, one after another: "
-            "leave it out, or decode with the large model's own assistant"
+            "each, one after another: leave it out, or decode with the large model's own assistant"
         )
     for stage in stages:
         if stage.stage.tokenizer is not None:

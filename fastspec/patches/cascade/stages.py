@@ -64,10 +64,9 @@ def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
     need = numbers * torch.empty((), dtype=model.dtype, device="cpu").element_size()
     if need > manager.budget:
         raise Unsupported(
-            f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, "
-            "and the cascade's memory "
-            f"is {manager.budget} bytes: raise Cascade(memory=...), ask for fewer new tokens, or keep nothing "
-            "(memory=None)"
+            f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, and "
+            f"the cascade's memory is {manager.budget} bytes: raise Cascade(memory=...), ask for fewer new tokens, or "
+            "keep nothing (memory=None)"
         )
 
 
@@ -238,8 +237,7 @@ class StageModel:
         if missing:
             raise Unsupported(
                 f"the cascade's stage {self.label!r} is patched already, without the {', '.join(missing)} of its "
-                "resources: give them to "
-                "fastspec.patch, or leave the patch to the cascade"
+                "resources: give them to fastspec.patch, or leave the patch to the cascade"
             )
 
     def close(self) -> None:
@@ -273,9 +271,8 @@ class StageModel:
             abs(sizes[0] - sizes[1]) > PADDING and not self.foreign
         ):  # in this order: tokenizers are loaded where they are needed
             raise Unsupported(
-                f"the cascade's stage {self.label!r} has a vocabulary of {sizes[0]} tokens and the large model one "
-                f"of {sizes[1]}: give "
-                "both tokenizers, Cascade(stages=[Stage(model, tokenizer=...)], tokenizer=...)"
+                f"the cascade's stage {self.label!r} has a vocabulary of {sizes[0]} tokens and the large model one of "
+                f"{sizes[1]}: give both tokenizers, Cascade(stages=[Stage(model, tokenizer=...)], tokenizer=...)"
             )
 
     def ends(self, given: Any = OWN) -> tuple[int, ...]:
