@@ -108,7 +108,7 @@ def test_copies_have_no_twin_and_make_their_own():
     head = bound_head()
     twin = lowered(head, BF16)
     for other in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-        assert other.made.lowered is None and lowered(other, BF16) is not twin
+        assert other.derived.lowered is None and lowered(other, BF16) is not twin
     assert lowered(head, BF16) is twin
 
 

@@ -57,31 +57,28 @@ class TargetParts:
 
 
 @dataclass
-class Made:
-    """Modules made of a bound head when first asked for. Copies and pickles of the head begin without them."""
+class Derived:
+    """Modules derived from a bound head: the LM head of `BoundHead.readout`, and the head in a lower precision
+    (`lowered.py`). Copies and pickles of the head begin without them."""
 
     readout: nn.Linear | None = None
-    """LM head of the target's drafted rows and the head's matrix, see `BoundHead.readout`."""
     lowered: BoundHead | None = None
-    """The head in a lower precision, see `lowered.py`."""
 
-    def __reduce__(self) -> tuple[type[Made], tuple[()]]:
-        return Made, ()
+    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
+        return Derived, ()
 
 
 @dataclass(frozen=True, eq=False)
 class BoundHead:
-    """A head and the modules that it uses of its target; the module itself may serve other targets too.
-
-    `rows` are those of the target's embedding and LM head when it was bound. `source` is the head that this one is a
-    copy of in a lower precision, None for all others.
-    """
+    """A head and the modules that it uses of its target; the module itself may serve other targets too. `rows` are
+    those of the target's embedding and LM head when it was bound, `source` the head that a twin in a lower precision
+    is of."""
 
     module: EagleHead
     binding: Binding
     rows: tuple[int, int]
     source: BoundHead | None = None
-    made: Made = field(default_factory=Made)
+    derived: Derived = field(default_factory=Derived)
 
     @classmethod
     def of(cls, module: EagleHead) -> BoundHead:
@@ -101,43 +98,37 @@ class BoundHead:
         return module
 
     def readout(self) -> Any:
-        """The module that drafting reads logits with: the head's own LM head or the target's, or one made of the
-        target's rows and the head's matrix. Raises CheckpointError where the target's LM head has no rows to give."""
+        """The LM head that drafts: the head's own, the target's, or one made of the target's rows and the head's
+        matrix. Raises CheckpointError where the target's LM head has no rows to give."""
         module, lm_head = self.module, self.binding.lm_head
         if module.lm_head is not None:
             return module.lm_head
         assert lm_head is not None
         if module.lm_head_map is None:
             return lm_head
-        made, like = self.made.readout, module.fc.weight
+        made, like = self.derived.readout, module.fc.weight
         if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
             weight = self._product(lm_head)
             made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             made.weight = nn.Parameter(weight, requires_grad=False)
-            self.made.readout = made
+            self.derived.readout = made
         return made
 
     @torch.no_grad()
     def renew(self, *, exactly: bool = False) -> None:
-        """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed
-        since.
-
-        A change is noticed by what they make of one vector, unless `exactly`. A target's LM head that cannot be read
-        any more leaves it.
-        """
-        made, lm_head, between = self.made.readout, self.binding.lm_head, self.module.lm_head_map
+        """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed,
+        which one vector's product shows unless `exactly`. A target's LM head without readable rows leaves it."""
+        made, lm_head, between = self.derived.readout, self.binding.lm_head, self.module.lm_head_map
         if made is None or between is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
             return
         assert lm_head is not None
         if not exactly:
-            probe = torch.randn(made.weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(
-                made.weight
-            )
+            generator = torch.Generator().manual_seed(0)
+            probe = torch.randn(made.weight.shape[1], generator=generator, device="cpu").to(made.weight)
             mapped = between.weight.float() @ probe.to(between.weight.device).float()
             whole = cast(Tensor, lm_head.weight).detach()
-            if whole.dtype is torch.float32 and not isinstance(
-                whole, DTensor
-            ):  # gathering rows takes three times as long as a product
+            # gathering rows takes three times as long as a product
+            if whole.dtype is torch.float32 and not isinstance(whole, DTensor):
                 now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]
             else:
                 rows = self.module.target_rows(lm_head).float()
@@ -159,11 +150,8 @@ class BoundHead:
 
 
 def bind(module: EagleHead, embedding: nn.Module | None, target: TargetParts) -> BoundHead:
-    """A head bound to a target: `embedding` is the head's own, None for the target's.
-
-    Raises CheckpointError for a head that drafts with rows of an LM head which has none to give, Unsupported for one
-    that would run the target's LM head on another device.
-    """
+    """A head bound to a target: `embedding` is the head's own, None for the target's. Raises CheckpointError where the
+    LM head has no rows to give, Unsupported where it would run on another device."""
     borrows = module.lm_head is None
     if borrows and module.lm_head_map is None and target.lm_head_device != target.device:
         raise Unsupported(
@@ -178,11 +166,8 @@ def bind(module: EagleHead, embedding: nn.Module | None, target: TargetParts) ->
 
 
 def followed(head: BoundHead, target: TargetParts) -> BoundHead:
-    """The head as its target is now: itself, or another that fits where the target was moved, cast, or given another
-    embedding or LM head since (`set_output_embeddings`, `resize_token_embeddings`).
-
-    Raises Unsupported where the target's vocabulary has changed and the head cannot serve it.
-    """
+    """The head as its target is now: itself, or another where the target was moved, cast, or given another embedding or
+    LM head since. Raises Unsupported where the target's vocabulary has changed and the head cannot serve it."""
     weight = head.module.fc.weight
     if weight.device != target.device or weight.dtype != target.dtype:
         head = _moved(head, target)
@@ -219,8 +204,7 @@ def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) ->
 
 
 def check_range(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
-    """Raise CheckpointError, naming the tensor, for finite weights that a target's dtype has no finite values for:
-    bf16's in fp16."""
+    """Raise CheckpointError, naming the tensor, for finite weights that are infinite in a target's fp16."""
     if dtype is not torch.float16:
         return
     for name, weight in weights.items():
@@ -252,8 +236,7 @@ def _check_rows(module: EagleHead, lm_head: nn.Module) -> None:
 
 
 def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
-    """Why a target's LM head has no rows [width] in plain floating point for the tokens that `d2t` names, or None where
-    it has."""
+    """Reason why a target's LM head has no rows [width] in plain floating point for the tokens of `d2t`, or None."""
     weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter, DTensor):
         found = type(lm_head if weight is None else weight).__name__

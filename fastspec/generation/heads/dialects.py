@@ -1,9 +1,7 @@
-"""What a head's config.json and parameter names say, in each of the forms that heads are published in.
+"""Dialects of published heads, and the sizes and flags that a head's config.json and parameter names give.
 
-One `describe` for all of them: the dialect is a name and a handful of defaults, not a class. Formats read: the original
-EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators, AngelSlim, ModelOpt and NeMo
-Automodel, and what `fastspec train` writes. What decides each flag, and which of these formats contradict each other,
-is in docs/checkpoints.md.
+Formats read: the original EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators,
+AngelSlim, ModelOpt, NeMo Automodel, and `fastspec train`'s. docs/checkpoints.md says what decides each flag.
 """
 
 from __future__ import annotations
@@ -25,27 +23,26 @@ MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "
 TAPS = "eagle_aux_hidden_state_layer_ids"
 TRAINED_THETA = 10000.0
 OWN = "fastspec"
-"""What `trained_by` says in the config.json of heads that `fastspec train` wrote, and the name of their dialect."""
+"""The value of `trained_by` in heads that `fastspec train` wrote, and their dialect's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Conventions of one program that writes heads, where config.json leaves them open or means something else than
-    others."""
+    """Conventions of one program that writes heads, where config.json leaves them open or differs from others."""
 
     name: str
     norm_before_residual: bool = False
     """The switch where the field is absent."""
     taps_by_rule: bool = False
-    """Whether it is the format's own rule that unnamed taps are 2, L / 2 and L - 3, so that nothing is assumed."""
+    """Whether the format's own rule is that unnamed taps are 2, L / 2 and L - 3."""
     last_tap_normed: bool = False
-    """Whether a tap after the last layer is after the target's final norm, as transformers' hidden_states has it."""
+    """Whether a tap after the last layer is after the target's final norm, as in transformers' hidden_states."""
     trained_theta: tuple[str, ...] = ()
     """RoPE types that are trained with TRAINED_THETA whatever config.json says."""
     theta_note: str | None = None
-    """What a person should know about a field rope_theta other than TRAINED_THETA."""
+    """Note for a field rope_theta other than TRAINED_THETA."""
     norm_output_note: str | None = None
-    """What a person should know about a field norm_output that is true."""
+    """Note for a field norm_output that is true."""
 
 
 DIALECTS = {
@@ -72,9 +69,7 @@ DIALECTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The reading of one head; `taps_known` is False where the default taps wait for the target's number of layers, and
-    `nested_taps` are those that `eagle_config` names, whose counting the target's depth may decide. `rope_interleaved`:
-    rotation turns neighbouring channels, and not halves."""
+    """The reading of one head; its fields are those of `HeadCheckpoint`."""
 
     dialect: Dialect
     config: HeadConfig
@@ -127,12 +122,8 @@ def is_eagle3(state: Mapping[str, Tensor]) -> bool:
 
 
 def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[str, Tensor], where: str) -> Description:
-    """Read a head's sizes and flags.
-
-    `raw` is config.json, `published` the keys as stored, `state` the tensors under normalised keys, with embed_tokens
-    and t2d. Raises CheckpointError for fields that are missing, out of range or mean something that `EagleHead` cannot
-    do.
-    """
+    """Read the sizes and flags of a head with config.json `raw`, keys as stored `published`, and tensors under
+    normalised keys `state`. Raises CheckpointError for fields that are missing, out of range or beyond `EagleHead`."""
     fields = Fields.of(raw, where)
     dialect = DIALECTS[dialect_of(fields, published, state)]
     notes: list[str] = []
@@ -176,8 +167,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
 
 
 def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool, notes: list[str]) -> dict[str, Any]:
-    """Sizes of the head, of the weights where config.json leaves them out, or speaks of the target's as exporters make
-    it."""
+    """Sizes of the head, from the weights where config.json leaves them out or gives the target's."""
     hidden, heads, vocab = fields.size("hidden_size"), fields.size("num_attention_heads"), fields.size("vocab_size")
     head_dim = fields.size("head_dim", _rows(state, "layers.0.self_attn.q_proj.weight", hidden) // heads)
     key_rows = _rows(state, "layers.0.self_attn.k_proj.weight", heads * head_dim)
@@ -206,8 +196,7 @@ def _rows(state: Mapping[str, Tensor], name: str, default: int) -> int:
 
 
 def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, notes: list[str]) -> int:
-    """The width of the states that a head reads where config.json leaves it out: the head's own, or for a narrow one a
-    share of fc."""
+    """The width of the states that a head reads; left out, the head's own, or for a narrow one a share of fc."""
     fc = state.get("fc.weight")
     named = fields.layer.get(TAPS) or fields.nested.get(TAPS)
     count = len(named) if named else 3
@@ -222,7 +211,7 @@ def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, not
 
 
 def _of_llama4(fields: Fields) -> bool:
-    """Whether the layer is described in Llama 4's terms: a dense feed-forward's size has a name of its own there."""
+    """Whether the layer is described in Llama 4's terms."""
     return fields.layer.get("intermediate_size_mlp") is not None
 
 
@@ -395,8 +384,7 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
 
 
 def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Indices into hidden_states, or None where the target's depth decides, and the numbers that `eagle_config`
-    gives."""
+    """Indices into hidden_states, None where the target's depth decides, and the numbers that `eagle_config` gives."""
     top, nested = fields.layer.get(TAPS), fields.nested.get(TAPS)
     ids = top or nested
     if not ids:
@@ -418,11 +406,9 @@ def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int
 
 
 def counted(ids: tuple[int, ...], num_layers: int | None) -> tuple[tuple[int, ...], Flag]:
-    """Indices into hidden_states of the numbers that `eagle_config` gives, for a target of `num_layers` (None:
-    unknown).
+    """Indices into hidden_states of the numbers in `eagle_config`, for a target of `num_layers` (None: unknown).
 
-    They name layer outputs, one less, as SpecForge's do, unless they begin with 2 or would lead past the target's last
-    layer, as in heads whose authors count like the top-level list.
+    They count layer outputs, one less, unless they begin with 2 or would lead past the target's last layer.
     """
     if ids[0] == 2 or (num_layers is not None and max(ids) == num_layers):
         return ids, Flag(ids, "eagle_config, counted as hidden_states")

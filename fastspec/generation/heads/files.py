@@ -1,7 +1,4 @@
-"""Files of a drafting head: config.json beside safetensors or .bin files, sharded or not, as plain fields and tensors.
-
-Nothing is loaded loosely, and code that comes with a checkpoint is never executed.
-"""
+"""Files of a drafting head: config.json beside safetensors or .bin files, sharded or not. Code is never executed."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 
 
 class HeadFiles(NamedTuple):
-    """Contents of a head's directory: the fields of config.json, and the tensors under the names that they were
-    published with."""
+    """Contents of a head's directory: the fields of config.json, and the tensors under their published names."""
 
     where: str
     config: dict[str, Any]
@@ -38,9 +34,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} does not exist; a head is a directory with config.json and its weights"
-        ) from error
+        raise CheckpointError(f"{path} is missing; a head is a directory with config.json and its weights") from error
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download the head again") from error
     if not isinstance(found, dict):
@@ -102,6 +96,6 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first names of many, for a message."""
+    """The first eight names, for a message."""
     listed = list(names)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
