@@ -115,7 +115,7 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
     """Rows of a sum with the residual and the norm behind it, in one launch where that is taken, and in two. Raises
     RuntimeError where they differ."""
     from fastspec.kernels.layer import norms as layer
-    from fastspec.kernels.linear.reference import Addends
+    from fastspec.kernels.linear.reference import DeferredSum
     from fastspec.kernels.parallel import reduced_norm, words
 
     found = []
@@ -127,7 +127,7 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
             lambda x, r, w: layer.rms_norm(symmetric.all_reduce(x, group), w, 1e-5, r), mine, residual, weight
         )
         fused = partial(
-            lambda x, r, w: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r),
+            lambda x, r, w: reduced_norm.rms_norm(DeferredSum(x, group, symmetric.all_reduce), w, 1e-5, r),
             mine,
             residual,
             weight,

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastspec.config import Ranks, TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import CapturedByShape, padded_width
-from fastspec.generation.decoder_layer import EVERYTHING, Nodes, Rotary
+from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
 from fastspec.generation.drafters.base import Drafter, Place, Process, Traits
 from fastspec.generation.drafters.head_program import Cut, HeadProgram
 from fastspec.generation.heads.bound import BoundHead
@@ -158,7 +158,7 @@ class HeadDrafter(Drafter):
         self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object
     ) -> tuple[Tensor, Tensor]:
         return self.program.step(
-            x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {EVERYTHING: layout})
+            x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {FULL_LAYOUT: layout})
         )
 
 

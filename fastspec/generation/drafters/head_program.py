@@ -32,7 +32,7 @@ from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.whole_layers import WholeLayers
 from fastspec.kernels.drafting.reference import Candidates
-from fastspec.kernels.linear.reference import SILU, Addends, DeferredProduct, joined
+from fastspec.kernels.linear.reference import SILU, DeferredProduct, DeferredSum, joined
 
 LEAST_BYTES = 256 * 1024 * 1024
 """Weights from which on a head is cut: a GPU with 3 TB/s reads as much in 85 us, and the joins of a pass take 40."""
@@ -85,7 +85,7 @@ class Cut:
 
     def _sum(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> Product:
         group, multiply = self.group, ops.linear_parts or ops.linear
-        return lambda x: Addends(DeferredProduct(x, weight, bias, multiply), group, ops.all_reduce)
+        return lambda x: DeferredSum(DeferredProduct(x, weight, bias, multiply), group, ops.all_reduce)
 
 
 _cuts: WeakKeyDictionary[EagleHead, tuple[object, Cut]] = WeakKeyDictionary()

@@ -174,7 +174,8 @@ class RetokenizingDrafter(Drafter):
     def _catch_up(self) -> Tensor:
         """Feed the tokens that the draft's cache lacks of the rows' texts -> logits after them [B, its vocabulary].
         Every row feeds as many of its last tokens as any row lacks, so that none outgrows the cache."""
-        lacks = max(len(read) - _common(fed, read) for fed, read in zip(self.fed, self.read, strict=True))
+        pairs = zip(self.fed, self.read, strict=True)
+        lacks = max(1, *(len(read) - common_prefix(fed, read) for fed, read in pairs))  # the last one is always fed
         parts = [read[-lacks:] for read in self.read]
         starts = [len(read) - len(part) for read, part in zip(self.read, parts, strict=True)]
         self.draft.rewind(torch.tensor(starts, device=self.device))
@@ -201,13 +202,13 @@ def _opening(tokenizer: Tokenizer) -> list[int]:
     return [first] if first is not None and list(tokenizer("")["input_ids"])[:1] == [first] else []
 
 
-def _common(fed: Sequence[int], read: Sequence[int]) -> int:
-    """Tokens of a text that the cache holds, short of the last one, which is always fed."""
-    kept, end = 0, min(len(fed), len(read) - 1)
-    while kept < end:  # parts are compared much faster than tokens one by one
-        half = (kept + end + 1) // 2
-        kept, end = (half, end) if fed[kept:half] == read[kept:half] else (kept, half - 1)
-    return kept
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix of two texts, by bisection: parts are compared faster than tokens."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        half = (low + high + 1) // 2
+        low, high = (half, high) if first[low:half] == second[low:half] else (low, half - 1)
+    return low
 
 
 OVERLAP = 8

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.dialects import DIALECTS, Description, describe, normalise_key
-from fastspec.generation.heads.fields import Flag
 from fastspec.generation.heads.files import HeadFiles, some
 from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
 from fastspec.generation.heads.others import refuse_others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadCheckpoint:
+class HeadCheckpoint(Description):
     """A head before it is built, whatever it was read from.
 
     `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is
-    the head's own, if it brought one. Where `taps_known` is False the taps wait for the target's depth, and
-    `config.taps` only counts them; `nested_taps` are the numbers that `eagle_config` gives them, until that depth is
-    known. With `rope_interleaved` rotation turns neighbouring channels, not halves. `flags` maps a switch to its value
-    and what decided it; `notes` are for a person, `assumed` is what was read into a file that leaves it open. `module`
-    is the head itself where it was given as one.
+    the head's own, if it brought one. `assumed` is what was read into a file that leaves it open. `module` is the head
+    itself where it was given as one.
     """
 
     where: str
-    dialect: str
-    config: HeadConfig
     state: dict[str, Tensor]
     embedding: Tensor | None
-    taps_known: bool = True
-    flags: dict[str, Flag] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    nested_taps: tuple[int, ...] | None = None
-    rope_interleaved: bool = False
     assumed: str | None = None
     module: EagleHead | None = None
 
@@ -50,14 +39,8 @@ class HeadCheckpoint:
         if bool((tokens < 0).any()) or bool((tokens >= config.vocab_size).any()):
             raise CheckpointError(f"{where}'s d2t leads outside the target's vocabulary of {config.vocab_size} tokens")
         weight = None if module.binding is None else getattr(module.binding.embedding, "weight", None)
-        return cls(
-            where=where,
-            dialect="module",
-            config=config,
-            state=module.state_dict(),
-            embedding=weight,
-            module=module,
-        )
+        state = module.state_dict()
+        return cls(where=where, dialect="module", config=config, state=state, embedding=weight, module=module)
 
     @property
     def own_embedding(self) -> Tensor | None:
@@ -98,18 +81,8 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     _take_vocabulary_map(found.config, state, notes, where)
     _fill_output_bias(found.config, state, notes)
     _check_keys(found.config, state, where)
-    return HeadCheckpoint(
-        where=where,
-        dialect=found.dialect.name,
-        config=found.config,
-        state=state,
-        embedding=embedding,
-        taps_known=found.taps_known,
-        flags=found.flags,
-        notes=(*found.notes, *notes),
-        nested_taps=found.nested_taps,
-        rope_interleaved=found.rope_interleaved,
-    )
+    described = {each.name: getattr(found, each.name) for each in fields(found)} | {"notes": (*found.notes, *notes)}
+    return HeadCheckpoint(where=where, state=state, embedding=embedding, **described)
 
 
 def _normalise(published: dict[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -143,7 +116,7 @@ def _check_values(state: dict[str, Tensor], where: str) -> None:
 def _trim_spec_exit(found: Description, state: dict[str, Tensor], notes: list[str]) -> None:
     """Drop the one to three rows that AngelSlim's SpecExit adds to fc, for signals that drafting does not use."""
     hidden = found.config.hidden_size
-    extra = state["fc.weight"].shape[0] - hidden if found.dialect.name == "angelslim" else 0
+    extra = state["fc.weight"].shape[0] - hidden if found.dialect == "angelslim" else 0
     if extra not in (1, 2, 3):
         return
     notes.append(f"fc.weight has {extra} extra output row(s), SpecExit's signals; the first {hidden} rows are used")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -69,15 +69,20 @@ DIALECTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The reading of one head; its fields are those of `HeadCheckpoint`."""
+    """Reading of a head's config.json.
 
-    dialect: Dialect
+    Where `taps_known` is False the taps wait for the target's depth, and `config.taps` only counts them; `nested_taps`
+    are the numbers that `eagle_config` gives them, until that depth is known. With `rope_interleaved` rotation turns
+    neighbouring channels, not halves. `flags` maps a switch to its value and what decided it; `notes` are for a person.
+    """
+
+    dialect: str
     config: HeadConfig
-    taps_known: bool
-    nested_taps: tuple[int, ...] | None
-    rope_interleaved: bool
-    flags: dict[str, Flag]
-    notes: tuple[str, ...]
+    taps_known: bool = True
+    nested_taps: tuple[int, ...] | None = None
+    rope_interleaved: bool = False
+    flags: dict[str, Flag] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def normalise_key(key: str) -> str | None:
@@ -156,7 +161,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     except ValueError as error:
         raise CheckpointError(f"{where}: config.json and weights do not make a head: {error}") from error
     return Description(
-        dialect=dialect,
+        dialect=dialect.name,
         config=config,
         taps_known=taps is not None,
         nested_taps=nested,
@@ -331,8 +336,8 @@ def _switches_from_keys(
     flags |= {name: Flag(value, "weights") for name, value in switches.items()}
     # A flag that the config raises and the weights lack stays raised, so that the missing weight is reported by name.
     eagle3 = is_eagle3(state)
-    for name, field in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if eagle3 else (("fc_bias", "bias"),):
-        declared = fields.find(field)
+    for name, given in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if eagle3 else (("fc_bias", "bias"),):
+        declared = fields.find(given)
         if declared is not None and declared.value is True and not switches[name]:
             switches[name], flags[name] = True, Flag(True, declared.source)
     like_target = (

@@ -34,7 +34,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; a head is a directory with config.json and its weights") from error
+        raise CheckpointError(
+            f"{path} does not exist; a head is a directory with config.json and its weights"
+        ) from error
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download the head again") from error
     if not isinstance(found, dict):

@@ -104,7 +104,7 @@ def answer(
                 heard: list[StageAnswer] = []
                 plain = replace(models.config, explain=False)
                 cascade = AdaptiveCascade(
-                    models, plain, hear=heard.append, assistant="autoregressive"
+                    models, plain, on_answer=heard.append, assistant="autoregressive"
                 )  # in batches the fastest
                 ids, mask = left_padded([encoded[item.name] for item in chosen], 0, models.large.device)
                 stops = {"stop_strings": list(until), "tokenizer": tokenizer} if until else {}
