@@ -253,8 +253,7 @@ class Eagle3(_DynamicTree):
 
 @dataclass(frozen=True, slots=True)
 class Eagle2(_DynamicTree):
-    """EAGLE-2 drafting (arXiv 2406.16858, section 4): the sizes and dynamic trees of `Eagle3` on a head of the
-    EAGLE-1/2 format."""
+    """EAGLE-2 drafting (arXiv 2406.16858, section 4): the sizes and dynamic trees of `Eagle3` on an EAGLE-1/2 head."""
 
     name: ClassVar[str] = "eagle2"
 

@@ -178,8 +178,7 @@ class Posterior:
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), a, b > 0, by its continued fraction (DLMF 8.17.22), Lentz's
-    way."""
+    """The regularised incomplete beta function I_x(a, b), a, b > 0 (DLMF 8.17.22, Lentz)."""
     if not (a > 0 and b > 0):
         raise Unsupported(f"Beta({a}, {b}): both parameters must be positive")
     if x <= 0 or x >= 1:
@@ -209,8 +208,7 @@ def _log_density(x: float, a: float, b: float) -> float:
 
 @lru_cache(maxsize=65536)
 def beta_quantile(share: float, a: float, b: float) -> float:
-    """The x with I_x(a, b) = share, 0 < share < 1, to about 1e-12: Newton's steps, halving the bracket where they
-    shrink too slowly."""
+    """The x with I_x(a, b) = share, 0 < share < 1, to about 1e-12: Newton's steps, else bisection."""
     if not 0 < share < 1:
         raise Unsupported(f"quantile {share} of a Beta distribution must lie between 0 and 1")
     low, high, x, moved = 0.0, 1.0, a / (a + b), 1.0

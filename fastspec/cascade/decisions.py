@@ -68,23 +68,6 @@ class QualityTable:
     fresh: Tensor
     kept: Tensor
 
-    def __post_init__(self) -> None:
-        items, stages = self.fresh.shape if self.fresh.dim() == 2 else (0, 0)
-        if items < 2 or stages < 1 or self.kept.shape != self.fresh.shape:
-            raise Unsupported(
-                f"Table: fresh {tuple(self.fresh.shape)} and kept {tuple(self.kept.shape)} must be [n, L], n >= 2"
-            )
-        left = range(stages, 0, -1)
-        for name, given, widths in (
-            ("quality", self.quality, left),
-            ("points", self.points, [2 * each - 1 for each in left]),
-        ):
-            shapes = [(items, width) for width in widths]
-            if [tuple(each.shape) for each in given] != shapes:
-                raise Unsupported(
-                    f"Table: {name} has shapes {[tuple(each.shape) for each in given]}; expected {shapes}"
-                )
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:

@@ -64,8 +64,7 @@ def pack(layers: Sequence[Weights]) -> list[Tensor]:
 
 
 def turn(weight: Tensor) -> list[Tensor]:
-    """Lay a weight [..., in, out] so that the inputs of an output are neighbours in memory; returns it in a list if it
-    was moved."""
+    """Lay a weight [..., in, out] so that the inputs of an output are neighbours -> it, where it was moved."""
     if weight.transpose(-1, -2).is_contiguous():
         return []
     weight.data = weight.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -176,31 +175,17 @@ class FullAttention(SequenceMixer):
         k, v = self.state.k[self.index], self.state.v[self.index]
         qkv, (cos, sin, factor) = self.qkv(x), nodes.rotary[self.rotary]
         written = (k, v) if self.owns else (k[:, :0], v[:, :0])
-        q = self.ops.rope_cache(
-            qkv,
-            cos,
-            sin,
-            nodes.positions,
-            *written,
-            nodes.slots[self.state.ring],
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            self.offset,
-            self.gated,
-            self.norms_values,
-            self.ties_values,
-            self.interleaved,
-            factor,
-        )
+        norms = self.q_norm, self.k_norm, self.eps, self.offset
+        switches = self.gated, self.norms_values, self.ties_values, self.interleaved
+        slots = nodes.slots[self.state.ring]
+        q = self.ops.rope_cache(qkv, cos, sin, nodes.positions, *written, slots, *norms, *switches, factor)
         mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.layout], self.scale, sinks=self.sinks, cap=self.cap)
         return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta(SequenceMixer):
-    """Gated DeltaNet: a convolution over the last inputs, a state per head, and a gated norm; layer `index` of
-    `state`."""
+    """Gated DeltaNet: a convolution over the last inputs, a state per head, a gated norm; layer `index` of `state`."""
 
     ops: Ops
     state: DeltaState
@@ -281,7 +266,6 @@ class RmsNorm:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum)."""
         return self.ops.rms_norm(x, self.module.weight, self.eps, residual, out, total, self.offset)
 
 
@@ -297,7 +281,6 @@ class Linears:
     """Weight and bias of all as one product, where they lie so."""
 
     def __call__(self, x: Tensor) -> Any:
-        """x [..., K] -> [..., M]."""
         one = self.one()
         if one is None:
             return self.ops.linears(x, *self.apart())
@@ -322,7 +305,6 @@ class Gated:
     kind: Activation = SILU
 
     def __call__(self, x: Tensor) -> Summed:
-        """x [..., K] -> [..., M]."""
         ops, one = self.gate_up.ops, self.gate_up.one()
         if one is None:
             return self.out(ops.linears(x, *self.gate_up.apart(), self.kind))

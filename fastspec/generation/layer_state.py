@@ -76,8 +76,7 @@ class LayerState(ABC):
 
     @abstractmethod
     def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> LayerCache:
-        """Transformers' cache of one layer's tokens in slots [B, T] of texts of lengths [B]; zeros where not real [B,
-        T]."""
+        """Transformers' cache of one layer's tokens in slots [B, T] of texts of lengths [B]; zeros where not real."""
 
 
 class FullAttentionState(LayerState):
@@ -104,16 +103,13 @@ class FullAttentionState(LayerState):
 
     @property
     def device(self) -> torch.device:
-        """Device of the keys and values."""
         return self.k.device
 
     def bytes(self, slots: int) -> int:
-        """Memory of keys and values with so many slots a row."""
         layers, rows, heads, _, size = self.k.shape
         return self.k.element_size() * layers * rows * heads * slots * (size + self.v.shape[-1])
 
     def resize(self, slots: int) -> None:
-        """Replace the buffers by larger ones that hold the same."""
         self.k, self.v = self._resized(self.k, slots), self._resized(self.v, slots)
 
     def clear(self, reached: int) -> None:
@@ -126,7 +122,6 @@ class FullAttentionState(LayerState):
         ops.cache_write(self.k[layer], self.v[layer], k, v, slots)
 
     def commit(self, ops: Ops, moves: Moves) -> None:
-        """Move the accepted paths to the end of their rows' tokens."""
         if moves.verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, moves.sources, moves.targets)
 
@@ -165,19 +160,16 @@ class FirstLayers(FullAttentionState):
         self.whole, self.layers, self.ring = whole, layers, whole.ring
 
     def commit(self, ops: Ops, moves: Moves) -> None:
-        """Move the accepted paths to the end of their rows' tokens."""
         if self.ring is not None:
             moves = replace(moves, sources=moves.sources % self.ring, targets=moves.targets % self.ring)
         super().commit(ops, moves)
 
     @property
     def k(self) -> Tensor:  # type: ignore[override]
-        """Keys [layers, B, Hkv, C, D]."""
         return self.whole.k[: self.layers]
 
     @property
     def v(self) -> Tensor:  # type: ignore[override]
-        """Values [layers, B, Hkv, C, D]."""
         return self.whole.v[: self.layers]
 
 
@@ -218,7 +210,6 @@ class WindowState(FullAttentionState):
         self.span, self.ring = span, ring
 
     def bytes(self, slots: int) -> int:
-        """Memory of keys and values of texts of so many slots."""
         return super().bytes(min(slots, self.ring))
 
     def resize(self, slots: int) -> None:
@@ -227,12 +218,10 @@ class WindowState(FullAttentionState):
             super().resize(min(slots, self.ring))
 
     def commit(self, ops: Ops, moves: Moves) -> None:
-        """Move the accepted paths to the end of their rows' tokens."""
         if moves.verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, moves.sources % self.ring, moves.targets % self.ring)
 
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
-        """Begin a row anew; there must be room for its tokens."""
         assert isinstance(other, WindowState) and other.ring == self.ring
         super().copy_row(row, other, min(count, self.ring), source, reached)
 
@@ -290,7 +279,6 @@ class DeltaState(LayerState):
 
     @property
     def device(self) -> torch.device:
-        """Device of the matrices."""
         return self.s.device
 
     def bytes(self, slots: int) -> int:
@@ -306,12 +294,10 @@ class DeltaState(LayerState):
         self.held.zero_()
 
     def commit(self, ops: Ops, moves: Moves) -> None:
-        """Take the accepted paths in."""
         path, accepted = moves.verdict.path, moves.verdict.accepted
         ops.delta_commit(self.s, self.held, self.inputs, self.mixed, self.u, self.g, path, accepted, moves.active)
 
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
-        """Begin a row anew."""
         assert isinstance(other, DeltaState)
         self.s[:, row] = other.s[:, source]
         self.held[:, row] = other.held[:, source]

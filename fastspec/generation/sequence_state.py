@@ -155,14 +155,11 @@ class SharedState(SequenceState):
 
     @property
     def slots(self) -> int:  # type: ignore[override]
-        """Slots per row of the whole state."""
         return self.whole.slots
 
     @property
     def limit(self) -> int:  # type: ignore[override]
-        """The capacity of the whole state."""
         return self.whole.limit
 
     def reserve(self, committed: int) -> int:
-        """As of the whole state."""
         return self.whole.reserve(committed)

@@ -130,8 +130,7 @@ def _milliseconds(before: torch.cuda.Event | float, after: torch.cuda.Event | fl
 
 @dataclass(slots=True)
 class Stats:
-    """Counts over all rows of one call. Times are host seconds by phase; on CUDA they are launch times, not kernel
-    times."""
+    """Counts over all rows of one call. Times are host seconds by phase; on CUDA of launches."""
 
     assistant: str = ""
     rows: int = 0

@@ -18,7 +18,24 @@ from fastspec.generation.capture import NARROWEST
 from fastspec.generation.tree import TokenTree, Verdict
 
 
-class Target(ABC):
+class Buffered:
+    """Buffers of the rows of a call, which may grow; without any there is always room."""
+
+    def reserve(self, committed: int) -> int:
+        """Make room for this many committed tokens a row -> how many of them are in bounds."""
+        return committed
+
+    def fits(self, committed: int) -> bool:
+        """Whether there is room for so many already."""
+        return True
+
+    @property
+    def buffers(self) -> Hashable:
+        """A value that changes when the buffers are replaced by others, which makes captured graphs void."""
+        return None
+
+
+class Target(Buffered, ABC):
     """A model with a cache that nobody else writes to; draft models are targets too, of trees that are chains."""
 
     captures: bool = False
@@ -54,23 +71,10 @@ class Target(ABC):
     def rewind(self, lengths: Tensor) -> None:
         """Forget every row's committed tokens from lengths [B] on."""
 
-    def reserve(self, committed: int) -> int:
-        """Make room for this many committed tokens a row -> how many of them are in bounds."""
-        return committed
-
-    def fits(self, committed: int) -> bool:
-        """Whether there is room for so many already."""
-        return True
-
     @property
     def bound(self) -> int:
         """Committed tokens a row that there is room for: what a captured program is bounded by."""
         raise NotImplementedError(f"{type(self).__name__} has no buffers, and is not captured")
-
-    @property
-    def buffers(self) -> Hashable:
-        """A value that changes when the buffers are replaced by others, which makes captured graphs void."""
-        return None
 
     def copy_row(self, row: int, other: Target, count: int, source: int = 0) -> None:
         """Begin a row anew with the `count` committed tokens of row `source` of another target of the same model."""
@@ -115,8 +119,7 @@ def widest_part(rows: int, *, captures: bool, windows: bool = False) -> int:
 
 
 def prompt_parts(length: int, widest: int) -> Iterator[tuple[int, int]]:
-    """Begin and width of every part of a prompt of `length` tokens: powers of two above NARROW, `widest` at most, and
-    the rest."""
+    """Begin and width of a prompt's parts: powers of two above NARROW, `widest` at most, then the rest."""
     begin, narrow = 0, min(NARROW, widest)
     while begin < length:
         left = length - begin

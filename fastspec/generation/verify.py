@@ -195,8 +195,7 @@ class Steps(Protocol):
     pad_token: int
 
     def __call__(self, logits: Tensor, scores: Tensor | None = None) -> list[int]:
-        """Take the next step from raw logits [B, V] -> the token of every row. `scores` [B, V] stand in for the
-        processed logits."""
+        """Take the next step from raw logits [B, V] -> the token of every row, or from processed `scores`."""
 
 
 def fill_ended(tree: TokenTree, root: Tensor, ended: Tensor, pad_token: int) -> TokenTree:

@@ -140,8 +140,7 @@ def _warn(why: str) -> None:
 
 @contextmanager
 def _background(collector: Collector) -> Iterator[Any]:
-    """Triton's mode of compiling in the background, left for certain: where a kernel does not compile Triton 3.6 would
-    stay in it."""
+    """Triton's mode of compiling in the background, left for certain: where a kernel fails Triton 3.6 stays in it."""
     try:
         with AsyncCompileMode(collector) as mode:
             yield mode
@@ -241,8 +240,7 @@ def worker_setting() -> int:
 
 
 def _compile(jobs: Sequence[Job], workers: int) -> None:
-    """Fill Triton's cache, the longest kernels first. What a process fails at is compiled by the caller, who then sees
-    the error."""
+    """Fill Triton's cache, the longest kernels first. The caller compiles those that fail, and sees the error."""
     if workers == 1:
         return
     jobs = sorted(jobs, key=lambda job: -job.size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol, cast
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import unmarked
-from fastspec.generation.target import Source, Target
+from fastspec.generation.target import Buffered, Source, Target
 from fastspec.generation.tree import TokenTree, Verdict
 
 
@@ -90,8 +90,7 @@ def check_tree(tree: object, root: Tensor, *, nodes: int, max_path: int, draws: 
 
 
 def check_roots(tokens: Tensor, root: Tensor, going: Tensor, who: str) -> None:
-    """Raise Unsupported where a tree's root, tokens [B, N] at node 0, is not the last emitted token root [B] of a row
-    that is going [B]."""
+    """Raise Unsupported where tokens [B, N] do not begin with the last emitted token root [B] in the rows going [B]."""
     wrong = ((tokens[:, 0] != root) & going).nonzero()
     if len(wrong):
         row = int(wrong[0])
@@ -129,7 +128,7 @@ class Traits:
     """Whether drafts are drawn at random, from distributions that trees bring as `TokenTree.q`."""
 
 
-class Drafter(ABC):
+class Drafter(Buffered, ABC):
     """Proposes a tree after the last emitted token and learns from what the target chose in it."""
 
     traits: Traits = Traits()
@@ -163,21 +162,8 @@ class Drafter(ABC):
         """Begin another call of the same rows, of at most `capacity` tokens each; for `traits.reusable`."""
         raise NotImplementedError(f"{type(self).__name__} is not made for a second call")
 
-    def bind(self, target: Target) -> None:  # noqa: B027
+    def bind(self, target: Target) -> None:
         """Take the call's target, before `begin`; for drafters that read its cache."""
-
-    def reserve(self, committed: int) -> int:
-        """Make room for this many committed tokens a row -> how many of them are in bounds."""
-        return committed
-
-    def fits(self, committed: int) -> bool:
-        """Whether there is room for so many already."""
-        return True
-
-    @property
-    def buffers(self) -> Hashable:
-        """What changes when buffers are replaced by others; see `Target.buffers`."""
-        return None
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         """Begin a row anew with the prompt of `count` tokens that `other`, a drafter of the same decoding and of one
@@ -198,11 +184,10 @@ class Drafter(ABC):
         """Number of the next rounds that have no drafts; asked before every round that may have some."""
         return 0
 
-    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:  # noqa: B027
-        """Take the tokens [B, n] that the rows emitted in rounds without drafts; of a row that ended meanwhile, the
-        first counts[b]."""
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Take the tokens [B, n] that the rows emitted in rounds without drafts, counts [B] of it."""
 
-    def hint(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
+    def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
 
 
@@ -242,8 +227,7 @@ class MixingDrafter(Drafter):
 
     @abstractmethod
     def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
-        """Log-probabilities at the nodes of the last tree, from the target's raw logits and processed scores, all [B,
-        N, V]."""
+        """Log-probabilities at the nodes of the last tree, from the target's raw logits and processed scores."""
 
 
 class Decoding(ABC):
@@ -303,8 +287,7 @@ OPTIONAL = {
     "take": "HostDrafter.update",
     "mix": "MixingDrafter.mix",
 }
-"""Methods that are refused on a plain three-method drafter, where nobody would call them -> what a `Drafter` subclass
-has instead."""
+"""Methods that are refused on a plain three-method drafter, -> what a `Drafter` subclass has instead."""
 
 
 class PlainDrafter(Protocol):
@@ -414,8 +397,7 @@ def check_rows(drafter: Drafter | None, name: str) -> None:
 
 
 def adopt_decoding(decoding: object) -> Decoding | None:
-    """A third party's decoding as the engine takes it, or None for what is none. Raises Unsupported, naming what it
-    lacks."""
+    """A third party's decoding as the engine takes it, else None. Raises Unsupported for parts that it lacks."""
     if isinstance(decoding, type):
         raise Unsupported(f"assistant={decoding.__name__} is a class: give an object of it, {decoding.__name__}(...)")
     name = getattr(decoding, "name", None)

@@ -92,7 +92,6 @@ class ChainDrafter(Drafter):
             self.passes = Passes(self.draft)
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each."""
         if self.whole is None:
             self.draft.open(capacity + self.length.room)
 
@@ -112,11 +111,9 @@ class ChainDrafter(Drafter):
         """[B, n] the tokens before the root that the draft's own cache lacks; rounds without drafts add to them."""
 
     def pause(self) -> int:
-        """Rounds without drafts, where these do not pay."""
         return self.adaptive.budget.pause()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Take what was emitted in rounds without drafts [B, n]; the draft model has to read it."""
         self.unread = torch.cat((self._unread(), tokens[:, :-1]), 1)
         self.root = tokens[:, -1].clone()
         if self.whole is not None:
@@ -192,8 +189,7 @@ class ChainDrafter(Drafter):
 
 
 Blend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(p, q, p_raw, q_raw), each [..., V] fp32 probabilities -> pi [..., V]; p and q are processed, and one-hot in greedy
-calls."""
+"""(p, q, p_raw, q_raw), fp32 probabilities -> pi, all [..., V]; p and q are processed, one-hot in greedy calls."""
 
 
 class MixedDrafter(ChainDrafter, MixingDrafter):
@@ -211,7 +207,6 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
     def first(
         self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool
     ) -> Tensor:
-        """Log pi [B, V] of the first new token; see `MixingDrafter.first`."""
         self.shaped = process or _untouched
         self.process = self.shaped if sample else None
         draft, _ = self.draft.prefill(self._known(ids), counts)
@@ -235,7 +230,6 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         return TokenTree.chain(torch.cat(tokens, 1), self.max_path, q)
 
     def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
-        """Log pi [B, N, V] at the nodes of the last tree."""
         return self._mixed(logits, scores, self.q, self.q_raw)
 
     def _mixed(self, logits: Tensor, scores: Tensor, q: Tensor, q_raw: Tensor) -> Tensor:

@@ -44,10 +44,10 @@ class HeadDrafter(Drafter):
     def __init__(
         self,
         head: BoundHead,
-        *,
         nodes: int,
         max_path: int,
         grown: int,
+        *,
         rows: int,
         capacity: int,
         ops: Ops,
@@ -76,24 +76,20 @@ class HeadDrafter(Drafter):
         self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows."""
         follow(self.head)
         self.state.open(capacity)
 
     def reserve(self, committed: int) -> int:
-        """Make room for this many pairs; returns how many of them are in bounds."""
         committed = self.state.reserve(committed)
         if len(self.tables[0]) != self.state.slots:
             self.tables = self.program.tables(self.state.slots)
         return committed
 
     def fits(self, committed: int) -> bool:
-        """Whether there is room for so many pairs already."""
         return self.state.fits(committed)
 
     @property
     def buffers(self) -> Hashable:
-        """The size of the buffers, which are replaced when they grow."""
         return self.state.slots
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
@@ -113,11 +109,9 @@ class HeadDrafter(Drafter):
                 self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        """Begin a row anew with the only row of another state, which has begun with `count` pairs."""
         self.move_row(row, other, 0, count)
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
-        """Go on with a row of another state, which has `count` pairs."""
         assert isinstance(other, HeadDrafter)
         self.reserve(count)
         self.state.copy_row(row, other.state, count, source)
@@ -246,16 +240,8 @@ class StaticDrafter(HeadDrafter):
         device = head.module.fc.weight.device
         self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
         self.process, self.traits = process, replace(self.traits, draws=process is not None)
-        super().__init__(
-            head,
-            nodes=len(parents),
-            max_path=len(self.levels) + 1,
-            grown=sum(len(level.fed) for level in self.levels),
-            rows=rows,
-            capacity=capacity,
-            ops=ops,
-            cut=cut,
-        )
+        sizes = len(parents), len(self.levels) + 1, sum(len(level.fed) for level in self.levels)
+        super().__init__(head, *sizes, rows=rows, capacity=capacity, ops=ops, cut=cut)
         above = torch.tensor([parents], device=device).expand(rows, -1).contiguous()
         self.tree = TokenTree.from_parents(torch.zeros_like(above), above)
 
@@ -320,16 +306,8 @@ class EagleDrafter(HeadDrafter):
     ) -> None:
         refuse_wide(shape, ops)
         grown = shape.depth * shape.top_k
-        super().__init__(
-            head,
-            nodes=shape.total_tokens,
-            max_path=shape.max_path,
-            grown=grown,
-            rows=rows,
-            capacity=capacity,
-            ops=ops,
-            cut=cut,
-        )
+        sizes = shape.total_tokens, shape.max_path, grown
+        super().__init__(head, *sizes, rows=rows, capacity=capacity, ops=ops, cut=cut)
         self.shape, device = shape, self.last.device
         k, index = shape.top_k, torch.arange(shape.candidates, device=device)
         self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)

@@ -308,7 +308,6 @@ class HeadProgram:
     def expand(
         self, readout: Tensor, scores: Tensor, count: int, out: Candidates
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head
-        made."""
+        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with a foreign one's logits."""
         x = readout if self.weight is not None else self.logits(readout)
         return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t, out)  # type: ignore[return-value]

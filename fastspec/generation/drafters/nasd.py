@@ -152,7 +152,6 @@ class NasdDrafter(HostDrafter):
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
-        """Count a text per row that is no part of the row itself, such as another model's answer."""
         for storage, text in zip(self.storages, texts, strict=True):
             cursor = storage.start()
             for token in text:
@@ -165,12 +164,10 @@ class NasdDrafter(HostDrafter):
             self._count(row, [*text[:real], self.roots[row]])
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        """Begin a row anew with the only row of another drafter, which has begun."""
         self.move_row(row, other, 0, count)
         self.active[row] = True
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
-        """Go on with a row of another drafter."""
         assert isinstance(other, NasdDrafter)
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
@@ -180,11 +177,9 @@ class NasdDrafter(HostDrafter):
             self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
 
     def pause(self) -> int:
-        """Rounds without look-ups, where these do not pay."""
         return self.budget.pause()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Count what was emitted in rounds without look-ups [B, n], counts [B] of it."""
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             self._count(row, emitted[:count])
             self.roots[row] = [self.roots[row], *emitted[:count]][-1]
@@ -255,7 +250,6 @@ class NasdDecoding(Decoding):
     def drafter(
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
-        """The drafter of one call."""
         return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device), self.weight_bytes)
 
     def _storage(self) -> Storage:

@@ -119,8 +119,7 @@ class Tallies:
             self.heads[context] = self._entry(token, times, self.heads[context])
 
     def count(self, context: int, counted: Sequence[int]) -> None:
-        """Count tokens, one after the other. A new one in a full tally takes the place of the least counted, the oldest
-        among equals."""
+        """Count tokens, one after the other. A new one in a full tally replaces the least counted, oldest one."""
         heads, tokens, counts, later = self.heads, self.tokens, self.counts, self.later
         for token in counted:
             first = at = heads[context]

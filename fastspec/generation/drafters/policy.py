@@ -33,8 +33,7 @@ class Cost:
     drafted: float = 0.0
     """The host's milliseconds for each token that a draft model writes; estimated."""
     reread: float = 1.5
-    """The host's milliseconds for encoding a round's text anew for a draft model, and its drafts for the target;
-    estimated."""
+    """The host's milliseconds for encoding a round's text anew for a draft model, and its drafts back; estimated."""
     asynchronous: bool = False
     """Whether rounds without look-ups are asynchronous, and so do not wait for the host."""
 
@@ -136,8 +135,7 @@ class DraftBudget:
         """Whether the next round tries drafts again, whatever is left."""
 
     def pause(self) -> int:
-        """Rounds that go without drafts from here on; asked before every round that may have some. One read-back, none
-        after a pause."""
+        """Rounds that go without drafts from here on; asked before every round that may have some. One read-back."""
         self.due = self.rounds > 0 and not self.due and float(self.left) <= 0
         return self.rounds if self.due else 0
 
@@ -174,8 +172,7 @@ class AdaptiveLength:
         return not self.drafted or self._pays()
 
     def take(self) -> bool:
-        """Count the token -> whether another may follow. Its chance is no higher than this one's, so its pass need not
-        be run to know."""
+        """Count the token -> whether another may follow. Its chance is no higher than this one's."""
         self.hoped += self.confidence
         self.drafted, self.expected = self.drafted + 1, self.expected + self.chance
         return self.drafted < self.length.most and (not self.length.cost or self._pays())

@@ -66,7 +66,6 @@ class RetokenizingDrafter(Drafter):
         self,
         draft: Target,
         length: Length,
-        *,
         room: int,
         tokenizer: Tokenizer,
         draft_tokenizer: Tokenizer,
@@ -80,7 +79,6 @@ class RetokenizingDrafter(Drafter):
         self.passes = Passes(draft)
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each."""
         self.room = room_for(capacity, self.length)
         self.draft.open(self.room)
 
@@ -103,18 +101,15 @@ class RetokenizingDrafter(Drafter):
         """The rows that go on, the rounds' own tensor after the first."""
 
     def pause(self) -> int:
-        """Rounds without drafts, where these do not pay."""
         return self.adaptive.budget.pause()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Append what was emitted in rounds without drafts [B, n], counts [B] of it."""
         for history, more, count in zip(self.history, tokens.tolist(), counts, strict=True):
             history += more[:count]
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Append what the target emitted."""
         self.adaptive.judge(verdict.accepted, active)
         self.active = active
         read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1)
@@ -126,8 +121,7 @@ class RetokenizingDrafter(Drafter):
         return torch.tensor([history[-1] for history in self.history], device=self.device)
 
     def _encode_all(self) -> list[bool]:
-        """Begin a round: encode the texts of the rows that go on -> which rows can be drafted for; the others read some
-        token."""
+        """Begin a round: encode the texts of the rows that go on -> which rows can be drafted for."""
         self.alive: list[bool] = self.active.tolist()
         self.adaptive.begin(max(1, sum(self.alive)))
         able = []
@@ -296,15 +290,7 @@ class SharedDrafter(RetokenizingDrafter):
         device: torch.device,
     ) -> None:
         pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]
-        super().__init__(
-            draft,
-            length,
-            room=room,
-            tokenizer=tokenizer,
-            draft_tokenizer=draft_tokenizer,
-            known=dict(pairs),
-            device=device,
-        )
+        super().__init__(draft, length, room, tokenizer, draft_tokenizer, dict(pairs), device)
         self.ops, self.process = ops, process
         self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
         self.own_id = torch.zeros(vocab, dtype=torch.long, device=device).scatter(0, self.ours, self.theirs)

@@ -90,7 +90,6 @@ class StagedDrafter(Drafter):
         self.nodes = self.max_path = gamma + 1
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each."""
         for model in self.models:
             model.open(capacity + room(self.stages, self.gamma)[0])
 

@@ -42,8 +42,7 @@ class TargetParts:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of the embedding and of the LM head. Raises Unsupported for a module in place of either that has no
-        weight."""
+        """Rows of the embedding and of the LM head. Raises Unsupported for a module without a weight."""
         found = []
         for name, module in (("embedding", self.embedding), ("LM head", self.lm_head)):
             weight = getattr(module, "weight", None)

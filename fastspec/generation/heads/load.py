@@ -21,8 +21,7 @@ ScaledRope = Callable[[HeadConfig], tuple[Tensor, float]]
 
 
 def read_checkpoint(source: Path | EagleHead) -> HeadCheckpoint:
-    """A head's directory or module as a checkpoint. Raises CheckpointError like `read_files`, `translate` and
-    `HeadCheckpoint.of`."""
+    """A head's directory or module as a checkpoint. Raises CheckpointError for one that cannot be read."""
     return HeadCheckpoint.of(source) if isinstance(source, EagleHead) else translate(read_files(source))
 
 
@@ -61,8 +60,7 @@ def build_head(checkpoint: HeadCheckpoint) -> EagleHead:
 
 
 def _in_halves(checkpoint: HeadCheckpoint) -> dict[str, Tensor]:
-    """Weights of a head that rotates neighbouring channels, in the order in which halves are rotated: queries and keys
-    have the same products."""
+    """Weights of a head that rotates neighbouring channels, in the order of rotated halves, with the same products."""
     config = checkpoint.config
     size = config.head_dim
     turned = int(size * config.rope_parameters.get("partial_rotary_factor", 1.0))

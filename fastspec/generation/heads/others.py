@@ -86,8 +86,7 @@ OTHERS = (
 
 
 def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) -> None:
-    """Raise CheckpointError, by name, for a drafting module other than `EagleHead`; `raw` is config.json, `published`
-    the keys as stored."""
+    """Raise CheckpointError, by name, for a drafting module other than `EagleHead`."""
     keys = list(published)
     both = {**raw}
     for name in ("dflash_config", "eagle_config"):

@@ -81,8 +81,7 @@ class _Row:
 
 
 class CascadeModels:
-    """The stages of a patched model's cascade, the model itself last, and what is kept between calls. A deep copy
-    shares the models."""
+    """The stages of a patched model's cascade, the model itself last, and what is kept between calls."""
 
     def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
         if large.config.is_encoder_decoder:

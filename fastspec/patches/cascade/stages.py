@@ -304,8 +304,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def quantization(kind: str, dtype: torch.dtype | None) -> Any:
-    """bitsandbytes' settings, for transformers, with products of 4-bit weights in `dtype`. Raises Unsupported where it
-    is missing."""
+    """bitsandbytes' settings, with products of 4-bit weights in `dtype`. Raises Unsupported where it is missing."""
     import importlib.util
 
     if importlib.util.find_spec("bitsandbytes") is None:
