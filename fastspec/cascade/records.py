@@ -178,10 +178,6 @@ def _finite(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _all_finite(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == len(NAMES) and all(map(_finite, value))
-
-
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -204,7 +200,11 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Any], bool]], ...] = (
         ("label",),
         lambda value: value is None or (_finite(value) and 0 <= value <= 1),
     ),
-    ("finite numbers, as the header names them", ("features",), _all_finite),
+    (
+        "finite numbers, as the header names them",
+        ("features",),
+        lambda value: isinstance(value, (list, tuple)) and len(value) == len(NAMES) and all(map(_finite, value)),
+    ),
 )
 """Conditions of the fields, in words and as a test."""
 

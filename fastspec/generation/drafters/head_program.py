@@ -96,7 +96,8 @@ def cut_over(head: EagleHead, group: dist.ProcessGroup | None) -> Cut | None:
     """This process's part of a head, or None of one that stays whole: one process holds the target, the head is small,
     or its heads or channels do not divide."""
     config = head.config
-    if group is None or _bytes(head) < LEAST_BYTES:
+    modules = (*head.layers, *(() if head.lm_head is None else (head.lm_head,)))
+    if group is None or sum(each.nbytes for module in modules for each in module.parameters()) < LEAST_BYTES:
         return None
     size = group.size()
     if config.num_attention_heads % size or config.num_key_value_heads % size or config.intermediate_size % size:
@@ -107,11 +108,6 @@ def cut_over(head: EagleHead, group: dist.ProcessGroup | None) -> Cut | None:
     if known is None or known[0] != made_of:
         known = _cuts[head] = made_of, _cut(head, group)
     return known[1]
-
-
-def _bytes(head: EagleHead) -> int:
-    modules = (*head.layers, *(() if head.lm_head is None else (head.lm_head,)))
-    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
 
 
 def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:

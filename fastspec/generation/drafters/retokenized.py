@@ -249,13 +249,10 @@ class TextDrafter(RetokenizingDrafter):
         before, after = (decoded(self.draft_tokenizer, ids) for ids in (end, [*end, *written]))
         if not after.startswith(before):
             return []
-        return self._joined(self.history[row], after[len(before) :])[: self.length.most]
-
-    def _joined(self, history: Sequence[int], more: str) -> list[int]:
-        """`more` as target tokens after `history`, encoded with its last tokens where that gives these back."""
-        tail = list(history[-OVERLAP:])
+        more, tail = after[len(before) :], self.history[row][-OVERLAP:]
         whole = encoded(self.tokenizer, decoded(self.tokenizer, tail) + more)
-        return whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)
+        ids = whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)
+        return ids[: self.length.most]
 
 
 SHARE = 0.1

@@ -226,12 +226,10 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
         return False
     no_rope = fields.layer.get("no_rope_layers")
     if isinstance(no_rope, list) and no_rope and not no_rope[0]:
-        raise CheckpointError(
-            f"{fields.where}/config.json: no_rope_layers names a layer without rotation, which heads do not have"
-        )
+        raise fields.error("no_rope_layers names a layer without rotation, which heads do not have")
     if fields.layer.get("use_qk_norm") is True and not any("q_norm" in key for key in state):
-        raise CheckpointError(
-            f"{fields.where}/config.json: use_qk_norm norms queries and keys without weights (Llama 4), which fastspec "
+        raise fields.error(
+            "use_qk_norm norms queries and keys without weights (Llama 4), which fastspec "
             "does not run in heads: use one without it"
         )
     flags["rope_interleaved"] = Flag(True, "Llama 4's rotation")
@@ -244,19 +242,19 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
 
 def _refuse_other_layers(fields: Fields, layers: int) -> None:
     """Layers that draft differently from full attention and SwiGLU are refused by name."""
-    cfg, where = fields.layer, fields.where
+    cfg = fields.layer
     activation = cfg.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise CheckpointError(f"{where}/config.json: hidden_act is {activation!r}; accepted is 'silu'")
+        raise fields.error(f"hidden_act is {activation!r}; accepted is 'silu'")
     types = (cfg.get("layer_types") or [])[:layers]
     other = sorted(set(types) - {"full_attention", "sliding_attention"})
     if other:
-        raise CheckpointError(f"{where}/config.json: layer_types names {other}; accepted are 'full_attention' layers")
+        raise fields.error(f"layer_types names {other}; accepted are 'full_attention' layers")
     window = fields.size("sliding_window", sys.maxsize)
     untyped = not types and (cfg.get("model_type") == "mistral" or cfg.get("use_sliding_window") is True)
     if ("sliding_attention" in types or untyped) and window < fields.size("max_position_embeddings", 2048):
-        raise CheckpointError(
-            f"{where}/config.json: the head was trained with a sliding window (sliding_attention, {window} tokens), "
+        raise fields.error(
+            f"the head was trained with a sliding window (sliding_attention, {window} tokens), "
             "which fastspec does not run; use a head whose layers are 'full_attention'"
         )
 
@@ -292,12 +290,9 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
         if rope.get(name) is None and cfg.get(name) is not None:
             rope[name] = cfg[name]
     if rope.get("partial_rotary_factor", 1.0) > 1:
-        raise CheckpointError(
-            f"{fields.where}/config.json: partial_rotary_factor is {rope['partial_rotary_factor']}; it is a share, "
-            "at most 1"
-        )
+        raise fields.error(f"partial_rotary_factor is {rope['partial_rotary_factor']}; it is a share, at most 1")
     if kind == "linear" and rope.get("factor") is None:
-        raise CheckpointError(f"{fields.where}/config.json: rope_type 'linear' needs a factor")
+        raise fields.error("rope_type 'linear' needs a factor")
     flags["rope_theta"] = Flag(float(theta), source)
     return rope | {"rope_type": kind, "rope_theta": float(theta)}
 
@@ -312,8 +307,8 @@ def _rope_of_layer(fields: Fields, given: Mapping[str, Any], layers: int) -> Map
     )
     named = [by_type[name] for name in types if name in by_type]
     if len(named) != len(types) or any(rope != named[0] for rope in named):
-        raise CheckpointError(
-            f"{fields.where}/config.json: rope_parameters are of {sorted(by_type)}, the head's layers "
+        raise fields.error(
+            f"rope_parameters are of {sorted(by_type)}, the head's layers "
             f"{sorted(set(types))}; accepted is one RoPE for all its layers"
         )
     return named[0]

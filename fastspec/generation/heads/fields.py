@@ -77,6 +77,10 @@ class Fields:
         check_kinds(nested, where)
         return cls(raw, layer, nested, where)
 
+    def error(self, message: str) -> CheckpointError:
+        """The error of a field."""
+        return CheckpointError(f"{self.where}/config.json: {message}")
+
     def find(self, name: str) -> Flag | None:
         """A field of the top, else of `eagle_config`, else of the layer's config; None where absent or null."""
         for level, source in ((self.top, "config"), (self.nested, "eagle_config"), (self.layer, "layer config")):
@@ -90,7 +94,7 @@ class Fields:
         value = self.nested.get(name) if value is None else value
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.where}/config.json: {name} is {value!r}; expected a positive integer")
+            raise self.error(f"{name} is {value!r}; expected a positive integer")
         return value
 
 

@@ -118,14 +118,9 @@ class HeadConfig:
                 'heads of kind "eagle" use the target\'s LM head: hidden_size and draft_vocab_size must be the '
                 "target's"
             )
-        if self.fc_norm or self.input_norm or self.norm_output or self.norm_before_residual:
-            raise ValueError('fc_norm, input_norm, norm_output and norm_before_residual belong to kind "eagle3"')
-        if self.target_rows:
-            raise ValueError(
-                'target_rows belongs to kind "eagle3"; heads of kind "eagle" use the target\'s whole LM head'
-            )
-        if self.last_tap_before_norm:
-            raise ValueError('last_tap_before_norm belongs to kind "eagle3"; heads of kind "eagle" have no taps')
+        switches = "fc_norm", "input_norm", "norm_output", "norm_before_residual", "target_rows", "last_tap_before_norm"
+        if any(getattr(self, name) for name in switches):
+            raise ValueError(f'{", ".join(switches)} belong to kind "eagle3"')
 
     def _check_eagle3(self) -> None:
         if not self.taps or min(self.taps) < 0:
