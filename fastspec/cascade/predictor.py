@@ -98,19 +98,20 @@ class Predictor:
         kept: Tensor,
         *,
         seed: int,
-        groups: Sequence[str] | None = None,
     ) -> Predictor:
         """Train on n items that every one of the L stages has answered.
 
         features: for each stage [n, F]; labels [n, L]: whether the stage's answer is acceptable, in [0, 1]; tokens [n,
         L]: the length of its answer; kept [n, L]: those of them taken over from the stage before (column 0 zeros). Five
-        networks are trained on four fifths of the items each, and calibrated on the rest; items of one group stay
-        together. The same seed gives the same predictor. Raises `Unsupported` for shapes and values that do not fit.
+        networks are trained on four fifths of the items each, and calibrated on the rest. The same seed gives the same
+        predictor. Raises `Unsupported` for shapes and values that do not fit.
         """
-        _check_training(stages, features, labels, tokens, kept, groups)
+        _check_training(stages, features, labels, tokens, kept)
         kept, fresh = kept.float(), (tokens - kept).float()
         generator = torch.Generator().manual_seed(seed)
-        folds = _folds(len(labels), groups, generator)
+        folds = torch.empty(len(labels), dtype=torch.long, device="cpu")
+        order = torch.randperm(len(labels), generator=generator, device="cpu")
+        folds[order] = torch.arange(len(labels), device="cpu") % FOLDS
         heads, outlooks, factors, points = [], [], [], []
         for stage, given in enumerate(features):
             logs = fresh[:, stage + 1 :].clamp(min=1).log()
@@ -286,30 +287,8 @@ def _outlook(logits: Tensor, labels: Tensor, folds: Tensor) -> CalibratedProbabi
     return CalibratedProbability(calibrator, Posterior.fit([calibrator(each) for each in z], y))
 
 
-def _folds(items: int, groups: Sequence[str] | None, generator: torch.Generator) -> Tensor:
-    """A fold for each item [n] int64: groups in random order, the largest first, each to the smallest fold."""
-    names = list(range(items)) if groups is None else list(groups)
-    members: dict[object, list[int]] = {}
-    for item, name in enumerate(names):
-        members.setdefault(name, []).append(item)
-    mixed = [
-        list(members.values())[i] for i in torch.randperm(len(members), generator=generator, device="cpu").tolist()
-    ]
-    folds, sizes = torch.empty(items, dtype=torch.long, device="cpu"), [0] * min(FOLDS, len(members))
-    for group in sorted(mixed, key=len, reverse=True):
-        fold = sizes.index(min(sizes))
-        folds[group] = fold
-        sizes[fold] += len(group)
-    return folds
-
-
 def _check_training(
-    stages: Sequence[str],
-    features: Sequence[Tensor],
-    labels: Tensor,
-    tokens: Tensor,
-    kept: Tensor,
-    groups: Sequence[str] | None,
+    stages: Sequence[str], features: Sequence[Tensor], labels: Tensor, tokens: Tensor, kept: Tensor
 ) -> None:
     wide = len(stages)
     if isinstance(stages, str) or wide < 2 or len(features) != wide or labels.dim() != 2:
@@ -336,8 +315,6 @@ def _check_training(
         raise Unsupported(
             "fit: kept must lie between 0 and tokens, and be 0 at stage 0, which has no answer to take over"
         )
-    if groups is not None and (len(groups) != items or len(set(groups)) < 2):
-        raise Unsupported(f"fit: groups must name one of at least two groups for each of {items} items")
 
 
 def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Tensor]) -> Predictor:

@@ -29,6 +29,12 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import pick_draft
 
 
+def over_vocabulary(logits: Tensor, vocab: int) -> Tensor:
+    """A draft model's logits [..., its vocabulary] as fp32 scores over the target's [..., V]."""
+    scores = logits[..., :vocab].float()
+    return torch.nn.functional.pad(scores, (0, vocab - scores.shape[-1]), value=-torch.inf)
+
+
 class Passes:
     """Passes of a draft model that append tokens to its text and commit them; captured by width where they can be."""
 
@@ -170,12 +176,7 @@ class ChainDrafter(Drafter):
 
     def _feed(self, tokens: Tensor, extent: int) -> Tensor:
         """Append tokens [B, T] to the draft's text -> fp32 scores over the target's vocabulary [B, V] after them."""
-        return self._fitted(self.passes(self._known(tokens), extent))
-
-    def _fitted(self, logits: Tensor) -> Tensor:
-        """The draft model's logits [B, its vocabulary] as fp32 scores over the target's [B, V]."""
-        scores = logits[:, : self.vocab].float()
-        return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[1]), value=-torch.inf)
+        return over_vocabulary(self.passes(self._known(tokens), extent), self.vocab)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Drafts [B, branches] of scores [B, V]: the best, or one drawn."""
@@ -210,7 +211,7 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         self.shaped = process or _untouched
         self.process = self.shaped if sample else None
         draft, _ = self.draft.prefill(self._known(ids), counts)
-        return self._mixed(logits, scores, *self._all_probs(self._fitted(draft)))
+        return self._mixed(logits, scores, *self._all_probs(over_vocabulary(draft, self.vocab)))
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take the first new token root [B] of the text that `first` has read."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import CapturedByShape
 from fastspec.generation.drafters.base import Drafter, Process, Traits
+from fastspec.generation.drafters.chain import over_vocabulary
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
@@ -182,8 +183,7 @@ class StagedDrafter(Drafter):
         last = count + more - 1
         model.commit(Verdict(tree.depths, last, last), torch.ones_like(self.alive))
         wanted = (count - 1)[:, None] + torch.arange(1 + more, device=at.device)
-        scores = logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[2]))[..., : self.vocab].float()
-        return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[2]), value=-torch.inf)
+        return over_vocabulary(logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[2])), self.vocab)
 
     def _chain(self, at: Tensor, count: int, q: Tensor | None) -> TokenTree:
         """The last token of texts that end before slots at [B], and `count` drafts with their q [B, count, V]."""
