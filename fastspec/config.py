@@ -56,7 +56,7 @@ DEFAULT_TREES = {
 # The same of EAGLE-3 on the C++ kernels of the CPU, whose products of 8 rows cost less than those of 16.
 CPP_TREE = TreeShape(total_tokens=8, depth=3, top_k=2)
 # (device type) -> the same in batches of so many rows and more, ascending: 256 nodes in all and, at 128 rows,
-# 512, behind which arithmetic binds a pass (measured on an H100).
+# 512, beyond which arithmetic binds a pass (measured on an H100).
 BATCH_TREES = {
     "cuda": (
         (8, TreeShape(total_tokens=32, depth=6, top_k=8)),

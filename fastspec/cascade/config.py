@@ -21,7 +21,7 @@ RANGES = {"chow": (0, 1), "diff": (-1, 1), "opt": EVERY, "token_v1": (-1, 1), "t
 QUANTIZATIONS = (None, "4bit", "8bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RESOURCES = ("eagle", "eagle2", "eagle3", "speculative", "backend")
-"""What a stage's `resources` may hold: the arguments of `fastspec.patch`."""
+"""Names in a stage's `resources`: arguments of `fastspec.patch`."""
 
 
 @dataclass(frozen=True, slots=True)

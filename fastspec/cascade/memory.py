@@ -154,7 +154,7 @@ class CacheManager:
         return sum(each.size for each in self._entries if each.moved is moved)
 
     def _use(self, wanted: array[int], tokens: array[int]) -> int:
-        """How many of an entry's tokens would be of use, 0 if too few."""
+        """Tokens of an entry that would be of use, 0 if too few."""
         use = min(common_prefix(wanted, tokens), len(wanted) - 1)
         return use if use >= self.least else 0
 

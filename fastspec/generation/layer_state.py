@@ -42,12 +42,12 @@ class LayerState(ABC):
     token (a window, a recurrent state) may ignore the number of slots; no rejected node may change it."""
 
     layers: int
-    """How many layers there are of the kind."""
+    """The number of layers of the kind."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where its layers compute, and its buffers are."""
+        """Device of its layers and buffers."""
 
     @abstractmethod
     def bytes(self, slots: int) -> int:
@@ -84,7 +84,7 @@ class FullAttentionState(LayerState):
     attention keeps one head's latents and rotated channels in their places."""
 
     ring: int | None = None
-    """How many slots positions go round in; None: the token at position p stands in slot p."""
+    """Slots of the ring that positions go round in; None: the token at position p is in slot p."""
 
     def __init__(
         self,

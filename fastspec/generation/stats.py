@@ -158,7 +158,7 @@ class Stats:
     capture_seconds: float = 0.0
     """Host seconds of captures; a part of `seconds`."""
     explanations: tuple[object, ...] = ()
-    """What a cascade did with each row: `fastspec.cascade.decisions.Explanation`."""
+    """A cascade's `fastspec.cascade.decisions.Explanation` of each row."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 

@@ -72,10 +72,10 @@ def read_by(layer: LayerParts) -> Iterator[tuple[Mapping[str, object], str]]:
 
 def plain_row(layer: LayerParts, number: int) -> PlainLayer | None:
     """A layer as a row, or None of one that does more."""
-    norm, mixer, behind, mlp = layer.input_norm, layer.mixer, layer.mlp_norm, layer.mlp
+    norm, mixer, mlp_norm, mlp = layer.input_norm, layer.mixer, layer.mlp_norm, layer.mlp
     more = layer.mixer_out_norm, layer.mlp_out_norm, layer.beside, layer.after
     known = isinstance(norm, RmsNorm) or (norm is None and number == 0)
-    if any(each is not None for each in more) or not known or not isinstance(behind, RmsNorm):
+    if any(each is not None for each in more) or not known or not isinstance(mlp_norm, RmsNorm):
         return None
     if not isinstance(mixer, FullAttention) or mixer.sinks is not None or mixer.cap is not None:
         return None
@@ -93,7 +93,7 @@ def plain_row(layer: LayerParts, number: int) -> PlainLayer | None:
         offset=mixer.offset,
         scale=mixer.scale,
         out=_weighted(mixer.out),
-        mlp_norm=_norm(behind),
+        mlp_norm=_norm(mlp_norm),
         gate_up=_weighted(mlp.gate_up),
         down=_weighted(mlp.out),
     )

@@ -47,7 +47,7 @@ else:
     LACKS = None
 
 WORKERS = "FASTSPEC_COMPILE_WORKERS"
-"""How many processes compile, in the environment; by default one for each core that this process may use, MOST_WORKERS
+"""Variable of the number of processes that compile; by default one a core that this process may use, MOST_WORKERS
 at most. With 0 each kernel compiles at its first launch."""
 MOST_WORKERS = 16
 PATIENCE = 300.0
@@ -231,7 +231,7 @@ def _is_kept(key: str) -> bool:
 
 
 def worker_setting() -> int:
-    """How many processes may compile. Raises Unsupported for a setting that is no number."""
+    """The number of processes that may compile. Raises Unsupported for a setting that is no number."""
     given = os.environ.get(WORKERS, "")
     if given and not given.isdecimal():
         raise Unsupported(f"{WORKERS}={given!r} in the environment: a number of processes is accepted, 0 for none")

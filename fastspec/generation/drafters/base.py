@@ -118,7 +118,7 @@ class Traits:
     """Properties of a drafter, by which the engine decides how rounds run."""
 
     place: Place = Place.HOST
-    """Where `propose` and `observe` run."""
+    """Place of `propose` and `observe`."""
     reusable: bool = False
     """Whether `open` begins a later call of the same kind; others are made anew for every call."""
     reads_logits: bool = True

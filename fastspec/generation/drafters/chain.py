@@ -108,7 +108,7 @@ class ChainDrafter(Drafter):
         self._restart(ids, counts, root)
 
     def _restart(self, ids: Tensor, counts: Tensor, root: Tensor) -> None:
-        """Stand behind a text that the draft model has read, but for its last token."""
+        """Stand after a text that the draft model has read, but for its last token."""
         self.root = root
         self.alive = torch.ones_like(root, dtype=torch.bool)
         self.adaptive = AdaptiveLength(self.length, root.device)

@@ -135,7 +135,7 @@ class HeadDrafter(Drafter):
     def _extend(
         self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
     ) -> None:
-        """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those behind the committed ones."""
+        """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those after the committed ones."""
         width, slots = tokens.shape[1], self.state.slots
         if steps is None:
             steps = self.state.lengths[:, None] + self.place[:width]

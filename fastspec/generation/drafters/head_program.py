@@ -67,7 +67,7 @@ class Cut:
         return lambda x: ops.linear(x, weight, bias)
 
     def out(self, index: int, ops: Ops) -> Product:
-        """What the processes' heads add up to."""
+        """The sum of the processes' heads."""
         return self._sum(*self.layers[index].out, ops)
 
     def mlp(self, index: int, ops: Ops) -> Product:

@@ -38,7 +38,7 @@ Cursor: TypeAlias = Any
 
 
 class Storage(Protocol):
-    """What `Nasd(storage=...)` takes. Cursors are values: a storage may hold any number of texts at once.
+    """A storage for `Nasd(storage=...)`. Cursors are values: it may hold any number of texts at once.
 
     Not to be shared between threads: calls that run at the same time need one each.
     """
@@ -92,7 +92,7 @@ class NgramStorage:
         return ()
 
     def step(self, cursor: Context, token: int) -> Context:
-        """The cursor behind token."""
+        """The cursor after token."""
         return (token, *cursor[: self.n - 2])
 
     def feed(self, cursor: Context, token: int, fillers: Sequence[int] = ()) -> Context:
@@ -221,7 +221,7 @@ class SuffixStorage:
         return self.step(cursor, token)._replace(last=last)
 
     def step(self, cursor: SuffixCursor, token: int) -> SuffixCursor:
-        """The cursor behind token: the longest suffix of text and token that was seen."""
+        """The cursor after token: the longest suffix of text and token that was seen."""
         state, length = self._place(cursor)
         while not (edge := self.edges.find(state, token)):
             if state == 0:

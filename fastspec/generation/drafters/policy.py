@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SMOLLM2_BYTES = 269_030_016
-"""What a pass of SmolLM2-135M reads in bf16; a drafter that is not given a model takes it for this one."""
+"""Bytes that a pass of SmolLM2-135M reads in bf16, for a drafter that is not given a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Cost:
         return one if nodes == 1 else one + several
 
     def check(self, weight_bytes: int) -> float:
-        """What a pass over several nodes adds to one over a single node, in such passes, without the share of each."""
+        """Passes over a single node that one over several nodes costs more, without the share of each."""
         read = weight_bytes / self.bytes_per_ms
         return (self.several[0] + self.several[1] * read) / (self.one + read)
 
     def look(self, weight_bytes: int) -> float:
-        """What a look-up adds to a round, in passes over a single node."""
+        """Cost of a look-up, in passes over a single node."""
         return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.asynchronous else 0.0
 
 
@@ -73,7 +73,7 @@ PRIOR = 1.0
 BUDGET, LARGEST_BUDGET = 2.0, 4.0
 """Target passes that drafts may lose before rounds go without them: at the start of a call, and after any gain."""
 PROBES = 0.05
-"""Target passes a round, on average, that trying drafts again may cost while they do not pay; see `pause_after`."""
+"""Target passes a round, on average, that trying drafts again may cost while they do not pay."""
 LONGEST_PAUSE = 32
 """The most rounds between two tries, since a draft model has to read their tokens when it is tried again."""
 
@@ -85,7 +85,7 @@ def pause_after(price: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """The most tokens that a round drafts, and what decides on fewer.
+    """The most tokens that a round drafts, and the costs that decide on fewer.
 
     A further token, accepted with probability S, is worth its cost c while S / c exceeds the tokens per cost so far, E
     / T = (1 + sum of S) / (1 + drafted * c), with one target pass as the unit. `cost` is c; 0 always drafts `most`

@@ -181,7 +181,7 @@ class RetokenizingDrafter(Drafter):
         return self.passes(token[:, None], max(map(len, self.read)) + behind)
 
     def _keep(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take note of the draft model's tokens that were fed behind the text of each row."""
+        """Note the draft model's tokens that were fed after the text of each row."""
         self.fed = [[*read, *row] for read, row in zip(self.read, rows, strict=True)]
 
 
@@ -258,7 +258,7 @@ class TextDrafter(RetokenizingDrafter):
 SHARE = 0.1
 """A row is drafted for no further where the shared tokens hold less of the draft model's probability than this."""
 SPACES = str.maketrans({"Ġ": " ", "▁": " "})
-"""How byte-level and SentencePiece vocabularies write a leading space."""
+"""Leading spaces of byte-level and SentencePiece vocabularies."""
 
 
 class SharedDrafter(RetokenizingDrafter):
@@ -381,6 +381,6 @@ def _word(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _added(tokenizer: Tokenizer, head: list[int], token: int) -> str:
-    """What a token adds to the text of `head`; nothing where it changes that."""
+    """The text that a token adds to that of `head`; nothing where it changes that."""
     text, start = decoded(tokenizer, [*head, token]), decoded(tokenizer, head) if head else ""
     return text[len(start) :] if text.startswith(start) else ""

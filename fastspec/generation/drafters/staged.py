@@ -107,7 +107,7 @@ class StagedDrafter(Drafter):
         self.tape = torch.where(steps < self.kept, text.gather(1, last.clamp(0, text.shape[1] - 1)), 0)
 
     def propose(self, extent: int) -> TokenTree:
-        """What the last stage writes behind the text."""
+        """The last stage's tokens after the text."""
         at = torch.full_like(self.length, self.kept)
         q = self._write(self.stages - 1, at, self.gamma, self.alive, extent + self.width)
         return self._chain(at, self.gamma, q)
@@ -115,7 +115,7 @@ class StagedDrafter(Drafter):
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Move the tape on behind what the target emitted, and cut the stages' caches to it."""
+        """Move the tape on after the emitted tokens, and cut the stages' caches to it."""
         at = torch.full_like(self.length, self.kept)
         gained = (verdict.accepted + 1) * active
         self._set(at, verdict)
@@ -197,7 +197,7 @@ class StagedDrafter(Drafter):
         return walk_drawn(tree, scores, tree.q, torch.rand(tree.tokens.shape, device=scores.device), self.ops)
 
     def _set(self, at: Tensor, verdict: Verdict) -> None:
-        """Put a verdict's own token behind what it accepted of the drafts at slots at [B]."""
+        """Put a verdict's own token after the accepted drafts at slots at [B]."""
         self.tape.scatter_(1, (at + verdict.accepted)[:, None], verdict.bonus.clamp(min=0)[:, None])
 
     def _cut(self, stage: int, at: Tensor) -> None:

@@ -55,7 +55,7 @@ class HeadConfig:
     transformers' `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature
     is the last hidden state after the target's final norm. `last_tap_before_norm`: a tap after the target's last layer
     is before that norm, where `hidden_states` has it after the norm. `own_lm_head` is False for heads that use the
-    target's LM head: whole, or with `target_rows` its rows of the drafted tokens, behind a matrix [H, H] of the head's
+    target's LM head: whole, or with `target_rows` its rows of the drafted tokens, after a matrix [H, H] of the head's
     own.
     """
 
@@ -213,10 +213,10 @@ class Layer(nn.Module):
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         halves: Halves | None = None,
     ) -> Tensor:
-        """`halves` are `Layer.before` and `Layer.behind` as they are to be run: compiled, say."""
-        before, behind = halves or (Layer.before, Layer.behind)
+        """`halves` are `Layer.before` and `Layer.after` as they are to be run: compiled, say."""
+        before, after = halves or (Layer.before, Layer.after)
         q, k, v, residual = before(self, hidden, embedded, cos, sin)
-        return behind(self, attend(q, k, v), residual)
+        return after(self, attend(q, k, v), residual)
 
     def before(
         self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor
@@ -231,7 +231,7 @@ class Layer(nn.Module):
             x = hidden if self.input_layernorm is None else self.input_layernorm(hidden)
         return *self.self_attn.heads(x, cos, sin), residual
 
-    def behind(self, mixed: Tensor, residual: Tensor) -> Tensor:
+    def after(self, mixed: Tensor, residual: Tensor) -> Tensor:
         """The layer's output [B, T, H], from that of its attention [B, T, Hq, D]."""
         hidden = residual + self.self_attn.o_proj(mixed.flatten(-2))
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -332,7 +332,7 @@ class EagleHead(nn.Module):
         return self.norm(hidden) if self.norm is not None and self.config.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `step` returned -> logits over the draft vocabulary [..., V_d]."""
+        """Hidden states of `step` -> logits over the draft vocabulary [..., V_d]."""
         if self.norm is not None and not self.config.norm_output:
             hidden = self.norm(hidden)
         lm_head = self.bound.lm_head if self.lm_head is None else self.lm_head
