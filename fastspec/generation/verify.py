@@ -136,12 +136,18 @@ def walk_with_history(
     scores = torch.zeros(len(tokens), tree.max_path, logits.shape[2], dtype=torch.float32, device=logits.device)
     going = [b for b, count in enumerate(left) if count > 0]
     while going:
-        at = [(b, paths[b][-1], texts[b]) for b in going]
-        chosen = _pick(at, logits, uniform, process, ops, scores, len(paths[going[0]]) - 1)
+        chosen: dict[int, int] = {}
+        for length in sorted({len(texts[b]) for b in going}):
+            rows = [b for b in going if len(texts[b]) == length]
+            row, node = (torch.tensor(x, device=logits.device) for x in (rows, [paths[b][-1] for b in rows]))
+            processed = process(rows, torch.stack([texts[b] for b in rows]), logits[row, node].float())
+            scores[row, len(paths[going[0]]) - 1] = processed
+            draws = None if uniform is None else uniform[row, node][:, None]
+            chosen |= zip(rows, choose(processed[:, None], draws, ops)[:, 0].tolist(), strict=True)
         still = []
-        for b, pick in zip(going, chosen, strict=True):
+        for b in going:
+            pick, nodes = chosen[b], range(1, len(tokens[b]))
             picks[b].append(pick)
-            nodes = range(1, len(tokens[b]))
             child = next((j for j in nodes if parents[b][j] == paths[b][-1] and tokens[b][j] == pick), None)
             if child is None or len(paths[b]) == min(tree.max_path, left[b]) or over(b, picks[b]):
                 continue
@@ -149,31 +155,15 @@ def walk_with_history(
             texts[b] = torch.cat((texts[b], texts[b].new_tensor([pick])))
             still.append(b)
         going = still
-    full = [path + [path[-1]] * (tree.max_path - len(path)) for path in paths]
     bonus = [picked[-1] if picked else row[0] for picked, row in zip(picks, tokens, strict=True)]
-    device = tree.tokens.device
-    return Verdict(*(torch.tensor(x, device=device) for x in (full, [len(path) - 1 for path in paths], bonus))), scores
+    return _verdict(paths, bonus, tree.max_path, tree.tokens.device), scores
 
 
-def _pick(
-    at: list[tuple[int, int, Tensor]],
-    logits: Tensor,
-    uniform: Tensor | None,
-    process: RowProcessor,
-    ops: Ops,
-    scores: Tensor,
-    step: int,
-) -> list[int]:
-    """One token for each (row, node, text) of `at`; what was processed is written to scores [B, P, V] at `step`."""
-    picked: dict[int, int] = {}
-    for length in sorted({len(text) for _, _, text in at}):
-        rows, nodes, texts = zip(*(entry for entry in at if len(entry[2]) == length), strict=True)
-        row, node = torch.tensor(rows, device=logits.device), torch.tensor(nodes, device=logits.device)
-        processed = process(list(rows), torch.stack(texts), logits[row, node].float())
-        scores[row, step] = processed
-        draws = None if uniform is None else uniform[row, node][:, None]
-        picked |= zip(rows, choose(processed[:, None], draws, ops)[:, 0].tolist(), strict=True)
-    return [picked[row] for row, _, _ in at]
+def _verdict(paths: list[list[int]], bonus: list[int], max_path: int, device: torch.device) -> Verdict:
+    """The verdict of every row's path, which its last node fills up, and its bonus token."""
+    full = [path + [path[-1]] * (max_path - len(path)) for path in paths]
+    made = full, [len(path) - 1 for path in paths], bonus
+    return Verdict(*(torch.tensor(values, device=device) for values in made))
 
 
 def measure(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -218,10 +208,7 @@ def walk_in_step(tree: TokenTree, logits: Tensor, steps: Steps, scores: Tensor |
             break
         for path, node in zip(paths, below, strict=True):
             path.append(node)
-    accepted = len(paths[0]) - 1
-    full = [path + [path[-1]] * (tree.max_path - len(path)) for path in paths]
-    made = [torch.tensor(values, device=logits.device) for values in (full, [accepted] * len(paths), chosen)]
-    return Verdict(made[0], made[1], made[2])
+    return _verdict(paths, chosen, tree.max_path, logits.device)
 
 
 def _children(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
