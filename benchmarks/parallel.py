@@ -112,14 +112,14 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
     """Rows of a sum with the residual and the norm behind it, in one launch where that is taken, and in two. Raises
     RuntimeError where they differ."""
     from fastspec.kernels.layer import norms as layer
-    from fastspec.kernels.linear.reference import Addends
+    from fastspec.kernels.linear.reference import DeferredSum
     from fastspec.kernels.parallel import reduced_norm, words
 
     def apart(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         return layer.rms_norm(symmetric.all_reduce(x, group), weight, 1e-5, residual)
 
     def fused(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        return reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), weight, 1e-5, residual)
+        return reduced_norm.rms_norm(DeferredSum(x, group, symmetric.all_reduce), weight, 1e-5, residual)
 
     found = []
     for rows in (each for each in ROWS if each <= words.ROWS):

@@ -19,9 +19,8 @@ def _whole(where: str, least: int, **values: int) -> None:
 class TreeShape:
     """Size of a dynamic draft tree (EAGLE-2, section 4; EAGLE-3 keeps it).
 
-    `total_tokens` counts the root, so a verify pass scores exactly that many nodes. `top_k` children are drawn from
-    each of the `top_k` best nodes of a level, and `depth` levels are grown below the root's children: a path holds at
-    most depth + 1 draft tokens.
+    `total_tokens` counts the root. `top_k` children are drawn from each of the `top_k` best nodes of a level, and
+    `depth` levels are grown below the root's children: a path holds at most depth + 1 draft tokens.
     """
 
     total_tokens: int = 60
@@ -33,10 +32,9 @@ class TreeShape:
         _whole("TreeShape", 0, depth=self.depth)
         if not 2 <= self.total_tokens <= min(256, self.candidates + 1):
             raise Unsupported(
-                f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and "
-                f"{min(256, self.candidates + 1)}: depth={self.depth} "
-                f"and top_k={self.top_k} grow {self.candidates} candidates besides the root, and a tree holds at "
-                "most 256 nodes"
+                f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and {min(256, self.candidates + 1)}: "
+                f"depth={self.depth} and top_k={self.top_k} grow {self.candidates} candidates besides the root, and a "
+                "tree holds at most 256 nodes"
             )
 
     @property
@@ -58,7 +56,7 @@ DEFAULT_TREES = {
 # The same of EAGLE-3 on the C++ kernels of the CPU, whose products of 8 rows cost less than those of 16.
 CPP_TREE = TreeShape(total_tokens=8, depth=3, top_k=2)
 # (device type) -> the same in batches of so many rows and more, ascending: 256 nodes in all and, at 128 rows,
-# 512, behind which arithmetic binds a pass (measured on an H100).
+# 512, beyond which arithmetic binds a pass (measured on an H100).
 BATCH_TREES = {
     "cuda": (
         (8, TreeShape(total_tokens=32, depth=6, top_k=8)),
@@ -75,7 +73,7 @@ AUTO_SIZES = {"cpu": (2, 4, 6, 8, 12, 16, 24, 32), "cuda": (8, 16, 24, 32, 48, 6
 
 
 def for_rows(shape: TreeShape, batched: Iterable[tuple[int, TreeShape]], rows: int) -> TreeShape:
-    """The tree in a batch of so many rows: the last of `batched` that is for as few, else `shape`."""
+    """The tree in a batch of so many rows: the last of `batched` for as few, else `shape`."""
     return next((each for least, each in reversed(tuple(batched)) if rows >= least), shape)
 
 
@@ -97,11 +95,10 @@ class Speculative:
     """Speculative decoding with a draft model, or with the target's own first layers.
 
     `gamma` is the number of tokens drafted a round; None drafts up to `most` tokens, as long as the draft model's
-    confidence makes one more worth its cost, and goes without drafts for some rounds where earlier ones were not worth
-    theirs. `branches` children, the draft model's best, stand at every drafted position; with more than one the drafts
-    are its most likely tokens in sampled calls too. `early_exit=k` drafts with the target's own first k layers, its
-    final norm and LM head, on the target's own cache: it needs no draft model. Raises `Unsupported` for sizes that do
-    not fit.
+    confidence makes one more worth its cost, and pauses where drafts do not pay. `branches` children, the draft model's
+    best, stand at every drafted position; with more than one the drafts are its most likely tokens in sampled calls
+    too. `early_exit=k` drafts with the target's own first k layers, its final norm and LM head, on its own cache: it
+    needs no draft model. Raises `Unsupported` for sizes that do not fit.
     """
 
     name: ClassVar[str] = "speculative"
@@ -147,12 +144,8 @@ class Nasd:
 
     def __post_init__(self) -> None:
         _whole("Nasd", 1, gamma=self.gamma, top_k_filler=self.top_k_filler)
-        _whole(
-            "Nasd",
-            2,
-            n=2 if self.n is None else self.n,
-            total_tokens=2 if self.total_tokens is None else self.total_tokens,
-        )
+        given = {"n": self.n, "total_tokens": self.total_tokens}
+        _whole("Nasd", 2, **{name: value for name, value in given.items() if value is not None})
         most = {"gamma": (self.gamma, 255), "total_tokens": (self.total_tokens or 2, 256), "n": (self.n or 2, 64)}
         for field, (value, bound) in most.items():
             if value > bound:
@@ -175,12 +168,8 @@ class Nasd:
 @dataclass(frozen=True, slots=True)
 class ContinuousBatch:
     """Continuous batching: of a call's prompts `rows` are decoded at a time, and one that has ended gives its place to
-    the next.
-
-    `assistant` is what `assistant=` takes besides: a name or a config. Each prompt is answered as in a batch of its
-    own, and the answers come in the prompts' order. Raises `Unsupported` for fewer rows than one, and for another
-    `ContinuousBatch` inside.
-    """
+    the next; answers come in the prompts' order. `assistant` is another name or config. Raises `Unsupported` for fewer
+    rows than one, and for another `ContinuousBatch` inside."""
 
     assistant: Any = "eagle3"
     rows: int = 8
@@ -222,8 +211,7 @@ class _DynamicTree:
         return BATCH_TREES.get(device_type, ()) if self.is_default else ()
 
     def shape(self, device_type: str, rows: int = 1) -> TreeShape:
-        """The tree to grow for each of so many rows on a device of this type ("cpu", "cuda"); with "auto" the largest
-        of `sizes`."""
+        """The tree for each of so many rows on a device of this type; for "auto" the largest of `sizes`."""
         default = DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
         if self.is_default:
             return for_rows(default, self.batched(device_type), rows)
@@ -240,8 +228,7 @@ class _DynamicTree:
         return TreeShape(total_tokens=total, depth=depth, top_k=top_k)
 
     def sizes(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of nodes that "auto" chooses from on a device of this type, ascending; one where the number is
-        given."""
+        """The numbers of nodes that "auto" chooses from on a device of this type, ascending; else the one given."""
         most = self.shape(device_type).total_tokens
         choice = AUTO_SIZES.get(device_type, AUTO_SIZES["cuda"]) if self.total_tokens == "auto" else (most,)
         return tuple(sorted({min(size, most) for size in choice}))
@@ -266,8 +253,7 @@ class Eagle3(_DynamicTree):
 
 @dataclass(frozen=True, slots=True)
 class Eagle2(_DynamicTree):
-    """EAGLE-2 drafting (arXiv 2406.16858, section 4): the sizes and dynamic trees of `Eagle3` on a head of the
-    EAGLE-1/2 format."""
+    """EAGLE-2 drafting (arXiv 2406.16858, section 4): the sizes and dynamic trees of `Eagle3` on an EAGLE-1/2 head."""
 
     name: ClassVar[str] = "eagle2"
 
@@ -276,31 +262,10 @@ Ranks = tuple[int, ...]
 # EAGLE-1's published tree (arXiv 2401.15077; `mc_sim_7b_63` in its authors' code): 25 nodes below the root, 5 draft
 # tokens deep.
 PUBLISHED_PATHS: tuple[Ranks, ...] = (
-    (0,),
-    (1,),
-    (2,),
-    (3,),
-    (0, 0),
-    (0, 1),
-    (0, 2),
-    (1, 0),
-    (1, 1),
-    (2, 0),
-    (2, 1),
-    (3, 0),
-    (0, 0, 0),
-    (0, 0, 1),
-    (0, 0, 2),
-    (0, 1, 0),
-    (0, 1, 1),
-    (0, 2, 0),
-    (0, 2, 1),
-    (1, 0, 0),
-    (0, 0, 0, 0),
-    (0, 0, 0, 1),
-    (0, 0, 0, 2),
-    (0, 0, 0, 0, 0),
-    (0, 0, 0, 0, 1),
+    *((0,), (1,), (2,), (3,)),
+    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
 
 

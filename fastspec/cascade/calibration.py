@@ -1,5 +1,4 @@
-"""From a predictor's logits to probabilities that hold: temperature, isotonic regression, and a Beta posterior for few
-data."""
+"""Calibration of a predictor's logits: temperature, isotonic regression, and a Beta posterior for few data."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ SHARPEST = 100.0
 PRIOR = 2.0
 """Items that the Beta prior counts for."""
 STEPS = 1024
-"""The lower quantile is taken at a probability rounded down to a multiple of 1 / STEPS, so that quantiles can be
-kept."""
+"""Lower quantiles are taken at a probability rounded down to a multiple of 1 / STEPS, so that they can be cached."""
 
 
 def sigmoid(logit: float) -> float:
@@ -62,8 +60,7 @@ def expected_calibration_error(
 
 
 def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -> list[tuple[float, float, int]]:
-    """The non-decreasing sequence nearest to `values` in weighted squares, as blocks (value, weight, items), exact for
-    exact numbers."""
+    """The non-decreasing sequence nearest to `values` in weighted squares, as blocks (value, weight, items)."""
     blocks: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         size = 1
@@ -99,12 +96,8 @@ class Calibrator:
 
     @classmethod
     def scaled(cls, logits: Sequence[float], labels: Sequence[float]) -> Calibrator:
-        """The temperature of least cross entropy (Guo et al., ICML 2017): convex in its inverse, so its derivative is
-        bisected."""
-        z, y = (
-            torch.tensor(logits, dtype=torch.float64, device="cpu"),
-            torch.tensor(labels, dtype=torch.float64, device="cpu"),
-        )
+        """The temperature of least cross entropy (Guo et al., ICML 2017), by bisection of its derivative."""
+        z, y = (torch.tensor(each, dtype=torch.float64, device="cpu") for each in (logits, labels))
         low, high = -math.log(SHARPEST), math.log(SHARPEST)
         for _ in range(50):
             middle = (low + high) / 2
@@ -133,11 +126,8 @@ class Calibrator:
 
     @classmethod
     def fit(cls, logits: Sequence[float], labels: Sequence[float], folds: Sequence[int]) -> Calibrator:
-        """Temperature or isotonic regression, whichever has the lower log-loss on folds that it was not fitted on,
-        fitted on all items.
-
-        logits: of items that the logits' model was not trained on; labels in [0, 1]; folds: a number for each item.
-        """
+        """Temperature or isotonic regression, whichever has the lower log-loss on the held-out folds [n], fitted on all
+        items: their logits [n], of a model that was not trained on them, and labels [n] in [0, 1]."""
         losses = []
         for make in (cls.scaled, cls.isotonic):
             loss = 0.0
@@ -153,12 +143,10 @@ class Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """How far the calibrated probability q of one bucket can be trusted: Beta(n q + a, n (1 - q) + b), with the
-    bucket's own count n.
+    """Posterior Beta(n q + a, n (1 - q) + b) of a calibrated probability q, by the count n of its bucket.
 
-    `edges` [B - 1] ascending part the probabilities into buckets of about equal mass, so that n hardly jumps between
-    neighbours; `counts` [B] are the items in each. The prior Beta(a, b), a + b = 2, has its mean at the stage's rate of
-    good answers.
+    `edges` [B - 1] ascending part the probabilities into buckets of about equal mass; `counts` [B] are the items in
+    each. The prior Beta(a, b), a + b = 2, has its mean at the stage's rate of good answers.
     """
 
     edges: tuple[float, ...]
@@ -168,8 +156,7 @@ class Posterior:
 
     @classmethod
     def fit(cls, probabilities: Sequence[float], labels: Sequence[float], buckets: int = 10) -> Posterior:
-        """From the calibrated probabilities and labels of n >= 1 items; the rate is (sum of labels + 1) / (n + 2), so
-        never 0 or 1."""
+        """From calibrated probabilities and labels of n >= 1 items; the rate is (sum of labels + 1) / (n + 2)."""
         ordered, n = sorted(probabilities), len(probabilities)
         edges = sorted({ordered[n * i // buckets] for i in range(1, buckets)} - {ordered[0]})
         counts = [0] * (len(edges) + 1)
@@ -191,8 +178,7 @@ class Posterior:
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), a, b > 0: by its continued fraction (DLMF 8.17.22), after
-    Lentz."""
+    """The regularised incomplete beta function I_x(a, b), a, b > 0 (DLMF 8.17.22, Lentz)."""
     if not (a > 0 and b > 0):
         raise Unsupported(f"Beta({a}, {b}): both parameters must be positive")
     if x <= 0 or x >= 1:
@@ -222,8 +208,7 @@ def _log_density(x: float, a: float, b: float) -> float:
 
 @lru_cache(maxsize=65536)
 def beta_quantile(share: float, a: float, b: float) -> float:
-    """The x with I_x(a, b) = share, 0 < share < 1, to about 1e-12: Newton's steps, halving the bracket where they
-    shrink too slowly."""
+    """The x with I_x(a, b) = share, 0 < share < 1, to about 1e-12: Newton's steps, else bisection."""
     if not 0 < share < 1:
         raise Unsupported(f"quantile {share} of a Beta distribution must lie between 0 and 1")
     low, high, x, moved = 0.0, 1.0, a / (a + b), 1.0

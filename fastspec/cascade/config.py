@@ -21,7 +21,7 @@ RANGES = {"chow": (0, 1), "diff": (-1, 1), "opt": EVERY, "token_v1": (-1, 1), "t
 QUANTIZATIONS = (None, "4bit", "8bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RESOURCES = ("eagle", "eagle2", "eagle3", "speculative", "backend")
-"""What a stage's `resources` may hold: the arguments of `fastspec.patch`."""
+"""Names in a stage's `resources`: arguments of `fastspec.patch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Stage:
     `model` is a transformers model, or a path or hub id that is loaded when a request first reaches the stage, with
     `dtype`, `device_map` (accelerate's) and `quantization` ("4bit" or "8bit", by bitsandbytes). `tokenizer`, or a path
     or hub id of one, is needed where it is not the large model's own; text is then handed from stage to stage, and
-    `prompt` may rewrite the large model's prompt, as text, for this stage. `assistant` is what the stage decodes with,
-    and `resources` what `fastspec.patch` needs for it: {"eagle3": head}. `name` tells the stage in reports and in
-    predictors. Raises `Unsupported` for what does not fit together.
+    `prompt` may rewrite the large model's prompt, as text. The stage decodes with `assistant`, for which `resources` go
+    to `fastspec.patch`: {"eagle3": head}. `name` is for reports and predictors. Raises `Unsupported` for fields that do
+    not fit together.
     """
 
     model: Any = None
@@ -181,11 +181,8 @@ class Cascade:
             )
         if self.mode == "adaptive" and self.predictor is None:
             raise Unsupported("Cascade: mode='adaptive' needs a predictor: `fastspec cascade train` makes one")
-        if (
-            self.predictor is not None
-            and not isinstance(self.predictor, (str, Path))
-            and not hasattr(self.predictor, "score")
-        ):
+        given = self.predictor
+        if given is not None and not isinstance(given, (str, Path)) and not hasattr(given, "score"):
             raise Unsupported(
                 f"Cascade: predictor={self.predictor!r} must be a path or a fastspec.cascade.predictor.Predictor"
             )
@@ -207,11 +204,8 @@ class Cascade:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cascade:
-        """Read a cascade from a YAML file whose keys are the fields of `Cascade`, and under `stages` those of `Stage`.
-
-        Relative paths in it start at the working directory. Raises `Unsupported` for a file that cannot be read as
-        such, for a key that is none, and for a value that its key does not take.
-        """
+        """Read a cascade from a YAML file whose keys are the fields of `Cascade`, and under `stages` those of `Stage`;
+        relative paths start at the working directory. Raises `Unsupported` for other files, keys and values."""
         try:
             read = parse_yaml(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -229,12 +223,8 @@ class Cascade:
             raise Unsupported(f"{path}: {error}") from error
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write the cascade to a YAML file that `from_yaml` reads as the same: the fields that differ from their
-        defaults.
-
-        Raises `Unsupported`, and writes nothing, where a field holds what no file can: a loaded model, tokenizer, head
-        or predictor (name it by its path or hub id instead), a function, or a config object of an assistant.
-        """
+        """Write the fields that differ from their defaults to a YAML file, for `from_yaml`. Raises `Unsupported`, and
+        writes nothing, for a field that no file can hold, such as a loaded model (name its path or hub id instead)."""
         import yaml
 
         held = _differing(self, "Cascade") | {
@@ -244,7 +234,7 @@ class Cascade:
 
 
 def _differing(given: Any, where: str) -> dict[str, Any]:
-    """The fields of a stage or a cascade that differ from their defaults, as plain data; not the stages."""
+    """The fields of a stage or a cascade that differ from their defaults, as plain data, without stages."""
     defaults = {
         each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields(given)
     }
@@ -268,7 +258,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _check_shared(given: Any, kind: str, name: Any) -> None:
-    """Check what a stage and the cascade both have: a name, a tokenizer and an assistant."""
+    """Check the name, tokenizer and assistant of a stage or a cascade."""
     if name is not None and not isinstance(name, str):
         raise Unsupported(f"{kind}: the name {name!r} must be text")
     tokenizer, assistant = given.tokenizer, given.assistant

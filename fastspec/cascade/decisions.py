@@ -1,5 +1,4 @@
-"""Decisions of a cascade: stop or go on by backward induction over its stages, rules of deferral, and how they are
-explained.
+"""Decisions of a cascade: stop or go on by backward induction over its stages, rules of deferral, explanations.
 
 Narasimhan et al., "Faster Cascades via Speculative Decoding" (arXiv 2405.19261), equations 2, 5, 10, 13, 14 and 15.
 Three rules take q or p as a whole, three take q on a set A of tokens and give the mass that q has outside it to p:
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastspec.cascade.calibration import logit
-from fastspec.cascade.config import RANGES, RULES
+from fastspec.cascade.config import RANGES
 from fastspec.errors import Unsupported
 
 Operator = Callable[[Tensor], Tensor]
@@ -37,12 +36,11 @@ CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a predictor says when stage k has answered, for a cascade of L stages.
+    """A predictor's scores when stage k of L has answered.
 
     quality (L - k numbers): the probability that the answer of stage k, k + 1, ... L - 1 is acceptable; tokens (L - k -
-    1): how many tokens each later stage is expected to generate. `point` (2 (L - k) - 1) is where the request lies
-    among the training items, free of calibration and risk: logits of quality, then logs of tokens; left out, it is
-    taken from the two.
+    1): the expected new tokens of each later stage. `point` (2 (L - k) - 1) is the request among the training items,
+    free of calibration and risk: logits of quality, then logs of tokens; left out, it is taken from the two.
     """
 
     quality: tuple[float, ...]
@@ -61,44 +59,20 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QualityTable:
-    """What is known of n training items, for stages 0 .. L - 1; all on the CPU.
-
-    quality[k] [n, L - k]: what `Scores.quality` of stage k says of each item; points[k] [n, 2 (L - k) - 1]: its
-    `Scores.point`; fresh [n, L]: the tokens that each stage generated; kept [n, L]: those of its answer that it took
-    over from the stage before. The scores must come from a predictor that was not trained on the item they score.
-    """
+    """Scores of n training items by a predictor not trained on them, for stages 0 .. L - 1, on the CPU: quality[k]
+    [n, L - k] and points[k] [n, 2 (L - k) - 1] of `Scores`; fresh [n, L], the tokens that each stage generated, and
+    kept [n, L], those that it took over from the stage before."""
 
     quality: tuple[Tensor, ...]
     points: tuple[Tensor, ...]
     fresh: Tensor
     kept: Tensor
 
-    def __post_init__(self) -> None:
-        items, stages = self.fresh.shape if self.fresh.dim() == 2 else (0, 0)
-        if items < 2 or stages < 1 or self.kept.shape != self.fresh.shape:
-            raise Unsupported(
-                f"Table: fresh {tuple(self.fresh.shape)} and kept {tuple(self.kept.shape)} must be [n, L], n >= 2"
-            )
-        left = range(stages, 0, -1)
-        for name, given, widths in (
-            ("quality", self.quality, left),
-            ("points", self.points, [2 * each - 1 for each in left]),
-        ):
-            shapes = [(items, width) for width in widths]
-            if [tuple(each.shape) for each in given] != shapes:
-                raise Unsupported(
-                    f"Table: {name} has shapes {[tuple(each.shape) for each in given]}; expected {shapes}"
-                )
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Milliseconds by stage, as measured on the machine that decides.
-
-    token_ms per generated token; verify_ms per verified token of the answer that the stage before handed over (0 for
-    stage 0); start_ms for a stage's start, whatever the lengths: prefill, or the hand-over. Raises `Unsupported` for
-    numbers below 0.
-    """
+    """Milliseconds by stage: token_ms per generated token; verify_ms per verified token of a handed answer (0 for stage
+    0); start_ms for the prefill, or the hand-over. Raises `Unsupported` for numbers below 0."""
 
     token_ms: tuple[float, ...]
     verify_ms: tuple[float, ...]
@@ -115,8 +89,7 @@ class Rates:
             raise Unsupported(f"Rates: verify_ms={self.verify_ms} must begin with 0: stage 0 has no answer to verify")
 
     def costs(self, fresh: Tensor, kept: Tensor) -> Tensor:
-        """Milliseconds of each stage for items whose stages generated fresh [n, L] tokens and took over kept [n, L] ->
-        [n, L] fp64."""
+        """Milliseconds [n, L] fp64 of each stage for fresh [n, L] generated and kept [n, L] taken-over tokens."""
         answers = (fresh + kept).double()
         handed = torch.cat((torch.zeros_like(answers[:, :1]), answers[:, :-1]), 1)
         times = self.token_ms, self.verify_ms, self.start_ms
@@ -126,8 +99,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Stop at this stage or go on, and the expected loss of either from here on, in milliseconds; `go_on_value` is inf
-    at the last."""
+    """Whether to stop at this stage, and the expected losses of either in milliseconds, inf beyond the last."""
 
     stop: bool
     stop_value: float
@@ -135,10 +107,10 @@ class Decision:
 
 
 def backward(losses: Sequence[Tensor], costs: Sequence[Tensor], expect: Sequence[Operator]) -> list[Tensor]:
-    """J_k = min{losses_k, costs_k + E[J_{k+1} | state]} for every state of every stage, from the last to the first.
+    """J_k = min{losses_k, costs_k + E[J_{k+1} | state]} [S_k] for every state of every stage.
 
     losses[k] [S_k]: price (1 - q_k); costs[k] [S_k]: the expected cost of stage k + 1, given the state at stage k (L -
-    1 entries); expect[k] maps [S_{k+1}] to [S_k]. Returns the J_k [S_k].
+    1 entries); expect[k] maps [S_{k+1}] to [S_k].
     """
     values = [losses[-1]]
     for loss, cost, operator in zip(losses[-2::-1], costs[::-1], expect[::-1], strict=True):
@@ -184,11 +156,8 @@ class Solver:
         self._values = lru_cache(maxsize=PRICES_KEPT)(self._backward)
 
     def decide(self, stage: int, scores: Scores, price: float) -> Decision:
-        """Stop or go on, for a request that `stage` has answered, at a price (ms) of a bad answer.
-
-        Raises `Unsupported` for a stage that the table has not, scores of another stage, and a price below 0 or not
-        finite.
-        """
+        """Stop or go on, for a request that `stage` has answered, at a price (ms) of a bad answer. Raises `Unsupported`
+        for an unknown stage, scores of another stage, and a price below 0 or not finite."""
         if not 0 <= stage < self.stages or len(scores.quality) != self.stages - stage:
             raise Unsupported(
                 f"Solver: scores of {len(scores.quality)} stages do not fit stage {stage} of {self.stages}"
@@ -246,14 +215,9 @@ def mixed(rule: str, alpha: float | str, p: Tensor, q: Tensor, p_raw: Tensor, q_
 
     p (large) and q (small) [..., V] are probabilities after the call's processors, one-hot in greedy calls; p_raw and
     q_raw [..., V] those before them, which the rules look at. alpha="lossless" is p itself, as is the lower end of the
-    rule's range (`RANGES`), and the upper end is q: both are exact, though chow and token_v3 at 0 are not by their
-    formula, which keeps q where it is sure, and q on p's best token. Raises Unsupported for an unknown rule.
+    rule's range (`RANGES`), though by their formula chow and token_v3 keep some of q there; the upper end is q.
     """
-    if rule not in RULES:
-        raise Unsupported(f"rule={rule!r}; accepted are {', '.join(map(repr, RULES))}")
     if isinstance(alpha, str):
-        if alpha != "lossless":
-            raise Unsupported(f'alpha={alpha!r}; accepted are a number and "lossless"')
         return p
     large, small = RANGES[rule]
     if alpha <= large:
@@ -277,10 +241,9 @@ def distance(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One stage's part in a request. `new_tokens` were generated, `kept_tokens` taken over from the stage before;
-    `handed_tokens` is how long the answer was that it verified. `quality` is the probability that its answer is
-    acceptable, then those of the later stages; `stop_value` and `go_on_value` the expected losses in milliseconds, or
-    the probability that was reached and the one asked for."""
+    """One stage's part in a request. `new_tokens` were generated, `kept_tokens` of `handed_tokens` taken over from the
+    stage before. `quality` is the probability that its answer is acceptable, then those of the later stages;
+    `stop_value` and `go_on_value` the expected losses in milliseconds, or the probability and its threshold."""
 
     stage: int
     name: str

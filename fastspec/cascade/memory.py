@@ -1,5 +1,4 @@
-"""Keys and values that the stages keep between calls: on their devices within a budget, then in the CPU's memory, then
-dropped."""
+"""Keys and values kept between calls: on the stages' devices within a budget, then in the CPU's memory."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
+from fastspec.generation.drafters.retokenized import common_prefix
 
 DROPPED = 64
 """The number of dropped entries whose tokens are remembered."""
@@ -26,8 +26,7 @@ Layers = list[tuple[Tensor, Tensor]]
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
     """Counts since a manager was made: `hits`, finds that gave a prefix; `moves` of an entry to the CPU's memory or
-    back; `recomputes`, finds for which a dropped entry had held a longer prefix than what was given, if anything was;
-    `drops` for want of room."""
+    back; `recomputes`, finds for which a dropped entry had held a longer prefix; `drops` for want of room."""
 
     hits: int = 0
     moves: int = 0
@@ -37,7 +36,7 @@ class MemoryStats:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """What one stage kept of one text; `homes` are the devices that its layers came from."""
+    """One stage's keys and values of one text; `homes` are the devices that its layers came from."""
 
     stage: int
     tokens: array[int]
@@ -48,18 +47,14 @@ class _Entry:
 
 
 class CacheManager:
-    """Keys and values of stages by the tokens they belong to, at most `budget` bytes of them on all devices together
-    and `host_budget` bytes of them in the CPU's memory.
+    """Keys and values of stages by their tokens, at most `budget` bytes on all devices together and `host_budget` bytes
+    in the CPU's memory.
 
-    Entries are independent copies, each tensor with a storage of its own; their bytes are what the budgets count. What
-    the caller hands in and what `find` gives back are the caller's. Where a new entry needs room, the least recently
-    used ones are moved to the CPU's memory, and those that were used even earlier are dropped from there; what finds no
-    room there is dropped. Room is made before anything is copied. Prefixes of fewer than `least` tokens are neither
-    kept nor found.
-
-    The keys and values of a stage are those of its model as it was: `renew` before a call drops them where the model
-    has changed. Calls from several threads take turns. A deep copy starts empty. Raises `Unsupported` for budgets that
-    are no whole numbers of bytes.
+    Entries are copies; those handed in and found are the caller's. Where a new entry needs room, the least recently
+    used ones are moved to the CPU's memory, in place of those used even earlier, or dropped where there is no room.
+    Prefixes of fewer than `least` tokens are neither kept nor found. `renew` before a call drops a stage's entries
+    where its model has changed. Calls from several threads take turns. A deep copy starts empty. Raises `Unsupported`
+    for budgets that are no whole numbers of bytes.
     """
 
     def __init__(self, budget: int, *, host_budget: int = 0, least: int = 16) -> None:
@@ -94,8 +89,7 @@ class CacheManager:
         return self._stats
 
     def renew(self, stage: int, model: Hashable) -> None:
-        """Say what the stage's model is now, as a value that is equal for equal models: what another one left is
-        dropped."""
+        """Name the stage's model, by a value that is equal for equal models, and drop entries of another."""
         with self._lock:
             if self._models.get(stage, model) != model:
                 self._entries = [each for each in self._entries if each.stage != stage]
@@ -103,20 +97,16 @@ class CacheManager:
             self._models[stage] = model
 
     def keep(self, stage: int, tokens: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy a stage's keys and values [1, Hkv, T, D] per layer, those of these T tokens from the first on.
-
-        The stage's entries whose tokens are a prefix of these are replaced. Raises `Unsupported` for shapes that do not
-        fit the tokens, and where the entry alone exceeds the budget; what is kept stays as it was then.
-        """
+        """Copy a stage's keys and values [1, Hkv, T, D] per layer of these T tokens, in place of entries of their
+        prefixes. Raises `Unsupported`, and keeps all, for other shapes, and for an entry that exceeds the budget."""
         held = array("q", tokens)
         _check(stage, held, layers)
         size = sum(each.numel() * each.element_size() for pair in layers for each in pair)
         if size > self.budget:
             raise Unsupported(
                 f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget for "
-                "what is kept is "
-                f"{self.budget} bytes: allow at least {size}, or keep nothing between calls (Cascade: memory={size}, "
-                "or memory=None)"
+                f"what is kept is {self.budget} bytes: allow at least {size}, or keep nothing between calls (Cascade: "
+                f"memory={size}, or memory=None)"
             )
         if len(held) < self.least:
             return
@@ -129,11 +119,10 @@ class CacheManager:
             self._entries.append(_Entry(stage, held, _copies(layers, homes, len(held)), homes, size))
 
     def find(self, stage: int, tokens: Sequence[int]) -> Layers | None:
-        """The longest prefix of these tokens that the stage has kept, as copies [1, Hkv, P, D] per layer on its own
-        device, or None.
+        """The longest kept prefix of these tokens, as copies [1, Hkv, P, D] per layer on the stage's device, or None.
 
-        P is at least `least` and at most len(tokens) - 1: the last token has to be fed for its logits. What lies in the
-        CPU's memory is moved back where room can be made without dropping anything, and else copied from there.
+        P is at least `least` and at most len(tokens) - 1: the last token has to be fed for its logits. An entry in the
+        CPU's memory is moved back where room can be made without dropping anything.
         """
         wanted = array("q", tokens)
         with self._lock:
@@ -165,8 +154,8 @@ class CacheManager:
         return sum(each.size for each in self._entries if each.moved is moved)
 
     def _use(self, wanted: array[int], tokens: array[int]) -> int:
-        """How many of an entry's tokens would be of use, 0 if too few."""
-        use = min(_common(wanted, tokens), len(wanted) - 1)
+        """Tokens of an entry that would be of use, 0 if too few."""
+        use = min(common_prefix(wanted, tokens), len(wanted) - 1)
         return use if use >= self.least else 0
 
     def _make_room(self, size: int) -> None:
@@ -176,8 +165,7 @@ class CacheManager:
             self._move_out(each)
 
     def _move_out(self, entry: _Entry) -> None:
-        """Move an entry to the CPU's memory, in place of some that were used before it; drop it where that makes too
-        little room."""
+        """Move an entry to the CPU's memory, in place of some that were used before it, or drop it."""
         free = self.host_budget - self._held(moved=True)
         leaving = []
         for older in self._entries[: self._entries.index(entry)]:
@@ -192,8 +180,7 @@ class CacheManager:
         self._move(entry, moved=True)
 
     def _move_back(self, entry: _Entry) -> None:
-        """Move an entry back to its device, if those that have to leave it fit into what is free of the CPU's
-        memory."""
+        """Move an entry back to its device, if those that have to leave it fit into the CPU's free memory."""
         excess = self._held(moved=False) + entry.size - self.budget
         leaving = []
         for each in self._entries:
@@ -231,8 +218,7 @@ def _check(stage: int, tokens: array[int], layers: Sequence[tuple[Tensor, Tensor
     if not shapes or wrong is not None:
         raise Unsupported(
             f"stage {stage}: {f'keys or values of shape {wrong}' if shapes else 'no layer'} given for {len(tokens)} "
-            "tokens; "
-            f"keys and values per layer must be [1, heads, {len(tokens)}, size]"
+            f"tokens; keys and values per layer must be [1, heads, {len(tokens)}, size]"
         )
 
 
@@ -245,18 +231,6 @@ def _copies(layers: Iterable[tuple[Tensor, Tensor]], places: list[torch.device],
 def _copy(tensor: Tensor, place: torch.device) -> Tensor:
     """A copy with a storage of exactly its own size."""
     return tensor.detach().to(place, copy=True, memory_format=torch.contiguous_format)
-
-
-def _common(a: array[int], b: array[int]) -> int:
-    """The length of the longest common prefix, by bisection."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _starts(tokens: array[int], prefix: array[int]) -> bool:

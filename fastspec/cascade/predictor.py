@@ -1,5 +1,4 @@
-"""What a stage's answer lets one expect: the probabilities that it and later answers are acceptable, and the later
-answers' lengths."""
+"""Predictors of the probabilities that a stage's and later answers are acceptable, and of the later ones' lengths."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ LENGTHS = 0.2
 class Head:
     """The MLP of one stage, fp32: standardised features [F], held within 5 standard deviations, to outputs [O].
 
-    mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]. The outputs are logits of quality, then logs of tokens. It is
-    the mean of one network of 32 hidden units for each fold, side by side.
+    mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]. The outputs are logits of quality, then logs of tokens, means
+    of one network of 32 hidden units for each fold.
     """
 
     mean: Tensor
@@ -57,7 +56,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class CalibratedProbability:
-    """Calibration of one stage's logit for another stage's answer: logit -> the probability that decisions use."""
+    """Calibration of one stage's logit for another stage's answer, for decisions."""
 
     calibrator: Calibrator
     posterior: Posterior
@@ -70,12 +69,12 @@ class CalibratedProbability:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """Predictions at every stage of a cascade of L stages, by what its answers say about themselves
-    (`fastspec.cascade.records`).
+    """Predictor of a cascade of L stages, by the features of `fastspec.cascade.records`.
 
     `points[k]` [n, 2 (L - k) - 1] fp32 are the outputs at stage k for the training items, each by a network that was
     not trained on it; fresh and kept [n, L] fp32 the tokens that their stages generated and took over. `factors[k]`
-    corrects exp(mean log) to a mean.
+    corrects exp(mean log) to a mean. `rates` are the stages' costs where the predictor was made, `place` its device,
+    dtype and versions.
     """
 
     stages: tuple[str, ...]
@@ -87,8 +86,6 @@ class Predictor:
     kept: Tensor
     names: tuple[str, ...] = NAMES
     rates: Rates | None = None
-    """What the stages cost where the predictor was made, and `place` says where that was: device, dtype and
-    versions."""
     place: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -101,21 +98,20 @@ class Predictor:
         kept: Tensor,
         *,
         seed: int,
-        groups: Sequence[str] | None = None,
     ) -> Predictor:
         """Train on n items that every one of the L stages has answered.
 
         features: for each stage [n, F]; labels [n, L]: whether the stage's answer is acceptable, in [0, 1]; tokens [n,
-        L]: the length of its answer; kept [n, L]: how much of it was taken over from the stage before (column 0 zeros),
-        so tokens - kept were generated. Five networks are trained on four fifths of the items each, and calibrated on
-        the outputs for the items that each did not see; items of one group, such as the samples of one question, stay
-        together. The same seed gives the same predictor, whatever the state of torch's random numbers. Raises
-        `Unsupported` for shapes and values that do not fit.
+        L]: the length of its answer; kept [n, L]: those of them taken over from the stage before (column 0 zeros). Five
+        networks are trained on four fifths of the items each, and calibrated on the rest. The same seed gives the same
+        predictor. Raises `Unsupported` for shapes and values that do not fit.
         """
-        _check_training(stages, features, labels, tokens, kept, groups)
+        _check_training(stages, features, labels, tokens, kept)
         kept, fresh = kept.float(), (tokens - kept).float()
         generator = torch.Generator().manual_seed(seed)
-        folds = _folds(len(labels), groups, generator)
+        folds = torch.empty(len(labels), dtype=torch.long, device="cpu")
+        order = torch.randperm(len(labels), generator=generator, device="cpu")
+        folds[order] = torch.arange(len(labels), device="cpu") % FOLDS
         heads, outlooks, factors, points = [], [], [], []
         for stage, given in enumerate(features):
             logs = fresh[:, stage + 1 :].clamp(min=1).log()
@@ -131,11 +127,8 @@ class Predictor:
         return cls(tuple(stages), tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept)
 
     def score(self, stage: int, features: Tensor, risk: float | None = None) -> Scores:
-        """features [F] fp32 of the answer of `stage` -> `Scores`; with `risk`, qualities are that lower quantile of
-        their posterior.
-
-        Raises `Unsupported` for a stage that the predictor has not, and features of another size or not finite.
-        """
+        """features [F] fp32 of the answer of `stage` -> `Scores`, whose qualities are the posterior's mean or lower
+        quantile `risk`. Raises `Unsupported` for an unknown stage, and features of another size or not finite."""
         if not 0 <= stage < len(self.stages) or features.shape != (len(self.names),):
             raise Unsupported(
                 f"score: stage {stage} of {len(self.stages)}, features {tuple(features.shape)}; expected "
@@ -146,8 +139,7 @@ class Predictor:
         return self._scores(stage, self.heads[stage](features), risk)
 
     def table(self, risk: float | None = None) -> QualityTable:
-        """The training items as `fastspec.cascade.decisions.Solver` needs them; `risk` as for the scores that it will
-        decide on."""
+        """The training items for `fastspec.cascade.decisions.Solver`, under the `risk` of its scores."""
         quality = []
         for stage, points in enumerate(self.points):
             scored = [self._scores(stage, point, risk).quality for point in points.tolist()]
@@ -163,14 +155,12 @@ class Predictor:
         return Scores(quality, tokens, tuple(point))
 
     def check(self, stages: Sequence[str]) -> None:
-        """Raises `CheckpointError` where the predictor was trained for other stages, by name and order, or on other
-        features."""
+        """Raise `CheckpointError` for a predictor of other stages, by name and order, or of other features."""
         if self.stages != tuple(stages):
             raise CheckpointError(
-                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the "
-                f"cascade has {len(stages)} "
-                f"({', '.join(stages)}); train one for these with `fastspec cascade train`, or name the stages as it "
-                "has them"
+                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the cascade "
+                f"has {len(stages)} ({', '.join(stages)}); train one for these with `fastspec cascade train`, or name "
+                "the stages as it has them"
             )
         if self.names != NAMES:
             other = sorted(set(self.names) ^ set(NAMES)) or ["another order"]
@@ -212,8 +202,7 @@ class Predictor:
 
     @classmethod
     def load(cls, path: str | Path) -> Predictor:
-        """Read what `save` wrote. Raises `CheckpointError` for a file that is missing, damaged, foreign or of another
-        version."""
+        """Read a file of `save`. Raises `CheckpointError` for one that is missing, damaged, foreign or newer."""
         try:
             with safe_open(str(path), framework="pt") as file:
                 header = file.metadata() or {}
@@ -230,12 +219,10 @@ class Predictor:
 
 
 def train(x: Tensor, labels: Tensor, logs: Tensor, folds: Tensor, generator: torch.Generator) -> tuple[Head, Tensor]:
-    """One network for each fold, trained on the other folds: cross entropy of labels and squared error of standardised
-    logs.
+    """One network for each fold, trained on the others: cross entropy of labels, squared error of standardised logs.
 
-    x [n, F], labels [n, M] in [0, 1], logs [n, M - 1], folds [n] int64. All networks take the same number of steps: the
-    one that is best on the items held out from each, by the sum over all. Returns (their mean as one `Head`, held-out
-    outputs [n, 2 M - 1] fp32).
+    x [n, F], labels [n, M] in [0, 1], logs [n, M - 1], folds [n] int64. All networks take the number of steps that is
+    best on all held-out items together -> (their mean as one `Head`, held-out outputs [n, 2 M - 1] fp32).
     """
     with torch.inference_mode(False), torch.enable_grad():
         mean, deviation = x.mean(0), x.std(0, correction=0)
@@ -247,10 +234,8 @@ def train(x: Tensor, labels: Tensor, logs: Tensor, folds: Tensor, generator: tor
         items, goods, networks = torch.arange(len(x), device="cpu"), labels.shape[1], int(folds.max()) + 1
         held = torch.nn.functional.one_hot(folds, networks).T.float()
         seen = (1 - held) / (1 - held).sum(1, keepdim=True)
-        rates = labels.mean(0).clamp(0.01, 0.99)
-        weights = _initial(
-            networks, inputs.shape[1], torch.cat((rates.logit(), torch.zeros(goods - 1, device="cpu"))), generator
-        )
+        bias = torch.cat((labels.mean(0).clamp(0.01, 0.99).logit(), torch.zeros(goods - 1, device="cpu")))
+        weights = _initial(networks, inputs.shape[1], bias, generator)
         optimiser = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=DECAY)
         best, best_step, kept, outputs = math.inf, 0, weights, torch.empty(0, device="cpu")
         for step in range(STEPS):
@@ -279,7 +264,7 @@ def train(x: Tensor, labels: Tensor, logs: Tensor, folds: Tensor, generator: tor
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from more threads, and the order of a sum must not depend on their number."""
+    """Compute with one thread, on whose number the order of a sum must not depend."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -302,31 +287,8 @@ def _outlook(logits: Tensor, labels: Tensor, folds: Tensor) -> CalibratedProbabi
     return CalibratedProbability(calibrator, Posterior.fit([calibrator(each) for each in z], y))
 
 
-def _folds(items: int, groups: Sequence[str] | None, generator: torch.Generator) -> Tensor:
-    """A fold for each item -> [n] int64: whole groups, in random order, the largest first, each to the fold with the
-    fewest items."""
-    names = list(range(items)) if groups is None else list(groups)
-    members: dict[object, list[int]] = {}
-    for item, name in enumerate(names):
-        members.setdefault(name, []).append(item)
-    mixed = [
-        list(members.values())[i] for i in torch.randperm(len(members), generator=generator, device="cpu").tolist()
-    ]
-    folds, sizes = torch.empty(items, dtype=torch.long, device="cpu"), [0] * min(FOLDS, len(members))
-    for group in sorted(mixed, key=len, reverse=True):
-        fold = sizes.index(min(sizes))
-        folds[group] = fold
-        sizes[fold] += len(group)
-    return folds
-
-
 def _check_training(
-    stages: Sequence[str],
-    features: Sequence[Tensor],
-    labels: Tensor,
-    tokens: Tensor,
-    kept: Tensor,
-    groups: Sequence[str] | None,
+    stages: Sequence[str], features: Sequence[Tensor], labels: Tensor, tokens: Tensor, kept: Tensor
 ) -> None:
     wide = len(stages)
     if isinstance(stages, str) or wide < 2 or len(features) != wide or labels.dim() != 2:
@@ -353,8 +315,6 @@ def _check_training(
         raise Unsupported(
             "fit: kept must lie between 0 and tokens, and be 0 at stage 0, which has no answer to take over"
         )
-    if groups is not None and (len(groups) != items or len(set(groups)) < 2):
-        raise Unsupported(f"fit: groups must name one of at least two groups for each of {items} items")
 
 
 def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Tensor]) -> Predictor:

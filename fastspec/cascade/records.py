@@ -1,8 +1,7 @@
-"""Answers of a cascade's stages: features of each, how good each is, as JSON lines, and the tensors made of them.
+"""Records of answers of a cascade's stages, with features and labels, as JSON lines and as tensors.
 
 The first line is a header: {"format": "fastspec.cascade.records", "version": 1, "features": NAMES}. Every other line is
-a `Record`. A line counts once its newline is written, so that a run cut short leaves a file that can be read and gone
-on with.
+a `Record`, and counts once its newline is written: a run cut short leaves a file that can be gone on with.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,10 +59,8 @@ def features(
     measures [T, 3] fp32 on the CPU: for each answer token its log-probability (untempered, nats), the gap between the
     two largest log-probabilities there, and the entropy of the distribution (nats). tokens: the T ids. `limit` is the
     number of tokens that the answer might have had, `ended` whether an end token closed it, `stage` of `stages` the
-    model that gave it. Quantiles, linearly interpolated, follow Gupta et al., arXiv 2404.10136, who found that sums and
-    means of log-probabilities favour a length. Plain Python is faster here than torch: a hundred numbers do not pay for
-    the start of an operation. Raises `Unsupported` for an empty answer, sizes that do not agree, and numbers that are
-    not finite.
+    model that gave it. Quantiles, linearly interpolated, follow Gupta et al., arXiv 2404.10136. Raises `Unsupported`
+    for an empty answer, sizes that do not agree, and numbers that are not finite.
     """
     ids: Sequence[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     count = len(ids)
@@ -76,7 +72,7 @@ def features(
         raise Unsupported(
             f"features: prompt_tokens={prompt_tokens}, limit={limit}, stage={stage} of {stages}: out of range"
         )
-    chances, gaps, entropies = measures.t().tolist()
+    chances, gaps, entropies = measures.t().tolist()  # a hundred numbers do not pay for torch's operations
     sums = sum(chances), sum(gaps), sum(entropies)
     if not math.isfinite(sum(sums)):
         raise _not_finite(measures)
@@ -142,10 +138,10 @@ class Record:
 
     `item` is the item's id and `set` its data set; `split` "train" or "held-out"; `stage` the stage's name and `index`
     its place in the cascade, from 0. `prompt_tokens` as this stage's tokenizer counts them; the answer is `kept_tokens`
-    taken over from the stage before and `new_tokens` that this stage generated, and `ended` says that it reached an end
-    token. `start_ms` is the time of the prefill and of verifying what was handed over, `decode_ms` the rest. `label` in
-    [0, 1] says how good the answer is, None before it is judged, and `judged` by what; `features` are those of
-    `fastspec.cascade.records`. `versions` maps packages and devices to their versions.
+    taken over from the stage before and `new_tokens` of this stage's, and `ended` where it reached an end token.
+    `start_ms` is the time of the prefill and of verifying a handed answer, `decode_ms` the rest. `label` in [0, 1] is
+    the answer's quality, None before it is `judged` by a judge of this name. `versions` maps packages and devices to
+    their versions.
     """
 
     item: str
@@ -181,10 +177,6 @@ def _finite(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _all_finite(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == len(NAMES) and all(map(_finite, value))
-
-
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -207,19 +199,19 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Any], bool]], ...] = (
         ("label",),
         lambda value: value is None or (_finite(value) and 0 <= value <= 1),
     ),
-    ("finite numbers, as the header names them", ("features",), _all_finite),
+    (
+        "finite numbers, as the header names them",
+        ("features",),
+        lambda value: isinstance(value, (list, tuple)) and len(value) == len(NAMES) and all(map(_finite, value)),
+    ),
 )
-"""What fields must be, in words and as a test."""
+"""Conditions of the fields, in words and as a test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Aligned tensors of n items and L stages, F features: a predictor's training data, or the held-out items of a
-    frontier.
-
-    `features` are L tensors [n, F] float32; `labels` [n, L] float64; `tokens` (that the stage generated) and `kept` [n,
-    L] int64. `ids` and `sets` are n texts, `stages` L.
-    """
+    """Aligned tensors of n items and L stages: `features` L tensors [n, F] float32; `labels` [n, L] float64; `tokens`
+    (that the stage generated) and `kept` [n, L] int64. `ids` and `sets` are n texts, `stages` L."""
 
     stages: tuple[str, ...]
     ids: tuple[str, ...]
@@ -231,8 +223,7 @@ class Table:
 
 
 def split(item: str, seed: int, share: float) -> str:
-    """Where an item belongs: "train" for a `share` of the items, else "held-out"; by a hash of its id and `seed`,
-    whatever the others."""
+    """Split of an item: "train" for a `share` of the items, else "held-out", by a hash of its id and `seed`."""
     if not 0 <= share <= 1:
         raise Unsupported(f"share={share} must lie in [0, 1]: the part of the items that belongs to the training")
     drawn = int.from_bytes(sha256(f"{seed}:{item}".encode()).digest()[:8], "big") / 2**64
@@ -240,11 +231,8 @@ def split(item: str, seed: int, share: float) -> str:
 
 
 def read(path: str | Path) -> tuple[Record, ...]:
-    """The records of a file, in its order. A last line without its newline was cut short and is left out.
-
-    Raises `CheckpointError` for a file that is none, for one of other features, for a line that cannot be read and for
-    an item and stage that occur twice.
-    """
+    """The records of a file, in its order, without a last line that was cut short. Raises `CheckpointError` for other
+    files and features, for a line that cannot be read and for an item and stage that occur twice."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -280,9 +268,8 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 def _record(line: str, where: str) -> Record:
     values = _object(line, where)
-    unlike = sorted(
-        (set(values) | {"judged"}) ^ {each.name for each in fields(Record)}
-    )  # old files do not say how they were judged
+    # old files do not say how they were judged
+    unlike = sorted((set(values) | {"judged"}) ^ {each.name for each in fields(Record)})
     if unlike:
         raise CheckpointError(f"{where}: missing or unknown: {', '.join(unlike)}")
     try:
@@ -292,11 +279,8 @@ def _record(line: str, where: str) -> Record:
 
 
 class Writer:
-    """Appends records to a file, or goes on with one that is there: `done` holds the (item, stage) that it has.
-
-    A context manager; each record is flushed. Raises `CheckpointError` for a file of other records, `Unsupported` for a
-    record that is there already.
-    """
+    """Appends records to a new or an old file, each flushed, as a context manager: `done` holds the (item, stage) that
+    it has. Raises `CheckpointError` for a file of other records, `Unsupported` for a record that is there already."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -328,15 +312,12 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
 def rewrite(path: str | Path, records: Sequence[Record]) -> None:
-    """Replace a file by these records (with labels, say) in one step: another reader sees the old file or the new
-    one."""
+    """Replace a file by these records in one step: another reader sees the old file or the new one."""
     beside = Path(f"{path}.part")
     beside.unlink(missing_ok=True)
     with Writer(beside) as writer:
@@ -346,12 +327,9 @@ def rewrite(path: str | Path, records: Sequence[Record]) -> None:
 
 
 def table(records: Sequence[Record], stages: Sequence[str], split: str) -> Table:
-    """Aligned tensors of those items of a split that every stage of `stages` answered, in the order in which the items
-    first occur.
-
-    Raises `Unsupported` where there is no such item, where a record is not labelled, and where records of one item
-    differ in their set or split or a stage's place in the cascade is not that in `stages`.
-    """
+    """Aligned tensors of the items of a split that every stage of `stages` answered, in their order. Raises
+    `Unsupported` without such an item, for a record without a label, for records of one item in several sets or splits,
+    and for a stage at another place in the cascade than in `stages`."""
     items: dict[str, dict[str, Record]] = {}
     for record in records:
         items.setdefault(record.item, {})[record.stage] = record

@@ -1,5 +1,4 @@
-"""A program of static tensors as a CUDA graph: run as it is the first time, captured the second, replayed from then
-on."""
+"""Programs of static tensors as CUDA graphs: run the first time, captured the second, replayed from then on."""
 
 from __future__ import annotations
 
@@ -18,13 +17,12 @@ Result = TypeVar("Result")
 
 
 class Spent(threading.local):
-    """Host seconds that this thread has spent on first runs, which compile what is not compiled yet, and on captures,
-    and a function to call around whatever it makes of a model and keeps."""
+    """Host seconds of this thread's first runs, which compile, and of its captures, and a function that is called
+    before and after anything is made of a model and kept."""
 
     first_runs = 0.0
     captures = 0.0
     watched: Callable[[], object] | None = None
-    """Called before and after something is made of a model, which may be another by then."""
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -50,8 +48,7 @@ _prepare: Prepare | None = None
 
 
 def prepare_with(prepare: Prepare) -> None:
-    """Hand every program to a function before its first run: a backend's, which compiles what the program will
-    launch."""
+    """Hand every program to a backend's function before its first run, which compiles its kernels."""
     global _prepare
     _prepare = prepare
 
@@ -60,8 +57,7 @@ _capturing = threading.Lock()
 
 
 def _stream() -> torch.cuda.Stream:
-    """What is captured on the current device goes on this stream; torch's own is on the device of the first capture,
-    and would make that current."""
+    """The current device's stream for captures; torch's own is on that of the first, which it would make current."""
     return _stream_on(torch.cuda.current_device())
 
 
@@ -74,10 +70,8 @@ def _stream_on(device: int) -> torch.cuda.Stream:
 def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Capture what the block launches.
 
-    Other threads may use the device meanwhile, as a server's do that prepare prompts: only calls of this thread that no
-    graph can hold fail ("thread_local"; in torch's own "global" mode a copy or a read on any thread ends the capture,
-    and fails itself). Their memory does not come from the graph's pool, which serves the stream that is captured. One
-    capture runs at a time, since it begins by waiting for the whole device, which no other may be in the midst of.
+    Other threads may use the device meanwhile ("thread_local"; in torch's "global" mode a copy on any thread ends the
+    capture). One capture runs at a time, since it begins by waiting for the whole device.
     """
     with _capturing:
         collecting = gc.isenabled()
@@ -93,12 +87,10 @@ def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 class Captured(Generic[Result]):
     """Runs a program and returns its result; with the same `key` as before, from a graph.
 
-    The program reads and writes tensors that stay where they are, and its result lies in the graph's own memory: the
-    next replay writes over it. `key` is whatever else it depends on, such as the size of a buffer; when it changes the
-    graph is dropped. The first run of a key is a real one: it compiles kernels and fills the libraries' workspaces,
-    which cannot be done while capturing. The program comes with every call, always the same one, and is not kept: as a
-    rule it is a method of what keeps its graph, and if the two held each other their memory would stay until a garbage
-    collection.
+    The program reads and writes tensors that stay where they are; the next replay writes over its result. `key` is
+    whatever else it depends on, such as the size of a buffer; when it changes the graph is dropped. The first run of a
+    key is a real one: it compiles kernels and fills the libraries' workspaces. The program comes with every call and is
+    not kept: as a method of what keeps its graph it would make a cycle.
     """
 
     def __init__(self) -> None:
@@ -137,9 +129,8 @@ class Captured(Generic[Result]):
 class CapturedByShape(Generic[Result]):
     """A function of tensors, captured once for each set of their shapes: it reads copies that stay where they are.
 
-    Inputs of two and more dimensions may be narrower than `width` in the second; what is behind them is left from an
-    earlier call. The result lies in the graph's own memory, and the next call of the same shapes writes over it. As in
-    `Captured` the function is not kept.
+    Inputs of two and more dimensions may be narrower than `width` in the second; the rest is left from an earlier call.
+    The next call of the same shapes writes over the result.
     """
 
     def __init__(self) -> None:

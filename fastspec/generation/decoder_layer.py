@@ -1,9 +1,7 @@
-"""A decoder layer as data, run by a backend's ops: the target's layers and those of an EAGLE head are one program.
+"""Decoder layers as data, run by a backend's ops: a target's and an EAGLE head's are one program.
 
-The parameters stay the model's own and become views of the buffer, so nothing is held twice. Experts' weights that lie
-with their outputs side by side are turned: a kernel reads those of one output as a line of memory. Whether weights lie
-so is read from their storages whenever a product is made: those of a model that was moved, cast or copied since lie
-apart again, and are multiplied one by one.
+Parameters stay the model's own and become views of one packed buffer. Products read from the storages whether weights
+are packed: those of a model that was moved, cast or copied since are not, and are multiplied one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from fastspec.generation.layer_state import DeltaState, FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.kernels.attention.reference import Span
-from fastspec.kernels.linear.reference import SILU, Activation, Addends, Parts
+from fastspec.kernels.linear.reference import SILU, Activation, DeferredSum, Parts
 from fastspec.kernels.recurrent.reference import DecayRates
 
 
@@ -34,7 +32,7 @@ class Weights(Protocol):
 
 
 def joint(parts: Sequence[Tensor]) -> Tensor | None:
-    """One view [sum of rows, ...] of tensors [rows, ...] that lie one after another in one storage, or None."""
+    """One view [sum of rows, ...] of tensors [rows, ...] that are neighbours in one storage, or None."""
     first, at = parts[0], parts[0].storage_offset()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
@@ -66,8 +64,7 @@ def pack(layers: Sequence[Weights]) -> list[Tensor]:
 
 
 def turn(weight: Tensor) -> list[Tensor]:
-    """Lay a weight [..., in, out] so that the inputs of an output are neighbours in memory, which its shape does not
-    show; returns it in a list if it was moved."""
+    """Lay a weight [..., in, out] so that the inputs of an output are neighbours -> it, where it was moved."""
     if weight.transpose(-1, -2).is_contiguous():
         return []
     weight.data = weight.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -76,10 +73,7 @@ def turn(weight: Tensor) -> list[Tensor]:
 
 def is_packed(parameter: Tensor) -> bool:
     """Whether a parameter is a part of a larger storage, or lies turned in its own."""
-    return (
-        parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size()
-        or not parameter.is_contiguous()
-    )
+    return parameter.untyped_storage().nbytes() != parameter.nbytes or not parameter.is_contiguous()
 
 
 def unpack(parameter: Tensor) -> None:
@@ -88,29 +82,28 @@ def unpack(parameter: Tensor) -> None:
         parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
 
 
-Summed: TypeAlias = Tensor | Parts | Addends
-"""A tensor, or the parts of a sum where a norm follows, which adds them up, those of other processes too."""
+Summed: TypeAlias = Tensor | Parts | DeferredSum
+"""A tensor, or the parts of a sum that a norm adds up."""
 Product: TypeAlias = Callable[[Tensor], Summed]
 """x [..., K] -> [..., M]."""
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 """The same where nothing takes parts of it."""
 
 
-class Sight(NamedTuple):
-    """What decides the layout of a layer's attention: the span of the text that its queries see (None: all of it),
-    whether its slots form a ring, and the number of query heads per key head."""
+class LayoutKey(NamedTuple):
+    """Key of the attention layouts of a pass: the span of the text that queries see (None: all of it), the slots of a
+    ring, and the number of query heads per key head."""
 
     span: Span | None = None
     ring: int | None = None
     group: int = 1
 
 
-EVERYTHING = Sight()
+FULL_LAYOUT = LayoutKey()
 
 
 class Rotary(NamedTuple):
-    """Tables by position: cos, sin [P, R / 2], and what queries are multiplied by [P] fp32, where that depends on where
-    they stand."""
+    """Tables by position: cos, sin [P, R / 2], and a factor on queries [P] fp32."""
 
     cos: Tensor
     sin: Tensor
@@ -119,21 +112,20 @@ class Rotary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Where the nodes of one pass stand: rotary tables, positions and slots [B, N] int64, and the attention's
-    layouts."""
+    """Places of the nodes of one pass: rotary tables by kind of layer (None: all), positions and slots [B, N] int64,
+    the latter by the size of a ring (None: none), and the backend's attention layouts.
+
+    Parents [B, N] and ancestors `words` [B, N, W] are those of a tree; None for a text, of which counts [B] nodes are
+    real.
+    """
 
     rotary: Mapping[str | None, Rotary]
-    """By the kind of layer; None: of all layers."""
     positions: Tensor
     slots: Mapping[int | None, Tensor]
-    """By how many slots a state goes round in, None: it does not."""
-    layouts: Mapping[Sight, object]
-    """Of the backend's own kind."""
+    layouts: Mapping[LayoutKey, object]
     parents: Tensor | None = None
     words: Tensor | None = None
-    """Parents [B, N] and ancestors [B, N, W] of a tree's nodes; None: the nodes are a text that stands."""
     counts: Tensor | None = None
-    """[B] how many nodes of a text that stands are real."""
 
 
 class SequenceMixer(ABC):
@@ -146,8 +138,8 @@ class SequenceMixer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class FullAttention(SequenceMixer):
-    """Attention over committed tokens and a node's ancestors, all of them or those within a span; layer `index` of
-    `state`, which keeps the keys and values of all, takes those of the nodes."""
+    """Attention over committed tokens and a node's ancestors, or those within a span; layer `index` of `state` takes
+    the nodes' keys and values."""
 
     ops: Ops
     state: FullAttentionState
@@ -165,9 +157,8 @@ class FullAttention(SequenceMixer):
     ties_values: bool = False
     """Whether values are the keys, before these are normed and rotated."""
     owns: bool = True
-    """Whether the layer has keys and values of its own; else `qkv` gives queries alone, and it reads those of another
-    layer."""
-    sight: Sight = EVERYTHING
+    """Whether the layer has keys and values of its own; else `qkv` gives queries alone, for another layer's."""
+    layout: LayoutKey = FULL_LAYOUT
     rotary: str | None = None
     """The layer's rotary tables."""
     sinks: Tensor | None = None
@@ -175,8 +166,7 @@ class FullAttention(SequenceMixer):
     cap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     gated: bool = False
-    """Whether every head's queries are followed by as many gates, which what it reads is multiplied by, through a
-    sigmoid."""
+    """Whether every head's queries are followed by as many gates, whose sigmoids its output is multiplied by."""
     interleaved: bool = False
     """Whether neighbouring channels are rotated with each other, as in `rope_cache`."""
 
@@ -185,31 +175,17 @@ class FullAttention(SequenceMixer):
         k, v = self.state.k[self.index], self.state.v[self.index]
         qkv, (cos, sin, factor) = self.qkv(x), nodes.rotary[self.rotary]
         written = (k, v) if self.owns else (k[:, :0], v[:, :0])
-        q = self.ops.rope_cache(
-            qkv,
-            cos,
-            sin,
-            nodes.positions,
-            *written,
-            nodes.slots[self.state.ring],
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-            self.offset,
-            self.gated,
-            self.norms_values,
-            self.ties_values,
-            self.interleaved,
-            factor,
-        )
-        mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.sight], self.scale, sinks=self.sinks, cap=self.cap)
+        norms = self.q_norm, self.k_norm, self.eps, self.offset
+        switches = self.gated, self.norms_values, self.ties_values, self.interleaved
+        slots = nodes.slots[self.state.ring]
+        q = self.ops.rope_cache(qkv, cos, sin, nodes.positions, *written, slots, *norms, *switches, factor)
+        mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.layout], self.scale, sinks=self.sinks, cap=self.cap)
         return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta(SequenceMixer):
-    """Gated DeltaNet: a convolution over the last inputs, a state per head, and a gated norm; layer `index` of
-    `state`."""
+    """Gated DeltaNet: a convolution over the last inputs, a state per head, a gated norm; layer `index` of `state`."""
 
     ops: Ops
     state: DeltaState
@@ -224,7 +200,7 @@ class GatedDelta(SequenceMixer):
     eps: float
     out: Product
     activation: Callable[[Tensor], Tensor] | None = None
-    """What follows the convolution; None: SiLU."""
+    """Activation after the convolution; None: SiLU."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """Output of the gated delta rule along every node's ancestors."""
@@ -251,14 +227,12 @@ class GatedDelta(SequenceMixer):
 
 
 Norm = Callable[..., tuple[Tensor, Tensor]]
-"""(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum), as `Ops.rms_norm`; a model's own norms
-without `out`."""
+"""(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum); a model's own norms lack `out`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One decoder layer: its norms, what mixes the tokens, and its feed-forward. Some families norm what the mixer and
-    the feed-forward add as well."""
+    """One decoder layer: its norms, its mixer, and its feed-forward. Some families norm their outputs as well."""
 
     input_norm: Norm | None
     mixer: SequenceMixer
@@ -268,11 +242,9 @@ class LayerParts:
     mixer_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
     beside: Callable[[Tensor, Tensor], Tensor] | None = None
-    """What the feed-forward gives, and what its norm has read, [B, N, H] each -> the same with a second feed-forward's
-    [B, N, H]."""
+    """Output of the feed-forward, and input of its norm, [B, N, H] each -> both feed-forwards' output [B, N, H]."""
     after: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    """What becomes of the layer's output [B, N, H], with the layer's own input of every token [B, N, P] where it has
-    one."""
+    """The layer's output [B, N, H], and its own input of every token [B, N, P] where it has one -> its output."""
 
 
 class Normed(Protocol):
@@ -294,7 +266,6 @@ class RmsNorm:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual=None, out=None, total=None) -> (the norm of their sum, the sum)."""
         return self.ops.rms_norm(x, self.module.weight, self.eps, residual, out, total, self.offset)
 
 
@@ -305,12 +276,11 @@ class Linears:
     ops: Ops
     layers: tuple[Weights, ...]
     parts: bool
-    """Whether the result goes to a norm, which takes the parts of a product as well."""
+    """Whether the result goes to a norm, which takes the parts of a product."""
     packed: tuple[Tensor, Tensor | None] | None
     """Weight and bias of all as one product, where they lie so."""
 
     def __call__(self, x: Tensor) -> Any:
-        """x [..., K] -> [..., M]."""
         one = self.one()
         if one is None:
             return self.ops.linears(x, *self.apart())
@@ -328,15 +298,13 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """A gated feed-forward: the products of the gates and of what they open, in this order or as one layer's, and what
-    follows."""
+    """A gated feed-forward: products of gates and of what they open, in this order, and the product that follows."""
 
     gate_up: Linears
     out: Product
     kind: Activation = SILU
 
     def __call__(self, x: Tensor) -> Summed:
-        """x [..., K] -> [..., M]."""
         ops, one = self.gate_up.ops, self.gate_up.one()
         if one is None:
             return self.out(ops.linears(x, *self.gate_up.apart(), self.kind))
@@ -344,10 +312,7 @@ class Gated:
 
 
 def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Linears:
-    """Plain linear layers over one input, their outputs side by side; one product where their weights are packed.
-
-    With `parts` the result goes to a norm, which takes the parts of a product as well.
-    """
+    """Plain linear layers over one input, their outputs side by side; one product where their weights are packed."""
     weight = joint([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
@@ -356,7 +321,7 @@ def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Line
 
 
 def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Activation = SILU) -> Product:
-    """The gated feed-forward of plain linear layers, or of parts of them; `out` is the product behind it."""
+    """The gated feed-forward of plain linear layers, or of parts of them, with the product `out`."""
     return Gated(product(ops, (gate, up)), out, kind)
 
 

@@ -1,4 +1,4 @@
-"""What the layers of one kind keep of a text: keys and values of all tokens, of the last ones, or a matrix per head."""
+"""States of the layers of one kind: keys and values of all tokens, of the last ones, or a matrix per head."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.attention.reference import Span
 
-Held: TypeAlias = tuple[Tensor, Tensor]
-"""What transformers keeps of one layer: keys and values [B, Hkv, T, D], or the last inputs of a convolution and a
-recurrent state."""
+LayerCache: TypeAlias = tuple[Tensor, Tensor]
+"""One layer of transformers' cache: keys and values [B, Hkv, T, D], or a convolution's last inputs and a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The accepted paths of a round as slots: row b's node path[b, i] stands in slot sources[b, i] and goes to
-    targets[b, i], [B, P]."""
+    """The accepted paths of a round as slots: row b's node path[b, i] is in slot sources[b, i] and goes to targets[b,
+    i], [B, P], in the active rows [B] bool."""
 
     verdict: Verdict
     active: Tensor
-    """[B] bool: the rows whose path is kept."""
     sources: Tensor
     targets: Tensor
 
@@ -33,30 +31,23 @@ class Moves:
         """The same on a device."""
         if self.sources.device == device:
             return self
-        verdict = replace(
-            self.verdict,
-            path=self.verdict.path.to(device),
-            accepted=self.verdict.accepted.to(device),
-            bonus=self.verdict.bonus.to(device),
-        )
+        path, accepted, bonus = (x.to(device) for x in (self.verdict.path, self.verdict.accepted, self.verdict.bonus))
+        verdict = replace(self.verdict, path=path, accepted=accepted, bonus=bonus)
         return Moves(verdict, self.active.to(device), self.sources.to(device), self.targets.to(device))
 
 
 class LayerState(ABC):
     """Buffers of all layers of one kind, for every row of a call. Slots below a row's length hold its committed tokens,
-    the tail behind them the nodes of the last tree, which the layers' mixer writes.
-
-    A kind that keeps less than every token (a window, a recurrent state) answers the same questions: it may ignore how
-    many slots there are, and must not let a node that was rejected change what it keeps.
-    """
+    the tail after them the nodes of the last tree, which the layers' mixer writes. A kind that keeps less than every
+    token (a window, a recurrent state) may ignore the number of slots; no rejected node may change it."""
 
     layers: int
-    """How many layers there are of the kind."""
+    """The number of layers of the kind."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where its layers compute, and its buffers are."""
+        """Device of its layers and buffers."""
 
     @abstractmethod
     def bytes(self, slots: int) -> int:
@@ -72,22 +63,20 @@ class LayerState(ABC):
 
     @abstractmethod
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
-        """Begin a row anew with the `count` committed tokens of row `source` of another state of the same kind. The
-        row's former text and its trees have written no slot from `reached` on."""
+        """Begin a row anew with the `count` committed tokens of row `source` of another state of the same kind. The row
+        has written no slot from `reached` on."""
 
     @abstractmethod
     def clear(self, reached: int) -> None:
         """Begin with an empty text in every row, none of which has written a slot from `reached` on."""
 
     @abstractmethod
-    def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
-        """Take what transformers keeps of one layer's first tokens; order [B, T] are the columns that a row's tokens
-        stand in, the first counts [B] of them."""
+    def load(self, layer: int, held: LayerCache, order: Tensor, counts: Tensor) -> None:
+        """Take transformers' cache of one layer's first tokens: the first counts [B] of the columns order [B, T]."""
 
     @abstractmethod
-    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
-        """What transformers keeps of the tokens of one layer in slots [B, T] of texts of lengths [B]; zeros where
-        `real` [B, T] is false."""
+    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> LayerCache:
+        """Transformers' cache of one layer's tokens in slots [B, T] of texts of lengths [B]; zeros where not real."""
 
 
 class FullAttentionState(LayerState):
@@ -95,7 +84,7 @@ class FullAttentionState(LayerState):
     attention keeps one head's latents and rotated channels in their places."""
 
     ring: int | None = None
-    """How many slots positions go round in; None: the token at position p stands in slot p."""
+    """Slots of the ring that positions go round in; None: the token at position p is in slot p."""
 
     def __init__(
         self,
@@ -108,29 +97,23 @@ class FullAttentionState(LayerState):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.layers = layers
+        self.layers, value_size = layers, size if value_size is None else value_size
         self.k = torch.zeros((layers, rows, kv_heads, 0, size), dtype=dtype, device=device)
-        self.v = torch.zeros(
-            (layers, rows, kv_heads, 0, size if value_size is None else value_size), dtype=dtype, device=device
-        )
+        self.v = torch.zeros((layers, rows, kv_heads, 0, value_size), dtype=dtype, device=device)
 
     @property
     def device(self) -> torch.device:
-        """Device of the keys and values."""
         return self.k.device
 
     def bytes(self, slots: int) -> int:
-        """Memory of keys and values with so many slots a row."""
         layers, rows, heads, _, size = self.k.shape
         return self.k.element_size() * layers * rows * heads * slots * (size + self.v.shape[-1])
 
     def resize(self, slots: int) -> None:
-        """Replace the buffers by larger ones that hold the same."""
         self.k, self.v = self._resized(self.k, slots), self._resized(self.v, slots)
 
     def clear(self, reached: int) -> None:
-        """Zero what was written: attention multiplies the values of slots that are not seen by weights of 0, and 0 *
-        NaN is NaN."""
+        """Zero the written slots: attention multiplies unseen values by weights of 0, and 0 * NaN is NaN."""
         self.k[:, :, :, :reached].zero_()
         self.v[:, :, :, :reached].zero_()
 
@@ -139,7 +122,6 @@ class FullAttentionState(LayerState):
         ops.cache_write(self.k[layer], self.v[layer], k, v, slots)
 
     def commit(self, ops: Ops, moves: Moves) -> None:
-        """Move the accepted paths to the end of their rows' tokens."""
         if moves.verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, moves.sources, moves.targets)
 
@@ -150,23 +132,18 @@ class FullAttentionState(LayerState):
             mine[:, row, :, :count] = theirs[:, source, :, :count]
             mine[:, row, :, count:reached].zero_()
 
-    def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
+    def load(self, layer: int, held: LayerCache, order: Tensor, counts: Tensor) -> None:
         """Take keys and values [B, Hkv, T, D] of one layer's first tokens."""
         row = torch.arange(len(order), device=order.device)[:, None]
         for buffer, states in zip((self.k, self.v), held, strict=True):
             buffer[layer][:, :, : order.shape[1]] = states.transpose(1, 2)[row, order].transpose(1, 2)
 
-    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
+    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> LayerCache:
         """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false."""
         row = torch.arange(len(slots), device=slots.device)[:, None]
-        keys, values = (
-            buffer[layer]
-            .transpose(1, 2)[row, slots]
-            .where(real[:, :, None, None].bool(), 0)
-            .transpose(1, 2)
-            .contiguous()
-            for buffer in (self.k, self.v)
-        )
+        kept = real[:, :, None, None].bool()
+        found = (buffer[layer].transpose(1, 2)[row, slots].where(kept, 0) for buffer in (self.k, self.v))
+        keys, values = (each.transpose(1, 2).contiguous() for each in found)
         return keys, values
 
     def _resized(self, buffer: Tensor, slots: int) -> Tensor:
@@ -183,19 +160,16 @@ class FirstLayers(FullAttentionState):
         self.whole, self.layers, self.ring = whole, layers, whole.ring
 
     def commit(self, ops: Ops, moves: Moves) -> None:
-        """Move the accepted paths to the end of their rows' tokens."""
         if self.ring is not None:
             moves = replace(moves, sources=moves.sources % self.ring, targets=moves.targets % self.ring)
         super().commit(ops, moves)
 
     @property
     def k(self) -> Tensor:  # type: ignore[override]
-        """Keys [layers, B, Hkv, C, D]."""
         return self.whole.k[: self.layers]
 
     @property
     def v(self) -> Tensor:  # type: ignore[override]
-        """Values [layers, B, Hkv, C, D]."""
         return self.whole.v[: self.layers]
 
 
@@ -205,18 +179,16 @@ STEP = 128
 
 
 def ring_of(span: Span, tail: int, chunk: int) -> int:
-    """Slots that layers of a span go round in: the span, what a pass of up to `tail` nodes or `chunk` tokens of a
-    prompt writes, and SLACK."""
+    """Slots of a span's ring: the span, those of a pass of `tail` nodes or `chunk` prompt tokens, and SLACK."""
     return -(-(span.size + max(tail, chunk) + SLACK) // STEP) * STEP
 
 
 class WindowState(FullAttentionState):
-    """Keys `k` and values `v` of the last `ring` tokens of every row at least: the token at position p stands in slot p
-    % ring.
+    """Keys `k` and values `v` of at least the last `ring` tokens of every row: the token at position p is in slot p %
+    ring.
 
-    A pass writes nodes no further than `ring` - `span.size` behind the tokens that are still seen, so that no node
-    takes the place of one of these, whether it is rejected or not. Texts that are no longer than the ring take no more
-    slots than they have tokens.
+    A pass writes nodes no further than `ring` - `span.size` after the tokens that are still seen, so that no node takes
+    the place of one of these. Texts shorter than the ring take no more slots than they have tokens.
     """
 
     ring: int
@@ -238,7 +210,6 @@ class WindowState(FullAttentionState):
         self.span, self.ring = span, ring
 
     def bytes(self, slots: int) -> int:
-        """Memory of keys and values of texts of so many slots."""
         return super().bytes(min(slots, self.ring))
 
     def resize(self, slots: int) -> None:
@@ -247,32 +218,26 @@ class WindowState(FullAttentionState):
             super().resize(min(slots, self.ring))
 
     def commit(self, ops: Ops, moves: Moves) -> None:
-        """Move the accepted paths to the end of their rows' tokens."""
         if moves.verdict.path.shape[1] > 1:
             ops.kv_block_copy(self.k, self.v, moves.sources % self.ring, moves.targets % self.ring)
 
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
-        """Begin a row anew; there must be room for its tokens."""
         assert isinstance(other, WindowState) and other.ring == self.ring
         super().copy_row(row, other, min(count, self.ring), source, reached)
 
-    def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
+    def load(self, layer: int, held: LayerCache, order: Tensor, counts: Tensor) -> None:
         """Take the last of the keys and values [B, Hkv, T, D] of one layer's tokens."""
         width = self.k.shape[3]
-        last = counts[:, None] - 1
-        place = (
-            last - (last - torch.arange(width, device=order.device)) % self.ring
-        )  # the last position that a slot holds
+        last = counts[:, None] - 1  # and then the last position that a slot holds
+        place = last - (last - torch.arange(width, device=order.device)) % self.ring
         columns = order.gather(1, place.clamp(0, order.shape[1] - 1))
         row = torch.arange(len(order), device=order.device)[:, None]
         for buffer, states in zip((self.k, self.v), held, strict=True):
-            buffer[layer] = (
-                states.transpose(1, 2)[row, columns].where((place >= 0)[:, :, None, None], 0).transpose(1, 2)
-            )
+            kept = states.transpose(1, 2)[row, columns].where((place >= 0)[:, :, None, None], 0)
+            buffer[layer] = kept.transpose(1, 2)
 
-    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
-        """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false, and where a
-        token is no longer seen."""
+    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> LayerCache:
+        """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where not real [B, T], or not seen."""
         seen = real & (slots >= lengths[:, None] - self.span.size)
         return super().export(layer, slots % self.ring, seen, lengths)
 
@@ -295,11 +260,10 @@ class DeltaShape:
 
 class DeltaState(LayerState):
     """States `s` [L, B, Hv, Dk, Dv] fp32 and the convolution's last inputs `held` [L, B, K, C] of the committed text,
-    whatever its length.
+    which cannot be made shorter again.
 
-    Beside them what a pass leaves of its N nodes, for `commit`: the convolution's `inputs` and outputs `mixed` [L, B,
-    N, C], and the updates `u` [L, B, N, Hv, Dv] and summed gates `g` [L, B, N, Hv], fp32. A text cannot be made shorter
-    again.
+    A pass leaves of its N nodes, for `commit`: the convolution's `inputs` and outputs `mixed` [L, B, N, C], and the
+    updates `u` [L, B, N, Hv, Dv] and summed gates `g` [L, B, N, Hv], fp32.
     """
 
     def __init__(
@@ -315,14 +279,11 @@ class DeltaState(LayerState):
 
     @property
     def device(self) -> torch.device:
-        """Device of the matrices."""
         return self.s.device
 
     def bytes(self, slots: int) -> int:
         """Memory of the buffers, the same for texts of any length."""
-        return sum(
-            each.numel() * each.element_size() for each in (self.s, self.held, self.inputs, self.mixed, self.u, self.g)
-        )
+        return sum(each.nbytes for each in (self.s, self.held, self.inputs, self.mixed, self.u, self.g))
 
     def resize(self, slots: int) -> None:
         """Nothing grows."""
@@ -333,26 +294,20 @@ class DeltaState(LayerState):
         self.held.zero_()
 
     def commit(self, ops: Ops, moves: Moves) -> None:
-        """Take the accepted paths in."""
-        verdict = moves.verdict
-        ops.delta_commit(
-            self.s, self.held, self.inputs, self.mixed, self.u, self.g, verdict.path, verdict.accepted, moves.active
-        )
+        path, accepted = moves.verdict.path, moves.verdict.accepted
+        ops.delta_commit(self.s, self.held, self.inputs, self.mixed, self.u, self.g, path, accepted, moves.active)
 
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
-        """Begin a row anew."""
         assert isinstance(other, DeltaState)
         self.s[:, row] = other.s[:, source]
         self.held[:, row] = other.held[:, source]
 
-    def load(self, layer: int, held: Held, order: Tensor, counts: Tensor) -> None:
-        """Take the inputs [B, C, K] of a convolution and a state [B, Hv, Dk, Dv], which stand behind all of the
-        text."""
+    def load(self, layer: int, held: LayerCache, order: Tensor, counts: Tensor) -> None:
+        """Take the inputs [B, C, K] of a convolution and a state [B, Hv, Dk, Dv], which are those after the text."""
         inputs, state = held
         self.held[layer] = inputs.transpose(1, 2)
         self.s[layer] = state
 
-    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> Held:
-        """The inputs and the state of one layer, behind all of a row's committed tokens: none of an earlier place are
-        kept."""
+    def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> LayerCache:
+        """The inputs and the state of one layer after all committed tokens."""
         return self.held[layer].transpose(1, 2).contiguous(), self.s[layer].clone()

@@ -53,8 +53,7 @@ class Ops:
     linear_parts: Callable[..., Tensor | Parts] | None = None
     """`linear` where a norm follows: it may give the parts of its sum. None: `linear` itself."""
     stack: Callable[..., tuple[Tensor, Tensor] | None] | None = None
-    """Whole layers in one call, where nothing stands in its way: it gives None else, and nothing has happened. None:
-    layer by layer."""
+    """Whole layers in one call, where nothing stands in its way: else it gives None. None: layer by layer."""
     experts: Callable[..., Tensor] | None = None
     """A mixture of experts; None leaves it to the model's own module."""
     most_children: int | None = None

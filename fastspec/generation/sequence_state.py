@@ -1,5 +1,4 @@
-"""What a model keeps of a text: a length per row, the state of its layers, and room for a tree behind the committed
-tokens."""
+"""State of a model's texts: a length per row, the layers' states, and room for a tree after the committed tokens."""
 
 from __future__ import annotations
 
@@ -37,16 +36,13 @@ WIDE_STEP = 16384
 
 
 class SequenceState:
-    """The states `kinds` of a model's layers, one for all layers of a kind, each where they compute, and `lengths` [B]
-    int64.
+    """The states `kinds` of a model's layers, one for all layers of a kind, and `lengths` [B] int64.
 
-    `order` says of every layer of the model whose keys and values, or state, it reads: which of the kinds, and which
-    layer of it; layers may share one. None: there is one kind, and every layer has its own.
-
-    Slots below a row's length hold its committed tokens, `capacity` of them at most; the `tail` slots after it are
-    provisional, written by every forward pass and moved or forgotten by `commit`. The buffers start with `first` slots
-    (None: FIRST_SLOTS) and double when `reserve` asks for more. Raises FastSpecError, with the size, when memory cannot
-    hold the capacity.
+    `order` gives the kind, and the layer of it, that every layer of the model reads; layers may share one. None: there
+    is one kind, and every layer has its own. Slots below a row's length hold its committed tokens, `capacity` of them
+    at most; the `tail` slots after it are provisional, written by every pass and moved or forgotten by `commit`. The
+    buffers start with `first` slots (None: FIRST_SLOTS) and double when `reserve` asks for more. Raises FastSpecError,
+    with the size, when memory cannot hold the capacity.
     """
 
     def __init__(
@@ -97,26 +93,23 @@ class SequenceState:
         return min(committed, self.limit) <= self.bound
 
     def reserve(self, committed: int) -> int:
-        """Make room for this many committed tokens per row, the call's capacity at most, and the tail; returns how many
-        of them are in bounds."""
+        """Make room for this many committed tokens per row, the capacity at most, and the tail -> those in bounds."""
         if not self.fits(committed):
             wanted = self._wanted(committed) + self.tail
             try:
                 for kind in self.kinds:
                     kind.resize(wanted)
             except (MemoryError, RuntimeError) as error:
-                raise _too_large(wanted, len(self.lengths), self._bytes(wanted), self.lengths.device) from error
+                need = sum(kind.bytes(wanted) for kind in self.kinds)
+                raise _too_large(wanted, len(self.lengths), need, self.lengths.device) from error
             self.slots = wanted
         found = min(committed, self.bound)
         self.reached = max(self.reached, found + self.tail)
         return found
 
-    def _bytes(self, slots: int) -> int:
-        return sum(kind.bytes(slots) for kind in self.kinds)
-
     def _wanted(self, committed: int) -> int:
-        """Committed tokens to make room for: twice what there is, the call's capacity at most; on CUDA a round number
-        whatever the capacity is, so that calls of any length share the graphs that were captured on these buffers."""
+        """Committed tokens to make room for: twice those there are, the capacity at most; on CUDA a round number, so
+        that calls of any length share graphs."""
         if self.lengths.is_cuda:
             return max(self.first, min(1 << (committed - 1).bit_length(), -(-committed // WIDE_STEP) * WIDE_STEP))
         return min(max(committed, 2 * self.bound), self.limit)
@@ -129,25 +122,21 @@ class SequenceState:
             kind.commit(ops, moves.on(kind.device))
 
     def copy_row(self, row: int, other: SequenceState, count: int, source: int = 0) -> None:
-        """Begin a row anew with the `count` committed tokens of row `source` of another state; there must be room for
-        them."""
+        """Begin a row anew with the `count` committed tokens of row `source` of another state, which fit."""
         reached = self.reached if self.lengths.is_cuda else min(self.reached, int(self.lengths[row]) + self.tail)
         for mine, theirs in zip(self.kinds, other.kinds, strict=True):
             mine.copy_row(row, theirs, count, source, reached)
         self.lengths[row] = count
 
     def grow(self, counts: Tensor) -> None:
-        """Count the next counts [B] slots of every row as committed. A row whose last round went beyond them
-        has ended: it stays at the bound, so that the trees still written behind it stay inside the buffers."""
+        """Count the next counts [B] slots of every row as committed, within the bound: a row whose last round went
+        beyond it has ended, and trees are still written after it."""
         grow(self.lengths, counts, self.bound)
 
 
 class SharedState(SequenceState):
-    """The first layers of another state, with lengths of their own: what a model's own early layers draft with.
-
-    They write into the other's provisional tail, which the next pass over all layers writes anew, and it grows for
-    both.
-    """
+    """The first layers of another state, with lengths of their own, in which a model's own early layers draft: they
+    write into its provisional tail, which the next pass over all layers writes anew."""
 
     def __init__(self, whole: SequenceState, depth: int) -> None:
         self.whole, self.tail, self.lengths = whole, whole.tail, whole.lengths.clone()
@@ -166,14 +155,11 @@ class SharedState(SequenceState):
 
     @property
     def slots(self) -> int:  # type: ignore[override]
-        """Slots per row of the whole state."""
         return self.whole.slots
 
     @property
     def limit(self) -> int:  # type: ignore[override]
-        """The capacity of the whole state."""
         return self.whole.limit
 
     def reserve(self, committed: int) -> int:
-        """As of the whole state."""
         return self.whole.reserve(committed)

@@ -1,5 +1,4 @@
-"""Counts and times of a generate call, and its profile: marks between the parts of a round, by CUDA events or the
-host's clock."""
+"""Counts, times and the profile of a generate call."""
 
 from __future__ import annotations
 
@@ -18,11 +17,8 @@ import torch
 
 @dataclass
 class Profile:
-    """Milliseconds of each part of each round, in order; `host` is what the device waited for the host, or the host's
-    own work.
-
-    `print` shows the 20, 50 and 80 % quantiles. `write_trace` writes them for Perfetto or chrome://tracing.
-    """
+    """Milliseconds of each part of each round, in order; `host` is the device's wait for the host, or the host's own
+    work. `print` shows the 20, 50 and 80 % quantiles."""
 
     rounds: list[dict[str, float]] = field(default_factory=list)
 
@@ -54,21 +50,12 @@ class Profile:
         return "\n".join(lines)
 
     def write_trace(self, path: str | Path) -> None:
-        """Write the rounds as trace events (JSON), one after another on one track."""
+        """Write the rounds as trace events (JSON) for Perfetto or chrome://tracing, on one track."""
         events, at = [], 0.0
         for number, each in enumerate(self.rounds):
             for name, spent in each.items():
-                events.append(
-                    {
-                        "name": name,
-                        "ph": "X",
-                        "ts": at,
-                        "dur": 1e3 * spent,
-                        "pid": 0,
-                        "tid": 0,
-                        "args": {"round": number},
-                    }
-                )
+                place = {"ts": at, "dur": 1e3 * spent, "pid": 0, "tid": 0}
+                events.append({"name": name, "ph": "X", **place, "args": {"round": number}})
                 at += 1e3 * spent
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
@@ -84,8 +71,7 @@ def unmarked(name: str) -> None:
 
 
 class Clock:
-    """Marks of one round after another into a Profile. On CUDA its events are recorded in the stream, captured or
-    not."""
+    """Marks of one round after another into a Profile; on CUDA, events in the stream, captured or not."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
         self.profile, self.device, self.cuda = profile, device, device.type == "cuda"
@@ -111,15 +97,14 @@ class Clock:
             self.marks.append((name, time.perf_counter()))
 
     def watch(self, phases: Callable[[], Value]) -> tuple[Value, Marks]:
-        """Run phases -> what they return, and the marks that they made, which are not kept here: the phases may be
-        being captured."""
+        """Run phases, which may be captured -> their result, and their marks, which are not kept here."""
         kept, self.marks = self.marks, []
         value = phases()
         made, self.marks = tuple(self.marks), kept
         return value, made
 
     def add(self, marks: Marks) -> None:
-        """Take marks that were made before, or by a graph; the first of a round forget those of the round before."""
+        """Take marks that a graph made; the first of a round forget those of the round before."""
         opens = bool(marks) and not marks[0][0]
         self.marks = [*([] if opens else self.marks), *marks]
 
@@ -145,8 +130,7 @@ def _milliseconds(before: torch.cuda.Event | float, after: torch.cuda.Event | fl
 
 @dataclass(slots=True)
 class Stats:
-    """Counts over all rows of one call. Times are host seconds by phase; on CUDA they are launch times, not kernel
-    times."""
+    """Counts over all rows of one call. Times are host seconds by phase; on CUDA of launches."""
 
     assistant: str = ""
     rows: int = 0
@@ -159,8 +143,7 @@ class Stats:
     emitted: int = 0
     """New tokens returned, after trimming at the end token and at the length limit."""
     round_tokens: int = 0
-    """Tokens that rounds emitted, bonus included, none behind an answer's end; the first token comes from the
-    prefill."""
+    """Tokens that rounds emitted, bonus included, none after an answer's end; the prefill gives the first token."""
     accepted: int = 0
     """Draft tokens among these."""
     drafted: int = 0
@@ -171,13 +154,11 @@ class Stats:
     replays: int = 0
     """Replays of captured graphs: one a round where rounds are captured whole."""
     first_run_seconds: float = 0.0
-    """Host seconds of first runs of what is captured, compiling included where kernels were not compiled yet; 0 where
-    nothing is."""
+    """Host seconds of the first runs of captured programs, which compile kernels; a part of `seconds`."""
     capture_seconds: float = 0.0
-    """Seconds of captures. Both are 0 in a call that finds its graphs, and are within `seconds` in one that does
-    not."""
+    """Host seconds of captures; a part of `seconds`."""
     explanations: tuple[object, ...] = ()
-    """What a cascade did with each row: `fastspec.cascade.decisions.Explanation`."""
+    """A cascade's `fastspec.cascade.decisions.Explanation` of each row."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -190,19 +171,18 @@ class Stats:
     @property
     def acceptance_length(self) -> float:
         """Mean tokens that a round emits for a row, the bonus token counted (1.0 without any accepted draft). An answer
-        that ends within its drafts has nothing behind its end, nor a bonus token."""
+        that ends within its drafts has no bonus token."""
         return self.round_tokens / self.row_rounds if self.row_rounds else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """For draft position 1, 2, ...: the share of rounds, over all rows, that emitted a draft token there. Their sum
-        is the acceptance length less the share of rounds with a bonus token."""
+        """Share of the rounds of all rows that emitted a draft token at draft position 1, 2, ..."""
         rounds = sum(self.lengths)
         return [sum(self.lengths[position:]) / rounds for position in range(1, len(self.lengths))]
 
     def count_round(self, emitted: int, accepted: int, drafted: int, has_drafts: bool) -> None:
-        """Count one round of one row that was still running, of whose `accepted` drafts and bonus token it `emitted` so
-        many before its answer ended; `has_drafts` says whether any row of it had drafts."""
+        """Count one round of one running row, which `emitted` so many of its `accepted` drafts and bonus token before
+        its answer ended; `has_drafts` says whether any row had drafts."""
         accepted = min(accepted, emitted)
         self.row_rounds += 1
         self.drafted += drafted

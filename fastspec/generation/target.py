@@ -1,9 +1,8 @@
-"""The target of a call as the engine sees it: a model with buffers of its own, how it reads prompts, and what its
-encoder read.
+"""Targets: models with buffers of their own, and the parts in which they read prompts.
 
-Wide parts fill a GPU's multiprocessors and read the weights seldom; narrow ones keep the activations of many rows, and
-the rings of layers that see a window, small. All but the last are whole passes, and the last is padded to a power of
-two (`fastspec.generation.capture.padded_width`), so that a few graphs serve all prompts.
+Wide parts fill a GPU and read the weights seldom; narrow ones keep the activations of many rows, and the rings of
+windowed layers, small. The last is padded to a power of two (`fastspec.generation.capture.padded_width`), so that a few
+graphs serve all prompts.
 """
 
 from __future__ import annotations
@@ -19,15 +18,28 @@ from fastspec.generation.capture import NARROWEST
 from fastspec.generation.tree import TokenTree, Verdict
 
 
-class Target(ABC):
-    """A model with a cache that nobody else writes to; draft models are targets too, of trees that are chains.
+class Buffered:
+    """Buffers of the rows of a call, which may grow; without any there is always room."""
 
-    `score` and `commit` are programs on tensors that stay where they are, and wait for nothing: where `captures` is
-    true the engine may run them inside a CUDA graph. They never capture anything themselves.
-    """
+    def reserve(self, committed: int) -> int:
+        """Make room for this many committed tokens a row -> how many of them are in bounds."""
+        return committed
+
+    def fits(self, committed: int) -> bool:
+        """Whether there is room for so many already."""
+        return True
+
+    @property
+    def buffers(self) -> Hashable:
+        """A value that changes when the buffers are replaced by others, which makes captured graphs void."""
+        return None
+
+
+class Target(Buffered, ABC):
+    """A model with a cache that nobody else writes to; draft models are targets too, of trees that are chains."""
 
     captures: bool = False
-    """Whether `score` and `commit` may be captured."""
+    """Whether `score` and `commit` may be captured: they work on tensors that stay, and wait for nothing."""
 
     @property
     @abstractmethod
@@ -42,10 +54,10 @@ class Target(ABC):
     @abstractmethod
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
         """Score every node after the committed tokens and its ancestors -> logits [B, N, V], features [B, N, F]. No row
-        has more than `extent` committed tokens, and there is room for them: see `reserve`.
+        has more than `extent` committed tokens, for which `reserve` has made room.
 
-        Where several processes hold the target and nobody reads more of the logits than the likeliest token, these may
-        be that token [B, N, 1] int64, here and in `prefill`."""
+        Where several processes hold the target and the likeliest token alone is read, the logits may be that token [B,
+        N, 1] int64, here and in `prefill`."""
 
     @abstractmethod
     def commit(self, verdict: Verdict, active: Tensor) -> None:
@@ -59,24 +71,10 @@ class Target(ABC):
     def rewind(self, lengths: Tensor) -> None:
         """Forget every row's committed tokens from lengths [B] on."""
 
-    def reserve(self, committed: int) -> int:
-        """Make room for this many committed tokens a row -> how many of them are in bounds. Without a buffer there is
-        always room."""
-        return committed
-
-    def fits(self, committed: int) -> bool:
-        """Whether there is room for so many already."""
-        return True
-
     @property
     def bound(self) -> int:
         """Committed tokens a row that there is room for: what a captured program is bounded by."""
         raise NotImplementedError(f"{type(self).__name__} has no buffers, and is not captured")
-
-    @property
-    def buffers(self) -> Hashable:
-        """What changes when the buffers are replaced by others; graphs that were captured before are no good then."""
-        return None
 
     def copy_row(self, row: int, other: Target, count: int, source: int = 0) -> None:
         """Begin a row anew with the `count` committed tokens of row `source` of another target of the same model."""
@@ -85,8 +83,8 @@ class Target(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """What an encoder made of a call's rows: `states` [B, S, D], `mask` [B, S], None where the call has none, and the
-    tokens `ids` [B, S], None where the call brought none. `shared` says whether they are the decoder's tokens too."""
+    """An encoder's reading of a call's rows: `states` [B, S, D], and the `mask` [B, S] and tokens `ids` [B, S] that the
+    call brought, or None. `shared` says whether they are the decoder's tokens too."""
 
     states: Tensor
     mask: Tensor | None
@@ -95,7 +93,7 @@ class Source:
 
     def text(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
         """The source's tokens and then the decoder's ids [B, T], without padding: tokens [B, S + T at most], counts
-        [B]; None where there are none, or none that the decoder knows."""
+        [B]; None without tokens that the decoder knows."""
         if self.ids is None or not self.shared:
             return None
         keep = torch.ones_like(self.ids) if self.mask is None else self.mask.to(self.ids.device)
@@ -107,14 +105,13 @@ class Source:
 NARROW = 512
 WIDE = 2048
 MOST = 2**15
-"""Tokens of all rows together that a pass reads where passes are captured: the activations of 128 rows of NARROW tokens
-take gigabytes, of a mixture of experts above all."""
+"""Tokens of all rows together that a captured pass reads, so that its activations stay below gigabytes."""
 
 
 def widest_part(rows: int, *, captures: bool, windows: bool = False) -> int:
     """The most tokens of each of `rows` prompts that a pass reads: NARROW where the device does not capture. Where it
-    does, WIDE in all rows together, but NARROW of each at least, and MOST in all of them at most, where that leaves
-    each NARROWEST. With `windows`, whose rings hold a part beside the window, no more than NARROW."""
+    does, WIDE in all rows together, but NARROW of each at least, and MOST in all at most, where that leaves each
+    NARROWEST. With `windows`, whose rings hold a part beside the window, NARROW at most."""
     if not captures:
         return NARROW
     widest = NARROW if windows else max(NARROW, _power_below(max(1, WIDE // rows)))
@@ -122,8 +119,7 @@ def widest_part(rows: int, *, captures: bool, windows: bool = False) -> int:
 
 
 def prompt_parts(length: int, widest: int) -> Iterator[tuple[int, int]]:
-    """The begin and width of every part of a prompt of `length` tokens, none wider than `widest`: as few as powers of
-    two above NARROW make them, and what is left."""
+    """Begin and width of a prompt's parts: powers of two above NARROW, `widest` at most, then the rest."""
     begin, narrow = 0, min(NARROW, widest)
     while begin < length:
         left = length - begin

@@ -1,4 +1,4 @@
-"""The draft tree as tensors, and what a walk over it decided."""
+"""Draft trees as tensors, and the verdicts of walks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TokenTree:
             mask[i] = mask[parents[b, i]] if i else False
             mask[i, i] = True
 
-    Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution that each node's token came from,
-    given its prefix and its earlier siblings (the root's is not read); zeros throughout say that the node was not
-    drawn, and it is not accepted. Without q the tree must be a function of its prefix. `drafted` says of each row how
-    many draft nodes are real and no copies that fill the tree up; None: all of them, or the host does not know.
+    Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution of each node's token, given its prefix
+    and its earlier siblings (the root's is not read); a node of zeros was not drawn, and is not accepted. Without q the
+    tree must be a function of its prefix. `drafted` counts each row's draft nodes but for copies that fill the tree up;
+    None: all of them, or the host does not know.
     """
 
     tokens: Tensor
@@ -69,9 +69,9 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the walk decided: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft
-    tokens on it, `bonus` [B] the target's own token after it, which is the next root; `emitted` [B, P] what `tokens`
-    gives, where a round has it."""
+    """Verdict of a walk: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft tokens on
+    it, `bonus` [B] the target's own token after it, the next root; `emitted` [B, P] is `tokens`, where a round has
+    it."""
 
     path: Tensor
     accepted: Tensor

@@ -1,16 +1,15 @@
 """Choice of one token per node, and walks down the tree: row by row, by draws of a position, or in step for all rows.
 
-A tree's nodes of one depth are alternatives, of which a walk visits one at most. So one number per position of the text
-is enough, and a row's tokens depend neither on its tree nor on the rows beside it.
+A walk visits one node of a depth at most. So one uniform number per position is enough, which comes in as an argument,
+and a row's tokens depend neither on its tree nor on the rows beside it.
 
 At a node with target distribution p, accepting child x with probability p(x), else removing x and renormalising, is the
 same distribution as one draw y ~ p with a step to y where y is a child and y as the bonus token where it is not. So
-greedy and sampled decoding differ in the pick alone. Randomness comes in as an argument: one uniform per node.
+greedy and sampled decoding differ in the pick alone.
 
-A user's own logits processor or stopping criterion may keep a state of its own. It gives plain decoding's output only
-where it sees plain decoding's calls: the whole batch [B, T], every step once, in order, and never a text that does not
-stand. So a round ends for all rows at the first step at which any row leaves its tree. What other rows would have
-accepted further is drafted again.
+A user's own logits processor or stopping criterion may have a state. It gives plain decoding's output where it sees
+plain decoding's calls: the whole batch [B, T], every step once, in order. So a round ends for all rows at the first
+step at which any row leaves its tree.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ LAST_SHIFT = 31
 def uniform_at(seeds: Tensor, positions: Tensor) -> Tensor:
     """Numbers [...] fp32 in [0, 1), multiples of 2^-24, for seeds and positions [...] int64 (shapes that broadcast).
 
-    Position n of a seed is the n-th output of SplitMix64 (Steele et al., OOPSLA 2014) begun at a hash of the seed, so
-    that the streams of neighbouring seeds do not run into each other. int64 arithmetic wraps around.
+    Position n of a seed is the n-th output of SplitMix64 (Steele et al., OOPSLA 2014) begun at a hash of the seed.
+    int64 arithmetic wraps around.
     """
     mixed = _mixed(_mixed(seeds + _signed(STEP)) + positions * _signed(STEP))
     return _shifted(mixed, 40).float() * 2.0**-24
@@ -67,17 +66,16 @@ RowProcessor = Callable[[list[int], Tensor, Tensor], Tensor]
 
 
 def choose(scores: Tensor, uniform: Tensor | None, ops: Ops, settings: SamplingSettings | None = None) -> Tensor:
-    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under settings where some
-    are given -> [B, N], `NO_TOKEN` where there is no distribution. Scores of int64 [B, N, 1] are these tokens, see
-    `Target.score`."""
+    """Pick one token per node of scores [B, N, V]: the argmax, or a draw by uniform [B, N], under settings where given
+    -> [B, N], `NO_TOKEN` where there is no distribution. Scores of int64 [B, N, 1] are these tokens."""
     if scores.dtype == torch.int64:
         return scores[..., 0]
     return ops.pick(scores, uniform) if settings is None else ops.pick(scores, uniform, settings)
 
 
 def pick_draft(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
-    """A draft [...] of a draft model's scores [..., V], as `Ops.pick` does. A row without a distribution takes token 0,
-    like any other guess: `walk_drawn` accepts no draft of a q that is NaN."""
+    """A draft [...] of scores [..., V] by `Ops.pick`; token 0 of a row without a distribution, whose q is NaN, and
+    which `walk_drawn` does not accept."""
     picked: Tensor = ops.pick(scores, uniform)
     return picked if uniform is None else picked.clamp(min=0)
 
@@ -129,70 +127,52 @@ def walk_with_history(
     """Walk node by node, for processors that look at the tokens so far.
 
     logits [B, N, V]; history[b] [T_b] int64 ends with the root; row b may emit left[b] more tokens, 0 where it has
-    ended. `process` sees each visited node with that node's own prefix, and no prefix that plain decoding would not
-    reach: a row's walk stops at its last token, and where `over(b, picks so far)` says that it ends. Rows whose texts
-    are equally long are processed together. Returns the verdict and the processed scores [B, P, V] along the path.
+    ended. `process` sees the prefixes that plain decoding reaches: a row's walk stops at its last token, and where
+    `over(b, picks so far)` says that it ends. Rows whose texts are equally long are processed together. Returns the
+    verdict and the processed scores [B, P, V] along the path.
     """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     texts, paths, picks = list(history), [[0] for _ in tokens], [[] for _ in tokens]  # type: tuple[list[Tensor], list[list[int]], list[list[int]]]
     scores = torch.zeros(len(tokens), tree.max_path, logits.shape[2], dtype=torch.float32, device=logits.device)
     going = [b for b, count in enumerate(left) if count > 0]
     while going:
-        chosen = _pick(
-            [(b, paths[b][-1], texts[b]) for b in going],
-            logits,
-            uniform,
-            process,
-            ops,
-            scores,
-            len(paths[going[0]]) - 1,
-        )
+        chosen: dict[int, int] = {}
+        for length in sorted({len(texts[b]) for b in going}):
+            rows = [b for b in going if len(texts[b]) == length]
+            row, node = (torch.tensor(x, device=logits.device) for x in (rows, [paths[b][-1] for b in rows]))
+            processed = process(rows, torch.stack([texts[b] for b in rows]), logits[row, node].float())
+            scores[row, len(paths[going[0]]) - 1] = processed
+            draws = None if uniform is None else uniform[row, node][:, None]
+            chosen |= zip(rows, choose(processed[:, None], draws, ops)[:, 0].tolist(), strict=True)
         still = []
-        for b, pick in zip(going, chosen, strict=True):
+        for b in going:
+            pick, nodes = chosen[b], range(1, len(tokens[b]))
             picks[b].append(pick)
-            child = next(
-                (j for j in range(1, len(tokens[b])) if parents[b][j] == paths[b][-1] and tokens[b][j] == pick), None
-            )
+            child = next((j for j in nodes if parents[b][j] == paths[b][-1] and tokens[b][j] == pick), None)
             if child is None or len(paths[b]) == min(tree.max_path, left[b]) or over(b, picks[b]):
                 continue
             paths[b].append(child)
             texts[b] = torch.cat((texts[b], texts[b].new_tensor([pick])))
             still.append(b)
         going = still
-    full = [path + [path[-1]] * (tree.max_path - len(path)) for path in paths]
     bonus = [picked[-1] if picked else row[0] for picked, row in zip(picks, tokens, strict=True)]
-    device = tree.tokens.device
-    return Verdict(*(torch.tensor(x, device=device) for x in (full, [len(path) - 1 for path in paths], bonus))), scores
+    return _verdict(paths, bonus, tree.max_path, tree.tokens.device), scores
 
 
-def _pick(
-    at: list[tuple[int, int, Tensor]],
-    logits: Tensor,
-    uniform: Tensor | None,
-    process: RowProcessor,
-    ops: Ops,
-    scores: Tensor,
-    step: int,
-) -> list[int]:
-    """One token for each (row, node, text) of `at`; what was processed is written to scores [B, P, V] at `step`."""
-    picked: dict[int, int] = {}
-    for length in sorted({len(text) for _, _, text in at}):
-        rows, nodes, texts = zip(*(entry for entry in at if len(entry[2]) == length), strict=True)
-        row, node = torch.tensor(rows, device=logits.device), torch.tensor(nodes, device=logits.device)
-        processed = process(list(rows), torch.stack(texts), logits[row, node].float())
-        scores[row, step] = processed
-        draws = None if uniform is None else uniform[row, node][:, None]
-        picked |= zip(rows, choose(processed[:, None], draws, ops)[:, 0].tolist(), strict=True)
-    return [picked[row] for row, _, _ in at]
+def _verdict(paths: list[list[int]], bonus: list[int], max_path: int, device: torch.device) -> Verdict:
+    """The verdict of every row's path, which its last node fills up, and its bonus token."""
+    full = [path + [path[-1]] * (max_path - len(path)) for path in paths]
+    made = full, [len(path) - 1 for path in paths], bonus
+    return Verdict(*(torch.tensor(values, device=device) for values in made))
 
 
 def measure(logits: Tensor, tokens: Tensor) -> Tensor:
-    """What a model's raw logits [..., V] say of the tokens [...] that were emitted there -> [..., 3] fp32, in nats: a
-    token's log-probability, the gap between the two largest log-probabilities, and the entropy of the distribution."""
-    settings = torch.log_softmax(logits.float(), -1)
-    best = settings.topk(2, -1).values
-    entropy = -(settings.exp() * settings.clamp(min=torch.finfo(settings.dtype).min)).sum(-1)  # 0 * -inf is not 0
-    return torch.stack((settings.gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)
+    """Measures of emitted tokens [...] by raw logits [..., V] -> [..., 3] fp32, in nats: a token's log-probability, the
+    gap between the two largest log-probabilities, and the entropy of the distribution."""
+    logs = torch.log_softmax(logits.float(), -1)
+    best = logs.topk(2, -1).values
+    entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)  # 0 * -inf is not 0
+    return torch.stack((logs.gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)
 
 
 class Steps(Protocol):
@@ -201,28 +181,21 @@ class Steps(Protocol):
     over: bool
     """Whether the call has ended."""
     lengths: list[int | None]
-    """How many tokens each row had when it ended; None for a row that goes on. A row that has ended emits `pad_token`
-    from then on."""
+    """Tokens of each row when it ended, from when on it emits `pad_token`; None for a row that goes on."""
     pad_token: int
 
     def __call__(self, logits: Tensor, scores: Tensor | None = None) -> list[int]:
-        """Take the next step from raw logits [B, V] -> the token of every row. `scores` [B, V] stand in for the
-        processed logits."""
+        """Take the next step from raw logits [B, V] -> the token of every row, or from processed `scores`."""
 
 
 def fill_ended(tree: TokenTree, root: Tensor, ended: Tensor, pad_token: int) -> TokenTree:
-    """The tree with `pad_token` at every draft node of the rows that have ended [B] bool, below root [B]: what these
-    rows will emit."""
+    """The tree with `pad_token`, which rows that have ended [B] bool emit, at their draft nodes below root [B]."""
     tokens = torch.where(ended[:, None], pad_token, tree.tokens)
     return replace(tree, tokens=torch.cat((torch.where(ended, root, tokens[:, 0])[:, None], tokens[:, 1:]), 1))
 
 
 def walk_in_step(tree: TokenTree, logits: Tensor, steps: Steps, scores: Tensor | None = None) -> Verdict:
-    """Walk all rows down their trees together, a step of plain decoding at a time; logits and scores are [B, N, V].
-
-    Every token is what `steps` chooses from the row's own logits, so the output is plain decoding's whatever the trees
-    hold.
-    """
+    """Walk all rows down their trees together, a step of plain decoding at a time; logits and scores are [B, N, V]."""
     rows = torch.arange(len(tree.tokens), device=logits.device)
     children = _children(tree)
     paths = [[0] for _ in children]
@@ -235,10 +208,7 @@ def walk_in_step(tree: TokenTree, logits: Tensor, steps: Steps, scores: Tensor |
             break
         for path, node in zip(paths, below, strict=True):
             path.append(node)
-    accepted = len(paths[0]) - 1
-    full = [path + [path[-1]] * (tree.max_path - len(path)) for path in paths]
-    made = [torch.tensor(values, device=logits.device) for values in (full, [accepted] * len(paths), chosen)]
-    return Verdict(made[0], made[1], made[2])
+    return _verdict(paths, chosen, tree.max_path, logits.device)
 
 
 def _children(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
@@ -258,5 +228,5 @@ def _children(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
 
 
 def until_end(tokens: Sequence[int], length: int | None, before: int) -> list[int]:
-    """Of a row's tokens, those up to its end at `length`; `before` tokens were there already."""
+    """The tokens up to a row's end at `length`, of which `before` were there already."""
     return list(tokens if length is None else tokens[: max(0, length - before)])

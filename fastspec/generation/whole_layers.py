@@ -1,4 +1,4 @@
-"""Layers that a backend runs in one call: those of which every part is one that it knows, as rows of data."""
+"""Layers that a backend runs in one call, as rows of data."""
 
 from __future__ import annotations
 
@@ -54,14 +54,13 @@ class WholeLayers:
             cos, sin, factor = nodes.rotary[mixer.rotary]
             if factor is not None:
                 return None
-            layout = cast(AttentionLayout, nodes.layouts[mixer.sight])
+            layout = cast(AttentionLayout, nodes.layouts[mixer.layout])
             places.append(LayerPlace(*caches[id(state)], mixer.index, cos, sin, nodes.slots[state.ring], layout))
         return self.run(self.layers, places, total, nodes.positions, taps or {}, x)
 
 
 def read_by(layer: LayerParts) -> Iterator[tuple[Mapping[str, object], str]]:
-    """Where the modules of a plain layer keep their parameters, and under which names: a look there costs less than an
-    attribute."""
+    """The dictionaries and names of a plain layer's parameters: a look there costs less than an attribute."""
     mixer, mlp = cast(FullAttention, layer.mixer), cast(Gated, layer.mlp)
     products = (mixer.qkv, mixer.out, mlp.gate_up, mlp.out)
     modules = [module for product in products for module in cast(Linears, product).layers]
@@ -73,24 +72,15 @@ def read_by(layer: LayerParts) -> Iterator[tuple[Mapping[str, object], str]]:
 
 def plain_row(layer: LayerParts, number: int) -> PlainLayer | None:
     """A layer as a row, or None of one that does more."""
-    norm, mixer, behind, mlp = layer.input_norm, layer.mixer, layer.mlp_norm, layer.mlp
+    norm, mixer, mlp_norm, mlp = layer.input_norm, layer.mixer, layer.mlp_norm, layer.mlp
     more = layer.mixer_out_norm, layer.mlp_out_norm, layer.beside, layer.after
     known = isinstance(norm, RmsNorm) or (norm is None and number == 0)
-    if (
-        any(each is not None for each in more)
-        or not known
-        or not isinstance(behind, RmsNorm)
-        or not isinstance(mixer, FullAttention)
-    ):
+    if any(each is not None for each in more) or not known or not isinstance(mlp_norm, RmsNorm):
+        return None
+    if not isinstance(mixer, FullAttention) or mixer.sinks is not None or mixer.cap is not None:
         return None
     rare = mixer.gated or mixer.norms_values or mixer.ties_values or mixer.interleaved or not mixer.owns
-    if (
-        rare
-        or mixer.sinks is not None
-        or mixer.cap is not None
-        or not isinstance(mixer.qkv, Linears)
-        or not isinstance(mixer.out, Linears)
-    ):
+    if rare or not isinstance(mixer.qkv, Linears) or not isinstance(mixer.out, Linears):
         return None
     if not isinstance(mlp, Gated) or mlp.kind != SILU or not isinstance(mlp.out, Linears):
         return None
@@ -103,7 +93,7 @@ def plain_row(layer: LayerParts, number: int) -> PlainLayer | None:
         offset=mixer.offset,
         scale=mixer.scale,
         out=_weighted(mixer.out),
-        mlp_norm=_norm(behind),
+        mlp_norm=_norm(mlp_norm),
         gate_up=_weighted(mlp.gate_up),
         down=_weighted(mlp.out),
     )

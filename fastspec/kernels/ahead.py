@@ -1,11 +1,10 @@
-"""Compiles the kernels of a program before its first run, several at a time.
+"""Compilation of a program's kernels before its first run, several at a time.
 
-Which kernels a program launches, and for which arguments, is found by running it on tensors without data: torch's
-FakeTensorMode gives every operation a result of the right shape and nothing else, and launches are recorded, not run.
-No tensor of the program is changed, and what it sets on objects is put back. What Triton's cache on disk lacks is then
-compiled in forked processes, since Triton holds the interpreter's lock while it compiles; they never touch the device.
-Up to Triton 3.6 a C compiler makes what launches a kernel, for every kind of arguments: they run it too. The real run
-finds all of it in the cache.
+The program runs on tensors without data (torch's FakeTensorMode), launches are recorded, and what it sets on objects is
+put back. Forked processes, which never touch the device, compile what Triton's cache on disk lacks, since Triton holds
+the interpreter's lock while it compiles. Up to Triton 3.6 a C compiler makes what launches a kernel: they run it too.
+
+This module alone uses private parts of Triton. Where a version lacks one, each kernel compiles at its first launch.
 """
 
 from __future__ import annotations
@@ -20,42 +19,54 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import triton
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
-from triton.runtime._async_compile import active_mode
-from triton.runtime.cache import get_cache_manager
-from triton.runtime.jit import JITFunction
 
 from fastspec.errors import Unsupported
 
+try:
+    from triton import AsyncCompileMode
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+    from triton.runtime._async_compile import active_mode
+    from triton.runtime.cache import get_cache_manager
+    from triton.runtime.jit import JITFunction
+
+    if not hasattr(AsyncCompileMode(None), "future_kernels") or "warmup" not in signature(JITFunction.run).parameters:
+        raise ImportError("Triton compiles in the background in another way")
+except ImportError as error:
+    LACKS: str | None = str(error)
+    """The private part that the installed Triton lacks."""
+else:
+    LACKS = None
+
 WORKERS = "FASTSPEC_COMPILE_WORKERS"
-"""How many processes compile, in the environment; by default one for each core that this process may use, MOST_WORKERS
+"""Variable of the number of processes that compile; by default one a core that this process may use, MOST_WORKERS
 at most. With 0 each kernel compiles at its first launch."""
 MOST_WORKERS = 16
 PATIENCE = 300.0
 """Seconds after which processes that compile are ended."""
 OWN = ("fastspec.generation.", "fastspec.patches.hf.", "fastspec.patches.assistants.")
-"""Where the classes of objects are that a program may set attributes of."""
+"""Modules whose objects a program may set attributes of."""
 # the first one imports modules, one of which keeps the frames of those that wait for it until a garbage collection
 FakeTensorMode()
 _turn = threading.Lock()
 _warned = False
 
 
+@dataclass(slots=True)
 class Job:
-    """One kernel for one kind of arguments, to be compiled: `run` compiles it, or finds it in the cache."""
+    """One kernel for one kind of arguments: `run` compiles it, or finds it in the cache; `size` is its source's."""
 
-    def __init__(self, kernel: JITFunction, run: Callable[[], Any]) -> None:
-        self.name, self.size, self.run = kernel.__name__, len(kernel.src), run
-        self.future: Future[Any] = Future()
+    size: int
+    run: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
 
     def finish(self) -> None:
         """Compile it here, or take it from the cache."""
@@ -67,49 +78,48 @@ class Job:
 
 
 class Collector(Executor):
-    """Takes down what Triton would compile in the background."""
+    """Jobs that Triton submits to be compiled in the background."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
-        self.kernel: JITFunction | None = None
-        """The kernel whose launch is being looked at."""
+        self.kernel: Any = None
+        """The kernel whose launch is recorded."""
 
     def submit(self, run: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        assert self.kernel is not None
-        self.jobs.append(Job(self.kernel, partial(run, *args, **options)))
+        self.jobs.append(Job(len(self.kernel.src), partial(run, *args, **options)))
         return self.jobs[-1].future
 
 
 class Pointer:
-    """Stands for a tensor without data as an argument of a kernel: its dtype, and where it lies in its storage, which
-    is aligned."""
+    """A tensor without data as an argument of a kernel."""
 
     def __init__(self, x: Tensor) -> None:
         self.dtype, self.shape, self.offset = x.dtype, x.shape, int(x.storage_offset()) * x.element_size()
 
     def data_ptr(self) -> int:
-        """The alignment is what Triton asks for."""
+        """The offset in its storage, which is aligned: Triton asks for the alignment alone."""
         return self.offset
 
 
 def compile_ahead(program: Callable[[], object], say: Callable[[str], None]) -> int:
-    """Compile what a program will launch and what Triton's cache lacks -> how many kernels that were. `say` is told of
-    it before.
+    """Compile what a program will launch and Triton's cache lacks -> the number of kernels, which `say` is told before.
 
-    The program must not read tensors on the host. One that cannot be run without data is left to compile as it runs,
-    with a warning.
+    The program must not read tensors on the host. One that cannot be run without data compiles as it runs, with a
+    warning.
     """
     workers = worker_setting()
     if workers == 0:
+        return 0
+    if LACKS is not None:
+        _warn(LACKS)
         return 0
     with _turn:  # another thread's kernels must not be taken for this program's
         collector = Collector()
         with _background(collector) as mode:
             try:
                 _look(program, collector)
-                missing = [
-                    job for job, key in zip(collector.jobs, mode.future_kernels, strict=True) if not _is_kept(key)
-                ]
+                keyed = zip(collector.jobs, mode.future_kernels, strict=True)
+                missing = [job for job, key in keyed if not _is_kept(key)]
                 if missing:
                     say(f"compiling {len(missing)} kernels, once for this machine")
                     _compile(missing, min(workers, len(missing)))
@@ -119,20 +129,27 @@ def compile_ahead(program: Callable[[], object], say: Callable[[str], None]) -> 
     return len(missing)
 
 
+def _warn(why: str) -> None:
+    """Say once why kernels are not compiled ahead."""
+    global _warned
+    if not _warned:
+        _warned = True
+        told = "kernels compile one after another at their first launch, which could not be foreseen"
+        warnings.warn(f"{told}: {why}", stacklevel=3)
+
+
 @contextmanager
-def _background(collector: Collector) -> Iterator[triton.AsyncCompileMode]:
-    """Triton's mode of compiling in the background, left for certain: where a kernel does not compile Triton 3.6 would
-    stay in it."""
+def _background(collector: Collector) -> Iterator[Any]:
+    """Triton's mode of compiling in the background, left for certain: where a kernel fails Triton 3.6 stays in it."""
     try:
-        with triton.AsyncCompileMode(collector) as mode:
+        with AsyncCompileMode(collector) as mode:
             yield mode
     finally:
         active_mode.set(None)
 
 
 def _look(program: Callable[[], object], collector: Collector) -> None:
-    """Run a program without data, and take down what it launches."""
-    global _warned
+    """Run a program without data, and record what it launches."""
     try:
         with (
             warnings.catch_warnings(),
@@ -143,13 +160,7 @@ def _look(program: Callable[[], object], collector: Collector) -> None:
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # 0 will do: aligned
             program()
     except Exception as error:
-        if not _warned:
-            _warned = True
-            told = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"kernels compile one after another at their first launch, which could not be foreseen: {told}",
-                stacklevel=2,
-            )
+        _warn(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -157,7 +168,7 @@ def _noted(collector: Collector) -> Iterator[None]:
     """In this thread kernels are compiled in the background, which the collector takes down, and not launched."""
     launch, mine = JITFunction.run, threading.get_ident()
 
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if threading.get_ident() != mine:
             return launch(self, *args, grid=grid, warmup=warmup, **options)
         collector.kernel = self
@@ -173,8 +184,8 @@ def _noted(collector: Collector) -> Iterator[None]:
 
 @contextmanager
 def _restored(program: Callable[[], object]) -> Iterator[None]:
-    """Put back what the block sets on the program's objects, those that hold the state of rounds: the modules of a
-    model, and what other threads may change meanwhile, are left out."""
+    """Put back what the block sets on the objects of `OWN` modules, lists and dicts that the program reaches; modules
+    of a model are left out."""
     held: dict[int, tuple[Any, Any]] = {}
     seen: set[int] = set()
     rest: list[Any] = [program]
@@ -220,7 +231,7 @@ def _is_kept(key: str) -> bool:
 
 
 def worker_setting() -> int:
-    """How many processes may compile. Raises Unsupported for a setting that is no number."""
+    """The number of processes that may compile. Raises Unsupported for a setting that is no number."""
     given = os.environ.get(WORKERS, "")
     if given and not given.isdecimal():
         raise Unsupported(f"{WORKERS}={given!r} in the environment: a number of processes is accepted, 0 for none")
@@ -229,8 +240,7 @@ def worker_setting() -> int:
 
 
 def _compile(jobs: Sequence[Job], workers: int) -> None:
-    """Fill Triton's cache, the longest kernels first. What a process fails at is compiled by the caller, who then sees
-    the error."""
+    """Fill Triton's cache, the longest kernels first. The caller compiles those that fail, and sees the error."""
     if workers == 1:
         return
     jobs = sorted(jobs, key=lambda job: -job.size)
@@ -256,9 +266,8 @@ def _fork(work: Callable[[], None]) -> int:
     os.environ[name] = given or "false"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", category=DeprecationWarning
-            )  # of processes with threads: this child takes no lock of theirs
+            # a fork beside threads: this child takes no lock of theirs
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
             child = os.fork()
     finally:
         if given is None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fastspec
 from fastspec.cascade.config import RANGES, RULES
 from fastspec.cascade.decisions import mixed
 from fastspec.errors import Unsupported
@@ -131,8 +132,7 @@ def test_one_hots_stay_one_hot(setting, place, data):
 
 
 def test_what_is_no_rule_is_refused():
-    p = torch.ones(1)
     with pytest.raises(Unsupported, match="rule='chows'; accepted are 'chow'"):
-        mixed("chows", 0.5, p, p, p, p)
+        fastspec.Cascade(["small"], mode="token", rule="chows")
     with pytest.raises(Unsupported, match='a number and "lossless"'):
-        mixed("chow", "exact", p, p, p, p)
+        fastspec.Cascade(["small"], mode="token", rule="chow", alpha="exact")

@@ -90,16 +90,6 @@ def test_no_item_s_own_label_reaches_its_output(monkeypatch):
     assert bool(same_rows[mine].all()) and not bool(same_rows[folds != 2].any())
 
 
-def test_groups_stay_together(few_steps):
-    items = drawn_items(60, 1)
-    twice = [torch.cat((each, each)) for each in items[0]], *(torch.cat((each, each)) for each in items[1:])
-    names = [str(i % 60) for i in range(120)]
-    held_out = Predictor.fit(STAGES, *twice, seed=0, groups=names).points
-    # A pair of equal items in one fold has one network's output; in two folds the networks differ.
-    assert all(torch.equal(each[:60], each[60:]) for each in held_out)
-    assert not all(torch.equal(each[:60], each[60:]) for each in Predictor.fit(STAGES, *twice, seed=0).points)
-
-
 def test_a_file_says_what_the_stages_cost_and_where(fitted, tmp_path):
     path, rates = tmp_path / "predictor.safetensors", Rates((1.0, 2.5, 4.0), (0.0, 0.25, 0.5), (3.0, 2.0, 1.0))
     replace(fitted, rates=rates, place={"device": "a GPU"}).save(path)
@@ -192,12 +182,10 @@ def test_foreign_cut_and_missing_files_are_refused(fitted, tmp_path):
         fitted.save(tmp_path / "no folder" / "file")
 
 
-@pytest.mark.parametrize(
-    "change", ["stages", "features", "labels", "tokens", "kept", "first", "items", "groups", "nan", "half"]
-)
+@pytest.mark.parametrize("change", ["stages", "features", "labels", "tokens", "kept", "first", "items", "nan", "half"])
 def test_training_data_that_do_not_fit_are_refused(change):
     given, labels, tokens, kept = drawn_items(24, 0)
-    stages, groups = STAGES, None
+    stages = STAGES
     if change == "stages":
         stages = STAGES[:2]
     elif change == "features":
@@ -212,14 +200,12 @@ def test_training_data_that_do_not_fit_are_refused(change):
         kept = kept + (torch.arange(3) == 0)
     elif change == "items":
         given, labels, tokens, kept = [each[:9] for each in given], labels[:9], tokens[:9], kept[:9]
-    elif change == "groups":
-        groups = ["a"] * 24
     elif change == "nan":
         given[2][3, 1] = math.nan
     elif change == "half":
         labels[4, 1] = math.nan
     with pytest.raises(Unsupported, match="fit: "):
-        Predictor.fit(stages, given, labels, tokens, kept, seed=0, groups=groups)
+        Predictor.fit(stages, given, labels, tokens, kept, seed=0)
 
 
 def test_scores_refuse_other_sizes_and_numbers(fitted):

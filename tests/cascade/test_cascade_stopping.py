@@ -281,7 +281,5 @@ def test_what_does_not_fit_is_refused():
             Rates(*bad)
     with pytest.raises(Unsupported, match="Scores: "):
         Scores((0.5, 0.6), ())
-    with pytest.raises(Unsupported, match="Table: points"):
-        QualityTable(table.quality, table.points[::-1], table.fresh, table.kept)
-    with pytest.raises(Unsupported, match=r"n >= 2"):
-        alike([(0.5, 0.6)])
+    with pytest.raises(Unsupported, match="less than the 1 items"):
+        Solver(alike([(0.5, 0.6)]), rates)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from fastspec.generation.drafters import policy as draft_length
 from fastspec.generation.drafters.chain import ChainDrafter
-from fastspec.generation.drafters.policy import CREDIT, MOST_CREDIT, PROBES, Credit, Length
+from fastspec.generation.drafters.policy import BUDGET, LARGEST_BUDGET, PROBES, DraftBudget, Length
 from fastspec.generation.engine import verifier
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import walk_drawn
@@ -94,7 +94,7 @@ def test_what_is_enumerated_has_rounds_of_every_length():
 def scarce(credit: float, pause: int) -> Iterator[None]:
     """With a credit that a round or two use up, and so many rounds without drafts then."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_length, "CREDIT", credit)
+        patch.setattr(draft_length, "BUDGET", credit)
         patch.setattr(draft_length, "LONGEST_PAUSE", pause)
         yield
 
@@ -192,14 +192,14 @@ def test_a_draft_model_that_missed_a_round_is_found():
 def played(length: Length, gains: list[tuple[int, float]]) -> tuple[list[bool], float]:
     """Which rounds drafted, and what their drafts lost: each has a number of drafts and the share of it that is
     accepted."""
-    credit, drafted, lost, sitting = Credit(length.pause, torch.device("cpu")), [], 0.0, 0
+    budget, drafted, lost, sitting = DraftBudget(length.pause, torch.device("cpu"), BUDGET), [], 0.0, 0
     for count, share in gains:
-        sitting = sitting or credit.rest()
+        sitting = sitting or budget.pause()
         drafted.append(not sitting)
         sitting = max(0, sitting - 1)
         if drafted[-1]:
             lost += length.price(count) - count * share
-            credit.judge(torch.tensor(count * share), length.price(count))
+            budget.judge(torch.tensor(count * share), length.price(count))
     return drafted, lost
 
 
@@ -209,10 +209,10 @@ lengths = st.builds(Length, st.just(4), st.floats(0.01, 2.0), st.floats(0.0, 0.3
 @given(lengths, st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), min_size=1, max_size=120))
 @examples(100)
 def test_whatever_the_drafts_are_they_lose_no_more_than_was_granted(length, gains):
-    """The credit, the last round's overdraft, and the price of one round whenever drafts were tried again."""
+    """The budget, the last round's overdraft, and the price of one round whenever drafts were tried again."""
     drafted, lost = played(length, gains)
     tried = sum(now and not before for before, now in pairwise(drafted))
-    assert lost <= CREDIT + (tried + 1) * length.price(4) + 1e-3
+    assert lost <= BUDGET + (tried + 1) * length.price(4) + 1e-3
     for start in range(len(drafted)):  # a pause has its length
         if not drafted[start] and (start == 0 or drafted[start - 1]):
             pause = next((n for n, now in enumerate(drafted[start:]) if now), None)
@@ -221,11 +221,11 @@ def test_whatever_the_drafts_are_they_lose_no_more_than_was_granted(length, gain
 
 @given(st.floats(0.01, 2.0), st.floats(0.0, 0.3))
 def test_drafts_that_are_never_accepted_cost_little(cost, check):
-    """A share of the rounds that a test of theirs costs on average, once the credit is used up; LONGEST_PAUSE bounds
+    """A share of the rounds that a test of theirs costs on average, once the budget is used up; LONGEST_PAUSE bounds
     how rare they are."""
     length, rounds = Length(8, cost, check), 2000
     _, lost = played(length, [(1, 0.0)] * rounds)
-    assert lost <= CREDIT + length.price(1) + rounds * max(PROBES, length.price(1) / draft_length.LONGEST_PAUSE) + 1e-2
+    assert lost <= BUDGET + length.price(1) + rounds * max(PROBES, length.price(1) / draft_length.LONGEST_PAUSE) + 1e-2
 
 
 @given(lengths, st.integers(0, 60))
@@ -241,7 +241,7 @@ def test_drafts_that_pay_are_tried_again_and_kept(length, bad):
 
 def test_what_can_be_lost_after_a_gain_is_bounded():
     drafted, _ = played(Length(4, 1.0), [(4, 1.0), (4, 1.0)] + [(1, 0.0)] * 40)
-    assert all(drafted) is False and drafted.index(False) <= 2 + MOST_CREDIT
+    assert all(drafted) is False and drafted.index(False) <= 2 + LARGEST_BUDGET
 
 
 def test_the_pause_goes_by_the_price():

@@ -108,7 +108,7 @@ def test_copies_have_no_twin_and_make_their_own():
     head = bound_head()
     twin = lowered(head, BF16)
     for other in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-        assert other.made.lowered is None and lowered(other, BF16) is not twin
+        assert other.derived.lowered is None and lowered(other, BF16) is not twin
     assert lowered(head, BF16) is twin
 
 
@@ -191,7 +191,7 @@ def test_a_twin_drafts_with_the_targets_rows_as_they_are_now():
     head.module.lm_head_map.weight.copy_(torch.eye(64))
     twin = lowered(head, BF16)
     rows = model.get_output_embeddings().weight
-    assert torch.equal(twin.readout().weight, rows[:40].to(BF16)) and head.made.readout is None
+    assert torch.equal(twin.readout().weight, rows[:40].to(BF16)) and head.derived.readout is None
     rows.mul_(3)
     follow(twin)
     assert torch.equal(twin.readout().weight, rows[:40].to(BF16))

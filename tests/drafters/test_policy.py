@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from fastspec.generation.drafters.policy import (
-    CREDIT,
+    BUDGET,
+    LARGEST_BUDGET,
     LONGEST_PAUSE,
-    MOST_CREDIT,
     PROBES,
-    Calibration,
-    Credit,
+    AdaptiveLength,
+    DraftBudget,
     Length,
     pause_after,
 )
@@ -19,28 +19,34 @@ CPU = torch.device("cpu")
 
 
 def test_a_confidence_is_never_taken_for_more_than_it_says() -> None:
-    trust, half = Calibration(CPU), torch.tensor(0.5)
-    assert trust.weigh(half) == (0.5, 0.5)
-    trust.hoped = 1.0
-    trust.judge(torch.tensor(9.0))
-    assert trust.weigh(half) == (0.5, 0.5)
-    trust.hoped = 18.0
-    trust.judge(torch.tensor(0.0))
-    assert trust.hoped == 0.0 and trust.weigh(half) == (0.5, 0.25)  # 10 of 20
+    adaptive, half, running = AdaptiveLength(Length(9, 0.1), CPU), torch.tensor([0.5]), torch.tensor([True])
+
+    def weighed() -> tuple[float, float]:
+        adaptive.begin(1)
+        adaptive.allows(half)
+        return adaptive.confidence, adaptive.chance
+
+    assert weighed() == (0.5, 0.5)
+    adaptive.hoped = 1.0
+    adaptive.judge(torch.tensor([9]), running)
+    assert weighed() == (0.5, 0.5)
+    adaptive.hoped = 18.0
+    adaptive.judge(torch.tensor([0]), running)
+    assert adaptive.hoped == 0.0 and weighed() == (0.5, 0.25)  # 10 of 20
 
 
-def test_gains_buy_no_more_than_the_most_credit() -> None:
-    for gain, rounds in ((100.0, MOST_CREDIT), (0.0, CREDIT)):
-        credit, tried = Credit(5, CPU), 0
-        credit.judge(gain, 0.0)
-        while credit.rest() == 0:
-            credit.judge(0.0, 1.0)
+def test_gains_buy_no_more_than_the_largest_budget() -> None:
+    for gain, rounds in ((100.0, LARGEST_BUDGET), (0.0, BUDGET)):
+        budget, tried = DraftBudget(5, CPU, BUDGET), 0
+        budget.judge(gain, 0.0)
+        while budget.pause() == 0:
+            budget.judge(0.0, 1.0)
             tried += 1
         assert tried == rounds
-        assert credit.rest() == 0  # one round tries again, and has nothing to lose
-        credit.judge(0.0, 1.0)
-        assert credit.rest() == 5
-    assert float(Credit(5, CPU, 7.0).left) == 7.0
+        assert budget.pause() == 0  # one round tries again, and has nothing to lose
+        budget.judge(0.0, 1.0)
+        assert budget.pause() == 5
+    assert float(DraftBudget(5, CPU, 7.0).left) == 7.0
 
 
 def test_pauses_cost_no_more_than_probes_may() -> None:

@@ -127,9 +127,9 @@ def test_reading_texts_anew_is_part_of_the_price():
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), min_size=1, max_size=12))
 def test_what_two_texts_have_in_common(fed, read):
-    kept = rereading._common(fed, read)
-    assert fed[:kept] == read[:kept] and kept < len(read)
-    assert kept == len(fed) or kept == len(read) - 1 or fed[kept] != read[kept]
+    kept = rereading.common_prefix(fed, read)
+    assert fed[:kept] == read[:kept] and kept <= len(read)
+    assert kept == len(fed) or kept == len(read) or fed[kept] != read[kept]
 
 
 class Spaced(PreTrainedTokenizerFast):

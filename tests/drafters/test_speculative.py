@@ -376,7 +376,7 @@ def test_drafts_are_taken_up_again_behind_a_pause():
     inputs = {**prompts(4, 11), "do_sample": False, "max_new_tokens": 60, "eos_token_id": NEVER}
     with pytest.MonkeyPatch.context() as patch, proposed() as counts:
         patch.setattr("fastspec.patches.assistants.speculative.read_weights", lambda each: 1 if each is model else 0.2)
-        patch.setattr(draft_length, "CREDIT", 0.0)
+        patch.setattr(draft_length, "BUDGET", 0.0)
         model.generate(**inputs, assistant=Speculative(most=3))
     assert counts[:4] == [0] * 4 and all(counts[4:]) and stats(model).accepted == stats(model).drafted
 

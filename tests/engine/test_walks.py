@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec.generation.drafters.given_text import CHUNKS, GivenText, Read
+from fastspec.generation.drafters.given_text import CHUNKS, GivenText, Transcript
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import (
     choose,
@@ -197,7 +197,7 @@ def test_devices_that_read_weights_once_verify_all_in_one_size():
 def test_a_drafter_is_shown_the_prompts_and_what_was_committed(wide):
     ids, counts = torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([3, 2])
     features = torch.arange(2 * 3 * wide).view(2, 3, wide).float()
-    read = Read(ids, counts, features)
+    read = Transcript(ids, counts, features)
     tree = TokenTree.from_parents(torch.tensor([[6, 7, 8], [9, 10, 11]]), torch.tensor([[0, 0, 0], [0, 0, 1]]))
     verdict = Verdict(torch.tensor([[0, 2, 2], [0, 1, 2]]), torch.tensor([1, 2]), torch.tensor([0, 0]))
     more = 100 + torch.arange(2 * 3 * wide).view(2, 3, wide).float()
@@ -215,7 +215,7 @@ def test_a_drafter_is_shown_the_prompts_and_what_was_committed(wide):
 @pytest.mark.parametrize("narrow", [1, 2])
 def test_features_of_a_part_of_the_prompts_are_not_shown(narrow):
     """Where the target read the prompts' last tokens alone, or its features have no width."""
-    read = Read(torch.tensor([[1, 2, 3]]), torch.tensor([3]), torch.ones(1, narrow, 4))
+    read = Transcript(torch.tensor([[1, 2, 3]]), torch.tensor([3]), torch.ones(1, narrow, 4))
     assert read.features is None and read.whole()[2].shape == (1, 3, 0)
 
 

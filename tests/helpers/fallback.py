@@ -15,6 +15,6 @@ def soon_out(monkeypatch: Any) -> None:
     monkeypatch.setitem(
         nasd.COSTS, "cpu", nasd.COSTS["cuda"]
     )  # where a look-up costs more than a pass of a model this small
-    monkeypatch.setattr(draft_length, "CREDIT", 0.5)
+    monkeypatch.setattr(draft_length, "BUDGET", 0.5)
     monkeypatch.setattr(nasd, "GRANTED", 0.5)
     monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)

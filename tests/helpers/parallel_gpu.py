@@ -18,7 +18,7 @@ from fastspec.generation.capture import recorded
 from fastspec.kernels import ahead
 from fastspec.kernels.layer import norms
 from fastspec.kernels.linear.linear import linear
-from fastspec.kernels.linear.reference import Addends, DeferredProduct
+from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum
 from fastspec.kernels.parallel import joins, reduced_norm, reference, symmetric
 from helpers.words import near
 
@@ -112,7 +112,7 @@ def normed(rank: int, folder: str) -> None:
         ]
         own, residual, weight = parts[rank].clone(), parts[2], torch.ones(width, device="cuda", dtype=dtype)
         run = partial(
-            lambda x, w, r: reduced_norm.rms_norm(Addends(x, group, symmetric.all_reduce), w, 1e-5, r),
+            lambda x, w, r: reduced_norm.rms_norm(DeferredSum(x, group, symmetric.all_reduce), w, 1e-5, r),
             own,
             weight,
             residual,
@@ -168,7 +168,9 @@ def sent(rank: int, folder: str) -> None:
             own = [DeferredProduct(mine, weight, None, linear), r[1], DeferredProduct(other, weight, None, linear)]
             made = [(mine, r[0])]
             for each in own:
-                made.append(reduced_norm.rms_norm(Addends(each, group, symmetric.all_reduce), scale, 1e-5, made[-1][1]))
+                made.append(
+                    reduced_norm.rms_norm(DeferredSum(each, group, symmetric.all_reduce), scale, 1e-5, made[-1][1])
+                )
             return made[1:]
 
         def wanted(

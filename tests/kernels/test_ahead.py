@@ -175,13 +175,6 @@ def test_what_cannot_be_looked_at_compiles_as_it_runs(monkeypatch):
     assert ahead.compile_ahead(lambda: x.sum().item(), pytest.fail) == 0  # said once
 
 
-class Kernel:
-    """Stands for a kernel: its name, and the length of its source."""
-
-    def __init__(self, name: str, length: int = 1) -> None:
-        self.__name__, self.src = name, "x" * length
-
-
 def jobs(folder: Path, count: int, run: Any = None) -> list[ahead.Job]:
     def write(number: int) -> None:
         if run is not None:
@@ -189,7 +182,7 @@ def jobs(folder: Path, count: int, run: Any = None) -> list[ahead.Job]:
         with (folder / str(number)).open("a") as file:
             file.write(f"{os.getpid()}\n")
 
-    return [ahead.Job(Kernel(str(number), number), lambda number=number: write(number)) for number in range(count)]
+    return [ahead.Job(number, lambda number=number: write(number)) for number in range(count)]
 
 
 def test_every_job_is_done_once_and_elsewhere(tmp_path, monkeypatch):
@@ -230,6 +223,31 @@ def test_the_number_of_processes_is_a_setting(given, wanted, monkeypatch):
     monkeypatch.setenv(ahead.WORKERS, "many")
     with pytest.raises(Unsupported, match=r"FASTSPEC_COMPILE_WORKERS='many'"):
         ahead.worker_setting()
+
+
+def test_a_triton_without_its_private_parts_compiles_at_the_first_launch():
+    """The backend is made all the same, and a program is not looked at; in a process of its own, for the imports."""
+    code = """
+import warnings
+import torch
+from triton.runtime import _async_compile
+del _async_compile.active_mode
+from fastspec.kernels import ahead
+from fastspec.patches.backends import triton_ops
+print(triton_ops().name)
+with warnings.catch_warnings(record=True) as told:
+    print(ahead.compile_ahead(lambda: print("looked at"), print), ahead.compile_ahead(print, print))
+print(*(str(each.message) for each in told))
+"""
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    name, compiled, *told = done.stdout.splitlines()
+    assert (name, compiled) == ("triton", "0 0"), done.stderr
+    assert len(told) == 1 and "at their first launch" in told[0] and "_async_compile" in told[0]
+
+
+def test_the_installed_triton_has_all_private_parts():
+    assert ahead.LACKS is None
 
 
 def test_with_no_process_nothing_is_looked_at(monkeypatch):

@@ -18,7 +18,7 @@ from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.linear import launches
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import linear
-from fastspec.kernels.linear.reference import Addends, DeferredProduct, Parts, joined
+from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum, Parts, joined
 from fastspec.kernels.parallel import joins, reduced_norm, reference
 from fastspec.kernels.parallel.words import Space, fits
 from fastspec.kernels.tuned_launches import forced
@@ -241,6 +241,6 @@ def test_addends_that_do_not_reach_each_other_are_added_by_the_op():
         asked.append(group)
         return 3 * own
 
-    found = reduced_norm.rms_norm(Addends(x, "group", all_reduce), weight, 1e-5, x)
+    found = reduced_norm.rms_norm(DeferredSum(x, "group", all_reduce), weight, 1e-5, x)
     want = rms_norm(3 * x, weight, 1e-5, x)
     assert asked == ["group"] and all(map(torch.equal, found, want))

@@ -1,1 +1,1 @@
-"""What drafts: `base.py` defines a drafter, the others are one way of drafting each."""
+"""Drafters: `base.py` defines them, the others are one way of drafting each."""

@@ -1,22 +1,18 @@
-"""What a drafter is, the strategy that makes one for every call, and the checks that a third party's drafter is held
-to.
+"""Drafters, the decodings that make one for every call, and the checks of a third party's.
 
-A drafter of one's own has three methods and two numbers:
+A drafter of one's own has three methods and two numbers; all else has a default here:
 
     begin     take the prompt and the first new token
     propose   the next tree of draft tokens
     observe   what the target chose in it
     nodes, max_path   the largest tree, and the longest path in it
-
-All else has a default here, which is that of a drafter that needs nothing of the kind. The engine calls these methods,
-and asks no object what else it has.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol, cast
@@ -27,13 +23,12 @@ from torch import Tensor, nn
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import unmarked
-from fastspec.generation.target import Source, Target
+from fastspec.generation.target import Buffered, Source, Target
 from fastspec.generation.tree import TokenTree, Verdict
 
 
 def why_uncallable(method: Callable[..., object], positions: Sequence[str], names: Sequence[str] = ()) -> str | None:
-    """Why a method cannot be called with these arguments by position and by name; None where it can, or where nobody
-    can tell."""
+    """The reason why a method cannot be called with these arguments; None where it can, or has no signature."""
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
@@ -61,15 +56,13 @@ def check_taps(taps: object, layers: int, name: str) -> None:
     ):
         raise Unsupported(
             f"assistant {name!r} has taps={taps!r}: accepted are None for no features, () for the last hidden state "
-            "after the norm, and "
-            f"a tuple of hidden states, from 0, the embeddings, to {layers}"
+            f"after the norm, and a tuple of hidden states, from 0, the embeddings, to {layers}"
         )
 
 
 def check_tree(tree: object, root: Tensor, *, nodes: int, max_path: int, draws: bool, who: str) -> None:
-    """Raise Unsupported for what is no tree of at most `nodes` nodes and `max_path` nodes a path, a row for every root
-    [B], or brings the distributions of its drafts where `draws` does not say so. Nothing is read back from the
-    device."""
+    """Raise Unsupported for anything but a tree of at most `nodes` nodes and `max_path` nodes a path, a row for every
+    root [B], with `q` only where it `draws`. Nothing is read back from the device."""
     if not isinstance(tree, TokenTree):
         kind = type(tree).__name__
         raise Unsupported(
@@ -87,28 +80,24 @@ def check_tree(tree: object, root: Tensor, *, nodes: int, max_path: int, draws: 
     if not 1 <= tokens.shape[1] <= max(nodes, max_path) or tree.max_path > max_path:
         raise Unsupported(
             f"{who}.propose gave a tree of {tokens.shape[1]} nodes and up to {tree.max_path} a path, and it says "
-            f"nodes={nodes} and "
-            f"max_path={max_path}: room was made for these, the root counted"
+            f"nodes={nodes} and max_path={max_path}: room was made for these, the root counted"
         )
     if tree.q is not None and not draws:
         raise Unsupported(
-            f"{who}.propose gave drafts with the distributions that they were drawn from (TokenTree.q): they are "
-            "drawn only where "
-            "Decoding.drafter was given a `process`, and by a drafter whose traits say Traits(draws=True)"
+            f"{who}.propose gave drafts with the distributions that they were drawn from (TokenTree.q): they are drawn "
+            "only where Decoding.drafter was given a `process`, and by a drafter whose traits say Traits(draws=True)"
         )
 
 
 def check_roots(tokens: Tensor, root: Tensor, going: Tensor, who: str) -> None:
-    """Raise Unsupported where a tree's root, tokens [B, N] at node 0, is not the last emitted token root [B] of a row
-    that is going [B]."""
+    """Raise Unsupported where tokens [B, N] do not begin with the last emitted token root [B] in the rows going [B]."""
     wrong = ((tokens[:, 0] != root) & going).nonzero()
     if len(wrong):
         row = int(wrong[0])
         raise Unsupported(
             f"{who}.propose gave a tree that begins with token {int(tokens[row, 0])} in row {row}, where "
-            f"{int(root[row])} was emitted "
-            "last: its root is `root` of `begin`, and then `verdict.bonus` of each `observe` for the rows that are "
-            "`active`"
+            f"{int(root[row])} was emitted last: its root is `root` of `begin`, and then `verdict.bonus` of each "
+            "`observe` for the rows that are `active`"
         )
 
 
@@ -117,8 +106,8 @@ Process = Callable[[Tensor], Tensor]
 
 
 class Place(Enum):
-    """Where a phase of a round runs. A DEVICE phase reads and writes tensors that stay where they are and waits for
-    nothing, so that it can be captured in a CUDA graph; a HOST phase runs Python between two launches."""
+    """Place of a phase of a round. A DEVICE phase reads and writes tensors that stay where they are and waits for
+    nothing, so a CUDA graph can hold it; a HOST phase runs Python between two launches."""
 
     HOST = "host"
     DEVICE = "device"
@@ -126,20 +115,20 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is settled about a drafter when it is made. The engine decides by it how rounds run."""
+    """Properties of a drafter, by which the engine decides how rounds run."""
 
     place: Place = Place.HOST
-    """Where `propose` and `observe` run."""
+    """Place of `propose` and `observe`."""
     reusable: bool = False
-    """Whether `open` begins a later call of the same kind. A drafter that is not is made anew for every call."""
+    """Whether `open` begins a later call of the same kind; others are made anew for every call."""
     reads_logits: bool = True
-    """Whether the drafter reads the target's logits, in `observe` or elsewhere. Where it does not, `observe` may be
-    given the likeliest tokens in their place (`Target.score`)."""
+    """Whether the drafter reads the target's logits; else `observe` may be given the likeliest tokens in their place
+    (`Target.score`)."""
     draws: bool = False
-    """Whether drafts are drawn at random, so that trees say from which distributions: `TokenTree.q`."""
+    """Whether drafts are drawn at random, from distributions that trees bring as `TokenTree.q`."""
 
 
-class Drafter(ABC):
+class Drafter(Buffered, ABC):
     """Proposes a tree after the last emitted token and learns from what the target chose in it."""
 
     traits: Traits = Traits()
@@ -150,7 +139,7 @@ class Drafter(ABC):
     ends: frozenset[int] = frozenset()
     """The call's end tokens; set before `begin`."""
     mark: Callable[[str], None] = staticmethod(unmarked)
-    """Told when a part of `propose` is done, where a profile is taken."""
+    """Called with the name of a part of `propose` that is done, where a profile is taken."""
 
     @abstractmethod
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
@@ -160,48 +149,30 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, extent: int) -> TokenTree:
         """The next tree, of at most `nodes` nodes; its root is the last emitted token. No row has more than `extent`
-        committed tokens.
-
-        Where `traits.draws`, a tree says from which distributions its drafts were drawn: `TokenTree.q`. One that is
-        filled up with copies says how many nodes are none: `TokenTree.drafted`."""
+        committed tokens. `TokenTree.q` and `TokenTree.drafted` say more of its drafts."""
 
     @abstractmethod
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Take the verdict on the last tree, and the target's raw logits [B, N, V] and features [B, N, F] of its nodes.
-        All of it is valid until the next pass of the target."""
+        """Take the verdict on the last tree, and the target's raw logits [B, N, V] and features [B, N, F] of its nodes,
+        which the next pass of the target may write over."""
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each; asked only where
-        `traits.reusable`."""
+        """Begin another call of the same rows, of at most `capacity` tokens each; for `traits.reusable`."""
         raise NotImplementedError(f"{type(self).__name__} is not made for a second call")
 
-    def bind(self, target: Target) -> None:  # noqa: B027
+    def bind(self, target: Target) -> None:
         """Take the call's target, before `begin`; for drafters that read its cache."""
 
-    def reserve(self, committed: int) -> int:
-        """Make room for this many committed tokens a row -> how many of them are in bounds."""
-        return committed
-
-    def fits(self, committed: int) -> bool:
-        """Whether there is room for so many already."""
-        return True
-
-    @property
-    def buffers(self) -> Hashable:
-        """What changes when buffers are replaced by others; see `Target.buffers`."""
-        return None
-
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        """Begin a row anew with a prompt of `count` tokens, with which `other` has begun: a drafter of the same
-        decoding and of one row. Asked only where `Decoding.continuous`."""
+        """Begin a row anew with the prompt of `count` tokens that `other`, a drafter of the same decoding and of one
+        row, has begun with; for `Decoding.continuous`."""
         raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         """Go on in a row with row `source` of another drafter of the same decoding, whose text has `count` committed
-        tokens. Asked only where it is overridden: open batches then take as many rows as they need
-        (`fastspec.continuous`)."""
+        tokens. Where it is overridden, open batches take as many rows as they need (`fastspec.continuous`)."""
         raise NotImplementedError(f"{type(self).__name__} cannot go on with a row of another")
 
     @property
@@ -210,26 +181,23 @@ class Drafter(ABC):
         return type(self).move_row is not Drafter.move_row
 
     def pause(self) -> int:
-        """How many of the next rounds have no drafts. Asked before every round that may have some."""
+        """Number of the next rounds that have no drafts; asked before every round that may have some."""
         return 0
 
-    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:  # noqa: B027
-        """Take the tokens [B, n] that the rows emitted in rounds without drafts; of a row that ended meanwhile, the
-        first counts[b]."""
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Take the tokens [B, n] that the rows emitted in rounds without drafts, counts [B] of it."""
 
-    def hint(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
+    def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
 
 
 class HostDrafter(Drafter):
-    """A drafter that the host drives, and that learns from a few integers of every round.
-
-    A captured round computes the digest and reads it back with its own result; elsewhere `observe` reads it back.
-    """
+    """A drafter on the host that learns from a few integers of every round, which a captured round reads back with its
+    own result."""
 
     @abstractmethod
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
-        """What `update` needs of a round [B, D] int64, of the first `steps` nodes of every path."""
+        """The integers [B, D] int64 that `update` needs of a round, of the first `steps` nodes of every path."""
 
     @abstractmethod
     def update(self, digest: list[list[int]], steps: int) -> None:
@@ -238,14 +206,13 @@ class HostDrafter(Drafter):
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Make the digest, read it back and take it. On a CPU, where that waits for nothing, it covers the accepted
-        steps alone."""
+        """Make the digest, read it back and take it; on a CPU of the accepted steps alone."""
         steps = int(verdict.accepted.max()) + 1 if logits.device.type == "cpu" else tree.max_path
         self.update(self.digest(tree, verdict, logits, active, steps).tolist(), steps)
 
 
 class MixingDrafter(Drafter):
-    """A drafter whose distribution is mixed into the target's: what the call emits follows the mixture."""
+    """A drafter whose distribution is mixed into the target's; the call emits the mixture's tokens."""
 
     @abstractmethod
     def first(
@@ -260,25 +227,21 @@ class MixingDrafter(Drafter):
 
     @abstractmethod
     def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
-        """Log-probabilities [B, N, V] at the nodes of the last tree, from the target's raw logits and processed scores
-        [B, N, V]."""
+        """Log-probabilities at the nodes of the last tree, from the target's raw logits and processed scores."""
 
 
 class Decoding(ABC):
-    """A strategy as an object: what `generate(assistant=...)` makes of a name, and accepts from third parties."""
+    """A strategy, which `generate(assistant=...)` makes of a name, and accepts from third parties."""
 
     name: str
     taps: tuple[int, ...] | None
-    """Which of transformers' hidden states the drafter reads; None for no features, () for the last one after the
-    norm."""
+    """Transformers' hidden states that the drafter reads; None for no features, () for the last after the norm."""
     continuous: ClassVar[bool] = False
-    """Whether its drafters take a new prompt in place of a row that has ended (`Drafter.copy_row`). Such a decoding is
-    asked for a drafter of a single row besides, and where rows move (`Drafter.move_row`) and passes are captured for
-    others of 2, 4 and 8 rows, in which prompts begin together; where these are not reusable, for a new one every
-    time."""
+    """Whether its drafters take a new prompt in place of a row that has ended (`Drafter.copy_row`). It is asked for a
+    drafter of a single row besides, and where rows move (`Drafter.move_row`) and passes are captured for others of 2, 4
+    and 8 rows, in which prompts begin together."""
     reads_source: ClassVar[bool] = False
-    """Whether its drafters read the source of an encoder-decoder model themselves (`reading`). Others are given the
-    decoder's tokens."""
+    """Whether its drafters read the source of an encoder-decoder model themselves (`reading`)."""
 
     @abstractmethod
     def drafter(
@@ -286,15 +249,13 @@ class Decoding(ABC):
     ) -> Drafter | None:
         """Make the drafter of one generate call of `rows` rows and `capacity` tokens each; None decodes token by token.
 
-        `process` maps scores [R, V] as the call's processors do, where the call samples and they look at no history:
-        drafts may then be drawn from a distribution of the drafter's own (`Traits.draws`), given as `TokenTree.q`.
-        Where it is None they are not.
+        `process` maps scores [R, V] as the call's processors do; None where the call does not sample, or they look at
+        the history. Drafts may be drawn (`Traits.draws`) only where it is given.
         """
 
     @property
     def before_norm(self) -> bool:
-        """Whether a tap after the target's last layer is before the final norm; transformers' hidden states have it
-        after."""
+        """Whether a tap after the last layer is before the final norm, unlike transformers' hidden states."""
         return False
 
     def reading(self, source: Source) -> Decoding:
@@ -303,15 +264,12 @@ class Decoding(ABC):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules beside the target that a drafter runs. A captured round is valid only for the weights that it was
-        captured with."""
+        """Modules beside the target that a drafter runs; a captured round holds for their weights at its capture."""
         return ()
 
 
 METHODS = {
-    "begin": ("ids", "counts", "features", "root"),
-    "propose": ("extent",),
-    "observe": ("tree", "verdict", "logits", "features", "active", "extent"),
+    name: tuple(inspect.signature(getattr(Drafter, name)).parameters)[1:] for name in ("begin", "propose", "observe")
 }
 """The methods that every drafter has -> the arguments that each is called with, by position."""
 NUMBERS = ("nodes", "max_path")
@@ -329,68 +287,51 @@ OPTIONAL = {
     "take": "HostDrafter.update",
     "mix": "MixingDrafter.mix",
 }
-"""Methods that are refused on a plain three-method drafter, where nobody would call them -> what a `Drafter` subclass
-has instead."""
+"""Methods that are refused on a plain three-method drafter, -> what a `Drafter` subclass has instead."""
 
 
-class LeastDrafter(Protocol):
-    """A third party's drafter that has the three methods, and nothing else; see `Drafter`."""
+class PlainDrafter(Protocol):
+    """A third party's drafter that has the three methods of `Drafter`, called by position, and nothing else."""
 
     nodes: int
     max_path: int
-
-    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor, /) -> None:
-        """Takes the prompts [B, T] with counts [B] real tokens, their features and the first token of every row."""
-
-    def propose(self, extent: int, /) -> TokenTree:
-        """The next tree, of at most as many nodes as the strategy said."""
-
-    def observe(
-        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int, /
-    ) -> None:
-        """Takes what the target chose in the tree."""
+    begin: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    propose: Callable[[int], TokenTree]
+    observe: Callable[[TokenTree, Verdict, Tensor, Tensor, Tensor, int], None]
 
 
-class LeastDecoding(Protocol):
-    """A third party's decoding that makes any kind of drafter; see `Decoding`."""
+class PlainDecoding(Protocol):
+    """A third party's decoding, which makes any kind of drafter."""
 
     name: str
     taps: tuple[int, ...] | None
-
-    def drafter(
-        self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
-    ) -> Drafter | LeastDrafter | None:
-        """Makes the drafter of a call."""
+    drafter: Callable[..., Drafter | PlainDrafter | None]
 
 
 class Adopted(Drafter):
-    """A third party's drafter of three methods. With `may_draw` its trees may bring `TokenTree.q`: it does not say
-    beforehand whether they do."""
+    """A third party's drafter of three methods. With `may_draw` its trees may bring `TokenTree.q`."""
 
-    def __init__(self, theirs: LeastDrafter, may_draw: bool) -> None:
+    def __init__(self, theirs: PlainDrafter, may_draw: bool) -> None:
         self.traits = Traits(draws=may_draw)
         self.theirs, self.nodes, self.max_path = theirs, theirs.nodes, theirs.max_path
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Hands the prompts to the third party's drafter."""
         self.theirs.begin(ids, counts, features, root)
 
     def propose(self, extent: int) -> TokenTree:
-        """The third party's tree, once it was checked."""
         return self.theirs.propose(extent)
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Hands the verdict on its tree to the third party's drafter."""
         self.theirs.observe(tree, verdict, logits, features, active, extent)
 
 
 @dataclass(frozen=True)
-class _AdoptedDecoding(Decoding):
-    """A third party's decoding, each of whose drafters is looked at when it is made."""
+class AdoptedDecoding(Decoding):
+    """A third party's decoding, each of whose drafters is checked when it is made."""
 
-    theirs: LeastDecoding
+    theirs: PlainDecoding
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -408,8 +349,7 @@ class _AdoptedDecoding(Decoding):
 
 
 def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
-    """A drafter as the engine takes it: one that derives from `Drafter` as it is, another if it has what a drafter must
-    have. `may_draw`: it was given a `process`, so that its drafts may be drawn at random.
+    """A drafter as the engine takes it; `may_draw` says that it was given a `process`.
 
     Raises Unsupported that names what is missing, or what only a class that derives from `Drafter` may have."""
     if drafter is None:
@@ -432,7 +372,7 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
     for name, method in methods.items():
         if method is not None and (why := why_uncallable(method, METHODS[name])) is not None:
             raise Unsupported(f"{kind} is no drafter: {why}; see fastspec.Drafter")
-    return Adopted(cast(LeastDrafter, drafter), may_draw)
+    return Adopted(cast(PlainDrafter, drafter), may_draw)
 
 
 def _check_traits(drafter: Drafter) -> None:
@@ -452,14 +392,12 @@ def check_rows(drafter: Drafter | None, name: str) -> None:
     if drafter is not None and type(drafter).copy_row is Drafter.copy_row:
         raise Unsupported(
             f"assistant {name!r} says continuous = True, and its {type(drafter).__name__} lacks copy_row(row, other, "
-            "count), which begins "
-            "a row anew; see fastspec.Drafter"
+            "count), which begins a row anew; see fastspec.Drafter"
         )
 
 
 def adopt_decoding(decoding: object) -> Decoding | None:
-    """A third party's decoding as the engine takes it, or None for what is none. Raises Unsupported that names what it
-    lacks."""
+    """A third party's decoding as the engine takes it, else None. Raises Unsupported for parts that it lacks."""
     if isinstance(decoding, type):
         raise Unsupported(f"assistant={decoding.__name__} is a class: give an object of it, {decoding.__name__}(...)")
     name = getattr(decoding, "name", None)
@@ -476,7 +414,7 @@ def adopt_decoding(decoding: object) -> Decoding | None:
         raise Unsupported(
             f"assistant {name!r} has {', '.join(more)}: derive it from fastspec.Decoding (continuous, reading)"
         )
-    theirs = cast(LeastDecoding, decoding)
+    theirs = cast(PlainDecoding, decoding)
     if (why := why_uncallable(theirs.drafter, (), ("rows", "capacity", "device", "ops", "process"))) is not None:
         raise Unsupported(f"assistant {name!r} cannot make a drafter: {why}; see fastspec.Decoding")
-    return _AdoptedDecoding(theirs)
+    return AdoptedDecoding(theirs)

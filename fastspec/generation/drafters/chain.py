@@ -1,4 +1,4 @@
-"""Speculative decoding with a draft model: it writes a chain of tokens, the target verifies them in one pass.
+"""Speculative decoding with a draft model: it writes a chain of tokens, which the target verifies in one pass.
 
 Chen et al. (arXiv 2302.01318) and Leviathan et al. (arXiv 2211.17192). In sampled calls the drafts are drawn from the
 draft model's own distribution q, processed as the target's is, and judged by p / q; else they are its most likely
@@ -6,8 +6,8 @@ tokens.
 
 Speculative cascades (Narasimhan et al., arXiv 2405.19261, algorithm 5): with q the draft model's distribution, p the
 target's and pi their mixture, a draft x ~ q is accepted with probability min(1, pi(x) / q(x)), else norm(max(pi - q,
-0)) gives the token. So every token follows pi where pi takes the place of p at every node, behind the last draft and
-behind the prompt too: q is needed there as well.
+0)) gives the token. pi takes the place of p at every node, after the last draft and after the prompt too: q is needed
+there as well.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ from torch.nn.functional import one_hot
 
 from fastspec.generation.capture import CapturedByShape
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Process, Traits
-from fastspec.generation.drafters.policy import Calibration, Credit, Length, Pace, mean_accepted
+from fastspec.generation.drafters.policy import AdaptiveLength, Length
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import pick_draft
 
 
+def over_vocabulary(logits: Tensor, vocab: int) -> Tensor:
+    """A draft model's logits [..., its vocabulary] as fp32 scores over the target's [..., V]."""
+    scores = logits[..., :vocab].float()
+    return torch.nn.functional.pad(scores, (0, vocab - scores.shape[-1]), value=-torch.inf)
+
+
 class Passes:
-    """Passes of a draft model that append tokens to its text, each with its commit; captured by width where the model's
-    passes are."""
+    """Passes of a draft model that append tokens to its text and commit them; captured by width where they can be."""
 
     def __init__(self, draft: Target) -> None:
         self.draft = draft
@@ -58,9 +63,9 @@ class ChainDrafter(Drafter):
     The draft's cache ends before the last two tokens of the text; a round begins by feeding both, so that rows which
     accepted the whole chain and rows which did not are fed alike. A shared cache ends before the root alone. `branches`
     - 1 further children, the next best, stand beside every drafted token; then drafts are never drawn at random. Where
-    drafts do not pay, rounds go without them (`Credit`): the draft model reads what was emitted meanwhile when it is
-    tried again. Its cache needs room for `length.room` tokens beyond the text, and a tail of `length.unread`. Where
-    `early` makes a draft model of the target, `draft` is None, and the cache is the target's.
+    drafts do not pay, rounds go without them: the draft model reads what was emitted meanwhile when it is tried again.
+    Its cache needs room for `length.room` tokens beyond the text, and a tail of `length.unread`. Where `early` makes a
+    draft model of the target, `draft` is None, and the cache is the target's.
     """
 
     traits = Traits(reusable=True, reads_logits=False)
@@ -87,14 +92,12 @@ class ChainDrafter(Drafter):
         self.nodes, self.max_path = 1 + length.most * branches, length.most + 1
 
     def bind(self, target: Target) -> None:
-        """Draft with the target's own layers, where these write behind its committed tokens and have their keys and
-        values already."""
+        """Draft with the target's own layers, on its cache, where `early` says how."""
         if self.early is not None:
             self.draft, self.whole = self.early(target), target
             self.passes = Passes(self.draft)
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each."""
         if self.whole is None:
             self.draft.open(capacity + self.length.room)
 
@@ -105,20 +108,18 @@ class ChainDrafter(Drafter):
         self._restart(ids, counts, root)
 
     def _restart(self, ids: Tensor, counts: Tensor, root: Tensor) -> None:
-        """Stand behind a text that the draft model has read, but for its last token."""
+        """Stand after a text that the draft model has read, but for its last token."""
         self.root = root
         self.alive = torch.ones_like(root, dtype=torch.bool)
-        self.calibration, self.credit = Calibration(root.device), Credit(self.length.pause, root.device)
+        self.adaptive = AdaptiveLength(self.length, root.device)
         self.draft.rewind(counts - 1 if self.whole is None else self.whole.lengths)
         self.unread = ids.gather(1, (counts - 1).clamp(min=0)[:, None])
         """[B, n] the tokens before the root that the draft's own cache lacks; rounds without drafts add to them."""
 
     def pause(self) -> int:
-        """Rounds without drafts, where these do not pay."""
-        return self.credit.rest()
+        return self.adaptive.budget.pause()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Take what was emitted in rounds without drafts [B, n]; the draft model has to read it."""
         self.unread = torch.cat((self._unread(), tokens[:, :-1]), 1)
         self.root = tokens[:, -1].clone()
         if self.whole is not None:
@@ -130,16 +131,15 @@ class ChainDrafter(Drafter):
         extent += self.nodes + 1
         fed = self._unread() if self.whole is None else self.root[:, None]
         tokens, parents, q = [self.root[:, None]], [0], []
-        survival, node, pace = self.alive.float(), 0, Pace(self.length, self.calibration, self.alive.sum().clamp(min=1))
+        survival, node = self.alive.float(), 0
+        self.adaptive.begin(self.alive.sum().clamp(min=1))
         while True:
             scores = self._feed(fed, extent)
             scores = scores if self.process is None else self.process(scores)
             probs = torch.softmax(scores, -1)
-            if (
-                self.length.cost
-            ):  # before the draw: a token that decided over its own being drafted would not follow its distribution
+            if self.length.cost:  # before the draw: a token must not decide on its own being drafted
                 survival = survival * probs.amax(-1)
-            if not pace.allows(survival):
+            if not self.adaptive.allows(survival):
                 break
             chosen = self._choose(scores)
             tokens.append(chosen)
@@ -147,7 +147,7 @@ class ChainDrafter(Drafter):
             node = len(parents) - self.branches
             if self.process is not None:
                 q.append(probs)
-            if not pace.take():
+            if not self.adaptive.take():
                 break
             fed = chosen[:, :1]
         if self.branches == 1:
@@ -158,13 +158,8 @@ class ChainDrafter(Drafter):
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Keep what the target accepted in the draft's cache, but for the last token of it, which may have been an
-        alternative."""
-        drafted = (tree.tokens.shape[1] - 1) // self.branches
-        if self.length.cost:
-            gained = mean_accepted(verdict.accepted, active)
-            self.calibration.judge(gained)
-            self.credit.judge(gained, self.length.price(drafted))
+        """Keep what the target accepted in the draft's cache, but for the last of it, which may be an alternative."""
+        self.adaptive.judge(verdict.accepted, active)
         emitted = tree.tokens.gather(1, verdict.path)
         last = emitted.gather(1, verdict.accepted[:, None])
         if self.whole is not None:
@@ -176,19 +171,12 @@ class ChainDrafter(Drafter):
         self.alive = active
 
     def _unread(self) -> Tensor:
-        """The tokens [B, n + 1] that the draft's own cache lacks, the root the last. Those of rows that have ended are
-        any."""
+        """The tokens [B, n + 1] that the draft's own cache lacks, the root the last; any in rows that have ended."""
         return torch.cat((self.unread, self.root[:, None]), 1)
 
     def _feed(self, tokens: Tensor, extent: int) -> Tensor:
-        """Append tokens [B, T] to the draft's text -> fp32 scores of what follows, over the target's vocabulary [B,
-        V]."""
-        return self._fitted(self.passes(self._known(tokens), extent))
-
-    def _fitted(self, logits: Tensor) -> Tensor:
-        """The draft model's logits [B, its vocabulary] as fp32 scores over the target's [B, V]."""
-        scores = logits[:, : self.vocab].float()
-        return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[1]), value=-torch.inf)
+        """Append tokens [B, T] to the draft's text -> fp32 scores over the target's vocabulary [B, V] after them."""
+        return over_vocabulary(self.passes(self._known(tokens), extent), self.vocab)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Drafts [B, branches] of scores [B, V]: the best, or one drawn."""
@@ -197,23 +185,18 @@ class ChainDrafter(Drafter):
         return pick_draft(scores, torch.rand(len(scores), device=scores.device), self.ops)[:, None]
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Tokens that the draft model has no embedding for are shown to it as another: its drafts are judged all the
-        same."""
+        """Tokens that the draft model has no embedding for are shown to it as another."""
         return tokens.clamp(max=self.draft_vocab - 1)
 
 
 Blend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(p, q, p_raw, q_raw), each [..., V] fp32 probabilities -> pi [..., V]; p and q are processed, and one-hot in greedy
-calls."""
+"""(p, q, p_raw, q_raw), fp32 probabilities -> pi, all [..., V]; p and q are processed, one-hot in greedy calls."""
 
 
 class MixedDrafter(ChainDrafter, MixingDrafter):
-    """Chains of `gamma` drafts of a model with a cache of its own, and the mixture that judges them.
-
-    The loop asks `first` for the distribution of the first token, and passes how the call chooses; a round asks `mix`
-    for the distribution at the nodes of its tree. Both return log pi in place of the target's processed scores. The
-    cache needs room for `gamma` + 2 tokens more than the call has, and a tail of 2 nodes.
-    """
+    """Chains of `gamma` drafts of a model with a cache of its own, and the mixture that judges them: `first` and `mix`
+    give log pi in place of the target's processed scores. The cache needs room for `gamma` + 2 tokens more than the
+    call has, and a tail of 2 nodes."""
 
     traits = Traits(reusable=True, draws=True)
 
@@ -225,23 +208,17 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
     def first(
         self, ids: Tensor, counts: Tensor, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool
     ) -> Tensor:
-        """Read the text ids [B, T], of which counts [B] tokens are real -> log pi [B, V] of the first new token.
-
-        logits and scores [B, V] are the target's, raw and processed; `process` is the call's processors, None where
-        there are none, and `sample` says whether the call draws.
-        """
         self.shaped = process or _untouched
         self.process = self.shaped if sample else None
         draft, _ = self.draft.prefill(self._known(ids), counts)
-        return self._mixed(logits, scores, *self._all_probs(self._fitted(draft)))
+        return self._mixed(logits, scores, *self._all_probs(over_vocabulary(draft, self.vocab)))
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take the first new token root [B] of the text that `first` has read."""
         self._restart(ids, counts, root)
 
     def propose(self, extent: int) -> TokenTree:
-        """A chain of drafts below the root; the draft model reads the last of them too, for its distribution of the
-        token after."""
+        """A chain of drafts below the root, all of which the draft model reads, for its distribution after them."""
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 2
         tokens, probs = [self.root[:, None]], [self._all_probs(self._feed(self._unread(), extent))]
@@ -254,33 +231,27 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         return TokenTree.chain(torch.cat(tokens, 1), self.max_path, q)
 
     def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
-        """log pi [B, N, V] at the nodes of the last tree, from the target's raw logits and processed scores [B, N, V]
-        there."""
         return self._mixed(logits, scores, self.q, self.q_raw)
 
     def _mixed(self, logits: Tensor, scores: Tensor, q: Tensor, q_raw: Tensor) -> Tensor:
         p = self._probs(scores)
         blended = self.blend(p, q, torch.softmax(logits.float(), -1), q_raw)
-        return (
-            blended + 0 * p
-        ).log()  # a rule that compares may pass by a p that is NaN, and nothing may be drawn there
+        return (blended + 0 * p).log()  # a rule that compares may pass by a p of NaN, where nothing may be drawn
 
     def _all_probs(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The draft model's scores [B, V] -> its distributions, processed and not."""
         return self._probs(self.shaped(scores)), torch.softmax(scores, -1)
 
     def _probs(self, scores: Tensor) -> Tensor:
-        """Processed scores [..., V] -> the distribution that a token is chosen by: all of it on one token in greedy
-        calls."""
+        """Processed scores [..., V] -> the distribution that a token is chosen by, one-hot in greedy calls."""
         if self.process is None:
             return one_hot(self.ops.pick(scores.float(), None), scores.shape[-1]).float()
         return torch.softmax(scores.float(), -1)
 
     def _drawn(self, probs: Tensor) -> Tensor:
         """Drafts [B, 1] of distributions [B, V]."""
-        return pick_draft(
-            probs.log(), None if self.process is None else torch.rand(len(probs), device=probs.device), self.ops
-        )[:, None]
+        uniform = None if self.process is None else torch.rand(len(probs), device=probs.device)
+        return pick_draft(probs.log(), uniform, self.ops)[:, None]
 
 
 def _untouched(scores: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """A text that another model wrote, verified as a draft before the rounds of a call's own drafter begin.
 
-The draws are the target's own at every position, and a token of the text is kept where it is what was drawn: so the
-call's distribution is the target's whatever the text is, and whoever wrote it.
+A token of it is kept where it is what the target drew, so the call's distribution is the target's.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from torch.nn.utils.rnn import pad_sequence
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.tree import TokenTree, Verdict
 
-# device type -> numbers of nodes of the first, second, ... pass, the last one for all that follow. On a CPU a pass
-# costs what its nodes cost, and a text that is left early should not have cost much; a GPU reads its weights once for
-# all of them.
+# device type -> nodes of the first, second, ... pass, the last for all that follow: on a CPU a pass costs what its
+# nodes cost, and a text may be left early; a GPU reads its weights once for all of them
 CHUNKS = {"cpu": (8, 16, 32, 64), "cuda": (64,)}
 
 
 class GivenText(Drafter):
     """Chains of the next tokens of each row's text, as long as the target emits the same. Rows that have left their
-    text go on token by token, with guesses as drafts, until every row has."""
+    text go on token by token until every row has."""
 
     def __init__(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.texts, self.device = [list(text) for text in texts], device
@@ -45,8 +43,7 @@ class GivenText(Drafter):
         return any(self.following)
 
     def propose(self, extent: int) -> TokenTree:
-        """The next chunk of every row's text; where a row has none it is filled up with token 0, a guess like any
-        other."""
+        """The next chunk of every row's text, filled up with token 0."""
         nodes = self.chunks[min(self.step, len(self.chunks) - 1)]
         self.step += 1
         rows = []
@@ -77,9 +74,9 @@ class GivenText(Drafter):
             self.following[row] = same and self.kept[row] < len(text)
 
 
-class Read:
-    """What a drafter is to be shown of every row: the prompts ids [B, T], counts [B] and their features [B, T, F], and
-    then what the target has emitted and is in its cache."""
+class Transcript:
+    """Text of every row for a drafter to begin with: the prompts ids [B, T], counts [B] and their features [B, T, F],
+    and the emitted tokens that are in the target's cache."""
 
     def __init__(self, ids: Tensor, counts: Tensor, features: Tensor) -> None:
         real = counts.tolist()

@@ -1,28 +1,26 @@
 """Drafters with an EAGLE head: its cache of true features, and the static and dynamic trees that are grown from it.
 
-EAGLE (arXiv 2401.15077, section 4). Which nodes the tree has is fixed by their child ranks; only their tokens change. A
-level costs one pass of the head over just those of its nodes that have children; the root's children come from the pass
-that fed the last accepted tokens. Every index is laid out once, when the drafter is made.
+EAGLE (arXiv 2401.15077, section 4): nodes are fixed by their child ranks. A level costs one pass of the head over those
+of its nodes that have children; the root's children come from the pass that fed the last accepted tokens.
 
 EAGLE-2 (arXiv 2406.16858, section 4) and EAGLE-3 (arXiv 2503.01840): `top_k` children of the root, then `depth` passes
 that expand the `top_k` best nodes of the last level, then a re-ranking of all candidates by cumulative log-probability.
-The static trees of EAGLE-1 are in `head_drafter.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
-from fastspec.config import TreeShape
+from fastspec.config import Ranks, TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import CapturedByShape, padded_width
-from fastspec.generation.decoder_layer import EVERYTHING, Nodes, Rotary
-from fastspec.generation.drafters.base import Drafter, Place, Traits
+from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
+from fastspec.generation.drafters.base import Drafter, Place, Process, Traits
 from fastspec.generation.drafters.head_program import Cut, HeadProgram
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.lowered import follow
@@ -35,8 +33,7 @@ from fastspec.kernels.drafting.reference import Candidates, own_bits
 
 
 class HeadDrafter(Drafter):
-    """Draft state of one generate call: `rows` sequences, `capacity` tokens each. All of it is changed in place, so
-    that a captured round finds it again. What grows a tree from it is the subclass's `propose`.
+    """Draft state of one generate call: `rows` sequences, `capacity` tokens each, all changed in place.
 
     A pair (token t+1, feature t) enters the head's cache once, with the target's true feature; tree nodes are fed with
     the head's own states and live in the provisional tail, `grown` slots of it, from which nothing is kept.
@@ -47,10 +44,10 @@ class HeadDrafter(Drafter):
     def __init__(
         self,
         head: BoundHead,
-        *,
         nodes: int,
         max_path: int,
         grown: int,
+        *,
         rows: int,
         capacity: int,
         ops: Ops,
@@ -79,29 +76,24 @@ class HeadDrafter(Drafter):
         self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows."""
         follow(self.head)
         self.state.open(capacity)
 
     def reserve(self, committed: int) -> int:
-        """Make room for this many pairs; returns how many of them are in bounds."""
         committed = self.state.reserve(committed)
         if len(self.tables[0]) != self.state.slots:
             self.tables = self.program.tables(self.state.slots)
         return committed
 
     def fits(self, committed: int) -> bool:
-        """Whether there is room for so many pairs already."""
         return self.state.fits(committed)
 
     @property
     def buffers(self) -> Hashable:
-        """The size of the buffers, which are replaced when they grow."""
         return self.state.slots
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Feed the prompt's pairs: ids [B, T], counts [B] real tokens, features [B, T, F], root [B] the first new
-        token."""
+        """Feed the prompt's pairs of ids [B, T], counts [B] real tokens, with features [B, T, F]; root [B] follows."""
         self.root.copy_(root)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
@@ -117,11 +109,9 @@ class HeadDrafter(Drafter):
                 self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        """Begin a row anew with the only row of another state, which has begun with `count` pairs."""
         self.move_row(row, other, 0, count)
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
-        """Go on with a row of another state, which has `count` pairs."""
         assert isinstance(other, HeadDrafter)
         self.reserve(count)
         self.state.copy_row(row, other.state, count, source)
@@ -145,14 +135,12 @@ class HeadDrafter(Drafter):
     def _extend(
         self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
     ) -> None:
-        """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those behind the committed ones."""
+        """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those after the committed ones."""
         width, slots = tokens.shape[1], self.state.slots
         if steps is None:
             steps = self.state.lengths[:, None] + self.place[:width]
-        if width > self.state.tail:
-            steps = steps.clamp(
-                max=slots - 1
-            )  # a padded chunk may reach behind the buffers: the last slot is never committed
+        if width > self.state.tail:  # a padded chunk may reach beyond the buffers: the last slot is never committed
+            steps = steps.clamp(max=slots - 1)
         layout = self.ops.attention_layout(
             self.state.lengths, None, width, width, slots if extent is None else extent, self.group
         )
@@ -164,23 +152,16 @@ class HeadDrafter(Drafter):
         self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object
     ) -> tuple[Tensor, Tensor]:
         return self.program.step(
-            x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {EVERYTHING: layout})
+            x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {FULL_LAYOUT: layout})
         )
-
-
-Process = Callable[[Tensor], Tensor]
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One pass over the n nodes of a level that have children, and what becomes of their c likeliest (or first drawn)
-    tokens.
-
-    `count` is c; `children` [m] picks the next level's m nodes from the n * c tokens. Of those, `fed` [n'] have
+    """One pass over the n nodes of a level that have children, of each of which the `count` c likeliest (or first
+    drawn) tokens are taken: `children` [m] picks the next level's m nodes from the n * c. Of those, `fed` [n'] have
     children themselves, below the nodes `above` [n'] of this pass; they take the tail's slots from `start` on and see
-    `words` [n', W].
-    """
+    `words` [n', W]."""
 
     count: int
     children: Tensor
@@ -191,10 +172,8 @@ class Level:
 
 
 def lay_out(paths: tuple[Ranks, ...], *, drawn: bool, device: torch.device) -> tuple[list[Level], list[int]]:
-    """The levels of a tree, and the parent of every node (the root is node 0), from its paths in breadth-first order.
-
-    Where the children are drawn, a child's place among its siblings is the order of the draw: gaps between ranks close.
-    """
+    """The levels of a tree, and the parent of every node (the root is node 0), from its paths, breadth first. Where
+    children are drawn, gaps between ranks close."""
     nodes: list[Ranks] = [(), *paths]
     at = {path: index for index, path in enumerate(nodes)}
     inner = {path[:-1] for path in paths}
@@ -227,10 +206,9 @@ def draw_distinct(probs: Tensor, noise: Tensor, count: int) -> tuple[Tensor, Ten
     """Draw `count` tokens one after another without replacement: probs [..., V] fp32, noise [..., V] independent
     Exp(1).
 
-    The tokens come in the order in which exponential clocks of rates `probs` ring, which is that of such draws. Returns
-    ids [..., count] and q [..., count, V], the distribution of each draw: `probs` without the earlier draws,
-    renormalised. Where fewer than `count` tokens have a probability, the rest of q is zeros and the rest of ids names
-    tokens that nobody drew.
+    The tokens come in the order in which exponential clocks of rates `probs` ring. Returns ids [..., count] and q [...,
+    count, V], the distribution of each draw: `probs` without the earlier draws, renormalised. Where fewer than `count`
+    tokens have a probability, the rest of q is zeros and the rest of ids were not drawn.
     """
     ids = torch.topk(probs / noise.clamp(min=torch.finfo(noise.dtype).tiny), count, dim=-1).indices
     left, q = probs, []
@@ -244,9 +222,8 @@ def draw_distinct(probs: Tensor, noise: Tensor, count: int) -> tuple[Tensor, Ten
 class StaticDrafter(HeadDrafter):
     """Static trees of nodes `paths` (breadth first, without the root), the drafter of EAGLE-1.
 
-    The child of rank r is its parent's r-th likeliest token. With `process`, which maps logits [R, V] to the scores
-    that the target samples from, the children are drawn without replacement from the head's distribution under them
-    instead.
+    The child of rank r is its parent's r-th likeliest token. With `process`, children are drawn without replacement
+    from the head's distribution, processed so.
     """
 
     def __init__(
@@ -263,16 +240,8 @@ class StaticDrafter(HeadDrafter):
         device = head.module.fc.weight.device
         self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
         self.process, self.traits = process, replace(self.traits, draws=process is not None)
-        super().__init__(
-            head,
-            nodes=len(parents),
-            max_path=len(self.levels) + 1,
-            grown=sum(len(level.fed) for level in self.levels),
-            rows=rows,
-            capacity=capacity,
-            ops=ops,
-            cut=cut,
-        )
+        sizes = len(parents), len(self.levels) + 1, sum(len(level.fed) for level in self.levels)
+        super().__init__(head, *sizes, rows=rows, capacity=capacity, ops=ops, cut=cut)
         above = torch.tensor([parents], device=device).expand(rows, -1).contiguous()
         self.tree = TokenTree.from_parents(torch.zeros_like(above), above)
 
@@ -305,8 +274,7 @@ class StaticDrafter(HeadDrafter):
         return TokenTree(torch.cat(tokens, 1), tree.parents, tree.depths, tree.ancestors, self.max_path, drawn)
 
     def _children(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, n, V] -> ids [B, n, count] in the order of their ranks and, where they are drawn, q [B, n, count,
-        V]."""
+        """Logits [B, n, V] -> ids [B, n, count] by rank and, where they are drawn, q [B, n, count, V]."""
         if self.process is None:
             return self.ops.topk_logprobs(logits, count)[1], None
         scores = self.process(logits.flatten(0, 1).float()).view(logits.shape)
@@ -315,14 +283,13 @@ class StaticDrafter(HeadDrafter):
 
 
 def refuse_wide(shape: TreeShape, ops: Ops) -> None:
-    """Raise Unsupported for a tree that the backend's kernels cannot grow: no other backend's run in their place."""
+    """Raise Unsupported for a tree that the backend's kernels cannot grow."""
     if ops.most_children is not None and shape.top_k > ops.most_children:
         told = f"top_k={shape.top_k}, and its kernels draft at most {ops.most_children} children of a node"
     elif ops.most_candidates is not None and shape.candidates > ops.most_candidates:
         told = (
             f"depth={shape.depth} and top_k={shape.top_k}, which grow {shape.candidates} candidates (top_k + depth * "
-            "top_k ** 2), and "
-            f"its kernels rank at most {ops.most_candidates}"
+            f"top_k ** 2), and its kernels rank at most {ops.most_candidates}"
         )
     else:
         return
@@ -339,22 +306,13 @@ class EagleDrafter(HeadDrafter):
     ) -> None:
         refuse_wide(shape, ops)
         grown = shape.depth * shape.top_k
-        super().__init__(
-            head,
-            nodes=shape.total_tokens,
-            max_path=shape.max_path,
-            grown=grown,
-            rows=rows,
-            capacity=capacity,
-            ops=ops,
-            cut=cut,
-        )
+        sizes = shape.total_tokens, shape.max_path, grown
+        super().__init__(head, *sizes, rows=rows, capacity=capacity, ops=ops, cut=cut)
         self.shape, device = shape, self.last.device
         k, index = shape.top_k, torch.arange(shape.candidates, device=device)
         self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)
-        self.fed_depths = (torch.arange(grown, device=device) // k).expand(
-            rows, -1
-        )  # of the nodes that the passes feed, in their order
+        # of the nodes that the passes feed, in their order
+        self.fed_depths = (torch.arange(grown, device=device) // k).expand(rows, -1)
         self.tokens = torch.zeros(rows, shape.candidates, dtype=torch.long, device=device)
         self.parents = torch.full((rows, shape.candidates), -1, device=device)
         """The candidate above each of the last tree's candidates [B, M], -1 for the root."""
@@ -362,11 +320,7 @@ class EagleDrafter(HeadDrafter):
         self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
         self.scores = torch.zeros(rows, shape.candidates, dtype=torch.float32, device=device)
         """Of the last tree's candidates [B, M] fp32: cumulative log-probabilities, in order of growth."""
-        edges = [
-            0,
-            k,
-            *(k + passes * k * k for passes in range(1, shape.depth + 1)),
-        ]  # k at the first level, k * k at the others
+        edges = [0, *(k + passes * k * k for passes in range(shape.depth + 1))]  # k nodes, then k * k a level
         levels = [slice(*edge) for edge in pairwise(edges)]
         self.levels = [
             Candidates(
@@ -384,11 +338,9 @@ class EagleDrafter(HeadDrafter):
         return TokenTree(kept, above, depths, ancestors, self.max_path)
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Candidates in order of growth, pass by pass: scores [B, M] fp32, tokens [B, M], parents [B, M] (candidates;
-        the root: -1)."""
+        """Candidates in order of growth: scores [B, M] fp32, tokens [B, M], parents [B, M] (the root: -1)."""
         shape, ops, k = self.shape, self.ops, self.shape.top_k
-        lengths = self.state.lengths
-        fed = self.fed_depths
+        lengths, fed = self.state.lengths, self.fed_depths
         places = ops.tree_input(fed, fed, lengths, self.state.slots - 1, None)[:2]  # without a table no tokens are read
         positions, slots = (x.unflatten(1, (shape.depth, k)).unbind(1) for x in places)  # depth times [B, k]
         _, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k, self.levels[0])

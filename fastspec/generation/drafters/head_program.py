@@ -32,17 +32,16 @@ from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.whole_layers import WholeLayers
 from fastspec.kernels.drafting.reference import Candidates
-from fastspec.kernels.linear.reference import SILU, Addends, DeferredProduct, joined
+from fastspec.kernels.linear.reference import SILU, DeferredProduct, DeferredSum, joined
 
 LEAST_BYTES = 256 * 1024 * 1024
-"""Weights of layers and LM head from which on a head is cut: a GPU with 3 TB/s reads as much in 85 us, and the joins of
-a pass take 40."""
+"""Weights from which on a head is cut: a GPU with 3 TB/s reads as much in 85 us, and the joins of a pass take 40."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """What a process has of a layer of H channels: `qkv` of some heads [M, K], `out` [H, M], `gate_up` [2 * I, H] and
-    `down` [H, I], with their biases; those of sums are the first process's to add."""
+    """A process's part of a layer of H channels: `qkv` of some heads [M, K], `out` [H, M], `gate_up` [2 * I, H] and
+    `down` [H, I], with biases; those of sums are the first process's to add."""
 
     qkv: tuple[Tensor, Tensor | None]
     out: tuple[Tensor, Tensor | None]
@@ -52,8 +51,8 @@ class LayerCut:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Cut:
-    """What a process has of a head, as its weights are now; `lm_head` [V_d / processes, H] is None where the head has
-    no plain one of its own, or one that does not divide."""
+    """A process's part of a head; `lm_head` [V_d / processes, H] is None where the head has no plain one of its own, or
+    one that does not divide."""
 
     group: dist.ProcessGroup
     layers: tuple[LayerCut, ...]
@@ -68,7 +67,7 @@ class Cut:
         return lambda x: ops.linear(x, weight, bias)
 
     def out(self, index: int, ops: Ops) -> Product:
-        """What the processes' heads add up to."""
+        """The sum of the processes' heads."""
         return self._sum(*self.layers[index].out, ops)
 
     def mlp(self, index: int, ops: Ops) -> Product:
@@ -86,33 +85,29 @@ class Cut:
 
     def _sum(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> Product:
         group, multiply = self.group, ops.linear_parts or ops.linear
-        return lambda x: Addends(DeferredProduct(x, weight, bias, multiply), group, ops.all_reduce)
+        return lambda x: DeferredSum(DeferredProduct(x, weight, bias, multiply), group, ops.all_reduce)
 
 
-_held: WeakKeyDictionary[EagleHead, tuple[object, Cut]] = WeakKeyDictionary()
+_cuts: WeakKeyDictionary[EagleHead, tuple[object, Cut]] = WeakKeyDictionary()
 """The last cut of every head, made anew when its weights have changed."""
 
 
 def cut_over(head: EagleHead, group: dist.ProcessGroup | None) -> Cut | None:
-    """This process's part of a head, or None of one that stays whole: where one process holds the target, where the
-    head is small, and where its heads or channels do not divide."""
+    """This process's part of a head, or None of one that stays whole: one process holds the target, the head is small,
+    or its heads or channels do not divide."""
     config = head.config
-    if group is None or _bytes(head) < LEAST_BYTES:
+    modules = (*head.layers, *(() if head.lm_head is None else (head.lm_head,)))
+    if group is None or sum(each.nbytes for module in modules for each in module.parameters()) < LEAST_BYTES:
         return None
     size = group.size()
     if config.num_attention_heads % size or config.num_key_value_heads % size or config.intermediate_size % size:
         return None
     weights = tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in head.parameters())
     made_of = group, weights, head.lm_head is not None and is_plain(head.lm_head)
-    known = _held.get(head)
+    known = _cuts.get(head)
     if known is None or known[0] != made_of:
-        known = _held[head] = made_of, _cut(head, group)
+        known = _cuts[head] = made_of, _cut(head, group)
     return known[1]
-
-
-def _bytes(head: EagleHead) -> int:
-    modules = (*head.layers, *(() if head.lm_head is None else (head.lm_head,)))
-    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
 
 
 def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:
@@ -121,9 +116,8 @@ def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:
     def rows(*modules: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """Some outputs of each of these layers, side by side."""
         biases = [module.bias.detach().chunk(size)[rank] for module in modules if module.bias is not None]
-        return torch.cat([module.weight.detach().chunk(size)[rank] for module in modules]), torch.cat(
-            biases
-        ) if biases else None
+        weight = torch.cat([module.weight.detach().chunk(size)[rank] for module in modules])
+        return weight, torch.cat(biases) if biases else None
 
     def columns(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
         bias = None if module.bias is None or rank else module.bias.detach()
@@ -147,28 +141,20 @@ def _cut(head: EagleHead, group: dist.ProcessGroup) -> Cut:
 
 
 class HeadProgram:
-    """The passes of one head, or of this process's `cut` of it, whose layers keep their keys and values in `state`.
-    Where the backend packs, a whole head's weights that read one input are packed."""
+    """Passes of one head, or of this process's `cut` of it, whose layers keep their keys and values in `state`."""
 
     def __init__(self, bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
         config, head = bound.config, bound.module
-        self.head, self.binding, self.ops, self.config, self.state, self.cut = (
-            head,
-            bound.binding,
-            ops,
-            config,
-            state,
-            cut,
-        )
+        self.head, self.binding, self.ops = head, bound.binding, ops
+        self.config, self.state, self.cut = config, state, cut
         if cut is None and ops.packs:
             for layer in cast(Iterable[Layer], head.layers):
                 attn, mlp = layer.self_attn, layer.mlp
                 pack((attn.q_proj, attn.k_proj, attn.v_proj))
                 pack((mlp.gate_proj, mlp.up_proj))
         self.layers = [self._parts(index) for index in range(config.num_hidden_layers)]
-        self.whole = WholeLayers(
-            [replace(self.layers[0], input_norm=None), *self.layers[1:]], ops
-        )  # `feed` norms what the first reads
+        # `feed` norms what the first layer reads
+        self.whole = WholeLayers([replace(self.layers[0], input_norm=None), *self.layers[1:]], ops)
         self.fc = product(ops, (head.fc,))
         self.norm = None if head.norm is None else self._norm(head.norm)
         readout = bound.readout()
@@ -178,8 +164,7 @@ class HeadProgram:
         if cut is not None and cut.lm_head is not None:
             self.weight, self.vocabulary = None, cut.vocabulary(ops)
         self.look_up: Callable[[Tensor], Tensor] | None = None
-        """What looks tokens up in place of the bound embedding's own forward, as `vocabulary` may be something else
-        than the bound module: where several processes hold the target together."""
+        """The embedding where several processes hold the target together; None: the bound module."""
 
     def _layer(self, index: int) -> Layer:
         return cast(Layer, self.head.layers[index])
@@ -239,7 +224,7 @@ class HeadProgram:
         return fused
 
     def feed(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer reads of tokens [B, T] and hidden [B, T, H], normed, and its residual [B, T, H]."""
+        """The first layer's normed input of tokens [B, T] and hidden [B, T, H], and its residual [B, T, H]."""
         table = self._table(hidden)
         if table is not None:
             return self._first(self.ops.head_input(tokens, hidden, table, *self._norms()), hidden)
@@ -266,8 +251,7 @@ class HeadProgram:
         return *self._first(x, hidden), words
 
     def _table(self, hidden: Tensor) -> Tensor | None:
-        """The embedding's table [V, H] where the ops may look tokens up themselves and norm them; heads of kind "eagle"
-        have no norms."""
+        """The embedding's table [V, H] where the ops may look tokens up themselves; not for kind "eagle"."""
         embed = self.binding.embedding
         if self.config.kind == "eagle" or not is_plain(embed, nn.Embedding) or embed.max_norm is not None:
             return None
@@ -280,7 +264,7 @@ class HeadProgram:
         return of_tokens.weight, of_states.weight, self.config.rms_norm_eps
 
     def _first_norms(self) -> tuple[RMSNorm, RMSNorm]:
-        """The first layer's norms of embeddings and of states, which every head but those of kind "eagle" has."""
+        """The first layer's norms of embeddings and of states, which EAGLE-3 heads have."""
         layer = self._layer(0)
         assert layer.input_layernorm is not None and layer.hidden_norm is not None
         return layer.input_layernorm, layer.hidden_norm
@@ -291,8 +275,7 @@ class HeadProgram:
         return x, x[..., hidden.shape[-1] :] if layer.norm_before_residual else hidden
 
     def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
-        """One pass over what `feed` gave, as `EagleHead.step` -> the states fed back, and what the LM head reads, [B,
-        T, H]."""
+        """One pass over the result of `feed` -> the states fed back, and those that the LM head reads, [B, T, H]."""
         change, total = self.whole(total, nodes, x=x) or self._one_by_one(x, total, nodes)
         if self.norm is None:
             state = total + joined(change)
@@ -301,7 +284,7 @@ class HeadProgram:
         return (normed if self.config.norm_output else state), normed
 
     def _one_by_one(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Summed, Tensor]:
-        """What the last layer's feed-forward adds, not yet added, and the sum before it."""
+        """The last layer's change, not yet added, and the sum before it."""
         change: Summed | None = None
         for part in self.layers:
             if change is not None and part.input_norm is not None:
@@ -313,7 +296,7 @@ class HeadProgram:
         return change, total
 
     def logits(self, readout: Tensor) -> Tensor:
-        """What `step` returned second -> logits over the draft vocabulary [..., V_d]."""
+        """The second result of `step` -> logits over the draft vocabulary [..., V_d]."""
         if self.weight is not None:
             return self.ops.linear(readout, self.weight, None)
         return self.vocabulary(readout)
@@ -321,7 +304,6 @@ class HeadProgram:
     def expand(
         self, readout: Tensor, scores: Tensor, count: int, out: Candidates
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with logits that a foreign LM head
-        made."""
+        """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with a foreign one's logits."""
         x = readout if self.weight is not None else self.logits(readout)
         return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t, out)  # type: ignore[return-value]

@@ -21,21 +21,19 @@ from fastspec.config import Nasd
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import Cursor, NgramStorage, Storage, SuffixStorage
-from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, Credit, pause_after
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, pause_after
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
 DOUBT, DOUBT_OF_ONE = 1.0, 4.0
-"""Of what follows a context so many counts are taken to belong to tokens that were not seen there yet: DOUBT / sqrt(l)
-for a context of l tokens, DOUBT_OF_ONE for one of a single token."""
+"""Counts given to tokens not seen after a context yet: DOUBT / sqrt(l) for l tokens, DOUBT_OF_ONE for a single one."""
 SURELY_NOT = 99.0
 """The same for a token that is drafted although nothing is known of what follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A tree before it is laid out: nodes in falling order of the chance to be reached, node 0 the root with chance
-    1."""
+    """A tree before it is laid out: nodes by falling chance to be reached, node 0 the root with chance 1."""
 
     tokens: list[int]
     parents: list[int]
@@ -45,12 +43,11 @@ class Growth:
 def grow(
     storage: Storage, cursor: Cursor, root: int, *, gamma: int, nodes: int, ends: frozenset[int], guess: bool = False
 ) -> Growth:
-    """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, behind the cursor, which stands behind root.
+    """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, after the cursor, which stands after root.
 
     A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and
-    among equals the one found first, so the tree is a function of the text and the storage, and each prefix of the list
-    is a tree. Nothing is drafted after an end token. Where nothing is known nothing is drafted either or, with `guess`,
-    the last token again.
+    among equals the one found first, so each prefix of the list is a tree. Nothing is drafted after an end token. Where
+    nothing is known nothing is drafted either or, with `guess`, the last token again.
     """
     tree = Growth([root], [0], [1.0])
     cursors, depths = [cursor], [0]
@@ -89,18 +86,12 @@ def best_size(growths: list[Growth], costs: dict[int, float]) -> int:
 def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.device) -> TokenTree:
     """The first `nodes` nodes of every row as a TokenTree, in one transfer.
 
-    All rows of a tree have the same number of nodes. A row that knows fewer gets copies of the root's first child (or
-    of the root, where it has none) as further children of the root. That is exact: these too are functions of the
-    prefix, and a walk scores them like any draft; a copy of a child is never walked, because the first of equal
-    siblings is.
+    A row that knows fewer gets copies of the root's first child (or of the root, where it has none) as further children
+    of the root. That is exact: a walk scores them like any draft, and takes the first of equal siblings.
     """
     words = -(-nodes // 64)
-    planes: tuple[list[int], ...] = (
-        [],
-        [],
-        [],
-        [],
-    )  # tokens, parents, depths, ancestors: each lies contiguous in the one tensor
+    # tokens, parents, depths, ancestors: each lies contiguous in the one tensor
+    planes: tuple[list[int], ...] = ([], [], [], [])
     for growth in growths:
         tokens, parents = growth.tokens[:nodes], growth.parents[:nodes]
         spare = nodes - len(tokens)
@@ -111,9 +102,8 @@ def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.devi
             depths.append(depths[parent] + 1)
             seen.append(seen[parent] | 1 << node)
         ancestors = [word for bits in seen for word in _signed(bits, words)] if nodes > 63 else seen
-        for plane, values in zip(
-            planes, (tokens + [tokens[min(1, len(tokens) - 1)]] * spare, parents, depths, ancestors), strict=True
-        ):
+        tokens = tokens + [tokens[min(1, len(tokens) - 1)]] * spare
+        for plane, values in zip(planes, (tokens, parents, depths, ancestors), strict=True):
             plane += values
     size = len(planes[0])
     packed = torch.tensor([value for plane in planes for value in plane], device="cpu").to(device)
@@ -141,8 +131,8 @@ class NasdDrafter(HostDrafter):
     number that promises most in this round. With `stop_if_unknown=False` it always has `nodes`.
 
     A round whose drafts come from the host waits for the host. With a target so small that this costs much, rounds go
-    without look-ups for a while (`Credit`) where what was accepted does not pay for them; their tokens are counted
-    behind the last one, without the target's likeliest ones beside them.
+    without look-ups for a while where what was accepted does not pay for them; their tokens are counted after the last
+    one, without the target's likeliest ones beside them.
     """
 
     def __init__(
@@ -157,12 +147,11 @@ class NasdDrafter(HostDrafter):
         self.costs = {size: cost.of(size * len(storages), weight_bytes) for size in sizes}
         self.look = cost.look(weight_bytes)
         dear = config.stop_if_unknown and self.look >= LEAST_LOOK
-        self.credit = Credit(pause_after(self.look) if dear else 0, torch.device("cpu"), GRANTED)
+        self.budget = DraftBudget(pause_after(self.look) if dear else 0, torch.device("cpu"), GRANTED)
         self.cursors: list[Cursor] = [storage.start() for storage in storages]
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
-        """Count a text per row that is no part of the row itself, such as another model's answer."""
         for storage, text in zip(self.storages, texts, strict=True):
             cursor = storage.start()
             for token in text:
@@ -172,45 +161,35 @@ class NasdDrafter(HostDrafter):
         """Count the prompt and the first new token: ids [B, T], counts [B] real tokens, root [B]."""
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
-            for token in (*text[:real], self.roots[row]):
-                self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
+            self._count(row, [*text[:real], self.roots[row]])
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        """Begin a row anew with the only row of another drafter, which has begun."""
         self.move_row(row, other, 0, count)
         self.active[row] = True
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
-        """Go on with a row of another drafter."""
         assert isinstance(other, NasdDrafter)
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
 
+    def _count(self, row: int, tokens: list[int]) -> None:
+        for token in tokens:
+            self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
+
     def pause(self) -> int:
-        """Rounds without look-ups, where these do not pay."""
-        return self.credit.rest()
+        return self.budget.pause()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Count what was emitted in rounds without look-ups [B, n], counts [B] of it."""
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
-            for token in emitted[:count]:
-                self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
-                self.roots[row] = token
+            self._count(row, emitted[:count])
+            self.roots[row] = [self.roots[row], *emitted[:count]][-1]
             self.active[row] = self.active[row] and count == len(emitted) and self.roots[row] not in self.ends
 
     def propose(self, extent: int) -> TokenTree:
         """Draft from what is known; the tree of a row that has ended is filled up with copies of its root."""
-        config = self.config
+        gamma, guess = self.config.gamma, not self.config.stop_if_unknown
         growths = [
-            grow(
-                storage,
-                cursor,
-                root,
-                gamma=config.gamma,
-                nodes=self.nodes,
-                ends=self.ends,
-                guess=not config.stop_if_unknown,
-            )
+            grow(storage, cursor, root, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess)
             if active
             else Growth([root], [0], [0.0])
             for storage, cursor, root, active in zip(self.storages, self.cursors, self.roots, self.active, strict=True)
@@ -230,11 +209,10 @@ class NasdDrafter(HostDrafter):
         return torch.cat((active[:, None].long(), verdict.accepted[:, None], emitted.flatten(1)), 1)
 
     def update(self, digest: list[list[int]], steps: int) -> None:
-        """Count the emitted tokens of the active rows, up to their end tokens, each with the target's likeliest tokens
-        in its place."""
+        """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
         gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
         if gains:
-            self.credit.judge(sum(gains) / len(gains), self.look)
+            self.budget.judge(sum(gains) / len(gains), self.look)
         for row, (goes_on, accepted, *emitted) in enumerate(digest):
             self.active[row] = bool(goes_on)
             if not goes_on:
@@ -253,26 +231,25 @@ def check_tokens(storage: Storage | str, vocabulary: int) -> None:
     if isinstance(storage, (NgramStorage, SuffixStorage)) and storage.tallies.largest() >= vocabulary:
         raise Unsupported(
             f"Nasd: storage={storage!r} holds the token {storage.tallies.largest()}, and the model's tokens end at "
-            f"{vocabulary - 1}: it "
-            "was filled with another model's texts; load the one made with this model, or make a new one"
+            f"{vocabulary - 1}: it was filled with another model's texts; load the one made with this model, or make a "
+            "new one"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class NasdDecoding(Decoding):
-    """Decoding with n-grams; by default every row of every call has a storage of its own."""
+    """Decoding with n-grams; by default every row of every call has a storage of its own. `weight_bytes` are those
+    that a pass of the target reads: what several nodes cost beside one depends on them."""
 
     continuous: ClassVar[bool] = True
     config: Nasd
     weight_bytes: int = SMOLLM2_BYTES
-    """Bytes that a pass of the target reads: what several nodes cost beside one depends on them."""
     name: str = "nasd"
     taps: None = None
 
     def drafter(
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
-        """The drafter of one call."""
         return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device), self.weight_bytes)
 
     def _storage(self) -> Storage:

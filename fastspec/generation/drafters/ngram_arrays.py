@@ -1,8 +1,4 @@
-"""Storages of n-grams as arrays and as files.
-
-A context takes some 16 bytes and the half-filled slots, and 12 for each token counted after it; a dictionary alone
-takes 184 and more.
-"""
+"""Arrays and files of n-gram storages: some 16 bytes a context and 12 a counted token, where a dictionary takes 184."""
 
 from __future__ import annotations
 
@@ -21,15 +17,14 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, Unsupported
 
 WIDTH = 8
-"""Continuations kept per context: a context such as a comma would else collect thousands, and drafting ranks them
-all."""
+"""Continuations kept per context; a comma would else collect thousands."""
 BITS = 24
 """Bits of a token; vocabularies end far below 2**24."""
 MOST = 2**30
 """Counts that a file may bring: in 32 bits there is room for as many more."""
-MIX = 0x9E3779B97F4A7C15
-"""2**64 over the golden ratio: multiplied by it, neighbouring keys come to lie far apart (Knuth, volume 3, 6.4)."""
-WRAPPED = MIX - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 over the golden ratio, for multiplicative hashing (Knuth, volume 3, 6.4)."""
+WRAPPED = GOLDEN - (1 << 64)
 """The same in torch's signed 64 bits."""
 
 _times = itemgetter(1)
@@ -57,7 +52,7 @@ class Edges:
         """The number of an edge, 0 where there is none."""
         keys, slots, mask = self.keys, self.slots, self.mask
         key = node << BITS | token
-        slot = key * MIX >> 32 & mask
+        slot = key * GOLDEN >> 32 & mask
         while number := slots[slot]:
             if keys[number] == key:
                 return number
@@ -65,11 +60,10 @@ class Edges:
         return 0
 
     def add(self, node: int, token: int) -> int:
-        """The number of an edge, which is made where there is none. The search is that of `find`, written out: the slot
-        is wanted too."""
+        """The number of an edge, which is made where there is none. The search of `find`, which keeps its slot."""
         keys, slots, mask = self.keys, self.slots, self.mask
         key = node << BITS | token
-        slot = key * MIX >> 32 & mask
+        slot = key * GOLDEN >> 32 & mask
         while number := slots[slot]:
             if keys[number] == key:
                 return number
@@ -101,8 +95,8 @@ class Edges:
 class Tallies:
     """Tokens that were counted after each context; contexts are numbered 0, 1, ... as `append` made them.
 
-    A tally is a chain of entries, the token that was counted last in front: `heads` has the first entry of a context,
-    `later` the next one of an entry, -1 where there is none.
+    A tally is a chain of entries, the last counted token in front: `heads` has the first entry of a context, `later`
+    the next one of an entry, -1 where there is none.
     """
 
     __slots__ = ("counts", "heads", "later", "tokens")
@@ -125,8 +119,7 @@ class Tallies:
             self.heads[context] = self._entry(token, times, self.heads[context])
 
     def count(self, context: int, counted: Sequence[int]) -> None:
-        """Count tokens, one after the other. A new one in a full tally takes the place of the least counted, the oldest
-        among equals."""
+        """Count tokens, one after the other. A new one in a full tally replaces the least counted, oldest one."""
         heads, tokens, counts, later = self.heads, self.tokens, self.counts, self.later
         for token in counted:
             first = at = heads[context]
@@ -189,7 +182,7 @@ Columns = dict[str, tuple[Sequence[int | Sequence[int]], int]]
 
 
 class Damaged(Exception):
-    """What a file says contradicts itself; becomes a CheckpointError that names the file."""
+    """A file contradicts itself; becomes a CheckpointError that names the file."""
 
 
 def pack_tallies(tallies: Iterable[list[Entry]]) -> Columns:
@@ -224,12 +217,8 @@ def write_storage(path: str | Path, kind: str, options: dict[str, int], tensors:
     """Write lists of whole numbers. Raises CheckpointError when the file cannot be written."""
     flat = {name: torch.tensor(values, dtype=torch.long, device="cpu") for name, (values, _) in tensors.items()}
     packed = {name: values.view(-1, tensors[name][1]) if tensors[name][1] else values for name, values in flat.items()}
-    header = {
-        "format": "fastspec-storage",
-        "version": str(VERSION),
-        "kind": kind,
-        **{name: str(value) for name, value in options.items()},
-    }
+    header = {"format": "fastspec-storage", "version": str(VERSION), "kind": kind}
+    header |= {name: str(value) for name, value in options.items()}
     try:
         save_file(packed, str(path), metadata=header)
     except (OSError, SafetensorError) as error:
@@ -240,8 +229,8 @@ def write_storage(path: str | Path, kind: str, options: dict[str, int], tensors:
 def read_storage(
     path: str | Path, kind: str, options: tuple[str, ...], shapes: dict[str, int]
 ) -> Iterator[tuple[dict[str, int], dict[str, Tensor]]]:
-    """(options, tensors) of a file, for a block that checks and takes them; `shapes` maps a tensor's name to its
-    dimensions. All that goes wrong, in the block too, is a CheckpointError that names the file."""
+    """(options, tensors) of a file, for a block that checks and takes them; `shapes` gives a tensor's dimensions. All
+    errors, the block's too, become a CheckpointError that names the file."""
     try:
         with safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}

@@ -1,13 +1,10 @@
-"""Storages of n-grams: which tokens followed which contexts, counted by context or found in a suffix automaton.
+"""Storages of n-grams: counts of the tokens that followed a context, by context or in a suffix automaton.
 
-NASD (github.com/romsto/Speculative-Decoding, n-gram assisted speculative decoding) counts, for every context, the
-tokens that followed it, and the target's likeliest tokens after it besides; ANPD (Ou et al., NAACL 2024 industry track)
-is the same without the latter. A storage is read and written on the host, a token at a time, through cursors: a cursor
-stands behind a text.
+A storage is read and written on the host, a token at a time, through cursors: a cursor stands after a text.
 
 The automaton (Blumer et al., 1985, built online, for several texts) has one state per set of strings that end at the
-same places, so it holds every substring in at most twice as many states as tokens. Drafting from matches of any length,
-with continuations by frequency, is what SuffixDecoding (arXiv 2411.04975) does with a suffix tree.
+same places, so it holds every substring in at most twice as many states as tokens. SuffixDecoding (arXiv 2411.04975)
+drafts from matches of any length with a suffix tree.
 """
 
 from __future__ import annotations
@@ -37,11 +34,11 @@ Context = tuple[int, ...]
 
 
 Cursor: TypeAlias = Any
-"""A place behind a text, of whatever kind a storage makes of it."""
+"""A place after a text, in a storage's own form."""
 
 
 class Storage(Protocol):
-    """What `Nasd(storage=...)` takes. Cursors are values: a storage may hold any number of texts at once.
+    """A storage for `Nasd(storage=...)`. Cursors are values: it may hold any number of texts at once.
 
     Not to be shared between threads: calls that run at the same time need one each.
     """
@@ -50,11 +47,10 @@ class Storage(Protocol):
         """The cursor of an empty text."""
 
     def feed(self, cursor: Cursor, token: int, fillers: Sequence[int] = ()) -> Cursor:
-        """Count token, and each of the fillers, after the text at the cursor -> the cursor behind token. The last of
-        the fillers is taken to be the likeliest."""
+        """Count token, and the fillers, the likeliest last, after the text at the cursor -> the cursor after token."""
 
     def step(self, cursor: Cursor, token: int) -> Cursor:
-        """The cursor behind token, nothing being counted: what a draft does."""
+        """The cursor after token, without counting, for drafts."""
 
     def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
         """The length of the longest known context at the cursor and its continuations (token, count), the best first;
@@ -67,9 +63,9 @@ class Storage(Protocol):
 class NgramStorage:
     """Counts of what followed each context of 1 to n - 1 tokens; the longest known context answers.
 
-    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). Keeps the `arrays.WIDTH` best
-    continuations of a context. The contexts are the nodes of a trie that is entered with the last token, so that a
-    context lies behind all that are shorter: node 0 is the empty one, and every other has the number of the edge to it.
+    With `back_off=False` contexts of n - 1 tokens alone are kept ("one level"). Keeps the `WIDTH` best continuations of
+    a context. The contexts are the nodes of a trie that is entered with the last token: node 0 is the empty one, and
+    every other has the number of the edge to it.
 
         storage = fastspec.NgramStorage(n=4)
         model.generate(**inputs, assistant=fastspec.Nasd(storage=storage))  # learns, and drafts from all earlier calls
@@ -96,7 +92,7 @@ class NgramStorage:
         return ()
 
     def step(self, cursor: Context, token: int) -> Context:
-        """The cursor behind token."""
+        """The cursor after token."""
         return (token, *cursor[: self.n - 2])
 
     def feed(self, cursor: Context, token: int, fillers: Sequence[int] = ()) -> Context:
@@ -174,8 +170,8 @@ class NgramStorage:
 
 
 class SuffixCursor(NamedTuple):
-    """Where a text stands: `state` holds its longest known suffix of at most `max_match` tokens, which has `length`
-    tokens; `last` is the state of the whole text, -1 behind a draft."""
+    """Place of a text: `state` holds its longest known suffix of at most `max_match` tokens, of `length` tokens; `last`
+    is the state of the whole text, -1 after a draft."""
 
     state: int
     length: int
@@ -225,7 +221,7 @@ class SuffixStorage:
         return self.step(cursor, token)._replace(last=last)
 
     def step(self, cursor: SuffixCursor, token: int) -> SuffixCursor:
-        """The cursor behind token: the longest suffix of text and token that was seen."""
+        """The cursor after token: the longest suffix of text and token that was seen."""
         state, length = self._place(cursor)
         while not (edge := self.edges.find(state, token)):
             if state == 0:
@@ -243,8 +239,7 @@ class SuffixStorage:
         return 0, []
 
     def _place(self, cursor: SuffixCursor) -> tuple[int, int]:
-        """State and length of a cursor's match; the state may have been split since, its shorter strings now up the
-        links."""
+        """State and length of a cursor's match, whose state may have been split since."""
         state, length = cursor.state, cursor.length
         while state and self.lengths[self.links[state]] >= length:
             state = self.links[state]
@@ -273,8 +268,7 @@ class SuffixStorage:
         return new
 
     def _reached(self, state: int, token: int, edge: int) -> int:
-        """The state of the strings of `state` with token, to which the edge leads: that state, or one that is split
-        from it."""
+        """The state of the strings of `state` with token: the one that the edge leads to, or one split from it."""
         known = self.targets[edge]
         if self.lengths[known] == self.lengths[state] + 1:
             return known
@@ -328,9 +322,7 @@ class SuffixStorage:
                 raise Damaged("state 0 is not the empty text")
             lengths = [length for length, _ in states]
             for state, (length, link) in enumerate(states[1:], 1):
-                if (
-                    not 0 <= link < len(states) or not lengths[link] < length < MOST
-                ):  # so that every chain of links ends
+                if not 0 <= link < len(states) or not lengths[link] < length < MOST:  # every chain of links ends
                     raise Damaged(f"state {state} of length {length} links to {link}")
                 storage._state(length, link)
             for state, token, target in edges:

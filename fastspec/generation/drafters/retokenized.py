@@ -1,13 +1,10 @@
 """Drafters whose draft model has another tokenizer: they hand over text, or tokens that both vocabularies have.
 
 The text so far is encoded anew for the draft model, its continuation is decoded and encoded for the target. The drafts
-are a function of the text and of rounds that are over, so that one draw per node keeps greedy and sampled calls exact,
-whatever the two encodings lose.
+are a function of the text and of rounds that are over, so that one draw per node keeps every call exact.
 
 Token-level intersection: Timor et al. (arXiv 2502.05202). The draft model's distribution, restricted to the shared
-tokens and renormalised, is a distribution over the target's vocabulary; it is processed as the target's and judged by p
-/ q. What the draft model reads only decides how good the drafts are: any text of its own that is a function of the
-prefix is exact.
+tokens and renormalised, is processed as the target's and judged by p / q.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from fastspec.generation.drafters.base import Drafter, Process, Traits
 from fastspec.generation.drafters.chain import Passes
-from fastspec.generation.drafters.policy import Calibration, Credit, Length, Pace, mean_accepted
+from fastspec.generation.drafters.policy import AdaptiveLength, Length
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
@@ -28,8 +25,7 @@ from fastspec.generation.verify import pick_draft
 
 
 class Tokenizer(Protocol):
-    """A tokenizer of transformers, or one that is called like it. It may lack the roles of tokens (`bos_token_id`,
-    ...)."""
+    """A tokenizer of transformers, or one called like it, perhaps without the roles of tokens (`bos_token_id`, ...)."""
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Sequence[int]]:
         """The tokens of a text: "input_ids"."""
@@ -58,12 +54,10 @@ ANEW, TRIES = 64, 8
 
 
 class RetokenizingDrafter(Drafter):
-    """The texts of a call's rows, and a draft model with a cache of its own rows, `room` tokens each, and one node of a
-    tree behind.
+    """The texts of a call's rows, and a draft model with a cache of its own, `room` tokens a row and a tail of one.
 
-    Texts are read with `tokenizer`, the target's, and `draft_tokenizer`; both decode lists of ids and encode text when
-    called. `known` are the draft model's ids of target tokens that mean the same. A text that does not encode or
-    outgrows `room` is not drafted for.
+    Texts are read with `tokenizer`, the target's, and `draft_tokenizer`. `known` are the draft model's ids of target
+    tokens that mean the same. A text that does not encode or outgrows `room` is not drafted for.
     """
 
     traits = Traits(reusable=True, reads_logits=False)
@@ -72,7 +66,6 @@ class RetokenizingDrafter(Drafter):
         self,
         draft: Target,
         length: Length,
-        *,
         room: int,
         tokenizer: Tokenizer,
         draft_tokenizer: Tokenizer,
@@ -84,11 +77,8 @@ class RetokenizingDrafter(Drafter):
         self.opening = _opening(draft_tokenizer)
         self.nodes = self.max_path = length.most + 1
         self.passes = Passes(draft)
-        self.written = 0
-        """Tokens that the draft model wrote in this round."""
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each."""
         self.room = room_for(capacity, self.length)
         self.draft.open(self.room)
 
@@ -100,38 +90,30 @@ class RetokenizingDrafter(Drafter):
         ]
         self.read: list[list[int]] = [[] for _ in self.history]
         self.fed: list[list[int]] = [[] for _ in self.history]
-        """What the draft's cache holds."""
+        """The tokens in the draft's cache."""
         starts = [int(history[0] == getattr(self.tokenizer, "bos_token_id", None)) for history in self.history]
         self.settled: list[tuple[int, list[int]]] = [(start, []) for start in starts]
-        """How many of a text's tokens are encoded for good, and as what."""
+        """The number of a text's tokens that are encoded for good, and their encoding."""
         self.due = [start + 2 * ANEW for start in starts]
-        """How long a text is when more of it shall be."""
-        self.calibration, self.credit = Calibration(root.device), Credit(self.length.pause, root.device)
+        """The length of a text at which more of it is."""
+        self.adaptive = AdaptiveLength(self.length, root.device)
         self.active = torch.ones_like(root, dtype=torch.bool)
-        """Which rows go on: the rounds' own tensor after the first of them, which is current by the next one."""
+        """The rows that go on, the rounds' own tensor after the first."""
 
     def pause(self) -> int:
-        """Rounds without drafts, where these do not pay."""
-        return self.credit.rest()
+        return self.adaptive.budget.pause()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Append what was emitted in rounds without drafts [B, n], counts [B] of it."""
         for history, more, count in zip(self.history, tokens.tolist(), counts, strict=True):
             history += more[:count]
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Append what the target emitted."""
-        if self.length.cost:
-            gained = mean_accepted(verdict.accepted, active)
-            self.calibration.judge(gained)
-            self.credit.judge(gained, self.length.price(self.written))
+        self.adaptive.judge(verdict.accepted, active)
         self.active = active
-        read_back = torch.cat(
-            (active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1
-        ).tolist()  # one read-back
-        for history, (going, count, *tokens) in zip(self.history, read_back, strict=True):
+        read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1)
+        for history, (going, count, *tokens) in zip(self.history, read_back.tolist(), strict=True):
             history += tokens[: count + 1] if going else []
 
     def _roots(self) -> Tensor:
@@ -139,8 +121,9 @@ class RetokenizingDrafter(Drafter):
         return torch.tensor([history[-1] for history in self.history], device=self.device)
 
     def _encode_all(self) -> list[bool]:
-        """Encode the texts of the rows that go on -> which rows can be drafted for; the others read some token."""
+        """Begin a round: encode the texts of the rows that go on -> which rows can be drafted for."""
         self.alive: list[bool] = self.active.tolist()
+        self.adaptive.begin(max(1, sum(self.alive)))
         able = []
         for row, going in enumerate(self.alive):
             read = self._encoded(row) if going else []
@@ -149,8 +132,7 @@ class RetokenizingDrafter(Drafter):
         return able
 
     def _encoded(self, row: int) -> list[int]:
-        """A row's text in the draft model's tokens, begun as its tokenizer begins one. What lies far behind is not
-        encoded again."""
+        """A row's text in the draft model's tokens, begun as its tokenizer begins one, only its end encoded anew."""
         history = self.history[row]
         if len(history) > self.due[row]:
             self._settle(row)
@@ -158,8 +140,7 @@ class RetokenizingDrafter(Drafter):
         return [*self.opening, *ids, *self._end(history[start:])]
 
     def _settle(self, row: int) -> None:
-        """Encode more of a row's text for good, where it can be cut so that the parts are the whole; else try again
-        much later."""
+        """Encode more of a row's text for good, where a cut leaves the encoding the same; else try again much later."""
         history, (start, ids) = self.history[row], self.settled[row]
         whole = decoded(self.tokenizer, history[start:])
         want, last = encoded(self.draft_tokenizer, whole), len(history) - ANEW
@@ -172,8 +153,7 @@ class RetokenizingDrafter(Drafter):
                 return
 
     def _end(self, history: Sequence[int]) -> list[int]:
-        """A text's end in the draft model's tokens. Where it ends within a character, the last tokens are their own
-        counterparts, if they have any."""
+        """A text's end in the draft model's tokens; where it ends within a character, by `known` if it has the last."""
         for behind in range(LONGEST_CHARACTER):
             end = len(history) - behind
             text = decoded(self.tokenizer, history[:end]) if end > 0 else ""
@@ -186,12 +166,10 @@ class RetokenizingDrafter(Drafter):
         return [*ids, *(token for token in rest if token is not None)]
 
     def _catch_up(self) -> Tensor:
-        """Feed what the draft's cache lacks of the rows' texts -> logits of what follows them [B, its vocabulary].
-
-        Every row feeds as many of its last tokens as any row lacks: then none is filled up beyond the room of the
-        cache.
-        """
-        lacks = max(len(read) - _common(fed, read) for fed, read in zip(self.fed, self.read, strict=True))
+        """Feed the tokens that the draft's cache lacks of the rows' texts -> logits after them [B, its vocabulary].
+        Every row feeds as many of its last tokens as any row lacks, so that none outgrows the cache."""
+        pairs = zip(self.fed, self.read, strict=True)
+        lacks = max(1, *(len(read) - common_prefix(fed, read) for fed, read in pairs))  # the last one is always fed
         parts = [read[-lacks:] for read in self.read]
         starts = [len(read) - len(part) for read, part in zip(self.read, parts, strict=True)]
         self.draft.rewind(torch.tensor(starts, device=self.device))
@@ -199,18 +177,16 @@ class RetokenizingDrafter(Drafter):
         return self.draft.prefill(ids, torch.tensor([len(part) for part in parts], device=self.device))[0]
 
     def _feed(self, token: Tensor, behind: int) -> Tensor:
-        """Append the draft model's token [B], with `behind` drafts between the text and it -> logits of what
-        follows."""
+        """Append the draft model's token [B], with `behind` drafts between the text and it -> the next logits."""
         return self.passes(token[:, None], max(map(len, self.read)) + behind)
 
     def _keep(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take note of the draft model's tokens that were fed behind the text of each row."""
+        """Note the draft model's tokens that were fed after the text of each row."""
         self.fed = [[*read, *row] for read, row in zip(self.read, rows, strict=True)]
 
 
 def room_for(capacity: int, length: Length) -> int:
-    """How many of the draft model's tokens there is room for: a text may be longer in them than in the target's, twice
-    as long at most."""
+    """Room in the draft model's tokens, in which a text may be twice as long as in the target's."""
     return 2 * capacity + length.most + 2
 
 
@@ -220,26 +196,25 @@ def _opening(tokenizer: Tokenizer) -> list[int]:
     return [first] if first is not None and list(tokenizer("")["input_ids"])[:1] == [first] else []
 
 
-def _common(fed: Sequence[int], read: Sequence[int]) -> int:
-    """How many tokens of a text the cache holds, short of the last one, which is always fed."""
-    kept, end = 0, min(len(fed), len(read) - 1)
-    while kept < end:  # parts are compared much faster than tokens one by one
-        half = (kept + end + 1) // 2
-        kept, end = (half, end) if fed[kept:half] == read[kept:half] else (kept, half - 1)
-    return kept
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix of two texts, by bisection: parts are compared faster than tokens."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        half = (low + high + 1) // 2
+        low, high = (half, high) if first[low:half] == second[low:half] else (low, half - 1)
+    return low
 
 
 OVERLAP = 8
-"""Tokens of the text that are encoded again together with its continuation, since tokens merge across the seam."""
+"""Tokens of the text that are encoded again with its continuation, since tokens merge across the seam."""
 
 
 class TextDrafter(RetokenizingDrafter):
     """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones."""
 
     def propose(self, extent: int) -> TokenTree:
-        """One chain per row; a row whose continuation encodes to fewer tokens is filled up with token 0, a guess like
-        any other. The root alone where no row can be drafted for."""
-        able, self.written = self._encode_all(), 0
+        """One chain per row, filled up with token 0. The root alone where no row can be drafted for."""
+        able = self._encode_all()
         written = self._write(torch.tensor(able, device=self.device)) if any(able) else []
         drafted = [self._as_target(row, written[row]) if going else [] for row, going in enumerate(able)]
         width = max(map(len, drafted))
@@ -252,57 +227,44 @@ class TextDrafter(RetokenizingDrafter):
         return TokenTree.chain(torch.tensor(tokens, device=self.device), self.max_path)
 
     def _write(self, going: Tensor) -> list[list[int]]:
-        """The draft model's tokens behind every row's text, as many as pay over the rows that can be drafted for, going
-        [B]."""
-        logits, survival, pace = (
-            self._catch_up(),
-            going.float(),
-            Pace(self.length, self.calibration, max(1, sum(self.alive))),
-        )
+        """The draft model's tokens after every row's text, as many as pay over the rows going [B]."""
+        logits, survival = self._catch_up(), going.float()
         own: list[Tensor] = []
         while True:
             if self.length.cost:
                 survival = survival * torch.softmax(logits.float(), -1).amax(-1)
-            if not pace.allows(survival):
+            if not self.adaptive.allows(survival):
                 break
             own.append(logits.argmax(-1))
-            if not pace.take():
+            if not self.adaptive.take():
                 break
             logits = self._feed(own[-1], len(own) - 1)
-        self.written = len(own)
         rows: list[list[int]] = torch.stack(own, 1).tolist()
         self._keep([row[:-1] for row in rows])
         return rows
 
     def _as_target(self, row: int, written: Sequence[int]) -> list[int]:
-        """Target tokens of what the draft model wrote behind a row's text, by the end of it that was encoded anew."""
+        """Target tokens of the draft model's after a row's text, by the end of it that was encoded anew."""
         end = self.read[row][len(self.opening) + len(self.settled[row][1]) :]
         before, after = (decoded(self.draft_tokenizer, ids) for ids in (end, [*end, *written]))
-        return (
-            self._joined(self.history[row], after[len(before) :])[: self.length.most]
-            if after.startswith(before)
-            else []
-        )
-
-    def _joined(self, history: Sequence[int], more: str) -> list[int]:
-        """`more` as target tokens after `history`: encoded together with the last of them where that gives these
-        back."""
-        tail = list(history[-OVERLAP:])
+        if not after.startswith(before):
+            return []
+        more, tail = after[len(before) :], self.history[row][-OVERLAP:]
         whole = encoded(self.tokenizer, decoded(self.tokenizer, tail) + more)
-        return whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)
+        ids = whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)
+        return ids[: self.length.most]
 
 
 SHARE = 0.1
 """A row is drafted for no further where the shared tokens hold less of the draft model's probability than this."""
 SPACES = str.maketrans({"Ġ": " ", "▁": " "})
-"""How byte-level and SentencePiece vocabularies write a leading space."""
+"""Leading spaces of byte-level and SentencePiece vocabularies."""
 
 
 class SharedDrafter(RetokenizingDrafter):
     """Chains of target tokens drawn from a draft model.
 
-    `shared` are pairs (target id, draft id) of tokens that mean the same, as `shared_tokens` finds them; pairs that one
-    of the models has no logit for are left out. After a drafted token the draft model goes on with its own id of it.
+    `shared` are pairs (target id, draft id) of `shared_tokens`; those without a logit in both models are left out.
     Nodes that are not drawn (a text that is not drafted for, shared tokens that hold too little, a row that ended) have
     a q of zeros.
     """
@@ -325,15 +287,7 @@ class SharedDrafter(RetokenizingDrafter):
         device: torch.device,
     ) -> None:
         pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]
-        super().__init__(
-            draft,
-            length,
-            room=room,
-            tokenizer=tokenizer,
-            draft_tokenizer=draft_tokenizer,
-            known=dict(pairs),
-            device=device,
-        )
+        super().__init__(draft, length, room, tokenizer, draft_tokenizer, dict(pairs), device)
         self.ops, self.process = ops, process
         self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
         self.own_id = torch.zeros(vocab, dtype=torch.long, device=device).scatter(0, self.ours, self.theirs)
@@ -344,27 +298,24 @@ class SharedDrafter(RetokenizingDrafter):
         root = self._roots()
         going = torch.tensor([able and bool(self.known) for able in self._encode_all()], device=self.device)
         tokens, q, own = [root], [], []
-        survival, pace = going.float(), Pace(self.length, self.calibration, max(1, sum(self.alive)))
+        survival = going.float()
         logits = self._catch_up() if bool(going.any()) else None
         while logits is not None:
             scores, share = self._scores(logits)
             going = going & (share >= SHARE) & (scores > -torch.inf).any(-1)
             scores = scores.masked_fill(~going[:, None], 0)
             probs = torch.softmax(scores, -1) * going[:, None]
-            if (
-                self.length.cost
-            ):  # before the draw: a token that decided over its own being drafted would not follow its distribution
+            if self.length.cost:  # before the draw: a token must not decide on its own being drafted
                 survival = survival * probs.amax(-1) * share
-            if not pace.allows(survival) or not bool(going.any()):
+            if not self.adaptive.allows(survival) or not bool(going.any()):
                 break
             token = torch.where(going, pick_draft(scores, torch.rand(len(scores), device=self.device), self.ops), 0)
             tokens.append(token)
             q.append(probs)
-            if not pace.take():
+            if not self.adaptive.take():
                 break
             own.append(self.own_id[token])
-            logits = self._feed(own[-1], pace.drafted - 1)
-        self.written = pace.drafted
+            logits = self._feed(own[-1], len(own) - 1)
         if logits is not None:
             self._keep(torch.stack(own, 1).tolist() if own else [[]] * len(self.read))
         if not q:
@@ -378,19 +329,17 @@ class SharedDrafter(RetokenizingDrafter):
         among = logits[:, self.theirs]
         scores = logits.new_full((len(logits), len(self.foreign)), -torch.inf).index_copy(1, self.ours, among)
         share = (among.logsumexp(-1) - logits.logsumexp(-1)).exp()
-        return self.process(scores).masked_fill(
-            self.foreign, -torch.inf
-        ), share  # processors may put a finite score for -inf
+        # processors may put a finite score for -inf
+        return self.process(scores).masked_fill(self.foreign, -torch.inf), share
 
 
 def shared_tokens(tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> list[tuple[int, int]]:
     """Pairs (target id, draft id) of tokens that two tokenizers have in common, by the target's ids.
 
-    Two ordinary tokens are the same where they have the same string form, "Ġ" and "▁" both read as a space, and add the
-    same text to a text before them: "the" that continues a word is not "the" that begins one. Special tokens are the
-    same with the same form, if they are special in both; the tokens for what is unknown are not. End tokens of
-    different forms are the same where neither has its form in the other vocabulary. No pairs where one of the
-    tokenizers lists no vocabulary.
+    Ordinary tokens are the same where they have the same string form ("Ġ" and "▁" are spaces) and add the same text to
+    a text before them. Special tokens are the same with the same form, if they are special in both, but for unknown
+    tokens. End tokens of different forms are the same where neither has its form in the other vocabulary. No pairs
+    where one of the tokenizers lists no vocabulary.
     """
     if not all(callable(getattr(each, "get_vocab", None)) for each in (tokenizer, draft_tokenizer)):
         return []
@@ -432,6 +381,6 @@ def _word(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _added(tokenizer: Tokenizer, head: list[int], token: int) -> str:
-    """What a token adds to the text of `head`; nothing where it changes that."""
+    """The text that a token adds to that of `head`; nothing where it changes that."""
     text, start = decoded(tokenizer, [*head, token]), decoded(tokenizer, head) if head else ""
     return text[len(start) :] if text.startswith(start) else ""

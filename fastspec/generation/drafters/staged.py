@@ -1,5 +1,4 @@
-"""Staged speculative decoding: a chain of models, each of which drafts for the next, and the last of them for the
-target.
+"""Staged speculative decoding: a chain of models, each of which drafts for the next, the last for the target.
 
 Spector and Re (arXiv 2308.04623), for any number of models and with every stage's exact distribution. Stage 0 draws
 tokens of its own; stage k verifies those of stage k - 1 by p / q (Leviathan et al., arXiv 2211.17192), so that what it
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import CapturedByShape
 from fastspec.generation.drafters.base import Drafter, Process, Traits
+from fastspec.generation.drafters.chain import over_vocabulary
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
@@ -25,8 +25,7 @@ from fastspec.generation.verify import choose, pick_draft, walk, walk_drawn
 
 
 class TreeScores:
-    """`Target.score` with room made for it. A captured result lies in memory that the next pass over a tree of that
-    shape writes again."""
+    """`Target.score` with room made for it, captured by shape of the tree; the next such pass writes over a result."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -50,28 +49,23 @@ def _score(
 
 
 def drafted(stages: int, gamma: int) -> list[int]:
-    """How many tokens every stage writes at a time, stage 0 first: `gamma` the last, each below one fewer, and one at
-    least.
-
-    One fewer, since a stage adds a token of its own to what it verified; one at least, so that no stage's cache falls
-    behind.
-    """
+    """Tokens that every stage writes at a time, stage 0 first: `gamma` the last, each below one fewer, since a stage
+    adds a token to those that it verified, and one at least, so that no cache falls behind."""
     return [max(gamma - above, 1) for above in reversed(range(stages))]
 
 
 def room(stages: int, gamma: int) -> tuple[int, int]:
-    """What a stage's cache needs: (tokens beyond the call's capacity, nodes of its tail)."""
+    """Room of a stage's cache: (tokens beyond the call's capacity, nodes of its tail)."""
     return gamma + sum(drafted(stages, gamma)) + stages + 1, stages + 1 + gamma
 
 
 class StagedDrafter(Drafter):
-    """Chains of `gamma` drafts written by models [M0, M1, ...], the smallest first, each with a cache of its own
-    (`room`).
+    """Chains of `gamma` drafts of models [M0, M1, ...], the smallest first, each with a cache of its own (`room`).
 
     `vocab` is the target's vocabulary and vocabs[k] stage k's. The models write on a tape [B, W] that holds the end of
-    every row's text and, behind it, what they draft. A stage's pass begins with the tokens that its cache lacks: its
-    own last one and those of the verdicts of every stage above, stages + 1 - k at most. Between rounds a cache holds
-    the beginning of the text and nothing else.
+    every row's text and, after it, their drafts. A stage's pass begins with the tokens that its cache lacks: its own
+    last one and those of the verdicts of every stage above, stages + 1 - k at most. Between rounds a cache holds the
+    beginning of the text and nothing else.
     """
 
     traits = Traits(reusable=True, reads_logits=False)
@@ -86,14 +80,8 @@ class StagedDrafter(Drafter):
         ops: Ops,
         process: Process | None,
     ) -> None:
-        self.models, self.gamma, self.vocab, self.vocabs, self.ops, self.process = (
-            list(models),
-            gamma,
-            vocab,
-            list(vocabs),
-            ops,
-            process,
-        )
+        self.models, self.gamma, self.ops, self.process = list(models), gamma, ops, process
+        self.vocab, self.vocabs = vocab, list(vocabs)
         self.traits = replace(self.traits, draws=process is not None)
         self.scores = [TreeScores(model) for model in self.models]
         self.stages = len(self.models)
@@ -103,7 +91,6 @@ class StagedDrafter(Drafter):
         self.nodes = self.max_path = gamma + 1
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each."""
         for model in self.models:
             model.open(capacity + room(self.stages, self.gamma)[0])
 
@@ -120,7 +107,7 @@ class StagedDrafter(Drafter):
         self.tape = torch.where(steps < self.kept, text.gather(1, last.clamp(0, text.shape[1] - 1)), 0)
 
     def propose(self, extent: int) -> TokenTree:
-        """What the last stage writes behind the text."""
+        """The last stage's tokens after the text."""
         at = torch.full_like(self.length, self.kept)
         q = self._write(self.stages - 1, at, self.gamma, self.alive, extent + self.width)
         return self._chain(at, self.gamma, q)
@@ -128,7 +115,7 @@ class StagedDrafter(Drafter):
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Move the tape on behind what the target emitted, and cut the stages' caches to it."""
+        """Move the tape on after the emitted tokens, and cut the stages' caches to it."""
         at = torch.full_like(self.length, self.kept)
         gained = (verdict.accepted + 1) * active
         self._set(at, verdict)
@@ -139,13 +126,11 @@ class StagedDrafter(Drafter):
         self._cut(self.stages - 1, at)
 
     def _write(self, stage: int, at: Tensor, count: int, active: Tensor, extent: int) -> Tensor | None:
-        """Write `count` tokens of a stage behind texts that end before the tape's slots at [B] -> their distributions
-        [B, count, V], None where tokens are not drawn. Rows that are not active [B] may get fewer, and are not waited
-        for.
+        """Write `count` tokens of a stage after texts that end before the tape's slots at [B] -> their distributions
+        [B, count, V], None where tokens are not drawn. Rows that are not active [B] may get fewer.
 
-        How many tokens the stage below is asked for depends on what was accepted so far, never on the tokens it is
-        going to draw; so they follow its distribution. A row always gets `count` tokens of this stage: none is left out
-        for what it is.
+        The number of tokens that the stage below is asked for depends on those accepted so far, never on those it is
+        going to draw; so they follow its distribution.
         """
         if stage == 0:
             return self._draw(at, count, extent)
@@ -160,12 +145,10 @@ class StagedDrafter(Drafter):
             tree = self._chain(at, ahead, q)
             verdict = self._judged(tree, scores)
             if self.process is not None:
-                # what lies behind the accepted tokens is written again by the next round, and what lies behind the goal
-                # is not kept
+                # rows after the accepted tokens are written again by the next round; those after the goal are dropped
                 place = (at + count - goal)[:, None] + torch.arange(ahead + 1, device=at.device)
-                probs.scatter_(
-                    1, place.clamp(max=count)[..., None].expand(-1, -1, self.vocab), torch.softmax(scores, -1)
-                )
+                place = place.clamp(max=count)[..., None].expand(-1, -1, self.vocab)
+                probs.scatter_(1, place, torch.softmax(scores, -1))
             self._set(at, verdict)
             at = torch.where(going, torch.minimum(at + verdict.accepted + 1, goal), at)
             self._cut(stage, at)
@@ -186,9 +169,8 @@ class StagedDrafter(Drafter):
         return torch.stack(q, 1) if q else None
 
     def _feed(self, stage: int, at: Tensor, more: int, extent: int, first: bool = True) -> Tensor:
-        """Feed a stage what its cache lacks of the tape up to slot at [B] and the `more` tokens behind -> fp32 scores
-        of what follows the text and each of them [B, 1 + more, V]. Its `first` pass over a text may lack several
-        tokens, a later one lacks one."""
+        """Feed a stage the tokens that its cache lacks of the tape up to slot at [B] and `more` -> fp32 scores after
+        the text and each of them [B, 1 + more, V]. Its `first` pass may lack several tokens, a later one lacks one."""
         model, slot = self.models[stage], self.length - self.kept
         lacks = self.stages + 1 - stage if first else 1
         begin = torch.minimum(model.lengths - slot, at - 1)
@@ -201,12 +183,10 @@ class StagedDrafter(Drafter):
         last = count + more - 1
         model.commit(Verdict(tree.depths, last, last), torch.ones_like(self.alive))
         wanted = (count - 1)[:, None] + torch.arange(1 + more, device=at.device)
-        scores = logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[2]))[..., : self.vocab].float()
-        return torch.nn.functional.pad(scores, (0, self.vocab - scores.shape[2]), value=-torch.inf)
+        return over_vocabulary(logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[2])), self.vocab)
 
     def _chain(self, at: Tensor, count: int, q: Tensor | None) -> TokenTree:
-        """The last token of texts that end before slots at [B], and the `count` drafts behind it with their
-        distributions q [B, count, V]."""
+        """The last token of texts that end before slots at [B], and `count` drafts with their q [B, count, V]."""
         tokens = self.tape.gather(1, (at - 1)[:, None] + torch.arange(count + 1, device=at.device))
         return TokenTree.chain(tokens, q=None if q is None else torch.cat((q[:, :1], q), 1))
 
@@ -217,11 +197,11 @@ class StagedDrafter(Drafter):
         return walk_drawn(tree, scores, tree.q, torch.rand(tree.tokens.shape, device=scores.device), self.ops)
 
     def _set(self, at: Tensor, verdict: Verdict) -> None:
-        """Put a verdict's own token behind what it accepted of the drafts at slots at [B]."""
+        """Put a verdict's own token after the accepted drafts at slots at [B]."""
         self.tape.scatter_(1, (at + verdict.accepted)[:, None], verdict.bonus.clamp(min=0)[:, None])
 
     def _cut(self, stage: int, at: Tensor) -> None:
-        """Make the stages up to this one forget what they hold of the tape from the last token before slots at [B] on:
-        a verdict has just put it there in place of a draft."""
+        """Make the stages up to this one forget the tape from the last token before slots at [B] on, which a verdict
+        has put there."""
         for model in self.models[: stage + 1]:
             model.rewind(torch.minimum(model.lengths, self.length - self.kept + at - 1))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import SPENT, padded_width
 from fastspec.generation.drafters.base import Drafter, MixingDrafter
-from fastspec.generation.drafters.given_text import Read
+from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Entry, Outcome, Request
 from fastspec.generation.engine.engine import Engine, TargetT
@@ -325,7 +325,7 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     batch.lengths = target.lengths.tolist()
     if request.answers is not None:
         with timed(stats, "verify"):
-            _verify_answers(engine, verifier, batch, Read(*text, features))
+            _verify_answers(engine, verifier, batch, Transcript(*text, features))
     del features
     rounds = Rounds(engine, batch, verifier, request.entry)
     while any(batch.active):
@@ -337,7 +337,7 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     return batch.out
 
 
-def _verify_answers(engine: Engine[TargetT], verifier: Verifier, batch: Batch, read: Read) -> None:
+def _verify_answers(engine: Engine[TargetT], verifier: Verifier, batch: Batch, read: Transcript) -> None:
     """Rounds over the given answers, then the start of the call's own drafter."""
     request, drafter, root = batch.request, engine.drafter, engine.state.root
     assert request.answers is not None

@@ -42,8 +42,7 @@ class TargetParts:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of the embedding and of the LM head. Raises Unsupported for a module in place of either that has no
-        weight."""
+        """Rows of the embedding and of the LM head. Raises Unsupported for a module without a weight."""
         found = []
         for name, module in (("embedding", self.embedding), ("LM head", self.lm_head)):
             weight = getattr(module, "weight", None)
@@ -57,31 +56,28 @@ class TargetParts:
 
 
 @dataclass
-class Made:
-    """Modules made of a bound head when first asked for. Copies and pickles of the head begin without them."""
+class Derived:
+    """Modules derived from a bound head: the LM head of `BoundHead.readout`, and the head in a lower precision
+    (`lowered.py`). Copies and pickles of the head begin without them."""
 
     readout: nn.Linear | None = None
-    """LM head of the target's drafted rows and the head's matrix, see `BoundHead.readout`."""
     lowered: BoundHead | None = None
-    """The head in a lower precision, see `lowered.py`."""
 
-    def __reduce__(self) -> tuple[type[Made], tuple[()]]:
-        return Made, ()
+    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
+        return Derived, ()
 
 
 @dataclass(frozen=True, eq=False)
 class BoundHead:
-    """A head and the modules that it uses of its target; the module itself may serve other targets too.
-
-    `rows` are those of the target's embedding and LM head when it was bound. `source` is the head that this one is a
-    copy of in a lower precision, None for all others.
-    """
+    """A head and the modules that it uses of its target; the module itself may serve other targets too. `rows` are
+    those of the target's embedding and LM head when it was bound, `source` the head that a twin in a lower precision
+    is of."""
 
     module: EagleHead
     binding: Binding
     rows: tuple[int, int]
     source: BoundHead | None = None
-    made: Made = field(default_factory=Made)
+    derived: Derived = field(default_factory=Derived)
 
     @classmethod
     def of(cls, module: EagleHead) -> BoundHead:
@@ -101,51 +97,42 @@ class BoundHead:
         return module
 
     def readout(self) -> Any:
-        """The module that drafting reads logits with: the head's own LM head or the target's, or one made of the
-        target's rows and the head's matrix. Raises CheckpointError where the target's LM head has no rows to give."""
+        """The LM head that drafts: the head's own, the target's, or one made of the target's rows and the head's
+        matrix. Raises CheckpointError where the target's LM head has no rows to give."""
         module, lm_head = self.module, self.binding.lm_head
         if module.lm_head is not None:
             return module.lm_head
         assert lm_head is not None
         if module.lm_head_map is None:
             return lm_head
-        made, like = self.made.readout, module.fc.weight
+        made, like = self.derived.readout, module.fc.weight
         if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
             weight = self._product(lm_head)
             made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             made.weight = nn.Parameter(weight, requires_grad=False)
-            self.made.readout = made
+            self.derived.readout = made
         return made
 
     @torch.no_grad()
-    def renew(self, *, exactly: bool = False) -> None:
-        """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed
-        since.
-
-        A change is noticed by what they make of one vector, unless `exactly`. A target's LM head that cannot be read
-        any more leaves it.
-        """
-        made, lm_head, between = self.made.readout, self.binding.lm_head, self.module.lm_head_map
+    def renew(self) -> None:
+        """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed,
+        which one vector's product shows. A target's LM head without readable rows leaves it."""
+        made, lm_head, between = self.derived.readout, self.binding.lm_head, self.module.lm_head_map
         if made is None or between is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
             return
         assert lm_head is not None
-        if not exactly:
-            probe = torch.randn(made.weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(
-                made.weight
-            )
-            mapped = between.weight.float() @ probe.to(between.weight.device).float()
-            whole = cast(Tensor, lm_head.weight).detach()
-            if whole.dtype is torch.float32 and not isinstance(
-                whole, DTensor
-            ):  # gathering rows takes three times as long as a product
-                now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]
-            else:
-                rows = self.module.target_rows(lm_head).float()
-                now = rows @ mapped.to(rows.device)
-            far = (made.weight @ probe).to(now.device, torch.float32) - now
-            if float(far.norm()) <= SAME * float(now.norm()):
-                return
-        made.weight.copy_(self._product(lm_head))
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randn(made.weight.shape[1], generator=generator, device="cpu").to(made.weight)
+        mapped = between.weight.float() @ probe.to(between.weight.device).float()
+        whole = cast(Tensor, lm_head.weight).detach()
+        if whole.dtype is torch.float32 and not isinstance(whole, DTensor):  # a third of the time of gathering rows
+            now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]
+        else:
+            rows = self.module.target_rows(lm_head).float()
+            now = rows @ mapped.to(rows.device)
+        far = (made.weight @ probe).to(now.device, torch.float32) - now
+        if float(far.norm()) > SAME * float(now.norm()):
+            made.weight.copy_(self._product(lm_head))
 
     @torch.inference_mode(False)  # what is made in one call is written to in others
     @torch.no_grad()
@@ -159,17 +146,13 @@ class BoundHead:
 
 
 def bind(module: EagleHead, embedding: nn.Module | None, target: TargetParts) -> BoundHead:
-    """A head bound to a target: `embedding` is the head's own, None for the target's.
-
-    Raises CheckpointError for a head that drafts with rows of an LM head which has none to give, Unsupported for one
-    that would run the target's LM head on another device.
-    """
+    """A head bound to a target: `embedding` is the head's own, None for the target's. Raises CheckpointError where the
+    LM head has no rows to give, Unsupported where it would run on another device."""
     borrows = module.lm_head is None
     if borrows and module.lm_head_map is None and target.lm_head_device != target.device:
         raise Unsupported(
             f"this head drafts with the LM head of {target.name}, which is on {target.lm_head_device}, and would run "
-            "on "
-            f"{target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
+            f"on {target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
         )
     if module.lm_head_map is not None:
         _check_rows(module, target.lm_head)
@@ -179,11 +162,8 @@ def bind(module: EagleHead, embedding: nn.Module | None, target: TargetParts) ->
 
 
 def followed(head: BoundHead, target: TargetParts) -> BoundHead:
-    """The head as its target is now: itself, or another that fits where the target was moved, cast, or given another
-    embedding or LM head since (`set_output_embeddings`, `resize_token_embeddings`).
-
-    Raises Unsupported where the target's vocabulary has changed and the head cannot serve it.
-    """
+    """The head as its target is now: itself, or another where the target was moved, cast, or given another embedding or
+    LM head since. Raises Unsupported where the target's vocabulary has changed and the head cannot serve it."""
     weight = head.module.fc.weight
     if weight.device != target.device or weight.dtype != target.dtype:
         head = _moved(head, target)
@@ -196,11 +176,9 @@ def followed(head: BoundHead, target: TargetParts) -> BoundHead:
     if reasons:
         raise Unsupported(
             f"the model's embedding and LM head have changed since fastspec.patch ({head.rows[0]} and {head.rows[1]} "
-            "tokens then, "
-            f"{rows[0]} and {rows[1]} now), and its head does not fit them: {'; '.join(reasons)}. Change them back, "
-            "such as by "
-            f"model.resize_token_embeddings({head.config.vocab_size}), or fastspec.unpatch(model) and patch it with "
-            "a head made for it"
+            f"tokens then, {rows[0]} and {rows[1]} now), and its head does not fit them: {'; '.join(reasons)}. Change "
+            f"them back, such as by model.resize_token_embeddings({head.config.vocab_size}), or "
+            "fastspec.unpatch(model) and patch it with a head made for it"
         )
     return bind(head.module, held if own else None, target)
 
@@ -222,16 +200,14 @@ def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) ->
 
 
 def check_range(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
-    """Raise CheckpointError, naming the tensor, for finite weights that a target's dtype has no finite values for:
-    bf16's in fp16."""
+    """Raise CheckpointError, naming the tensor, for finite weights that are infinite in a target's fp16."""
     if dtype is not torch.float16:
         return
     for name, weight in weights.items():
         if weight.is_floating_point() and not torch.isfinite(weight.to(dtype)).all():
             raise CheckpointError(
                 f"{where}: {name} has values up to {float(weight.abs().max()):g}, and {dtype} ends at "
-                f"{torch.finfo(dtype).max:g}: load the "
-                "target in torch.bfloat16 or torch.float32"
+                f"{torch.finfo(dtype).max:g}: load the target in torch.bfloat16 or torch.float32"
             )
 
 
@@ -256,8 +232,7 @@ def _check_rows(module: EagleHead, lm_head: nn.Module) -> None:
 
 
 def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
-    """Why a target's LM head has no rows [width] in plain floating point for the tokens that `d2t` names, or None where
-    it has."""
+    """Reason why a target's LM head has no rows [width] in plain floating point for the tokens of `d2t`, or None."""
     weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter, DTensor):
         found = type(lm_head if weight is None else weight).__name__

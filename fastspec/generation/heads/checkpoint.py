@@ -1,77 +1,46 @@
-"""A drafting head as read: files of every published form translated into one, with every check done before anything
-runs.
-
-A key that is missing, unknown, misshapen or not finite is an error.
-"""
+"""Checkpoint of a drafting head: files of every published form translated into one, and checked."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.dialects import DIALECTS, Description, describe, normalise_key
-from fastspec.generation.heads.fields import Flag
 from fastspec.generation.heads.files import HeadFiles, some
 from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
 from fastspec.generation.heads.others import refuse_others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadCheckpoint:
+class HeadCheckpoint(Description):
     """A head before it is built, whatever it was read from.
 
     `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is
-    the head's own embedding, if it brought one. Where `taps_known` is False the checkpoint leaves the taps to the
-    target's depth: `config.taps` then only counts them. `nested_taps` are the numbers that `eagle_config` gives them,
-    until that depth is known. With `rope_interleaved` the rows of `state` are those of a rotation of neighbouring
-    channels. `flags` maps a switch to its value and what decided it; `notes` are for a person, and `assumed` for
-    everyone who uses the head: what was read into a file that leaves it open. `module` is the head itself where it was
-    given as one.
+    the head's own, if it brought one. `assumed` is what was read into a file that leaves it open. `module` is the head
+    itself where it was given as one.
     """
 
     where: str
-    dialect: str
-    config: HeadConfig
     state: dict[str, Tensor]
     embedding: Tensor | None
-    taps_known: bool
-    flags: dict[str, Flag]
-    notes: tuple[str, ...]
-    nested_taps: tuple[int, ...] | None = None
-    rope_interleaved: bool = False
     assumed: str | None = None
     module: EagleHead | None = None
 
     @classmethod
     def of(cls, module: EagleHead) -> HeadCheckpoint:
-        """A module, checked like a file. Raises CheckpointError for values that are not finite, and draft ids that are
-        no tokens."""
-        where, config, state = "this EagleHead", module.config, module.state_dict()
+        """A module, checked like a file. Raises CheckpointError for values not finite, and draft ids without tokens."""
+        where, config = "this EagleHead", module.config
         _check_values(dict(module.named_parameters()), where)
         tokens = module.drafted()
         if bool((tokens < 0).any()) or bool((tokens >= config.vocab_size).any()):
             raise CheckpointError(f"{where}'s d2t leads outside the target's vocabulary of {config.vocab_size} tokens")
         weight = None if module.binding is None else getattr(module.binding.embedding, "weight", None)
-        return cls(
-            where=where,
-            dialect="module",
-            config=config,
-            state=state,
-            embedding=weight,
-            taps_known=True,
-            flags={},
-            notes=(),
-            module=module,
-        )
-
-    @property
-    def has_embedding(self) -> bool:
-        """Whether the head brought an embedding."""
-        return self.embedding is not None
+        state = module.state_dict()
+        return cls(where=where, dialect="module", config=config, state=state, embedding=weight, module=module)
 
     @property
     def own_embedding(self) -> Tensor | None:
@@ -87,11 +56,9 @@ class HeadCheckpoint:
     @property
     def last_drafted(self) -> int:
         """The highest of the target's ids that the head drafts."""
-        d2t = (
-            self.state["d2t"]
-            if "d2t" in self.state
-            else torch.zeros(self.config.draft_vocab_size, dtype=torch.int64, device="cpu")
-        )
+        d2t = self.state.get("d2t")
+        if d2t is None:
+            return self.config.draft_vocab_size - 1
         return int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
 
     @property
@@ -101,11 +68,9 @@ class HeadCheckpoint:
 
 
 def translate(files: HeadFiles) -> HeadCheckpoint:
-    """A head's files in the one form that fastspec runs.
-
-    Raises CheckpointError for keys that are missing or unknown, shapes that contradict config.json, NaN or infinite
-    weights, a `d2t` that is no map into the target's vocabulary, and architectures that `EagleHead` does not cover.
-    """
+    """A head's files in the one form that fastspec runs. Raises CheckpointError for keys that are missing or unknown,
+    shapes that contradict config.json, weights that are not finite, a `d2t` that is no map into the target's
+    vocabulary, and architectures that `EagleHead` does not cover."""
     where, notes = files.where, list[str]()
     refuse_others(files.config, files.tensors, where)
     state = _normalise(files.tensors, where)
@@ -116,18 +81,8 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     _take_vocabulary_map(found.config, state, notes, where)
     _fill_output_bias(found.config, state, notes)
     _check_keys(found.config, state, where)
-    return HeadCheckpoint(
-        where=where,
-        dialect=found.dialect.name,
-        config=found.config,
-        state=state,
-        embedding=embedding,
-        taps_known=found.taps_known,
-        flags=found.flags,
-        notes=(*found.notes, *notes),
-        nested_taps=found.nested_taps,
-        rope_interleaved=found.rope_interleaved,
-    )
+    described = {each.name: getattr(found, each.name) for each in fields(found)} | {"notes": (*found.notes, *notes)}
+    return HeadCheckpoint(where=where, state=state, embedding=embedding, **described)
 
 
 def _normalise(published: dict[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -159,9 +114,9 @@ def _check_values(state: dict[str, Tensor], where: str) -> None:
 
 
 def _trim_spec_exit(found: Description, state: dict[str, Tensor], notes: list[str]) -> None:
-    """AngelSlim's SpecExit adds one to three rows to fc, for signals that drafting does not use."""
+    """Drop the one to three rows that AngelSlim's SpecExit adds to fc, for signals that drafting does not use."""
     hidden = found.config.hidden_size
-    extra = state["fc.weight"].shape[0] - hidden if found.dialect.name == "angelslim" else 0
+    extra = state["fc.weight"].shape[0] - hidden if found.dialect == "angelslim" else 0
     if extra not in (1, 2, 3):
         return
     notes.append(f"fc.weight has {extra} extra output row(s), SpecExit's signals; the first {hidden} rows are used")
@@ -190,8 +145,7 @@ def _take_embedding(found: Description, state: dict[str, Tensor], notes: list[st
 
 
 def _take_vocabulary_map(config: HeadConfig, state: dict[str, Tensor], notes: list[str], where: str) -> None:
-    """Check d2t against the sizes and t2d, turn absolute tables into offsets, drop t2d, and supply the identity where
-    it is implied."""
+    """Check d2t against the sizes and t2d, make it offsets, drop t2d, and supply the identity where it is implied."""
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     draft, vocab = config.draft_vocab_size, config.vocab_size
     if d2t is None:
@@ -230,7 +184,7 @@ def _not_a_map(ids: Tensor, mask: Tensor | None, vocab: int) -> str | None:
 
 
 def _fill_output_bias(config: HeadConfig, state: dict[str, Tensor], notes: list[str]) -> None:
-    """Qwen2-style layers have biases on q, k and v only; a zero bias on o is the same layer."""
+    """Give o a zero bias in Qwen2-style layers, which have biases on q, k and v only."""
     if config.kind != "eagle3" or not config.attention_bias or any(re.search(r"o_proj\.bias$", key) for key in state):
         return
     notes.append("o_proj has no bias while q, k and v do; read as zero")

@@ -1,9 +1,7 @@
-"""What a head's config.json and parameter names say, in each of the forms that heads are published in.
+"""Dialects of published heads, and the sizes and flags that a head's config.json and parameter names give.
 
-One `describe` for all of them: the dialect is a name and a handful of defaults, not a class. Formats read: the original
-EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators, AngelSlim, ModelOpt and NeMo
-Automodel, and what `fastspec train` writes. What decides each flag, and which of these formats contradict each other,
-is in docs/checkpoints.md.
+Formats read: the original EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators,
+AngelSlim, ModelOpt, NeMo Automodel, and `fastspec train`'s. docs/checkpoints.md says what decides each flag.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,27 +23,26 @@ MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "
 TAPS = "eagle_aux_hidden_state_layer_ids"
 TRAINED_THETA = 10000.0
 OWN = "fastspec"
-"""What `trained_by` says in the config.json of heads that `fastspec train` wrote, and the name of their dialect."""
+"""The value of `trained_by` in heads that `fastspec train` wrote, and their dialect's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Conventions of one program that writes heads, where config.json leaves them open or means something else than
-    others."""
+    """Conventions of one program that writes heads, where config.json leaves them open or differs from others."""
 
     name: str
     norm_before_residual: bool = False
     """The switch where the field is absent."""
     taps_by_rule: bool = False
-    """Whether it is the format's own rule that unnamed taps are 2, L / 2 and L - 3, so that nothing is assumed."""
+    """Whether the format's own rule is that unnamed taps are 2, L / 2 and L - 3."""
     last_tap_normed: bool = False
-    """Whether a tap after the last layer is after the target's final norm, as transformers' hidden_states has it."""
+    """Whether a tap after the last layer is after the target's final norm, as in transformers' hidden_states."""
     trained_theta: tuple[str, ...] = ()
     """RoPE types that are trained with TRAINED_THETA whatever config.json says."""
     theta_note: str | None = None
-    """What a person should know about a field rope_theta other than TRAINED_THETA."""
+    """Note for a field rope_theta other than TRAINED_THETA."""
     norm_output_note: str | None = None
-    """What a person should know about a field norm_output that is true."""
+    """Note for a field norm_output that is true."""
 
 
 DIALECTS = {
@@ -60,8 +57,7 @@ DIALECTS = {
             theta_note=f"SpecForge before November 2025 trained with rope_theta {TRAINED_THETA:g} whatever the "
             "config says; probe it",
             norm_output_note="SpecForge from May to September 2026 wrote norm_output true, its default, for heads "
-            "that feed back the state "
-            "before the norm; such a head drafts better with norm_output=False: probe it",
+            "that feed back the state before the norm; such a head drafts better with norm_output=False: probe it",
         ),
         Dialect(name="speculators", norm_before_residual=True),
         Dialect(name="angelslim", trained_theta=("default", "linear", "dynamic")),
@@ -73,17 +69,20 @@ DIALECTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The reading of one head; `taps_known` is False where the default taps wait for the target's number of layers, and
-    `nested_taps` are those that `eagle_config` names, whose counting the target's depth may decide. `rope_interleaved`:
-    rotation turns neighbouring channels, and not halves."""
+    """Reading of a head's config.json.
 
-    dialect: Dialect
+    Where `taps_known` is False the taps wait for the target's depth, and `config.taps` only counts them; `nested_taps`
+    are the numbers that `eagle_config` gives them, until that depth is known. With `rope_interleaved` rotation turns
+    neighbouring channels, not halves. `flags` maps a switch to its value and what decided it; `notes` are for a person.
+    """
+
+    dialect: str
     config: HeadConfig
-    taps_known: bool
-    nested_taps: tuple[int, ...] | None
-    rope_interleaved: bool
-    flags: dict[str, Flag]
-    notes: tuple[str, ...]
+    taps_known: bool = True
+    nested_taps: tuple[int, ...] | None = None
+    rope_interleaved: bool = False
+    flags: dict[str, Flag] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def normalise_key(key: str) -> str | None:
@@ -128,12 +127,8 @@ def is_eagle3(state: Mapping[str, Tensor]) -> bool:
 
 
 def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[str, Tensor], where: str) -> Description:
-    """Read a head's sizes and flags.
-
-    `raw` is config.json, `published` the keys as stored, `state` the tensors under normalised keys, with embed_tokens
-    and t2d. Raises CheckpointError for fields that are missing, out of range or mean something that `EagleHead` cannot
-    do.
-    """
+    """Read the sizes and flags of a head with config.json `raw`, keys as stored `published`, and tensors under
+    normalised keys `state`. Raises CheckpointError for fields that are missing, out of range or beyond `EagleHead`."""
     fields = Fields.of(raw, where)
     dialect = DIALECTS[dialect_of(fields, published, state)]
     notes: list[str] = []
@@ -166,7 +161,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     except ValueError as error:
         raise CheckpointError(f"{where}: config.json and weights do not make a head: {error}") from error
     return Description(
-        dialect=dialect,
+        dialect=dialect.name,
         config=config,
         taps_known=taps is not None,
         nested_taps=nested,
@@ -177,8 +172,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
 
 
 def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool, notes: list[str]) -> dict[str, Any]:
-    """Sizes of the head, of the weights where config.json leaves them out, or speaks of the target's as exporters make
-    it."""
+    """Sizes of the head, from the weights where config.json leaves them out or gives the target's."""
     hidden, heads, vocab = fields.size("hidden_size"), fields.size("num_attention_heads"), fields.size("vocab_size")
     head_dim = fields.size("head_dim", _rows(state, "layers.0.self_attn.q_proj.weight", hidden) // heads)
     key_rows = _rows(state, "layers.0.self_attn.k_proj.weight", heads * head_dim)
@@ -207,8 +201,7 @@ def _rows(state: Mapping[str, Tensor], name: str, default: int) -> int:
 
 
 def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, notes: list[str]) -> int:
-    """The width of the states that a head reads where config.json leaves it out: the head's own, or for a narrow one a
-    share of fc."""
+    """The width of the states that a head reads; left out, the head's own, or for a narrow one a share of fc."""
     fc = state.get("fc.weight")
     named = fields.layer.get(TAPS) or fields.nested.get(TAPS)
     count = len(named) if named else 3
@@ -223,7 +216,7 @@ def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, not
 
 
 def _of_llama4(fields: Fields) -> bool:
-    """Whether the layer is described in Llama 4's terms: a dense feed-forward's size has a name of its own there."""
+    """Whether the layer is described in Llama 4's terms."""
     return fields.layer.get("intermediate_size_mlp") is not None
 
 
@@ -233,14 +226,11 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
         return False
     no_rope = fields.layer.get("no_rope_layers")
     if isinstance(no_rope, list) and no_rope and not no_rope[0]:
-        raise CheckpointError(
-            f"{fields.where}/config.json: no_rope_layers names a layer without rotation, which heads do not have"
-        )
+        raise fields.error("no_rope_layers names a layer without rotation, which heads do not have")
     if fields.layer.get("use_qk_norm") is True and not any("q_norm" in key for key in state):
-        raise CheckpointError(
-            f"{fields.where}/config.json: use_qk_norm norms queries and keys without weights (Llama 4), which "
-            "fastspec does not run in "
-            "heads: use one without it"
+        raise fields.error(
+            "use_qk_norm norms queries and keys without weights (Llama 4), which fastspec "
+            "does not run in heads: use one without it"
         )
     flags["rope_interleaved"] = Flag(True, "Llama 4's rotation")
     notes.append(
@@ -252,21 +242,20 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
 
 def _refuse_other_layers(fields: Fields, layers: int) -> None:
     """Layers that draft differently from full attention and SwiGLU are refused by name."""
-    cfg, where = fields.layer, fields.where
+    cfg = fields.layer
     activation = cfg.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise CheckpointError(f"{where}/config.json: hidden_act is {activation!r}; accepted is 'silu'")
+        raise fields.error(f"hidden_act is {activation!r}; accepted is 'silu'")
     types = (cfg.get("layer_types") or [])[:layers]
     other = sorted(set(types) - {"full_attention", "sliding_attention"})
     if other:
-        raise CheckpointError(f"{where}/config.json: layer_types names {other}; accepted are 'full_attention' layers")
+        raise fields.error(f"layer_types names {other}; accepted are 'full_attention' layers")
     window = fields.size("sliding_window", sys.maxsize)
     untyped = not types and (cfg.get("model_type") == "mistral" or cfg.get("use_sliding_window") is True)
     if ("sliding_attention" in types or untyped) and window < fields.size("max_position_embeddings", 2048):
-        raise CheckpointError(
-            f"{where}/config.json: the head was trained with a sliding window (sliding_attention, {window} tokens), "
-            "which fastspec "
-            "does not run; use a head whose layers are 'full_attention'"
+        raise fields.error(
+            f"the head was trained with a sliding window (sliding_attention, {window} tokens), "
+            "which fastspec does not run; use a head whose layers are 'full_attention'"
         )
 
 
@@ -301,12 +290,9 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
         if rope.get(name) is None and cfg.get(name) is not None:
             rope[name] = cfg[name]
     if rope.get("partial_rotary_factor", 1.0) > 1:
-        raise CheckpointError(
-            f"{fields.where}/config.json: partial_rotary_factor is {rope['partial_rotary_factor']}; it is a share, "
-            "at most 1"
-        )
+        raise fields.error(f"partial_rotary_factor is {rope['partial_rotary_factor']}; it is a share, at most 1")
     if kind == "linear" and rope.get("factor") is None:
-        raise CheckpointError(f"{fields.where}/config.json: rope_type 'linear' needs a factor")
+        raise fields.error("rope_type 'linear' needs a factor")
     flags["rope_theta"] = Flag(float(theta), source)
     return rope | {"rope_type": kind, "rope_theta": float(theta)}
 
@@ -321,10 +307,9 @@ def _rope_of_layer(fields: Fields, given: Mapping[str, Any], layers: int) -> Map
     )
     named = [by_type[name] for name in types if name in by_type]
     if len(named) != len(types) or any(rope != named[0] for rope in named):
-        raise CheckpointError(
-            f"{fields.where}/config.json: rope_parameters are of {sorted(by_type)}, the head's layers "
-            f"{sorted(set(types))}; accepted is "
-            "one RoPE for all its layers"
+        raise fields.error(
+            f"rope_parameters are of {sorted(by_type)}, the head's layers "
+            f"{sorted(set(types))}; accepted is one RoPE for all its layers"
         )
     return named[0]
 
@@ -346,8 +331,8 @@ def _switches_from_keys(
     flags |= {name: Flag(value, "weights") for name, value in switches.items()}
     # A flag that the config raises and the weights lack stays raised, so that the missing weight is reported by name.
     eagle3 = is_eagle3(state)
-    for name, field in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if eagle3 else (("fc_bias", "bias"),):
-        declared = fields.find(field)
+    for name, given in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if eagle3 else (("fc_bias", "bias"),):
+        declared = fields.find(given)
         if declared is not None and declared.value is True and not switches[name]:
             switches[name], flags[name] = True, Flag(True, declared.source)
     like_target = (
@@ -382,28 +367,24 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
     if uses is not None and uses.value is False:
         raise CheckpointError(
             f"{fields.where}: a head without auxiliary hidden states (use_aux_hidden_state is false) reads the "
-            "target's last state alone, "
-            "which fastspec does not run in EAGLE-3 heads: use one that reads intermediate layers, or train one with "
-            "`fastspec train`"
+            "target's last state alone, which fastspec does not run in EAGLE-3 heads: use one that reads intermediate "
+            "layers, or train one with `fastspec train`"
         )
     if fc is None or fc.ndim != 2:
         raise CheckpointError(
             f"{fields.where}: fc.weight is missing or not a matrix; EAGLE-3 heads that read intermediate layers have "
-            "it, and heads without "
-            "auxiliary hidden states, which fastspec does not run, have none"
+            "it, and heads without auxiliary hidden states, which fastspec does not run, have none"
         )
     if fc.shape[1] % target_hidden:
         raise CheckpointError(
             f"{fields.where}: fc.weight takes {fc.shape[1]} inputs, which is no multiple of the target's hidden size "
-            f"{target_hidden}; "
-            "check target_hidden_size in config.json"
+            f"{target_hidden}; check target_hidden_size in config.json"
         )
     return fc.shape[1] // target_hidden
 
 
 def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Indices into hidden_states, or None where the target's depth decides, and the numbers that `eagle_config`
-    gives."""
+    """Indices into hidden_states, None where the target's depth decides, and the numbers that `eagle_config` gives."""
     top, nested = fields.layer.get(TAPS), fields.nested.get(TAPS)
     ids = top or nested
     if not ids:
@@ -425,11 +406,9 @@ def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int
 
 
 def counted(ids: tuple[int, ...], num_layers: int | None) -> tuple[tuple[int, ...], Flag]:
-    """Indices into hidden_states of the numbers that `eagle_config` gives, for a target of `num_layers` (None:
-    unknown).
+    """Indices into hidden_states of the numbers in `eagle_config`, for a target of `num_layers` (None: unknown).
 
-    They name layer outputs, one less, as SpecForge's do, unless they begin with 2 or would lead past the target's last
-    layer, as in heads whose authors count like the top-level list.
+    They count layer outputs, one less, unless they begin with 2 or would lead past the target's last layer.
     """
     if ids[0] == 2 or (num_layers is not None and max(ids) == num_layers):
         return ids, Flag(ids, "eagle_config, counted as hidden_states")

@@ -1,7 +1,4 @@
-"""Files of a drafting head: config.json beside safetensors or .bin files, sharded or not, as plain fields and tensors.
-
-Nothing is loaded loosely, and code that comes with a checkpoint is never executed.
-"""
+"""Files of a drafting head: config.json beside safetensors or .bin files, sharded or not. Code is never executed."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 
 
 class HeadFiles(NamedTuple):
-    """Contents of a head's directory: the fields of config.json, and the tensors under the names that they were
-    published with."""
+    """Contents of a head's directory: the fields of config.json, and the tensors under their published names."""
 
     where: str
     config: dict[str, Any]
@@ -87,8 +83,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(
             f"{path} cannot be read as plain tensors: it is damaged, or holds pickled code, which fastspec never "
-            "executes; "
-            "download it again, or convert it to safetensors"
+            "executes; download it again, or convert it to safetensors"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise CheckpointError(f"{path} holds something else than named tensors; expected a plain state dict")
@@ -97,13 +92,12 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise CheckpointError(
                 f"{path}: {name} is {'quantised' if tensor.is_quantized else kind}; accepted are dense tensors with "
-                "their values: save the "
-                "head from a loaded model, as safetensors"
+                "their values: save the head from a loaded model, as safetensors"
             )
     return state
 
 
 def some(names: Iterable[str]) -> str:
-    """The first names of many, for a message."""
+    """The first eight names, for a message."""
     listed = list(names)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

@@ -1,5 +1,4 @@
-"""A head fitted to a target: the switches that a caller sets, the taps that the target's depth decides, and the sizes
-that must agree."""
+"""Fitting of a head to a target: switches that a caller sets, taps by the target's depth, sizes that must agree."""
 
 from __future__ import annotations
 
@@ -13,16 +12,13 @@ from fastspec.generation.heads.dialects import DIALECTS, counted
 from fastspec.generation.heads.fields import Flag
 
 ADDED = 1024
-"""Rows that a target's vocabulary may have more or fewer than a head was made for: tokens that were added, and
-padding."""
+"""Rows, of added tokens and padding, that a target's vocabulary may have more or fewer than a head was made for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Switches of a head that a caller sets in place of what its checkpoint says; None leaves the checkpoint's.
-
-    `own_embedding` False takes the target's embedding in place of the one that the head brought.
-    """
+    """Switches of a head that a caller sets in place of its checkpoint's, where they are not None. `own_embedding`
+    False takes the target's embedding in place of the one that the head brought."""
 
     taps: tuple[int, ...] | None = None
     rope_theta: float | None = None
@@ -37,8 +33,7 @@ class Reading:
 
 
 def fitted(checkpoint: HeadCheckpoint, sizes: Sizes, reading: Reading) -> HeadCheckpoint:
-    """A checkpoint as a target of these sizes reads it. Raises CheckpointError, naming the sizes that disagree, where
-    it does not fit."""
+    """A checkpoint as a target of these sizes reads it. Raises CheckpointError, naming the sizes that disagree."""
     checkpoint = with_taps(override(checkpoint, reading), sizes.num_layers)
     found = misfits(checkpoint, sizes)
     if found:
@@ -47,8 +42,7 @@ def fitted(checkpoint: HeadCheckpoint, sizes: Sizes, reading: Reading) -> HeadCh
 
 
 def override(checkpoint: HeadCheckpoint, reading: Reading, source: str = "given") -> HeadCheckpoint:
-    """The checkpoint with other switches. Weights are shared, not copied. Raises CheckpointError for switches that no
-    head has."""
+    """The checkpoint with other switches and the same weights. Raises CheckpointError for switches no head has."""
     given = reading.given()
     if not given:
         return checkpoint
@@ -84,9 +78,8 @@ def override(checkpoint: HeadCheckpoint, reading: Reading, source: str = "given"
 
 
 def with_taps(checkpoint: HeadCheckpoint, num_layers: int) -> HeadCheckpoint:
-    """The checkpoint with the taps that a target of `num_layers` decides: EAGLE-3's default (2, L // 2, L - 3) where it
-    names none itself, how those of `eagle_config` are counted, and the side of the target's final norm on which a tap
-    after its last layer is."""
+    """The checkpoint with what a target of `num_layers` decides: EAGLE-3's default taps (2, L // 2, L - 3) where none
+    are named, the counting of those of `eagle_config`, and the side of the final norm that a last tap is on."""
     if checkpoint.module is not None:
         return checkpoint
     if not checkpoint.taps_known:
@@ -107,8 +100,7 @@ def _with_default(checkpoint: HeadCheckpoint, num_layers: int) -> HeadCheckpoint
     if not taps[0] < taps[1] < taps[2]:
         raise CheckpointError(
             f"{checkpoint.where}: the head names no taps, and the default (2, L // 2, L - 3) needs a target of at "
-            "least 7 layers, "
-            f"not {num_layers}; give taps=(...) or add eagle_aux_hidden_state_layer_ids to config.json"
+            f"least 7 layers, not {num_layers}; give taps=(...) or add eagle_aux_hidden_state_layer_ids to config.json"
         )
     assumed = (
         f"{checkpoint.where} does not say which hidden states it reads, and EAGLE-3's default {taps} is assumed: {HOW}"
@@ -124,8 +116,7 @@ def _with_counted(checkpoint: HeadCheckpoint, ids: tuple[int, ...], num_layers: 
     taps, flag = counted(ids, num_layers)
     assumed = (
         f"{checkpoint.where} reads the layers {ids} by eagle_config, which programs count in two ways; hidden_states "
-        f"{taps} are assumed: "
-        f"{HOW}"
+        f"{taps} are assumed: {HOW}"
     )
     return replace(
         checkpoint,
@@ -136,7 +127,7 @@ def _with_counted(checkpoint: HeadCheckpoint, ids: tuple[int, ...], num_layers: 
 
 
 def misfits(checkpoint: HeadCheckpoint, sizes: Sizes) -> tuple[str, ...]:
-    """Reasons why a head does not fit a target, one sentence each, with the way to go; empty where it fits."""
+    """Reasons why a head does not fit a target, one sentence each."""
     config, shared, found = checkpoint.config, sizes.embedding_size, []
     another = "use the head made for this target"
     if config.target_hidden_size != sizes.hidden_size:
@@ -149,24 +140,21 @@ def misfits(checkpoint: HeadCheckpoint, sizes: Sizes) -> tuple[str, ...]:
         found.append(
             f"the head taps hidden_states{list(config.taps)}, the target has {sizes.num_layers} layers: {another}"
         )
-    if not checkpoint.has_embedding and config.hidden_size != shared:
+    if checkpoint.embedding is None and config.hidden_size != shared:
         found.append(
             f"the head is {config.hidden_size} wide and has no embedding of its own, the target's is {shared} wide: "
-            "export it with its "
-            "embed_tokens.weight, which a head of another width than its target needs"
+            "export it with its embed_tokens.weight, which a head of another width than its target needs"
         )
     if (config.kind == "eagle" or not config.own_lm_head) and config.hidden_size != shared:
         found.append(
-            f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states "
-            f"{shared} wide: export it with "
-            "its lm_head.weight"
+            f"the head is {config.hidden_size} wide and has no LM head of its own, the target's reads states {shared} "
+            "wide: export it with its lm_head.weight"
         )
     return tuple(found)
 
 
 def _of_vocabulary(checkpoint: HeadCheckpoint, sizes: Sizes) -> list[str]:
-    """A target with added tokens takes a head whose drafts are all among its tokens, and which can read the added
-    ones."""
+    """Check that a head's drafts are among a target's tokens, and that it can read the added ones."""
     config, apart = checkpoint.config, sizes.vocab_size - checkpoint.config.vocab_size
     if apart == 0:
         return []

@@ -1,9 +1,5 @@
-"""A head that drafts in a lower precision than its target computes in.
-
-Drafts are judged by the target, so a head's rounding can cost accepted tokens and never changes what is said. What it
-brings is time: on the CPU a draft pass takes as long as reading the head's weights, and half as many bytes are read in
-half the time.
-"""
+"""Twins of heads in a lower precision than their target's: rounding can cost accepted tokens, never the output's, and
+half as many bytes are read in half the time."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from fastspec.generation.heads.module import EagleHead, RMSNorm
 
 
 def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
-    """The head that drafts for an fp32 head where a backend drafts in `dtype`: a twin with weights of that dtype, which
-    the head keeps.
+    """The twin of an fp32 head with weights of `dtype`, in which a backend drafts; the head keeps it.
 
     The head itself for None, for a head of another dtype, for one that drafts with the target's whole LM head, and for
     one of whose modules any is more than its weights (hooks, parametrizations, other classes).
@@ -27,22 +22,18 @@ def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
     module = head.module
     borrows = module.lm_head is None and module.lm_head_map is None
     if dtype is None or module.fc.weight.dtype is not torch.float32 or borrows or not _is_weights(module):
-        head.made.lowered = None
+        head.derived.lowered = None
         return head
-    twin = head.made.lowered
+    twin = head.derived.lowered
     if twin is None or twin.module.fc.weight.dtype is not dtype or not follow(twin):
-        twin = head.made.lowered = _twin(head, dtype)
+        twin = head.derived.lowered = _twin(head, dtype)
     return head if twin is None else twin
 
 
 @torch.no_grad()
 def follow(twin: BoundHead) -> bool:
-    """Give a twin its head's weights anew, in place: the head may have been trained since, which nothing tells
-    reliably.
-
-    False, and nothing has happened, where the head's weights have other shapes than the twin's. A head that is no twin
-    is left as it is.
-    """
+    """Give a twin its head's weights anew, in place: the head may have been trained since. False, and nothing has
+    happened, where these have other shapes. A head that is no twin is left as it is."""
     if twin.source is None:
         return True
     head = twin.source.module
@@ -75,7 +66,7 @@ def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead | None:
 
 
 def _take(twin: EagleHead, head: EagleHead) -> None:
-    """Share what is no weight, and the same for both."""
+    """Share the buffers."""
     twin.d2t, twin.inv_freq, twin.rope_scale = head.d2t, head.inv_freq, head.rope_scale
 
 
@@ -86,12 +77,8 @@ def _is_weights(head: EagleHead) -> bool:
             if not is_plain(module):
                 return False
         elif isinstance(module, RMSNorm):
-            if (
-                type(module.weight) is not nn.Parameter
-                or module._forward_hooks
-                or module._forward_pre_hooks
-                or "forward" in vars(module)
-            ):
+            hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+            if hooked or type(module.weight) is not nn.Parameter:
                 return False
         elif any(True for _ in module.parameters(recurse=False)):
             return False

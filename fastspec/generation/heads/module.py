@@ -1,9 +1,8 @@
-"""The drafting heads of EAGLE-1, EAGLE-2 and EAGLE-3, as one module.
+"""Drafting heads of EAGLE-1, EAGLE-2 and EAGLE-3, as one module.
 
 A head turns the target's hidden state at position t and the token at t + 1 into an estimate of the hidden state at t +
-1, again and again. It holds no KV cache and no mask: every attention goes through the callback `attend` of whoever
-calls `step`. Training and tests run this module; drafting runs its weights through a backend's ops
-(`generation/drafters/head_program.py`).
+1. It holds no KV cache and no mask: attention is the callback `attend` of `step`. Training and tests run this module;
+drafting runs its weights through a backend's ops (`generation/drafters/head_program.py`).
 
 Letters: B rows, T positions, H head width, H_t target width, Hq / Hkv query / key heads, D head_dim, V vocabulary, V_d
 draft vocabulary.
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,8 +29,7 @@ Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], Callable[..
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, heads, D] in the half-split order, in fp32; cos and sin [B, T, 1, R / 2], R <= D
-    dimensions turn."""
+    """Rotary embedding of x [B, T, heads, D] in the half-split order, in fp32, by cos and sin [B, T, 1, R / 2]."""
     half = cos.shape[-1]
     wide = x.float()
     a, b = wide[..., :half], wide[..., half : 2 * half]
@@ -38,8 +37,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor | None:
-    """fp32 frequencies [R / 2] of the default and linear types; None for types that `EagleHead.set_rope` must
-    supply."""
+    """fp32 frequencies [R / 2] of the default and linear types; None for those that `EagleHead.set_rope` supplies."""
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "linear"):
         return None
@@ -49,19 +47,15 @@ def rope_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor | None:
     return inv_freq / rope["factor"] if kind == "linear" else inv_freq
 
 
-def _default_rope() -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 10000.0}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """Sizes and switches of one head; every checkpoint dialect is read into this one form.
+    """Sizes and switches of one head, whatever its dialect. Raises ValueError where they do not fit each other.
 
     `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into
     transformers' `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature
     is the last hidden state after the target's final norm. `last_tap_before_norm`: a tap after the target's last layer
     is before that norm, where `hidden_states` has it after the norm. `own_lm_head` is False for heads that use the
-    target's LM head: whole, or with `target_rows` its rows of the drafted tokens, behind a matrix [H, H] of the head's
+    target's LM head: whole, or with `target_rows` its rows of the drafted tokens, after a matrix [H, H] of the head's
     own.
     """
 
@@ -77,7 +71,7 @@ class HeadConfig:
     num_hidden_layers: int = 1
     taps: tuple[int, ...] = ()
     rms_norm_eps: float = 1e-5
-    rope_parameters: dict[str, Any] = field(default_factory=_default_rope)
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     max_position_embeddings: int = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -96,15 +90,8 @@ class HeadConfig:
             raise ValueError(
                 f'HeadConfig.kind is {self.kind!r}; accepted are "eagle3" and "eagle" (EAGLE-1 and EAGLE-2 heads)'
             )
-        sizes = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-        )
-        for name in (*sizes, "draft_vocab_size", "target_hidden_size", "num_hidden_layers"):
+        sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size"
+        for name in (*sizes.split(), "draft_vocab_size", "target_hidden_size", "num_hidden_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"HeadConfig.{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -131,14 +118,9 @@ class HeadConfig:
                 'heads of kind "eagle" use the target\'s LM head: hidden_size and draft_vocab_size must be the '
                 "target's"
             )
-        if self.fc_norm or self.input_norm or self.norm_output or self.norm_before_residual:
-            raise ValueError('fc_norm, input_norm, norm_output and norm_before_residual belong to kind "eagle3"')
-        if self.target_rows:
-            raise ValueError(
-                'target_rows belongs to kind "eagle3"; heads of kind "eagle" use the target\'s whole LM head'
-            )
-        if self.last_tap_before_norm:
-            raise ValueError('last_tap_before_norm belongs to kind "eagle3"; heads of kind "eagle" have no taps')
+        switches = "fc_norm", "input_norm", "norm_output", "norm_before_residual", "target_rows", "last_tap_before_norm"
+        if any(getattr(self, name) for name in switches):
+            raise ValueError(f'{", ".join(switches)} belong to kind "eagle3"')
 
     def _check_eagle3(self) -> None:
         if not self.taps or min(self.taps) < 0:
@@ -207,8 +189,8 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer. The first layer of an EAGLE-3 head reads the token's embedding beside the hidden state; the
-    first layer of an EAGLE-1 head has no input norm; all others are ordinary pre-norm layers."""
+    """One pre-norm decoder layer. The first of an EAGLE-3 head reads the token's embedding beside the hidden state, the
+    first of an EAGLE-1 head has no input norm."""
 
     def __init__(self, config: HeadConfig, index: int) -> None:
         super().__init__()
@@ -231,15 +213,15 @@ class Layer(nn.Module):
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         halves: Halves | None = None,
     ) -> Tensor:
-        """`halves` are `Layer.before` and `Layer.behind` as they are to be run: compiled, say."""
-        before, behind = halves or (Layer.before, Layer.behind)
+        """`halves` are `Layer.before` and `Layer.after` as they are to be run: compiled, say."""
+        before, after = halves or (Layer.before, Layer.after)
         q, k, v, residual = before(self, hidden, embedded, cos, sin)
-        return behind(self, attend(q, k, v), residual)
+        return after(self, attend(q, k, v), residual)
 
     def before(
         self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What comes before attention: queries, keys, values [B, T, heads, D], and the residual [B, T, H]."""
+        """Queries, keys, values [B, T, heads, D], and the residual [B, T, H]."""
         residual = hidden
         if self.hidden_norm is not None and self.input_layernorm is not None:
             normed = self.hidden_norm(hidden)
@@ -249,8 +231,8 @@ class Layer(nn.Module):
             x = hidden if self.input_layernorm is None else self.input_layernorm(hidden)
         return *self.self_attn.heads(x, cos, sin), residual
 
-    def behind(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        """What comes behind it, from its output [B, T, Hq, D]: the layer's output [B, T, H]."""
+    def after(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """The layer's output [B, T, H], from that of its attention [B, T, Hq, D]."""
         hidden = residual + self.self_attn.o_proj(mixed.flatten(-2))
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -258,11 +240,8 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """Modules that a head uses and does not hold as its own: no parameters of it, not saved with it, not moved with it.
-
-    `embedding` looks tokens up: the target's, or one that the head brought (`own_embedding`). `lm_head` is the target's
-    LM head, None for a head that has one of its own.
-    """
+    """Modules that a head uses, no parameters of it: `embedding` is the target's, or one that the head brought
+    (`own_embedding`); `lm_head` is the target's, None for a head that has one of its own."""
 
     embedding: nn.Module
     lm_head: nn.Module | None
@@ -296,8 +275,7 @@ class EagleHead(nn.Module):
         self.binding = None
 
     def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
-        """Take the target's embedding and, for heads without their own, its LM head. References are kept, nothing is
-        copied."""
+        """Take the target's embedding and, for heads without their own, its LM head, by reference."""
         if self.lm_head is None and lm_head is None:
             raise ValueError(
                 "this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head"
@@ -314,21 +292,18 @@ class EagleHead(nn.Module):
         return self.binding
 
     def set_rope(self, inv_freq: Tensor, scale: float) -> None:
-        """Use these rotary frequencies (fp32, at most head_dim / 2 of them) and this factor on cos and sin, for scaled
-        RoPE."""
+        """Use these rotary frequencies (fp32, head_dim / 2 at most) and this factor on cos and sin."""
         if inv_freq.ndim != 1 or not 0 < inv_freq.numel() <= self.config.head_dim // 2:
             raise ValueError(
                 f"inv_freq has shape {tuple(inv_freq.shape)}; expected one dimension of at most "
                 f"{self.config.head_dim // 2}"
             )
-        self.inv_freq = inv_freq.detach().to(
-            self.fc.weight.device if not self.fc.weight.is_meta else "cpu", torch.float32
-        )
+        place = "cpu" if self.fc.weight.is_meta else self.fc.weight.device
+        self.inv_freq = inv_freq.detach().to(place, torch.float32)
         self.rope_scale = float(scale)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Target features [B, T, taps * H_t] -> hidden states [B, T, H] that `step` takes; the identity for kind
-        "eagle"."""
+        """Target features [B, T, taps * H_t] -> hidden states [B, T, H] of `step`; the identity for kind "eagle"."""
         if self.config.kind == "eagle":
             return features
         if self.input_norm is not None:
@@ -342,23 +317,22 @@ class EagleHead(nn.Module):
     def step(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, halves: Halves | None = None
     ) -> Tensor:
-        """One pass of the head.
+        """One pass of the head over tokens [B, T] (target ids), hidden [B, T, H] (of `fuse` or the last `step`), and
+        positions [B, T] int64 -> [B, T, H], which `logits` and the next step take.
 
-        tokens [B, T] target ids, hidden [B, T, H] (from `fuse`, or what the last `step` returned), positions [B, T]
-        int64. `attend(layer, q [B, T, Hq, D], k [B, T, Hkv, D], v [B, T, Hkv, D]) -> [B, T, Hq, D]` stores k and v
-        where it likes and attends; q and k come normed and rotated. `halves`: see `Layer.forward`. Returns [B, T, H]:
-        what `logits` takes and what is fed back into the next step.
+        `attend(layer, q [B, T, Hq, D], k [B, T, Hkv, D], v [B, T, Hkv, D]) -> [B, T, Hq, D]` stores k and v where it
+        likes and attends; q and k come normed and rotated. `halves` are those of `Layer.forward`.
         """
         embedded = self.bound.embedding(tokens).to(hidden.dtype)
         cos, sin = self.rotary(positions)
         if self.config.kind == "eagle":
             hidden = self.fc(torch.cat((embedded, hidden), -1))
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, embedded, cos, sin, _of_layer(attend, index), halves)
+            hidden = layer(hidden, embedded, cos, sin, partial(attend, index), halves)
         return self.norm(hidden) if self.norm is not None and self.config.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `step` returned -> logits over the draft vocabulary [..., V_d]."""
+        """Hidden states of `step` -> logits over the draft vocabulary [..., V_d]."""
         if self.norm is not None and not self.config.norm_output:
             hidden = self.norm(hidden)
         lm_head = self.bound.lm_head if self.lm_head is None else self.lm_head
@@ -398,7 +372,3 @@ class EagleHead(nn.Module):
         if self.inv_freq is not None and not self.fc.weight.is_meta:
             self.inv_freq = self.inv_freq.to(self.fc.weight.device)
         return self
-
-
-def _of_layer(attend: Attend, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: attend(index, q, k, v)

@@ -1,5 +1,4 @@
-"""Drafting modules that are no EAGLE heads which fastspec runs, told by their config.json and tensor names and refused
-by name."""
+"""Drafting modules that fastspec does not run, told by their config.json and tensor names and refused by name."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ INSTEAD = f"use an EAGLE-3 head for this target, or {TRAIN}"
 
 
 class Other(NamedTuple):
-    """A kind of drafting module: `fields` of config.json that it alone has, a `word` in the names of its classes, and a
-    pattern of its `keys`; any of the three tells it. `why` completes "NAME, which ..." and ends with the way to go."""
+    """A kind of drafting module, told by `fields` of config.json, by a `word` in the names of its classes, or by a
+    pattern of its `keys`. `why` completes "NAME, which ..."."""
 
     name: str
     why: str
@@ -87,10 +86,7 @@ OTHERS = (
 
 
 def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) -> None:
-    """Raise CheckpointError, by name and with the way to go, for a drafting module of another kind than `EagleHead`.
-
-    `raw` is config.json, `published` the keys as stored.
-    """
+    """Raise CheckpointError, by name, for a drafting module other than `EagleHead`."""
     keys = list(published)
     both = {**raw}
     for name in ("dflash_config", "eagle_config"):
@@ -100,18 +96,12 @@ def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) 
     names = str(named).lower()
     if any(re.search(MODELS, key) for key in keys) and not any(re.search(HEADS, key) for key in keys):
         raise CheckpointError(
-            f"{where}: a language model of its own and no head: load it with "
-            "AutoModelForCausalLM.from_pretrained(...) and give it as "
-            "fastspec.patch(model, speculative=draft_model)"
+            f"{where}: a language model of its own and no head: load it with AutoModelForCausalLM.from_pretrained(...) "
+            "and give it as fastspec.patch(model, speculative=draft_model)"
         )
     for other in OTHERS:
-        told = any(_says(both.get(field)) for field in other.fields)
+        # a count of one step or head says nothing
+        told = any(both.get(field) not in (None, False, 0, 1) or both.get(field) is True for field in other.fields)
         told = told or (other.word is not None and re.search(other.word, names) is not None)
         if told or (other.keys is not None and any(re.search(other.keys, key) for key in keys)):
             raise CheckpointError(f"{where}: {other.name}, which {other.why}")
-
-
-def _says(value: object) -> bool:
-    """Whether a field says that a head is of its kind: it is set, and to more than one step or head where it counts
-    them."""
-    return value is True or value not in (None, False, 0, 1)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fastspec.kernels.attention.reference import AttentionLayout, tree_attention
 from fastspec.kernels.cache.reference import cache_write
-from fastspec.kernels.linear.reference import Addends, Parts, joined, linears, swiglu
+from fastspec.kernels.linear.reference import DeferredSum, Parts, joined, linears, swiglu
 
 
 def rms_norm(
-    x: Tensor | Parts | Addends,
+    x: Tensor | Parts | DeferredSum,
     weight: Tensor,
     eps: float,
     residual: Tensor | None = None,

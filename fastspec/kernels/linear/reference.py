@@ -64,7 +64,7 @@ class DeferredProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class Addends:
+class DeferredSum:
     """A product [..., M] that processes have added up between them: `own` is this process's addend, which a norm behind
     it may send off before it is a tensor, and `all_reduce(own, group)` the sum."""
 
@@ -83,13 +83,13 @@ class Addends:
         return self.own.dtype
 
 
-def joined(x: Tensor | Parts | DeferredProduct | Addends) -> Tensor:
+def joined(x: Tensor | Parts | DeferredProduct | DeferredSum) -> Tensor:
     """A product as a tensor: itself, or the sum of its parts or of the processes' addends."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, DeferredProduct):
         return joined(x.made())
-    if isinstance(x, Addends):
+    if isinstance(x, DeferredSum):
         return x.all_reduce(joined(x.own), x.group)
     total = x.values[0]
     for part in x.values[1:]:

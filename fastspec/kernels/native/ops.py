@@ -21,7 +21,7 @@ from fastspec.kernels.layer.reference import LayerPlace, PlainLayers
 from fastspec.kernels.linear import cpu
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.cpu import Measured, Way
-from fastspec.kernels.linear.reference import SILU, Activation, Addends, Parts, joined
+from fastspec.kernels.linear.reference import SILU, Activation, DeferredSum, Parts, joined
 from fastspec.kernels.native import build
 from fastspec.kernels.native.stack import MOST_SIZE, StackTable, placed, run, table_of
 from fastspec.kernels.verification import reference as verification_reference
@@ -150,7 +150,7 @@ class Native:
 
     def rms_norm(
         self,
-        x: Tensor | Parts | Addends,
+        x: Tensor | Parts | DeferredSum,
         weight: Tensor,
         eps: float,
         residual: Tensor | None = None,

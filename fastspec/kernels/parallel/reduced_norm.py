@@ -21,7 +21,7 @@ from fastspec.kernels.layer import norms as layer
 from fastspec.kernels.layer.norms import norm_row, summed
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import row_launch_of
-from fastspec.kernels.linear.reference import Addends, DeferredProduct, Parts, joined
+from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum, Parts, joined
 from fastspec.kernels.linear.row import linear_row
 from fastspec.kernels.parallel.words import (
     MAX_LOOKS,
@@ -106,7 +106,7 @@ def _reduced_norm(
 
 
 def rms_norm(
-    x: Tensor | Parts | Addends,
+    x: Tensor | Parts | DeferredSum,
     weight: Tensor,
     eps: float,
     residual: Tensor | None = None,
@@ -115,7 +115,7 @@ def rms_norm(
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`layer.rms_norm`, also of addends. All processes get the same bits."""
-    if not isinstance(x, Addends):
+    if not isinstance(x, DeferredSum):
         return layer.rms_norm(x, weight, eps, residual, out, total, offset)
     own = x.own
     at = own.values if isinstance(own, Parts) else own.x if isinstance(own, DeferredProduct) else own

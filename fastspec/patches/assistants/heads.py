@@ -267,7 +267,7 @@ def inspect_head(
         config=checkpoint.config,
         flags=checkpoint.flags,
         parameters=checkpoint.num_parameters,
-        has_embedding=checkpoint.has_embedding,
+        has_embedding=checkpoint.embedding is not None,
         copies_embedding=_copies_embedding(checkpoint, target) if isinstance(target, PreTrainedModel) else None,
         notes=checkpoint.notes if checkpoint.assumed is None else (*checkpoint.notes, checkpoint.assumed),
         misfits=found,

@@ -17,7 +17,7 @@ from fastspec.generation.drafters.given_text import CHUNKS
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import TOGETHER_TOKENS
-from fastspec.generation.layer_state import Held
+from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Clock
 from fastspec.generation.target import Source
@@ -63,7 +63,7 @@ class Assembly:
     answers: bool
     measures: bool
     pad_token: int | None
-    past: list[Held] | None
+    past: list[LayerCache] | None
     keep: Tensor
     shift: Tensor | None
     bounded: bool

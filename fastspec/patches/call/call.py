@@ -16,7 +16,7 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.rounds import decode
-from fastspec.generation.layer_state import Held
+from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.ops import Ops
 from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.kernels.verification.reference import SamplingSettings
@@ -111,7 +111,7 @@ class Call:
             self.decoding = self.decoding.reading(self.source)
         self.shift = None if self.source is not None else position_shift(model, self.ids, self.keep, model_kwargs)
         self.own = None if self.source is not None else self._own_prefill(model_kwargs, mode)
-        self.virtual: list[Held] | None = None
+        self.virtual: list[LayerCache] | None = None
         self._put_virtual_tokens()
         refuse_prompts(model, self.ids, self.keep, self.past_length)
         self.criteria = criteria if self.ranks is None else self.ranks.agreed(criteria)

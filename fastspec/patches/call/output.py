@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from fastspec.generation.engine.call import Outcome
-from fastspec.generation.layer_state import Held
+from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.target import Source
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call.processors import PlainSteps, process_rows
@@ -33,7 +33,7 @@ class Asked(Protocol):
     keep: Tensor
     pad: int
     past_length: int
-    past: list[Held] | None
+    past: list[LayerCache] | None
     """What the call began behind."""
     shift: Tensor | None
     """[B] how far positions are from the number of tokens."""

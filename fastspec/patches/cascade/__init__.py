@@ -1,2 +1,1 @@
-"""Adaptive cascades of transformers models: the loop over stages, the models behind them, and what is kept between
-calls."""
+"""Adaptive cascades of transformers models: the loop over stages, their models, and kept caches."""

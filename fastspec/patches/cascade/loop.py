@@ -1,5 +1,4 @@
-"""The assistant `cascade` in adaptive mode: stage after stage answers, verifies what the one before wrote, and is
-judged."""
+"""The assistant `cascade`: in adaptive mode, stage after stage verifies the answer before, answers, and is judged."""
 
 from __future__ import annotations
 
@@ -51,13 +50,13 @@ from fastspec.patches.hf.compat import device_of, position_limit
 from fastspec.patches.hf.limits import dropped_spans
 
 PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
-"""What a patch fixes of a cascade; the rest may be another in every call."""
+"""Fields of a cascade that a patch fixes; the rest may be another in every call."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """One stage's answer to row `row` of a call: its visit, its tokens, how long its prompt was, whether it reached an
-    end token, its features, and the milliseconds a row before the first new token and after it."""
+    """One stage's answer to row `row` of a call: its visit, its tokens, its prompt's length, whether it reached an end
+    token, its features, and the milliseconds a row before the first new token and after it."""
 
     row: int
     visit: Visit
@@ -82,8 +81,7 @@ class _Row:
 
 
 class CascadeModels:
-    """The stages of a patched model's cascade, the model itself last, and what is kept between calls. A deep copy
-    shares the models."""
+    """The stages of a patched model's cascade, the model itself last, and what is kept between calls."""
 
     def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
         if large.config.is_encoder_decoder:
@@ -117,8 +115,7 @@ class CascadeModels:
         return tuple(stage.label for stage in self.stages)
 
     def predictor(self, config: Cascade) -> Predictor:
-        """The predictor of a configuration, for these stages. Raises CheckpointError for one that was trained for
-        others."""
+        """The predictor of a configuration. Raises CheckpointError for one that was trained for other stages."""
         given = config.predictor
         if isinstance(given, Predictor):
             given.check(self.names)
@@ -148,9 +145,8 @@ class CascadeModels:
         """The decoding of a call. Raises Unsupported for a configuration of other stages."""
         if [stage.model for stage in config.stages] != [stage.stage.model for stage in self.stages[:-1]]:
             raise Unsupported(
-                f"the cascade of this call has the stages {[stage.label for stage in config.stages]} and the model "
-                "was patched with "
-                f"{list(self.names[:-1])}: dataclasses.replace(cascade, price=...) keeps them"
+                f"the cascade of this call has the stages {[stage.label for stage in config.stages]} and the model was "
+                f"patched with {list(self.names[:-1])}: dataclasses.replace(cascade, price=...) keeps them"
             )
         other = [name for name in PATCHED if getattr(config, name) != getattr(self.config, name)]
         if other:
@@ -167,8 +163,7 @@ class CascadeModels:
             if stage.foreign or stage.stage.prompt is not None:
                 raise Unsupported(
                     f"mode={config.mode!r} goes token by token, and the stage {stage.label!r} has other tokens or "
-                    "another prompt: "
-                    "use mode='adaptive'"
+                    "another prompt: use mode='adaptive'"
                 )
             place, wanted = device_of(stage.model), device_of(self.large)
             if place != wanted:
@@ -181,7 +176,7 @@ class CascadeModels:
 
     @property
     def memory_stats(self) -> MemoryStats | None:
-        """How keeping keys and values between calls went; None where nothing is kept."""
+        """Counts of keeping keys and values between calls; None where nothing is kept."""
         return None if self.memory is None else self.memory.stats
 
     def close(self) -> None:
@@ -194,13 +189,13 @@ class CascadeModels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptiveCascade:
-    """The cascade of one call. With `hear` every row goes through every stage, and what each answers is heard;
+    """The cascade of one call. With `on_answer` every row goes through every stage, each of whose answers it is given;
     `assistant` replaces the stages' own. `reuse=False` lets every stage answer from scratch, to compare with."""
 
     models: CascadeModels
     config: Cascade
     name: str = "cascade"
-    hear: Callable[[StageAnswer], None] | None = None
+    on_answer: Callable[[StageAnswer], None] | None = None
     assistant: Any = None
     reuse: bool = True
 
@@ -225,9 +220,8 @@ class AdaptiveCascade:
             if not pending:
                 break
         answers = [self._answer(row, given) for row in rows]
-        stats = Stats(
-            assistant=self.name, rows=len(rows), emitted=sum(map(len, answers)), seconds=time.perf_counter() - began
-        )
+        stats = Stats(assistant=self.name, rows=len(rows), emitted=sum(map(len, answers)))
+        stats.seconds = time.perf_counter() - began
         stats.explanations = tuple(Explanation(tuple(row.visits)) for row in rows)
         session.calls.append(stats)
         if self.config.explain:
@@ -254,7 +248,7 @@ class AdaptiveCascade:
     def _ask(
         self, index: int, asked: list[tuple[_Row, list[int], list[int]]], given: dict[str, Any], limit: int
     ) -> None:
-        """Let a stage answer rows that fit, and judge what it says."""
+        """Let a stage answer rows that fit, and judge its answers."""
         stage = self.models.stages[index]
         handed = [answer for _, _, answer in asked]
         began = time.perf_counter()
@@ -264,17 +258,10 @@ class AdaptiveCascade:
         ends = stage.ends(ends_of(stage, given))
         for at, (row, prompt, _) in enumerate(asked):
             row.answer, row.giver = outcome.tokens[at], index
-            visit = Visit(
-                index,
-                stage.label,
-                "answered: it is the last",
-                new_tokens=len(row.answer) - kept[at],
-                kept_tokens=kept[at],
-                handed_tokens=len(handed[at]),
-                milliseconds=share,
-            )
+            counts = len(row.answer) - kept[at], kept[at], len(handed[at])
+            visit = Visit(index, stage.label, "answered: it is the last", *counts, milliseconds=share)
             last, ended = index == len(self.models.stages) - 1, row.answer[-1] in ends
-            if not last or self.hear is not None:
+            if not last or self.on_answer is not None:
                 told = features(
                     outcome.measures[at],
                     row.answer,
@@ -284,10 +271,10 @@ class AdaptiveCascade:
                     stage=index,
                     stages=len(self.models.stages),
                 )
-                if self.hear is not None:
+                if self.on_answer is not None:
                     visit = replace(visit, why="heard")
                     times = _times(outcome.stats, len(asked))
-                    self.hear(StageAnswer(row.number, visit, row.answer, len(prompt), ended, told, *times))
+                    self.on_answer(StageAnswer(row.number, visit, row.answer, len(prompt), ended, told, *times))
                 else:
                     visit, row.done = self._judged(visit, row, told)
             row.visits.append(visit)
@@ -307,7 +294,7 @@ class AdaptiveCascade:
         stage, memory = self.models.stages[index], self.models.memory
         options, heard = stage_options(stage, given, limit), []  # type: dict[str, Any], list[Outcome]
         ids, mask = left_padded(prompts, pad_of(stage, given), device_of(stage.model))
-        judged = index < len(self.models.stages) - 1 or self.hear is not None
+        judged = index < len(self.models.stages) - 1 or self.on_answer is not None
         assistant = Continued(self.assistant or stage.stage.assistant, handed, heard.append, measure=judged)
         if memory is None or len(prompts) > 1:
             stage.model.generate(ids, attention_mask=mask, assistant=assistant, **options)
@@ -322,7 +309,7 @@ class AdaptiveCascade:
         return heard[0]
 
     def _judged(self, visit: Visit, row: _Row, told: Tensor) -> tuple[Visit, bool]:
-        """Stop or go on, by an answer's features: the visit with what was decided and why, and whether it stops."""
+        """Stop or go on, by an answer's features: the visit with the decision and why, and whether it stops."""
         models, config, index = self.models, self.config, visit.stage
         scores = models.predictor(config).score(index, told, config.risk)
         if config.thresholds is not None:

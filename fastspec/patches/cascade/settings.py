@@ -1,4 +1,4 @@
-"""The arguments of a `generate` call of a cascade: what is refused, and what each stage is given."""
+"""Arguments of a `generate` call of a cascade: refused ones, and those of each stage."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ REFUSED = {
 
 
 def setting(name: str, given: dict[str, Any], *more: Any) -> Any:
-    """A setting of a call: the argument, else the given generation_config's, else that of `more`; None where none
-    says."""
+    """A setting of a call: the argument, else the given generation_config's, else that of `more`, else None."""
     sources = (given.get(name), *(getattr(config, name, None) for config in (given.get("generation_config"), *more)))
     return next((value for value in sources if value is not None), None)
 
@@ -75,8 +74,7 @@ def refuse(stages: Sequence[StageModel], given: dict[str, Any]) -> None:
     if stateful:
         raise Unsupported(
             f"{stateful} may keep a state over a whole batch, and the stages of a cascade answer some of its rows "
-            "each, one after another: "
-            "leave it out, or decode with the large model's own assistant"
+            "each, one after another: leave it out, or decode with the large model's own assistant"
         )
     for stage in stages:
         if stage.stage.tokenizer is not None:
@@ -96,8 +94,7 @@ def _refuse_tokens(stage: StageModel, given: dict[str, Any]) -> None:
 
 
 def read_prompts(large: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The call's token ids [B, T] and which of them are real [B, T]; without a mask pad tokens are not, as in
-    transformers."""
+    """The call's token ids [B, T] and which are real [B, T]; as in transformers, without a mask pad tokens are not."""
     ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or 0 in ids.shape:
         raise Unsupported("assistant='cascade' needs input_ids [B, T] of at least one row and one token")
@@ -116,8 +113,7 @@ def read_prompts(large: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def new_tokens(large: Any, given: dict[str, Any], width: int) -> int:
-    """New tokens that a stage may say, as transformers reads it: max_new_tokens from anywhere comes before
-    max_length."""
+    """Limit of a stage's new tokens, as transformers reads it: max_new_tokens from anywhere before max_length."""
     limit = setting("max_new_tokens", given, large.generation_config)
     if limit is not None:
         return int(limit)
@@ -157,9 +153,8 @@ def stage_options(stage: StageModel, given: dict[str, Any], limit: int) -> dict[
     fixed = {"max_new_tokens": limit, "num_return_sequences": 1, "pad_token_id": pad_of(stage, given)}
     if given.get("generation_config") is None:
         return options | fixed
-    config = copy.deepcopy(
-        given["generation_config"]
-    )  # all of it goes in here: arguments beside a generation_config are deprecated
+    # all settings go in here: arguments beside a generation_config are deprecated
+    config = copy.deepcopy(given["generation_config"])
     own = {name: getattr(stage.model.generation_config, name) for name in ENDS} if stage.foreign else {}
     for name, value in (own | fixed | {"max_length": None}).items():
         setattr(config, name, value)

@@ -39,10 +39,7 @@ def check_kept(model: Any) -> None:
         raise Unsupported(f"the cache of {name}, an encoder-decoder model, belongs to its source: {instead}")
     check_present(model)
     wanted = model.generation_config.cache_implementation
-    if wanted not in (
-        None,
-        "hybrid",
-    ):  # beside a cache that is handed in transformers takes none, and this one is its own to unset
+    if wanted not in (None, "hybrid"):  # transformers takes no other beside a given cache, and unsets this one itself
         raise Unsupported(
             f"{name} asks for cache_implementation={wanted!r}: set it to None in its generation_config, or {instead}"
         )
@@ -54,32 +51,26 @@ def check_kept(model: Any) -> None:
 
 
 def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
-    """Raise `Unsupported`, before anything is computed, where the keys and values of a text of so many tokens exceed
-    the budget."""
+    """Raise `Unsupported` where the keys and values of a text of so many tokens exceed the budget."""
     shapes = layer_shapes(model.config)
-    numbers = (
-        sum(heads * (key + value) for heads, key, value in (shapes[layer] for layer in set(kept_by(model.config))))
-        * tokens
-    )
-    need = numbers * torch.empty((), dtype=model.dtype, device="cpu").element_size()
+    kept = [shapes[layer] for layer in set(kept_by(model.config))]
+    need = tokens * sum(heads * (key + value) for heads, key, value in kept)
+    need *= torch.empty((), dtype=model.dtype, device="cpu").element_size()
     if need > manager.budget:
         raise Unsupported(
-            f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, "
-            "and the cascade's memory "
-            f"is {manager.budget} bytes: raise Cascade(memory=...), ask for fewer new tokens, or keep nothing "
-            "(memory=None)"
+            f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, and "
+            f"the cascade's memory is {manager.budget} bytes: raise Cascade(memory=...), ask for fewer new tokens, or "
+            "keep nothing (memory=None)"
         )
 
 
 def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> DynamicCache | None:
-    """What a stage has kept of the beginning of ids [1, T], without padding: a cache of at most T - 1 tokens, the
-    caller's own, or None.
+    """A stage's kept beginning of ids [1, T], without padding: a cache of at most T - 1 tokens, the caller's own, or
+    None; None too where it was kept in another dtype than the model's.
 
-    It goes to `model.generate(ids, attention_mask=..., **{CACHE: ...})`, where None is no cache at all; with a mask of
-    ones, since transformers takes pad tokens within the text for padding. It lies on the model's device; a model laid
-    over devices by `device_map` gets each layer where it was. What was kept in another dtype than the model's is not
-    given: the model would not have computed it. Raises `Unsupported` for a model that `check_kept` refuses, and for
-    several rows.
+    It goes to `model.generate(ids, attention_mask=ones, **{CACHE: ...})`, on the model's device; a model laid over
+    devices by `device_map` gets each layer where it was. Raises `Unsupported` for a model that `check_kept` refuses,
+    and for several rows.
     """
     check_kept(model)
     found = manager.find(stage, _row(ids))
@@ -95,12 +86,9 @@ def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> Dynam
 
 
 def keep_past(manager: CacheManager, stage: int, ids: Tensor, cache: Any) -> None:
-    """Keep what a call's cache holds of the text ids [1, T], prompt and answer, without padding.
-
-    The cache holds the text's first tokens; after `generate`, with or without an assistant, all but the last. It stays
-    the caller's. Raises `Unsupported` for a cache that is not plain keys and values in every layer, for one that holds
-    more than the text, for several rows, and where it exceeds the manager's budget.
-    """
+    """Keep a call's cache of the first tokens of the text ids [1, T], prompt and answer, without padding; it stays the
+    caller's. Raises `Unsupported` for a cache that is not plain keys and values in every layer, for one that holds more
+    than the text, for several rows, and where it exceeds the manager's budget."""
     tokens, reason = _row(ids), _not_plain(cache)
     if reason:
         raise Unsupported(
@@ -124,12 +112,8 @@ def _row(ids: Tensor) -> list[int]:
 
 
 def _not_plain(cache: Any) -> str:
-    """What tells a cache from one that holds every token's keys and values in every layer, where they were computed; ""
-    for nothing.
-
-    Kinds derived from the plain ones (windows, quantised, indexed, recurrent) hold less or more, so that only these two
-    will do.
-    """
+    """The difference of a cache from one of every token's keys and values in every layer, where they were computed, as
+    "" for none: classes derived from the plain ones (windows, quantised, indexed, recurrent) hold less or more."""
     if type(cache) is not DynamicCache:
         return f"the class {type(cache).__name__}"
     other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
@@ -140,7 +124,7 @@ def _not_plain(cache: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Patching:
-    """`fastspec.patch` and `fastspec.unpatch`, which lie above: the stages of a cascade are patched as any model is."""
+    """`fastspec.patch` and `fastspec.unpatch`, which lie above."""
 
     patch: Callable[..., Any]
     unpatch: Callable[..., Any]
@@ -153,21 +137,13 @@ TRIAL = 24
 
 
 class StageModel:
-    """One model of a cascade, ready to generate.
-
-    `tokenizer` is None where the stage shares the large model's tokens; one that is named is loaded when it is first
-    needed. A model that the user has patched already is used as it is; one that is loaded here goes to `device`, the
-    large model's.
-    """
+    """One model of a cascade, ready to generate. `tokenizer` is None where the stage shares the large model's tokens. A
+    model that the user has patched is used as it is; one that is loaded here goes to `device`, the large model's."""
 
     def __init__(self, stage: Stage, large_tokenizer: Any, device: str, patching: Patching) -> None:
         self.stage, self.label, self.device, self.patching = stage, stage.label, device, patching
-        if stage.tokenizer is not None and large_tokenizer is None:
-            raise Unsupported(
-                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, "
-                "Cascade(tokenizer=...)"
-            )
         self._own, self._large = stage.tokenizer, large_tokenizer
+        self._check_tokenizers()
         if isinstance(stage.assistant, str) and stage.assistant not in NAMES:
             known = ", ".join(repr(name) for name in NAMES if name != Cascade.name)
             raise Unsupported(
@@ -179,6 +155,13 @@ class StageModel:
         self.patched = False
         if not isinstance(stage.model, (str, Path)):
             self._take(stage.model)
+
+    def _check_tokenizers(self) -> None:
+        if self._own is not None and self._large is None:
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, "
+                "Cascade(tokenizer=...)"
+            )
 
     @property
     def tokenizer(self) -> Any:
@@ -211,11 +194,8 @@ class StageModel:
             options["device_map"] = stage.device_map
         dtype = None if stage.dtype == "auto" else getattr(torch, stage.dtype)
         if stage.quantization is not None:  # bitsandbytes would put it on CUDA's current device
-            options = (
-                {"device_map": {"": self.device}}
-                | options
-                | {"quantization_config": quantization(stage.quantization, dtype)}
-            )
+            options = {"device_map": {"": self.device}} | options
+            options["quantization_config"] = quantization(stage.quantization, dtype)
         model, tokenizer = load_model(str(stage.model), self.device, dtype, **options)
         self._own = self._own or tokenizer
         self._take(model)
@@ -238,17 +218,14 @@ class StageModel:
         if missing:
             raise Unsupported(
                 f"the cascade's stage {self.label!r} is patched already, without the {', '.join(missing)} of its "
-                "resources: give them to "
-                "fastspec.patch, or leave the patch to the cascade"
+                "resources: give them to fastspec.patch, or leave the patch to the cascade"
             )
 
     def close(self) -> None:
         """Take the patch off again, if it was ours and is still there."""
         with self.lock:
-            if self.patched and session_of(self.held) is not None:
-                self.patching.unpatch(
-                    self.held, force=True
-                )  # the large model's patch is off: this must not end half done
+            if self.patched and session_of(self.held) is not None:  # not half: the large model's patch is off
+                self.patching.unpatch(self.held, force=True)
             self.patched = False
 
     @property
@@ -256,26 +233,17 @@ class StageModel:
         """Whether the stage reads other tokens than the large model."""
         if self._own is None:
             return False
-        if self._large is None:  # the stage's own came with its model
-            raise Unsupported(
-                f"the cascade's stage {self.label!r} has a tokenizer and the large model's is unknown: give it, "
-                "Cascade(tokenizer=...)"
-            )
+        self._check_tokenizers()  # the stage's own may have come with its model
         return token_table(self.tokenizer) != token_table(self.large_tokenizer)
 
     def check_shared(self, large: Any) -> None:
         """Refuse a stage that is said to share the large model's tokens and has another number of them."""
-        sizes = (
-            vocabulary(self.held if self.loaded else self.model),
-            vocabulary(large),
-        )  # what is loaded need not be patched yet
-        if (
-            abs(sizes[0] - sizes[1]) > PADDING and not self.foreign
-        ):  # in this order: tokenizers are loaded where they are needed
+        # a loaded model need not be patched yet; tokenizers are loaded where sizes differ
+        sizes = vocabulary(self.held if self.loaded else self.model), vocabulary(large)
+        if abs(sizes[0] - sizes[1]) > PADDING and not self.foreign:
             raise Unsupported(
-                f"the cascade's stage {self.label!r} has a vocabulary of {sizes[0]} tokens and the large model one "
-                f"of {sizes[1]}: give "
-                "both tokenizers, Cascade(stages=[Stage(model, tokenizer=...)], tokenizer=...)"
+                f"the cascade's stage {self.label!r} has a vocabulary of {sizes[0]} tokens and the large model one of "
+                f"{sizes[1]}: give both tokenizers, Cascade(stages=[Stage(model, tokenizer=...)], tokenizer=...)"
             )
 
     def ends(self, given: Any = OWN) -> tuple[int, ...]:
@@ -325,8 +293,7 @@ def _tokenizer(given: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a path or hub id, or of a model named as in `fastspec.models.load_model`. Raises Unsupported
-    where there is none."""
+    """The tokenizer of a model named as in `fastspec.models.load_model`. Raises Unsupported where there is none."""
     from transformers import AutoTokenizer
 
     source, packed = source_of(name)
@@ -337,8 +304,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def quantization(kind: str, dtype: torch.dtype | None) -> Any:
-    """bitsandbytes' settings, for transformers; products of 4-bit weights are computed in `dtype`, which bitsandbytes
-    takes to be fp32 unless told. Raises Unsupported where bitsandbytes is missing."""
+    """bitsandbytes' settings, with products of 4-bit weights in `dtype`. Raises Unsupported where it is missing."""
     import importlib.util
 
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -366,7 +332,7 @@ def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]]
     large model's `prompts`, `new` tokens after each, of the better of two runs after a first one."""
     columns = []
     for stage in stages:
-        judged = stage is not stages[-1]  # what the last one says is not measured token by token
+        judged = stage is not stages[-1]  # the last answer is not measured token by token
         found = torch.tensor([_rates_after(stage, prompt, new, judged) for prompt in prompts], device="cpu").mean(0)
         columns.append(found.tolist())
     token, verify, start = zip(*columns, strict=True)
@@ -389,7 +355,7 @@ def _rates_after(stage: StageModel, prompt: Sequence[int], new: int, judged: boo
 
 
 def _trial(stage: StageModel, ids: Tensor, new: int, texts: Any, judged: bool) -> tuple[float, list[int]]:
-    """Milliseconds of one greedy call of `new` tokens, with texts to verify, and what it said."""
+    """Milliseconds of one greedy call of `new` tokens, with texts to verify, and its answer."""
     heard: list[Outcome] = []
     began = time.perf_counter()
     stage.model.generate(

@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fastspec.errors import Unsupported
-from fastspec.generation.layer_state import DeltaState, FullAttentionState, Held, LayerState, WindowState, ring_of
+from fastspec.generation.layer_state import DeltaState, FullAttentionState, LayerCache, LayerState, WindowState, ring_of
 from fastspec.generation.ops import Ops
 from fastspec.generation.sequence_state import SequenceState
 from fastspec.kernels.attention.reference import Span
@@ -91,7 +91,7 @@ class SlotCache(Cache):
         return False
 
 
-def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
+def import_past(state: SequenceState, past: list[LayerCache], keep: Tensor) -> None:
     """Copy what a user's cache holds of each layer into slots from 0; keep [B, T] bool drops padded slots of keys and
     values."""
     counts = keep.sum(1)
@@ -103,7 +103,7 @@ def import_past(state: SequenceState, past: list[Held], keep: Tensor) -> None:
     state.lengths.copy_(counts)
 
 
-def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[Held]:
+def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[LayerCache]:
     """What transformers keeps of slots first[b] .. of every row, layer by layer, where each computes: keys and values
     [B, Hkv, width, D], where the row's slots stand one after another in the columns that shown [B, width] bool names;
     other columns, and those past the row's length, are zero."""

@@ -19,7 +19,7 @@ from transformers.generation.utils import (
     is_fsdp_managed_module,
 )
 
-from fastspec.generation.layer_state import DeltaShape, Held
+from fastspec.generation.layer_state import DeltaShape, LayerCache
 from fastspec.patches.hf.ends import stop_criterion
 from fastspec.patches.hf.replaced import every_module
 
@@ -128,7 +128,7 @@ def varied_lengths(config: Any) -> list[str]:
 LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
-def read_cache(cache: Any, layers: int) -> list[Held] | None:
+def read_cache(cache: Any, layers: int) -> list[LayerCache] | None:
     """What a cache handed in by the user holds of each layer that keeps anything: keys and values [B, Hkv, T, D], or a
     recurrent layer's inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest
     tokens, which it never sees again: zeros take their places.
@@ -141,7 +141,7 @@ def read_cache(cache: Any, layers: int) -> list[Held] | None:
     return [_held(layer, length) for layer in cache.layers[:layers] if is_recurrent(layer) or layer.keys is not None]
 
 
-def _held(layer: Any, length: int) -> Held:
+def _held(layer: Any, length: int) -> LayerCache:
     if is_recurrent(layer):
         return layer.conv_states[0], layer.recurrent_states[0]
     return _last(layer.keys, length), _last(layer.values, length)
@@ -165,7 +165,7 @@ def is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionLayer)
 
 
-def text_length(held: list[Held] | None) -> int:
+def text_length(held: list[LayerCache] | None) -> int:
     """How many tokens `read_cache` has read: keys and values are of one length, and what recurrent layers keep is of
     any."""
     return max((keys.shape[2] for keys, values in held or () if keys.shape[:-1] == values.shape[:-1]), default=0)
@@ -176,7 +176,7 @@ def _last(states: Tensor, length: int) -> Tensor:
     return F.pad(states, (0, 0, length - states.shape[2], 0)) if states.shape[2] < length else states[:, :, :length]
 
 
-def fill_cache(cache: Any, kept: int, more: list[Held]) -> Any:
+def fill_cache(cache: Any, kept: int, more: list[LayerCache]) -> Any:
     """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`; a
     recurrent layer's inputs [B, C, K] and state take the place of what it has."""
     if int(cache.get_seq_length()) != kept:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastspec.generation.decoder_layer import Product, Summed, gated, is_plain, product
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, Addends, Expert, Routing, joined, linear
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, DeferredSum, Expert, Routing, joined, linear
 from fastspec.patches.hf.families import Adapter, Mixture
 from fastspec.patches.hf.modes import is_foreign
 from fastspec.patches.hf.parallel import ParallelStyle, parallel_style, share_of_experts, weights_of
@@ -52,7 +52,7 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
         beside = joined(shared(flat)) if shared is not None else None
         opened = opening(flat) if opening is not None else None
         mixed = compute(flat, gate_up, down, chosen, shares, kind, **biases, shared=beside, shared_gate=opened)
-        return mixed.view_as(x) if group is None else Addends(mixed.view_as(x), group, ops.all_reduce)
+        return mixed.view_as(x) if group is None else DeferredSum(mixed.view_as(x), group, ops.all_reduce)
 
     return run
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from fastspec.generation.decoder_layer import (
-    EVERYTHING,
+    FULL_LAYOUT,
     FullAttention,
     GatedDelta,
     LayerParts,
+    LayoutKey,
     Linear,
     Norm,
     Product,
     RmsNorm,
     Rotary,
-    Sight,
     Summed,
     gated,
     gated_as_one,
@@ -106,7 +106,7 @@ def layer_parts(
     state: LayerState,
     index: int,
     *,
-    sight: Sight | None = None,
+    layout: LayoutKey | None = None,
     rotary: str | None = None,
 ) -> LayerParts:
     """One decoder layer, number `index` of `state`, with what its attention sees and the rotary tables of its kind. A
@@ -126,7 +126,7 @@ def layer_parts(
 
     return LayerParts(
         input_norm=norm(parts.input_norm),
-        mixer=_attention(parts, getattr(layer, parts.attention), ops, state, index, sight or EVERYTHING, rotary)
+        mixer=_attention(parts, getattr(layer, parts.attention), ops, state, index, layout or FULL_LAYOUT, rotary)
         if isinstance(state, FullAttentionState)
         else _gated_delta(parts, getattr(layer, parts.recurrent), ops, state, index),
         mlp_norm=None if parts.parallel else norm(parts.mlp_norm),
@@ -169,7 +169,7 @@ def _after(parts: Adapter, layer: Any, ops: Ops) -> Callable[[Tensor, Tensor | N
 
 
 def _attention(
-    parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, sight: Sight, rotary: str | None
+    parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, layout: LayoutKey, rotary: str | None
 ) -> FullAttention:
     inputs = _projections(parts, attn)
     owns, ties = bool(parts.qkv) or len(inputs) > 1, len(inputs) == 2
@@ -189,7 +189,7 @@ def _attention(
         ties_values=ties,
         owns=owns,
         offset=parts.offset,
-        sight=sight,
+        layout=layout,
         rotary=rotary,
         gated=parts.gated_attention,
         sinks=local_part(getattr(attn, parts.sinks)) if parts.sinks else None,

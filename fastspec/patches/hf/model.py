@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT, CapturedByShape, padded_width
-from fastspec.generation.decoder_layer import LayerParts, Nodes, Rotary, Sight, Summed, is_plain
+from fastspec.generation.decoder_layer import LayerParts, LayoutKey, Nodes, Rotary, Summed, is_plain
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.sequence_state import SequenceState, SharedState
@@ -39,9 +39,9 @@ SHIFT_ROOM = 1024
 """Positions behind the last slot that tables of a model with images have."""
 
 
-def plain_layouts(nodes: Nodes) -> Mapping[Sight, AttentionLayout]:
+def plain_layouts(nodes: Nodes) -> Mapping[LayoutKey, AttentionLayout]:
     """The layouts of a pass in generic mode, whose backend is plain torch: a model's own forward is given masks."""
-    return cast(Mapping[Sight, AttentionLayout], nodes.layouts)
+    return cast(Mapping[LayoutKey, AttentionLayout], nodes.layouts)
 
 
 class HFModel(Target):
@@ -108,8 +108,8 @@ class HFModel(Target):
         else:
             self.state = SharedState(early[0].state, self.depth)
         heads, shapes = model.config.get_text_config().num_attention_heads, layer_shapes(model.config)
-        self.sights = [
-            Sight(
+        self.layout_keys = [
+            LayoutKey(
                 self.spans[layer] or dropped[layer], state.ring, heads // shapes[layer][0] if adapter is not None else 1
             )
             if isinstance(state, FullAttentionState)
@@ -119,10 +119,10 @@ class HFModel(Target):
         """What every layer sees, None for one with a recurrent state; transformers' own attention takes a mask per
         query."""
         self.whole_prompts = {
-            sight for sight, span in zip(self.sights, dropped, strict=False) if span is not None and sight is not None
+            key for key, span in zip(self.layout_keys, dropped, strict=False) if span is not None and key is not None
         }
         """What layers see whose prompts are read whole, and nodes cut."""
-        if adapter is None and self.whole_prompts and len(set(self.sights)) > 1:
+        if adapter is None and self.whole_prompts and len(set(self.layout_keys)) > 1:
             raise Unsupported(
                 f"the cache of {type(model).__name__} keeps windows of some layers (sliding_window, layer_types), "
                 "and its forward makes "
@@ -157,8 +157,9 @@ class HFModel(Target):
         layers = getattr(decoder, parts.layers)[: self.depth]
         kinds = rotary_kinds(parts, layers, self.model.config.get_text_config())
         self.kinds = tuple(dict.fromkeys(kinds))
+        places, keys = self.state.places, self.layout_keys
         self.layers = [
-            layer_parts(parts, layer, ops, *self.state.places[index], sight=self.sights[index], rotary=kinds[index])
+            layer_parts(parts, layer, ops, *places[index], layout=keys[index], rotary=kinds[index])
             for index, layer in enumerate(layers)
         ]
         named = [getattr(self.model.config, name, None) for name in parts.hides] if self.shift is not None else []
@@ -275,7 +276,7 @@ class HFModel(Target):
 
     def _wrapped(self, slots: Tensor) -> dict[int | None, Tensor]:
         """Slots [B, N] by how many a state goes round in."""
-        rings = {None, *(sight.ring for sight in self.sights if sight is not None)}
+        rings = {None, *(key.ring for key in self.layout_keys if key is not None)}
         return {ring: slots if ring is None else slots % ring for ring in rings}
 
     def _layouts(
@@ -285,21 +286,19 @@ class HFModel(Target):
         nodes: int,
         extent: int,
         depths: Tensor | None = None,
-        whole: Collection[Sight] = (),
-    ) -> dict[Sight, object]:
+        whole: Collection[LayoutKey] = (),
+    ) -> dict[LayoutKey, object]:
         """The attention of nodes that are behind prefix [B], by what layers see; nothing is cut for those in `whole`,
         and within `extent` slots a longer span cuts nothing."""
-        made: dict[Sight, object] = {}
-        for sight in dict.fromkeys(sight for sight in self.sights if sight is not None):
-            if sight.span is None or sight in whole or extent <= sight.span.size:
-                uncut = Sight(group=sight.group)
-                made[sight] = made.get(uncut) or self.ops.attention_layout(
-                    prefix, words, nodes, nodes, extent, sight.group
-                )
-                made.setdefault(uncut, made[sight])
+        made: dict[LayoutKey, object] = {}
+        for key in dict.fromkeys(key for key in self.layout_keys if key is not None):
+            if key.span is None or key in whole or extent <= key.span.size:
+                uncut = LayoutKey(group=key.group)
+                made[key] = made.get(uncut) or self.ops.attention_layout(prefix, words, nodes, nodes, extent, key.group)
+                made.setdefault(uncut, made[key])
             else:
-                cut = {"span": sight.span, "depths": depths, "ring": sight.ring}
-                made[sight] = self.ops.attention_layout(prefix, words, nodes, nodes, extent, sight.group, **cut)
+                cut = {"span": key.span, "depths": depths, "ring": key.ring}
+                made[key] = self.ops.attention_layout(prefix, words, nodes, nodes, extent, key.group, **cut)
         return made
 
     def _table(self) -> Tensor | None:
@@ -340,7 +339,7 @@ class HFModel(Target):
     @property
     def forgets(self) -> bool:
         """Whether layers let go of tokens as a text grows: it cannot be made shorter by more than a round then."""
-        return not self.rewinds or any(sight is not None and sight.ring is not None for sight in self.sights)
+        return not self.rewinds or any(key is not None and key.ring is not None for key in self.layout_keys)
 
     def fits(self, committed: int) -> bool:
         """Whether there is room for so many committed tokens already."""
@@ -424,16 +423,17 @@ class HFModel(Target):
     ) -> tuple[Tensor, Tensor]:
         layouts, dtype = plain_layouts(nodes), dtype_of(self.model)
         hidden_low = torch.finfo(dtype).min
-        masks: dict[Sight | None, Tensor] = {
-            sight: torch.zeros(layout.visible.shape, dtype=dtype, device=tokens.device).masked_fill_(
+        masks: dict[LayoutKey | None, Tensor] = {
+            key: torch.zeros(layout.visible.shape, dtype=dtype, device=tokens.device).masked_fill_(
                 ~layout.visible, hidden_low
             )
-            for sight, layout in layouts.items()
+            for key, layout in layouts.items()
         }
         extent = max(layout.extent for layout in layouts.values())
         # Models with layers of several kinds take a mask for each; the others take one.
-        kinds = zip(getattr(self.model.config.get_text_config(), "layer_types", None) or (), self.sights, strict=False)
-        mask = masks[self.sights[0]] if len(set(self.sights)) == 1 else {kind: masks[sight] for kind, sight in kinds}
+        types, keys = getattr(self.model.config.get_text_config(), "layer_types", None) or (), self.layout_keys
+        by_type = {kind: masks[key] for kind, key in zip(types, keys, strict=False)}
+        mask = masks[keys[0]] if len(set(keys)) == 1 else by_type
         cache = SlotCache(self.state, self.ops, nodes.slots, extent)
         out = self.model(
             input_ids=tokens,

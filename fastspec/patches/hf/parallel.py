@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import Linear, Product, Weights, is_plain, product
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import Addends, DeferredProduct
+from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum
 from fastspec.kernels.parallel.reference import share
 from fastspec.patches.hf.compat import device_of, layer_count, layer_shapes
 from fastspec.patches.hf.replaced import every_module
@@ -209,7 +209,7 @@ class Share:
         weight, bias, group = self.weight, self.bias, self.group
         if bias is None and parts:
             multiply = ops.linear_parts or ops.linear
-            return lambda x: Addends(DeferredProduct(x, weight, None, multiply), group, ops.all_reduce)
+            return lambda x: DeferredSum(DeferredProduct(x, weight, None, multiply), group, ops.all_reduce)
         if bias is None:
             return lambda x: ops.all_reduce(ops.linear(x, weight, None), group)
         return lambda x: ops.all_reduce(ops.linear(x, weight, None), group) + bias

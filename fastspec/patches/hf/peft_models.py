@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
-from fastspec.generation.layer_state import Held
+from fastspec.generation.layer_state import LayerCache
 from fastspec.patches.hf.cache import CACHE, OLD, cache_argument
 from fastspec.patches.hf.compat import read_cache
 
@@ -54,7 +54,7 @@ def refuse_peft(owner: Any) -> None:
         )
 
 
-def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[Held] | None:
+def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[LayerCache] | None:
     """Keys and values [B, Hkv, n, D] per layer of the virtual tokens in front of prompts with the mask keep [B, T];
     None without any.
 

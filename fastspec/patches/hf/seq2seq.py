@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask
 
 from fastspec.errors import Unsupported
-from fastspec.generation.decoder_layer import EVERYTHING, Nodes
+from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes
 from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Source
@@ -107,7 +107,7 @@ class Seq2SeqModel(HFModel):
     def _forward_generic(
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        hidden, layout = self._embed(tokens, nodes.positions), plain_layouts(nodes)[EVERYTHING]
+        hidden, layout = self._embed(tokens, nodes.positions), plain_layouts(nodes)[FULL_LAYOUT]
         states = self.source.states
         low = torch.finfo(hidden.dtype).min
         mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(

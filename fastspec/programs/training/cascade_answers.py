@@ -94,7 +94,7 @@ def answer(
             for chosen in (alike[first : first + batch] for first in range(0, len(alike), batch)):
                 heard: list[StageAnswer] = []
                 # "autoregressive": the fastest in batches
-                cascade = AdaptiveCascade(models, plain, hear=heard.append, assistant="autoregressive")
+                cascade = AdaptiveCascade(models, plain, on_answer=heard.append, assistant="autoregressive")
                 ids, mask = left_padded([encoded[item.name] for item in chosen], 0, models.large.device)
                 stops = {"stop_strings": list(until), "tokenizer": tokenizer} if until else {}
                 options = {"assistant": cascade, "max_new_tokens": limit, "do_sample": False, **stops}

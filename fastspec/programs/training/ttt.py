@@ -63,7 +63,7 @@ class TrainingTimeTest(nn.Module):
         self.decay = decay
         rows = partial(summed_rows, loss)
         self.loss = torch.compile(rows, dynamic=True) if compile else rows
-        self.halves: Halves | None = (over_texts(Layer.before), over_texts(Layer.behind)) if compile else None
+        self.halves: Halves | None = (over_texts(Layer.before), over_texts(Layer.after)) if compile else None
         self.diagonals = Diagonals(*map(over_rows, EAGER)) if compile else EAGER
 
     def forward(self, ids: Tensor, teacher: Teacher, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
