@@ -25,7 +25,7 @@ from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.verdict import self_check
-from fastspec.patches.hf.compat import device_of, is_unpacking_hook
+from fastspec.patches.hf.compat import device_of, dtype_of, is_unpacking_hook
 from fastspec.patches.hf.exact import refuse_device
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import Mode
@@ -152,19 +152,19 @@ class PatchSession:
         patched. Raises FastSpecError where they fail the self-check of a device that they were not tested on."""
         device = device_of(model)
         adapted = mode.adapter is not None
-        name = named(self.backend, device, model.dtype, adapted)
+        name = named(self.backend, device, dtype_of(model), adapted)
         ops = choose_backend(name, device, adapted=adapted)
         if (
             name != self.backend
         ):  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
             ops = replace(ops, packs=False)
         if self.exact:
-            refuse_device(ops, model.dtype)
+            refuse_device(ops, dtype_of(model))
             ops = exact_ops()
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):
-            self_check(ops, model.dtype, device)
+            self_check(ops, dtype_of(model), device)
             if ops.drafts_in is not None and self._drafts():
                 try:
                     self_check(ops, ops.drafts_in, device)
@@ -180,7 +180,7 @@ class PatchSession:
     def why_torch(self, model: Any, mode: Mode) -> str | None:
         """Why backend="auto" runs a model on the CPU without the C++ kernels, or None."""
         on_cpu = self.backend == "auto" and device_of(model).type == "cpu"
-        return why_torch(model.dtype, mode.adapter is not None) if on_cpu else None
+        return why_torch(dtype_of(model), mode.adapter is not None) if on_cpu else None
 
     def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> None:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the
@@ -262,7 +262,7 @@ class PatchSession:
 
 
 def _kind(model: Any, mode: Mode) -> tuple[Any, ...]:
-    return device_of(model), model.dtype, mode.adapter is not None, len(every_module(model))
+    return device_of(model), dtype_of(model), mode.adapter is not None, len(every_module(model))
 
 
 def session_of(model: Any) -> PatchSession | None:

@@ -46,6 +46,19 @@ def models(smollm2):
     return copy.deepcopy(smollm2[0]), copy.deepcopy(smollm2[0])
 
 
+def test_an_activated_lora_is_refused_by_name(models, tokenizer):
+    """It adds to the last tokens of a pass, as many as stand after its invocation tokens: not to a tree's nodes."""
+    from peft import LoraConfig, get_peft_model
+
+    served = fastspec.patch(models[1], eagle3=HEAD)
+    inputs = asked(tokenizer, *QUESTIONS[:2])
+    invocation = inputs["input_ids"][0, -4:-2].tolist()
+    config = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=invocation)
+    served = get_peft_model(served, config)
+    with pytest.raises(fastspec.Unsupported, match="an activated LoRA begins within the text"):
+        served.generate(**inputs, max_new_tokens=COUNT, do_sample=False, assistant="eagle3")
+
+
 @pytest.mark.parametrize("order", ["patch, then adapter", "adapter, then patch"])
 def test_lora(models, tokenizer, order):
     original, served = models

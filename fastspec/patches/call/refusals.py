@@ -13,7 +13,7 @@ from fastspec.generation.drafters.base import Decoding
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3, position_limit
 from fastspec.patches.hf.limits import position_rows
-from fastspec.patches.hf.peft_models import peft_of, refuse_peft
+from fastspec.patches.hf.peft_models import peft_of, refuse_hooks_of_peft, refuse_peft
 from fastspec.patches.hf.replaced import is_strangers, where_defined
 
 _ARGUMENTS = {
@@ -95,6 +95,7 @@ def refuse_overrides(model: Any) -> None:
             "assistant's rounds do not; "
             "remove the override, or leave out assistant="
         )
+    refuse_hooks_of_peft(model)
     if is_zero3():
         raise Unsupported(
             f"DeepSpeed's ZeRO 3 has spread this {type(model).__name__} over several processes, which must run the "

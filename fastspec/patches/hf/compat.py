@@ -357,14 +357,21 @@ def device_of(model: Any) -> torch.device:
 
 def dtype_of(model: Any) -> torch.dtype:
     """What a model's layers compute in: its own dtype, or the one to which FSDP2's mixed precision casts all weights
-    for a pass.
+    for a pass, or that of all other weights where the LM head, and an embedding tied to it, were cast by themselves:
+    `model.dtype` names the embedding's.
 
     torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
     """
     states = (module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state"))
     cast = {getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for state in states}
     own: torch.dtype = model.dtype
-    return next(iter(cast)) or own if len(cast) == 1 else own
+    if len(cast) == 1 and (policy := next(iter(cast))) is not None:
+        return policy
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    apart = {id(getattr(end, "weight", None)) for end in ends}
+    inner = {each.dtype for each in model.parameters() if id(each) not in apart}
+    found = inner.pop() if len(inner) == 1 else own
+    return found if found.is_floating_point and found.itemsize > 1 else own
 
 
 def stack_of(base: Any) -> Any:

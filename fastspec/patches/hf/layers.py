@@ -33,7 +33,7 @@ from fastspec.generation.layer_state import DeltaState, FullAttentionState, Laye
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import DecayRates
-from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.compat import device_of, dtype_of
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
@@ -61,20 +61,19 @@ def position_factor(model: Any, row: PositionFactor, count: int) -> Tensor | Non
     settings = {**config.to_dict(), **config.rope_parameters}
     places = torch.arange(count, device=device_of(model)) + row.first
     factor = 1 + settings[row.b] * torch.log1p(torch.floor(places / settings[row.period]))
-    return factor.to(model.dtype).float() if row.rounded else factor
+    return factor.to(dtype_of(model)).float() if row.rounded else factor
 
 
 def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[Tensor, Tensor]:
     """cos and sin [count, R / 2]; those of NO_ROTATION leave everything as it is."""
     device, rotary = device_of(model), getattr(decoder_of(model), parts.rotary)
     if rotary is None:  # nothing is rotated: the fewest channels that a table can have stay as they are
-        return torch.ones(count, 1, dtype=model.dtype, device=device), torch.zeros(
-            count, 1, dtype=model.dtype, device=device
-        )
+        ones = torch.ones(count, 1, dtype=dtype_of(model), device=device)
+        return ones, torch.zeros_like(ones)
     places = torch.arange(count, device=device)[None]
     if _has_sections(rotary, model.config.get_text_config()):
         places = places.expand(3, 1, -1)  # of text all three are the same
-    given = torch.zeros(1, dtype=model.dtype, device=device), places
+    given = torch.zeros(1, dtype=dtype_of(model), device=device), places
     found = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
     cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found  # one complex number an angle
     cos, sin = (table[0] if table.dim() == 4 else table for table in (cos, sin))

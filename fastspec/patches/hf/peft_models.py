@@ -32,7 +32,7 @@ def peft_of(model: Any) -> Any:
 
 
 def refuse_peft(owner: Any) -> None:
-    """Raise Unsupported for an adapter whose virtual tokens or offsets the rounds would not reproduce."""
+    """Raise Unsupported for an adapter whose virtual tokens the rounds would not reproduce."""
     config = owner.active_peft_config
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning and kind not in (*AS_CACHE, *AS_EMBEDDINGS):
@@ -48,10 +48,20 @@ def refuse_peft(owner: Any) -> None:
             "virtual tokens of "
             f"{kind}: update PEFT"
         )
-    if getattr(config, "alora_invocation_tokens", None) is not None:
-        raise Unsupported(
-            "an activated LoRA begins within the text, at its invocation tokens: merge it, or leave out assistant="
-        )
+
+
+def refuse_hooks_of_peft(model: Any) -> None:
+    """Raise Unsupported for adapters that follow the text by hooks: an activated LoRA, which counts from the end of a
+    pass, and those that run a pass of their own before each one (X-LoRA, Shadow)."""
+    for hook in model._forward_pre_hooks.values():
+        if str(getattr(hook, "__module__", "")).startswith("peft."):
+            raise Unsupported(
+                f"an adapter of PEFT computes from the whole text before each pass ({hook.__module__}), which an "
+                "assistant's rounds do not repeat: leave out assistant="
+            )
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if any("alora_offsets" in getattr(hook, "keywords", ()) for hook in hooks):
+        raise Unsupported("an activated LoRA begins within the text, at its invocation tokens: leave out assistant=")
 
 
 def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[LayerCache] | None:

@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,7 +115,6 @@ def test_an_adapter_of_weights_has_no_say_in_the_inputs():
     [
         ("PROMPT_TUNING", {}, {}, "prompts of different lengths behind a prompt-tuning adapter"),
         ("MULTITASK_PROMPT_TUNING", {}, {}, "adapter MULTITASK_PROMPT_TUNING cannot be combined"),
-        ("LORA", {"learns": False, "alora_invocation_tokens": [7]}, {}, "an activated LoRA begins within the text"),
         ("PREFIX_TUNING", {}, {"assistant": ContinuousBatch("nasd", rows=2)}, "ContinuousBatch cannot be combined"),
         ("PREFIX_TUNING", {}, {"past": True}, f"{CACHE} cannot be combined"),
     ],
@@ -131,6 +131,35 @@ def test_what_would_differ_is_refused(kind, config, call, match):
         inputs = prompts(6, 3)
     with pytest.raises(Unsupported, match=match):
         Adapted(model, kind, **config).generate(**inputs, **OPTIONS, **more)
+
+
+def offsets(module: Any, args: Any, kwargs: Any, alora_offsets: Any) -> Any:
+    """As PEFT hooks the layers of an activated LoRA for the length of its `generate`."""
+    return args, kwargs
+
+
+def seed(module: Any, args: Any, kwargs: Any) -> Any:
+    """As PEFT hooks a model with a Shadow or X-LoRA adapter."""
+    raise AssertionError("a pass of its own")
+
+
+seed.__module__ = "peft.tuners.shadow.model"
+
+
+@pytest.mark.parametrize(
+    ("place", "hook", "match"),
+    [
+        ("model.layers.1.mlp.up_proj", partial(offsets, alora_offsets=[4]), "an activated LoRA begins within the text"),
+        ("", seed, "computes from the whole text before each pass .peft.tuners.shadow.model."),
+    ],
+)
+def test_adapters_that_follow_the_text_by_hooks_are_refused_by_name(place, hook, match):
+    model = fastspec.patch(shallow_model())
+    handle = model.get_submodule(place).register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(Unsupported, match=match):
+        model.generate(**prompts(6), **OPTIONS, assistant="nasd")
+    handle.remove()
+    model.generate(**prompts(6), **OPTIONS, assistant="nasd")
 
 
 @pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
