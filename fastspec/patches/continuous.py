@@ -21,12 +21,15 @@ from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
+from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import EagleDecoding, resolve
-from fastspec.patches.call.assembly import Assembly
+from fastspec.patches.call.assembly import entry, new_engine
 from fastspec.patches.call.one_prompt import PreparedPrompt, SettingsCache, prepare
+from fastspec.patches.call.plan import Plan, Text
+from fastspec.patches.call.processors import Processing
 from fastspec.patches.call.prompts import sees_ahead
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.hf.changes import Snapshot
@@ -323,37 +326,19 @@ class Continuous:
         of `other` are."""
         batch, device = self._batch, device_of(self.model)
         ops = self.session.ops(self.model, mode_for(self.model))
-        assembly = Assembly(
-            self.model,
-            self.session,
-            self.decoding,
-            None,
-            ops,
-            rows=rows,
-            capacity=self.max_length,
-            ends=end_tokens(self.model.generation_config),
-            sample=False,
-            process=None,
-            processors=LogitsProcessorList(),
-            settings=None,
-            answers=False,
-            measures=False,
-            pad_token=None,
-            past=None,
-            keep=torch.ones(rows, 0, dtype=torch.bool, device=device),
-            shift=None,
-            bounded=True,
-        )
-        engine = assembly.new_engine()
-        check_rows(engine.drafter, self.decoding.name)
         root = torch.zeros(rows, dtype=torch.long, device=device)
-        blank = root[:, None], torch.ones_like(root)
-        _, features = engine.target.prefill(*blank)
+        text = Text(root[:, None], torch.ones_like(root[:, None], dtype=torch.bool))
+        request = Request(text.ids, torch.ones_like(root), [], 0, end_tokens(self.model.generation_config), None)
+        processing = Processing(LogitsProcessorList())
+        plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
+        engine = new_engine(plan)
+        check_rows(engine.drafter, self.decoding.name)
+        _, features = request.read(engine.target)
         if engine.drafter is not None:
-            engine.drafter.begin(*blank, features, root)
+            engine.drafter.begin(request.prompts, request.counts, features, root)
         engine.begin(root)
-        entry = partial(assembly.entry, engine) if other is None else other.entry
-        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), entry, self.chunk, self._together)
+        first = partial(entry, plan, engine) if other is None else other.entry
+        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), first, self.chunk, self._together)
 
     def _run(self) -> None:
         """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has

@@ -4,6 +4,7 @@ to their prompts."""
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -344,7 +345,7 @@ def test_measures_are_kept_of_the_tokens_that_were_taken_and_not_overwritten_by_
 def test_who_watches_sees_a_round_before_its_tokens_are_taken():
     seen: list[Any] = []
     batch, engine = batch_of(3, 3), after(wide())
-    batch.request.watch = lambda *given: seen.append((given, len(batch.log)))
+    batch.request = replace(batch.request, watch=lambda *given: seen.append((given, len(batch.log))))
     take(EMITTED, engine, batch)
     (((tree, verdict, logits), before),) = seen
     assert tree is engine.last.tree and verdict is engine.last.verdict and logits is engine.last.logits and before == 0

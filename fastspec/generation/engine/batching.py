@@ -22,7 +22,7 @@ class Batch:
     def __init__(self, request: Request, stats: Stats) -> None:
         rows = request.prompts.shape[0]
         self.request, self.stats = request, stats
-        self.places = list(range(rows if request.rows is None else request.rows))
+        self.places = list(range(request.width))
         """The prompt that each row holds."""
         self.limits, self.ends = [request.limit] * rows, [request.ends] * rows
         """Of each prompt, how many tokens its answer has at most, and the tokens that end it."""

@@ -20,7 +20,7 @@ Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
 """Makes a target and a drafter of so many rows, for prompts to begin in."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
 
@@ -66,6 +66,11 @@ class Request:
         """Let a target stand behind the prompts -> logits of their last tokens [B, V] and the features of all [B, T,
         F]."""
         return target.prefill(self.prompts, self.counts) if self.prefill is None else self.prefill(target)
+
+    @property
+    def width(self) -> int:
+        """Prompts that are decoded at a time."""
+        return self.prompts.shape[0] if self.rows is None else self.rows
 
     @property
     def reads_logits(self) -> bool:

@@ -14,6 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
+from fastspec.patches.call.plan import plan_call
 from fastspec.patches.call.ranks import LocalCall, SynchronizedCall
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
@@ -115,7 +116,7 @@ def _decode(
     session.tell_mode(mode)
     try:
         refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
-        call = Call(
+        plan = plan_call(
             model,
             session,
             decoding,
@@ -128,6 +129,7 @@ def _decode(
             mode,
             ops,
         )
+        call = Call(plan)
         refused = None
     except Unsupported as reason:
         refused = reason

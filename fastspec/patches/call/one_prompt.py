@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -27,7 +27,6 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastspec.errors import Unsupported
-from fastspec.generation.drafters.base import Process
 from fastspec.generation.engine.open_batch import Rule
 from fastspec.generation.verify import drawn_seed
 from fastspec.kernels.verification.reference import SamplingSettings
@@ -36,8 +35,7 @@ from fastspec.patches.call.processors import (
     Ending,
     Streaming,
     are_known,
-    make_processors,
-    read_settings,
+    read_processors,
     unknown_types,
 )
 from fastspec.patches.call.prompts import (
@@ -72,14 +70,12 @@ MADE_OF = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedSettings:
-    """Settings as `generate` prepared them: end tokens, and the parts of a `Rule` by which tokens are chosen;
-    `positions` counts those that the model has, None where it has any."""
+    """Settings as `generate` prepared them: end tokens, and the rule by which tokens are chosen, whose seed is each
+    prompt's own; `positions` counts those that the model has, None where it has any."""
 
     asked: str
     ends: frozenset[int]
-    sample: bool
-    settings: SamplingSettings | None
-    process: Process | None
+    rule: Rule
     positions: int | None
 
 
@@ -268,8 +264,9 @@ def _made(
 
 
 def _rule(processors: LogitsProcessorList, ids: Tensor, sample: bool, seed: int | None) -> Rule:
-    process, process_at = make_processors(processors, ids)
-    return Rule(sample, _seed(sample, seed), read_settings(processors) if sample else None, process, process_at, ids[0])
+    read = read_processors(processors, ids, sample)
+    history = None if read.process_at is None else ids[0]
+    return Rule(sample, _seed(sample, seed), read.settings, read.process, read.process_at, history)
 
 
 def _seed(sample: bool, seed: int | None) -> int:
@@ -284,7 +281,7 @@ def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -
     )  # the caller's own may change while the prompt waits
     if streamer is not None:
         streamer.put(ids)  # as generate does
-    rule = Rule(settled.sample, _seed(settled.sample, seed), settled.settings, settled.process)
+    rule = replace(settled.rule, seed=_seed(settled.rule.sample, seed))
     return PreparedPrompt(ids, ids, given["generation_config"].max_new_tokens, settled.ends, rule, streamer)
 
 
@@ -366,9 +363,7 @@ def prepare(
             and fits
             and settles(logits_processor, stopping_criteria, rule.settings)
         ):
-            known.keep(
-                PreparedSettings(asked, single.ends, rule.sample, rule.settings, rule.process, position_rows(model))
-            )
+            known.keep(PreparedSettings(asked, single.ends, rule, position_rows(model)))
         return single
 
     made = original(**{**own_stop_strings(model, given), "custom_generate": custom})

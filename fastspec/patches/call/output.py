@@ -3,7 +3,7 @@ included."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,116 +12,88 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from fastspec.generation.engine.call import Outcome
-from fastspec.generation.layer_state import LayerCache
-from fastspec.generation.target import Source
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.call.processors import PlainSteps, process_rows
-from fastspec.patches.call.prompts import OwnPrefill
+from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import CACHE, export_span, import_past
 from fastspec.patches.hf.compat import fill_cache
 from fastspec.patches.hf.model import HFModel
 
 
-class Asked(Protocol):
-    """What a call asked for, as its output is made of it."""
-
-    config: Any
-    """The call's generation_config."""
-    processors: Any
-    ids: Tensor
-    """[B, T] the call's tokens, and `keep` [B, past + T] bool which of the past and of these are no padding."""
-    keep: Tensor
-    pad: int
-    past_length: int
-    past: list[LayerCache] | None
-    """What the call began behind."""
-    shift: Tensor | None
-    """[B] how far positions are from the number of tokens."""
-    own: OwnPrefill | None
-    """The model's own pass over the prompt, where it is more than tokens."""
-    cache: Any
-    """Transformers' cache, to be filled where the call `handed_in` one of its own or asks for it."""
-    handed_in: bool
-    source: Source | None
-    rows: int | None
-    """Prompts that were decoded at a time, where these were fewer than all."""
-    steps: PlainSteps | None
-
-
-def output_of(call: Asked, outcome: Outcome, target: HFModel, counts: Tensor) -> Any:
-    """What `generate` returns; counts [B] are the tokens of each prompt that the call has read."""
-    config, steps, ids = call.config, call.steps, call.ids
-    pad, longest = call.pad, max(len(row) for row in outcome.tokens)
+def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
+    """What `generate` returns."""
+    config, steps, text, pad = plan.config, plan.steps, plan.text, plan.pad
+    ids, all_at_once = text.ids, plan.request.rows is None
+    longest = max(len(row) for row in outcome.tokens)
     new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=ids.device)
     sequences = (
         torch.cat((ids, new), 1) if steps is None else steps.ids.to(ids.device)
     )  # a processor may have written there
     returned = bool(config.return_dict_in_generate)
-    wants_past = call.cache is not None and call.source is None and call.rows is None and (call.handed_in or returned)
+    wants_past = text.cache is not None and text.source is None and all_at_once and (text.handed_in or returned)
     wants = returned and bool(config.output_scores or config.output_logits)
-    first = call.keep[:, : call.past_length].sum(1)
-    if call.rows is None and (wants or wants_past):
+    if all_at_once and (wants or wants_past):
         if steps is None:
-            _stand(call, target, outcome.tokens, counts)
-            _add_padding(call, outcome, target, longest)
+            _stand(plan, target, outcome.tokens)
+            _add_padding(plan, outcome, target, longest)
         elif not target.rewinds:
-            _stand(call, target, sequences[:, -longest:].tolist(), counts)
+            _stand(plan, target, sequences[:, -longest:].tolist())
     if wants_past:
-        shown = F.pad(call.keep[:, call.past_length :], (0, longest - 1), value=True)
-        fill_cache(call.cache, call.past_length, export_span(target.state, first, shown))
+        shown = F.pad(text.new_keep, (0, longest - 1), value=True)
+        fill_cache(text.cache, text.past_length, export_span(target.state, text.past_keep.sum(1), shown))
     if not returned:
         return sequences
     scores = steps.scores if steps is not None else _columns(outcome.scores, longest) if config.output_scores else None
     logits = steps.logits if steps is not None else _columns(outcome.logits, longest) if config.output_logits else None
-    kind = GenerateDecoderOnlyOutput if call.source is None else GenerateEncoderDecoderOutput
-    out = kind(sequences=sequences, scores=scores, logits=logits, **{CACHE: call.cache if wants_past else None})
+    kind = GenerateDecoderOnlyOutput if text.source is None else GenerateEncoderDecoderOutput
+    out = kind(sequences=sequences, scores=scores, logits=logits, **{CACHE: text.cache if wants_past else None})
     out.fastspec = outcome.stats
     return out
 
 
-def _stand(call: Asked, target: HFModel, tokens: list[list[int]], counts: Tensor) -> None:
+def _stand(plan: Plan, target: HFModel, tokens: list[list[int]]) -> None:
     """Let every row stand behind its own new tokens, but for the last: its last round may have gone on behind its end.
     Where a state cannot be taken back, the rows read their texts once more."""
-    first = call.keep[:, : call.past_length].sum(1)
-    wanted = first + counts + torch.tensor([len(row) for row in tokens], device=first.device) - 1
+    text = plan.text
+    first = text.past_keep.sum(1)
+    wanted = first + plan.request.counts + torch.tensor([len(row) for row in tokens], device=first.device) - 1
     if target.rewinds:
         target.rewind(wanted)
     elif not torch.equal(target.lengths, wanted):
-        width = call.keep.shape[1] - call.past_length
-        real, ids = call.keep[:, -width:], call.ids[:, -width:]
+        real = text.new_keep
+        ids = text.ids[:, -real.shape[1] :]
         texts = [
             torch.cat((row[shown], row.new_tensor(more[:-1])))
             for row, shown, more in zip(ids, real, tokens, strict=True)
         ]
         target.open(int(wanted.max()))
-        if call.shift is not None:
-            target.move(call.shift)
-        if call.own is not None:
-            call.own(target)
+        if text.shift is not None:
+            target.move(text.shift)
+        if text.own is not None:
+            text.own(target)
             texts, first = [ids.new_tensor(more[:-1]) for more in tokens], target.lengths.clone()
-        elif call.past is not None:
-            import_past(target.state, call.past, call.keep[:, : call.past_length])
+        elif text.past is not None:
+            import_past(target.state, text.past, text.past_keep)
         if int((wanted - first).max()):
             target.prefill(pad_sequence(texts, batch_first=True), wanted - first)
 
 
-def _add_padding(call: Asked, outcome: Outcome, target: HFModel, longest: int) -> None:
+def _add_padding(plan: Plan, outcome: Outcome, target: HFModel, longest: int) -> None:
     """Let rows that ended early read padding up to the longest, as plain decoding does: it leaves keys and values of
     it, which a mask of ones over the next turn shows, and scores and logits."""
-    logits = _read_padding(target, outcome.tokens, longest, call.pad)
-    ids, padding = call.ids, [call.pad] * longest
+    logits = _read_padding(target, outcome.tokens, longest, plan.pad)
+    ids, padding = plan.text.ids, [plan.pad] * longest
     rows = [row for row, read in enumerate(logits) if len(read)]
-    if call.config.output_logits:
+    if plan.config.output_logits:
         for row in rows:
             outcome.logits[row] += list(logits[row])
-    for step in range(longest) if call.config.output_scores else ():
+    for step in range(longest) if plan.config.output_scores else ():
         here = [row for row in rows if len(outcome.tokens[row]) <= step]
         if here:
             texts = torch.stack(
                 [torch.cat((ids[row], ids.new_tensor((outcome.tokens[row] + padding)[:step]))) for row in here]
             )
             raw = torch.stack([logits[row][step - len(outcome.tokens[row])] for row in here])
-            for row, scores in zip(here, process_rows(call.processors, here, texts, raw), strict=True):
+            for row, scores in zip(here, plan.processing.process_rows(here, texts, raw), strict=True):
                 outcome.scores[row].append(scores)
 
 

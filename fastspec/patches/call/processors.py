@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from fastspec.errors import NoDistribution, Unsupported
+from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.verify import RowProcessor
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.pool import plain_value
@@ -161,11 +163,65 @@ def temperature_of(processors: Iterable[Any]) -> float:
     return next((float(each.temperature) for each in processors if type(each) is lp.TemperatureLogitsWarper), 1.0)
 
 
-def signature(processors: lp.LogitsProcessorList) -> Hashable:
-    """What tells one list of processors that look at no history from another: their kinds and their settings."""
-    return tuple(
-        (type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items()))) for p in processors
-    )
+@dataclass(frozen=True, slots=True)
+class Processing:
+    """Processors of a call, read once, in the form that rounds apply.
+
+    `process` maps scores [R, V] of any nodes where no processor looks at the history, `process_at` those of some rows
+    with their prefixes where one does. `settings` are all that the processors do, where the call samples and nobody
+    asks for processed scores.
+    """
+
+    processors: lp.LogitsProcessorList
+    sample: bool = False
+    settings: SamplingSettings | None = None
+    process: Process | None = None
+    process_at: RowProcessor | None = None
+
+    @property
+    def temperature(self) -> float:
+        """The temperature that they apply."""
+        return temperature_of(self.processors)
+
+    @property
+    def drawn(self) -> Process | None:
+        """The processors that drafts are drawn under."""
+        return self.process if self.sample else None
+
+    @property
+    def place(self) -> Place:
+        """HOST where one of them waits for the device."""
+        waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
+        return Place.HOST if waits else Place.DEVICE
+
+    @property
+    def signature(self) -> Hashable:
+        """Kinds and settings of processors that captured rounds apply; None where these apply none."""
+        if self.process is None:
+            return None
+        return tuple(
+            (type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items())))
+            for p in self.processors
+        )
+
+    def in_lockstep(self, *, mixes: bool) -> Processing:
+        """The same in lockstep, where plain decoding's steps apply them: drafts are not drawn, since they would take
+        random numbers that plain decoding does not; a mixture of two distributions still processes both."""
+        return replace(self, process=self.process if mixes else None, process_at=None)
+
+    def process_rows(self, rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
+        """Scores [R, V] of these rows of the batch as the processors leave them; texts [R, T] are the rows' tokens."""
+        return process_rows(self.processors, rows, texts, scores)
+
+
+def read_processors(
+    processors: lp.LogitsProcessorList, ids: Tensor, sample: bool, *, scored: bool = False
+) -> Processing:
+    """The processors of a call on prompts ids [B, T]; `scored` where processed scores are asked for. Raises Unsupported
+    as `make_processors`."""
+    process, process_at = make_processors(processors, ids)
+    settings = read_settings(processors) if sample and not scored else None
+    return Processing(processors, sample, settings, process, process_at)
 
 
 class Ending:

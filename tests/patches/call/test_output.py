@@ -3,6 +3,7 @@ cache handed back."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import output
 from fastspec.patches.call.output import output_of
+from fastspec.patches.call.plan import Text
+from fastspec.patches.call.processors import Processing
 from fastspec.patches.hf.cache import kept_cache
 
 VOCAB, PAD = 7, 6
@@ -95,9 +98,17 @@ def made(tail: int = 4, **changes: Any) -> tuple[Any, Outcome, Any]:
 
 def returned(call: Any, outcome: Outcome, target: Any) -> Any:
     """With another default device than the tensors have: one that is made without a device cannot meet the others."""
-    counts = torch.tensor(READ)
+    given = vars(call)
+    plan: Any = SimpleNamespace(
+        config=call.config,
+        steps=call.steps,
+        pad=call.pad,
+        text=Text(**{each.name: given[each.name] for each in fields(Text) if each.name in given}),
+        processing=Processing(call.processors),
+        request=SimpleNamespace(rows=call.rows, counts=torch.tensor(READ)),
+    )
     with torch.device("meta"):
-        return output_of(call, outcome, target, counts)
+        return output_of(plan, outcome, target)
 
 
 SEQUENCES = [[1, 2, 3, 1, 2, 3, 4, 5], [0, 0, 4, 2, 1, PAD, PAD, PAD], [0, 5, 6, 3, 3, 4, PAD, PAD]]

@@ -1,0 +1,283 @@
+"""Plan of one assisted call: the settings that transformers prepared, made once and read by the engine, the rounds and
+the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+
+from fastspec.errors import Unsupported
+from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.engine.call import Request
+from fastspec.generation.layer_state import LayerCache
+from fastspec.generation.ops import Ops
+from fastspec.generation.target import Source
+from fastspec.kernels.attention.reference import Span
+from fastspec.patches.assistants.registry import Continued
+from fastspec.patches.assistants.speculative import MixedDecoding
+from fastspec.patches.call.processors import (
+    Ending,
+    PlainSteps,
+    Processing,
+    Streaming,
+    are_known,
+    read_processors,
+    unknown_types,
+)
+from fastspec.patches.call.prompts import (
+    OwnPrefill,
+    besides_tokens,
+    compact,
+    position_shift,
+    real_tokens,
+    refuse_dropped,
+    refuse_holes,
+    sees_ahead,
+)
+from fastspec.patches.call.ranks import Ranks
+from fastspec.patches.call.refusals import refuse_prompts
+from fastspec.patches.hf.cache import CACHE, given_cache
+from fastspec.patches.hf.compat import device_of, keeps_all, kept_by, read_cache, text_length
+from fastspec.patches.hf.limits import check_padding, dropped_spans, layer_spans
+from fastspec.patches.hf.modes import Mode
+from fastspec.patches.hf.parallel import group_of
+from fastspec.patches.hf.peft_models import virtual_tokens
+from fastspec.patches.hf.seq2seq import read_source
+from fastspec.patches.session import PatchSession
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text that a call begins with: ids [B, T], and keep [B, past + T] bool, False for padding, behind `past_length`
+    tokens of a cache.
+
+    `past` are keys and values [B, Hkv, T, D] of each layer, `virtual` the same where a prompt-learning adapter brings
+    them; `own` is the model's own pass over prompts of more than tokens, `source` what an encoder has read. Positions
+    begin shift [B] further than tokens are counted. `cache` is transformers' own of the call, to be filled where the
+    caller `handed_in` one or asks for it.
+    """
+
+    ids: Tensor
+    keep: Tensor
+    past_length: int = 0
+    past: list[LayerCache] | None = None
+    virtual: list[LayerCache] | None = None
+    shift: Tensor | None = None
+    own: OwnPrefill | None = None
+    source: Source | None = None
+    cache: Any = None
+    handed_in: bool = False
+
+    @property
+    def past_keep(self) -> Tensor:
+        """Which tokens of the past are real [B, past] bool."""
+        return self.keep[:, : self.past_length]
+
+    @property
+    def new_keep(self) -> Tensor:
+        """Which tokens that the cache does not hold are real [B, new] bool."""
+        return self.keep[:, self.past_length :]
+
+    def context(self, decoding: Decoding) -> tuple[Tensor, Tensor] | None:
+        """The tokens that a drafter without a model reads before the first new one, where they are more than the
+        prompt."""
+        if self.source is not None:
+            return None if decoding.reads_source else self.source.text(self.ids)
+        return compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Settings of one call, or of an open batch's rounds, which have those with a default.
+
+    `request` is what the rounds read of it, `capacity` the tokens that a row has at most. Where it is `bounded`, layers
+    keep no more of a text than they can see again; `dropped` is what transformers' cache of the call leaves of layers
+    that see the whole text, see `HFModel`.
+    """
+
+    model: Any
+    session: PatchSession
+    decoding: Decoding
+    ops: Ops
+    text: Text
+    request: Request
+    capacity: int
+    processing: Processing
+    config: Any = None
+    """The call's generation_config."""
+    asked: Continued | None = None
+    """The assistant as the call names it."""
+    pad: int = 0
+    steps: PlainSteps | None = None
+    """Plain decoding's own steps, where processors or criteria may have a state: the call decodes in lockstep."""
+    streaming: Streaming | None = None
+    ranks: Ranks | None = None
+    """The processes that hold the model together."""
+    criteria: Sequence[Any] = ()
+    """Criteria besides length and end tokens."""
+    bounded: bool = True
+    dropped: tuple[Span | None, ...] | None = None
+    likeliest: bool = False
+    """True where the call reads no more of the target's logits than which tokens they make the likeliest."""
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return device_of(self.model)
+
+
+def plan_call(
+    model: Any,
+    session: PatchSession,
+    assistant: Decoding | Continued,
+    given: dict[str, Any],
+    ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: Any,
+    config: Any,
+    model_kwargs: dict[str, Any],
+    mode: Mode,
+    ops: Ops,
+) -> Plan:
+    """The plan of a call; `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in
+    this turn, all else is what transformers made of the arguments. Raises Unsupported for what cannot be combined."""
+    asked = assistant if isinstance(assistant, Continued) else Continued(assistant)
+    device, group = device_of(model), group_of(model)
+    ranks = None if group is None else Ranks(group, device)
+    text = _read_text(model, given, ids.to(device), config, model_kwargs, asked.rows is not None, mode)
+    decoding: Decoding = asked.decoding if text.source is None else asked.decoding.reading(text.source)
+    refuse_prompts(model, text.ids, text.keep, text.past_length)
+    agreed = criteria if ranks is None else ranks.agreed(criteria)
+    ending, mixes = Ending(agreed, text.ids), isinstance(decoding, MixedDecoding)
+    known, rows, streamer = are_known(processors, criteria), asked.rows, given.get("streamer")
+    if mixes and not are_known(processors, ()):
+        raise Unsupported(
+            f"a mixture of two models' distributions takes no processors that may look at the tokens so far "
+            f"({unknown_types(processors)}): leave them out, or decode the large model's own distribution"
+        )
+    if rows is not None and text.handed_in:
+        raise Unsupported(f"ContinuousBatch takes whole prompts, without {CACHE}: name its assistant itself")
+    rows = rows if rows is not None and rows < len(ids) else None
+    if rows is not None and not known:
+        raise Unsupported(
+            f"ContinuousBatch decodes {rows} of {len(ids)} prompts at a time, and "
+            f"{unknown_types(processors, criteria)} may "
+            "keep a state over the whole batch: name its assistant itself, or pass at most as many prompts as it "
+            "has rows"
+        )
+    prompts, counts = compact(text.ids[:, -text.new_keep.shape[1] :], text.new_keep)
+    dropped = dropped_spans(model, text.cache)
+    _refuse_padding(model, text, config, ending.limit, dropped, decoding)
+    on_round = callable(getattr(streamer, "on_round", None))  # ours: a round before its tokens
+    told = None if on_round else streamer
+    steps = None if known else PlainSteps(ids, processors, agreed, config, told)
+    wanted = bool(config.return_dict_in_generate) and steps is None
+    scored = bool(wanted and config.output_scores)
+    processing = read_processors(processors, text.ids, bool(config.do_sample), scored=scored)
+    processing = processing if steps is None else processing.in_lockstep(mixes=mixes)
+    pad = int(held) if (held := getattr(config, "_pad_token_tensor", None)) is not None else 0
+    streaming = Streaming(streamer, len(prompts), pad) if streamer is not None else None
+    emits = streaming is not None and (steps is None or steps.streamer is None)
+    request = Request(
+        prompts,
+        counts,
+        list(text.ids),
+        ending.limit,
+        ending.ends,
+        processing.process_at,
+        context=text.context(decoding),
+        stop=ending.stop,
+        emit=streaming.emit if streaming and emits else None,
+        watch=streaming.watch if streaming else None,
+        keep_scores=scored,
+        keep_logits=bool(wanted and config.output_logits),
+        answers=asked.answers,
+        measure=asked.measure,
+        rows=rows,
+        steps=steps,
+        prefill=text.own,
+    )
+    return Plan(
+        model,
+        session,
+        decoding,
+        ops,
+        text,
+        request,
+        int(text.past_keep.sum(1).max()) + prompts.shape[1] + ending.limit,
+        processing,
+        config,
+        asked,
+        pad,
+        steps,
+        streaming,
+        ranks,
+        ending.others,
+        _is_bounded(model, text, config),
+        dropped,
+        likeliest=not config.do_sample and processing.process is None and not request.reads_logits,
+    )
+
+
+def _read_text(
+    model: Any,
+    given: dict[str, Any],
+    ids: Tensor,
+    config: Any,
+    model_kwargs: dict[str, Any],
+    continuous: bool,
+    mode: Mode,
+) -> Text:
+    cache, layers = model_kwargs.get(CACHE), model.config.get_text_config().num_hidden_layers
+    handed_in = given_cache(given) is not None  # the cache is the user's own, to be filled in place
+    past = read_cache(cache, layers)
+    length = text_length(past)
+    if model.config.is_encoder_decoder:  # the mask is the source's
+        keep, source = torch.ones_like(ids, dtype=torch.bool), read_source(model, given, model_kwargs, len(ids))
+        return Text(ids, keep, length, past, source=source, cache=cache, handed_in=handed_in)
+    keep = real_tokens(model, ids, given.get("attention_mask"), config, length)
+    shift = position_shift(model, ids, keep, model_kwargs)
+    inputs, own = besides_tokens(model_kwargs), None
+    if inputs or sees_ahead(model, mode.adapter):
+        if continuous:
+            alone = f"prompts of tokens alone, without {', '.join(sorted(inputs))}"
+            ahead = f"no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
+            raise Unsupported(f"ContinuousBatch takes {alone if inputs else ahead}: name its assistant itself")
+        own = OwnPrefill(model, config, ids, keep, model_kwargs)
+    virtual = virtual_tokens(model, keep, layers)
+    if virtual is not None:  # as behind a cache of the user's own
+        if past is not None or continuous:
+            raise Unsupported(
+                f"{CACHE if past is not None else 'ContinuousBatch'} cannot be combined with a prompt-learning "
+                "adapter: its virtual tokens begin every prompt of a call"
+            )
+        past, length = virtual, text_length(virtual)
+        keep = torch.cat((torch.ones_like(keep[:, :1]).expand(-1, length), keep), 1)
+    return Text(ids, keep, length, past, virtual, shift, own, None, cache, handed_in)
+
+
+def _refuse_padding(
+    model: Any, text: Text, config: Any, limit: int, dropped: tuple[Span | None, ...], decoding: Decoding
+) -> None:
+    """Raise Unsupported for padding under which plain decoding sees other tokens than it would without."""
+    if text.source is None:
+        past = text.past_length if text.own is None else text.keep.shape[1]
+        refuse_holes(model, text.keep, past, limit, dropped)
+        if text.own is None:
+            refuse_dropped(model, text.cache, text.past_length, config, dropped)
+    for exact in (model, *((decoding.draft,) if isinstance(decoding, MixedDecoding) else ())):
+        check_padding(exact, int((~text.keep).sum(1).max()), text.keep.shape[1] + limit)
+
+
+def _is_bounded(model: Any, text: Text, config: Any) -> bool:
+    """True where nobody will see what a layer with a window has dropped: the cache that the call hands back keeps no
+    more either."""
+    if text.cache is None or not (text.handed_in or config.return_dict_in_generate):
+        return True
+    spans = layer_spans(model)
+    return not any(spans[layer] is not None and keeps_all(text.cache, layer) for layer in set(kept_by(model.config)))
