@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from helpers.generate import TREE, prompts, same, shallow_model
 from helpers.models import tiny_head
 
