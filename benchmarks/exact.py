@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 40])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--assistants", nargs="+", default=["autoregressive", "eagle3", "nasd", "speculative"])
+    parser.add_argument("--kernels", nargs="+", choices=["exact", "fast"], default=["exact", "fast"])
     asked = parser.parse_args()
     device, _ = device_here()
     model, tokenizer = load_model(SMOLLM2)[:2]
@@ -68,7 +69,7 @@ def main() -> None:
     makes = {"speculative": fastspec.Speculative(early_exit=10)}
     for dtype in asked.dtypes:
         model = model.to(device, getattr(torch, dtype))
-        for exact in (True, False) if device == "cuda" else (False,):
+        for exact in (kernels == "exact" for kernels in asked.kernels):
             with fastspec.patched(model, eagle3=SMOLLM2, exact=exact):
                 for name, rows in texts.items():
                     plain = answers(model, rows, "autoregressive", 1, asked.new, device)[0]
