@@ -8,6 +8,7 @@ the first tokens is a finite sum, the real drafters, rounds and caches at work, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -165,8 +166,7 @@ def test_greedy_calls_give_the_mixtures_tokens(data, rule, seed, gamma, process)
 def test_what_cannot_be_mixed_is_refused():
     make = mixing(0, 2, 2, partial(mixed, "chow", 0.5))
     target, drafter = make(1, TORCH)
-    asked = request(1, 3)
-    asked.process_at = lambda rows, texts, scores: scores
+    asked = replace(request(1, 3), process_at=lambda rows, texts, scores: scores)
     with pytest.raises(Unsupported, match="takes no processors that look at the tokens so far"):
         decode(Engine(target, drafter, TORCH, rows=1, sample=True, process=None), asked, "mixed")
 
