@@ -358,8 +358,7 @@ def probe_head(
     if not rows or not rows[0].declared:
         raise CheckpointError(
             f"{checkpoint.where} reads the last layer's output before the final norm, which cannot be measured on "
-            f"{type(target).__name__}: "
-            "it has no adapter"
+            f"{type(target).__name__}: it has no adapter"
         )
     return sorted(rows, key=lambda row: -row.score)
 

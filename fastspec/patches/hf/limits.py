@@ -149,10 +149,8 @@ def check_padding(model: Any, padding: int, slots: int) -> None:
     if getattr(config, factor.used_if) and slots > size:
         raise Unsupported(
             f"a prompt has {padding} tokens of padding, which {type(model).__name__} counts where it scales queries "
-            f"past {size} tokens "
-            f"({factor.period}), and the call may reach {slots}: ask for at most {size}, prompt and padding "
-            "included, pass prompts of one "
-            "length, or one at a time"
+            f"past {size} tokens ({factor.period}), and the call may reach {slots}: ask for at most {size}, prompt and "
+            "padding included, pass prompts of one length, or one at a time"
         )
 
 

@@ -125,9 +125,8 @@ def refuse_foreign_masks(model: Any) -> None:
     """Raise Unsupported where a function of someone else's makes the masks of a model in generic mode."""
     for label, function in foreign_masks(replaced_functions(model, list(model.modules()))):
         raise Unsupported(
-            f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, "
-            "which passes it by: put "
-            "transformers' own back"
+            f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, which "
+            "passes it by: put transformers' own back"
         )
 
 
@@ -143,8 +142,7 @@ def refuse_lost_cache(model: Any) -> None:
     ):
         raise Unsupported(
             f"{type(model).__name__} in train mode leaves its cache out under gradient checkpointing: call "
-            "model.eval(), or "
-            "turn checkpointing off, for the calls of generate"
+            "model.eval(), or turn checkpointing off, for the calls of generate"
         )
 
 
@@ -171,17 +169,15 @@ def check_decoder(model: Any) -> None:
         if is_foreign(module):
             raise Unsupported(
                 f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own "
-                "loop over the "
-                "decoder's layers would pass by: remove it"
+                "loop over the decoder's layers would pass by: remove it"
             )
     loops = model, model.base_model, decoder
     named = {each for loop in loops for each in inspect.unwrap(type(loop).forward).__code__.co_names}
     for label, function in replaced_functions(model, list(loops)):
         if label.startswith("the mask") or (label.startswith("transformers.") and label.rpartition(".")[2] in named):
             raise Unsupported(
-                f"{label} is someone else's ({where_defined(function)}), which fastspec's own loop over the layers "
-                f"of {name}'s decoder "
-                "would pass by: put it back"
+                f"{label} is someone else's ({where_defined(function)}), which fastspec's own loop over the layers of "
+                f"{name}'s decoder would pass by: put it back"
             )
     _check_masks(name, model.config)
 

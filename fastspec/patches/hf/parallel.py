@@ -70,8 +70,7 @@ def layer_devices(model: Any) -> list[torch.device]:
     if not stacks:
         raise Unsupported(
             f"{type(model).__name__} is spread over {', '.join(devices_of(model))}, and its {count} layers are not "
-            "found in its decoder: "
-            "load it on one device (device_map='cuda:0')"
+            "found in its decoder: load it on one device (device_map='cuda:0')"
         )
     return [_device_of_layer(model, layer, index) for index, layer in enumerate(stacks[0])]
 
@@ -83,9 +82,8 @@ def _device_of_layer(model: Any, layer: nn.Module, index: int) -> torch.device:
         found = {next((torch.device(place) for place in places if place is not None), device_of(model))}
     if len(found) > 1:
         raise Unsupported(
-            f"layer {index} of {type(model).__name__} is itself spread over {', '.join(sorted(map(str, found)))}: "
-            "lay whole layers on a "
-            "device (device_map='auto' does)"
+            f"layer {index} of {type(model).__name__} is itself spread over {', '.join(sorted(map(str, found)))}: lay "
+            "whole layers on a device (device_map='auto' does)"
         )
     return found.pop()
 
@@ -150,16 +148,14 @@ def local_heads(model: Any, heads: int) -> int:
     except ImportError as error:
         raise Unsupported(
             f"{type(model).__name__} was loaded over {size} processes by transformers {transformers.__version__}; "
-            "fastspec reads what 5.21 "
-            "and later make of tp_plan: install one of them"
+            "fastspec reads what 5.21 and later make of tp_plan: install one of them"
         ) from error
 
     found = get_kv_heads_per_rank(model.tp_plan, heads, size)
     if found is None:
         raise Unsupported(
             f"{type(model).__name__} has {heads} key heads, which {size} processes cannot divide: load it over a "
-            "number of processes that "
-            f"divides {heads}"
+            f"number of processes that divides {heads}"
         )
     return found
 
@@ -337,8 +333,7 @@ def check_shares(model: Any) -> None:
     if group_of(model) is None:
         raise Unsupported(
             f"{name} was loaded over {size} processes, and none of its parameters is a DTensor: fastspec reads what "
-            "transformers 5.21 and "
-            "later make of tp_plan"
+            "transformers 5.21 and later make of tp_plan"
         )
     config = getattr(model.config, "distributed_config", None)
     others = [kind for kind in ("ep_size", "pp_size", "fsdp_size") if (getattr(config, kind, None) or 1) > 1]

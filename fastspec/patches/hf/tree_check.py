@@ -169,8 +169,7 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
             if math.isnan(found):
                 return _Verdict(
                     f"{name} gives logits that are NaN or infinite for random texts in "
-                    f"{str(dtype).removeprefix('torch.')}: look for NaN "
-                    "in its weights, and for a dtype that overflows",
+                    f"{str(dtype).removeprefix('torch.')}: look for NaN in its weights, and for a dtype that overflows",
                     passing=True,
                 )
             if found <= _bound(dtype):
@@ -187,9 +186,8 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
         )
     return _Verdict(
         f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits "
-        f"are {found:.2g} "
-        "standard deviations apart): it reads positions or masks in a way of its own, and cannot be combined with "
-        "assistant="
+        f"are {found:.2g} standard deviations apart): it reads positions or masks in a way of its own, and cannot be "
+        "combined with assistant="
     )
 
 
