@@ -54,7 +54,7 @@ def inspect(
 
 def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: Console) -> None:
     """Print how well each reading of a head drafts the target's greedy answer to a prompt, and what follows from it."""
-    from fastspec.patches.assistants.heads import probe_head
+    from fastspec.patches.assistants.probe import probe_head
     from fastspec.programs.demo import PROMPTS
     from fastspec.programs.texts import encode
 
@@ -78,7 +78,7 @@ def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: C
 
 
 def verdict(source: str, rows: Sequence[Any]) -> str:
-    """The verdict on a head by the rows of `fastspec.patches.assistants.heads.probe_head`, best first: keep its
+    """The verdict on a head by the rows of `fastspec.patches.assistants.probe.probe_head`, best first: keep its
     declared reading, take another, or look for another head.
 
     A reading is better than the declared one where it met the target's choice more often at one of the two steps by
