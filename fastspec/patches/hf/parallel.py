@@ -26,14 +26,24 @@ from fastspec.generation.decoder_layer import Linear, Product, Weights, is_plain
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import Addends, DeferredProduct
 from fastspec.kernels.parallel.reference import share
-from fastspec.patches.hf.compat import device_of, layer_count, layer_shapes
-from fastspec.patches.hf.replaced import every_module
+from fastspec.patches.hf.compat import (
+    device_of,
+    every_module,
+    hooked_device,
+    hooks_of,
+    layer_count,
+    layer_shapes,
+    local_part,
+    own_parameters,
+    placing_hook,
+    processes_of,
+)
 
 
 def devices_of(model: Any) -> list[str]:
     """The devices that a model's parameters are on, in order of their names; those that are loaded for a pass count as
     none."""
-    found = {each.device for module in every_module(model) for each in module._parameters.values() if each is not None}
+    found = {each.device for module in every_module(model) for each in own_parameters(module).values()}
     return sorted(str(device) for device in found if device.type != "meta")
 
 
@@ -49,7 +59,7 @@ def check_placement(model: Any) -> None:
     if len(devices) < 2:
         return
     name, told = type(model).__name__, f"spread over {', '.join(devices)}"
-    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+    if not any(placing_hook(module) is not None for module in model.modules()):
         raise Unsupported(
             f"{name} is {told}; without accelerate's hooks nothing moves its states from one to the next: load it "
             "with device_map='auto', "
@@ -78,8 +88,7 @@ def layer_devices(model: Any) -> list[torch.device]:
 def _device_of_layer(model: Any, layer: nn.Module, index: int) -> torch.device:
     found = {each.device for each in layer.parameters() if each.device.type != "meta"}
     if not found:  # its weights are moved to where its modules compute
-        places = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in layer.modules())
-        found = {next((torch.device(place) for place in places if place is not None), device_of(model))}
+        found = {hooked_device(layer.modules()) or device_of(model)}
     if len(found) > 1:
         raise Unsupported(
             f"layer {index} of {type(model).__name__} is itself spread over {', '.join(sorted(map(str, found)))}: lay "
@@ -125,17 +134,6 @@ def parallel_style(module: nn.Module) -> ParallelStyle | None:
 def mesh_of(parameter: Tensor) -> DeviceMesh | None:
     """The processes that hold a parameter together, or None of a plain one."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """What lies here of a parameter: itself, or its part of one that is cut; to move that moves the parameter's, which
-    it would not do to what `to_local` gives of a parameter since torch 2.13, a view."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def processes_of(model: Any) -> int:
-    """Over how many processes transformers has cut a model."""
-    return getattr(model, "_tp_size", None) or 1
 
 
 def local_heads(model: Any, heads: int) -> int:
@@ -243,7 +241,7 @@ def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool = False)
 def share_of(module: nn.Module) -> Share | None:
     """What this process has of a linear layer that transformers has cut, or None of any other module."""
     style = parallel_style(module)
-    if style is None or not isinstance(module, nn.Linear) or module._forward_hooks or module._forward_pre_hooks:
+    if style is None or not isinstance(module, nn.Linear) or hooks_of(module):
         return None
     mesh = mesh_of(module.weight)
     if mesh is None or style is ParallelStyle.OTHER:
@@ -281,7 +279,7 @@ class ExpertsShare:
 
 def share_of_experts(held: nn.Module) -> ExpertsShare | None:
     """What this process has of experts without biases that transformers has cut, or None of any other module."""
-    if parallel_style(held) is not ParallelStyle.EXPERTS or held._forward_hooks or held._forward_pre_hooks:
+    if parallel_style(held) is not ParallelStyle.EXPERTS or hooks_of(held):
         return None
     weights = dict(held.named_parameters())
     meshes = {mesh_of(weight) for weight in weights.values()}
