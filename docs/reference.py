@@ -17,6 +17,7 @@ MODULES = (
     "fastspec",
     "fastspec.models",
     "fastspec.patches.assistants.heads",
+    "fastspec.patches.assistants.probe",
     "fastspec.programs.bench.run",
     "fastspec.programs.training.config",
     "fastspec.programs.training.entry",

@@ -102,7 +102,7 @@ MODULES = {
     "fastspec.patches.hf.spans": "it is in fastspec.patches.hf.limits",
     "fastspec.patches.hf.states": "it is in fastspec.patches.hf.cache",
     "fastspec.patches.hf.stop_strings": "it is in fastspec.patches.hf.ends",
-    "fastspec.patches.hf.walk": "it is in fastspec.patches.hf.replaced",
+    "fastspec.patches.hf.walk": "it is in fastspec.patches.hf.compat",
     "fastspec.patches.hf.watch": "it is in fastspec.patches.hf.changes",
     "fastspec.patches.hf.wrappers": "it is in fastspec.patches.hf.replaced",
     "fastspec.patches.inspection": "it is in fastspec.patches.api",

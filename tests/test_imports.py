@@ -53,6 +53,7 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "generation.decoder_layer.is_plain",
     "patches.api",
     "patches.assistants.heads",
+    "patches.assistants.probe",
     "patches.assistants.speculative.read_parameters",
     "patches.cascade",
     "patches.continuous",

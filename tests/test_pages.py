@@ -25,7 +25,7 @@ from helpers.training import small_target, small_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastspec
-from fastspec.patches.assistants import heads
+from fastspec.patches.assistants import heads, probe
 from fastspec.patches.session import session_of
 from fastspec.programs.cli.app import app
 
@@ -53,9 +53,10 @@ def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     for module in ("models", "patches.cascade.stages"):
         monkeypatch.setattr(f"fastspec.{module}.load_model", lambda name, *options: (stand_in(name), small_tokenizer()))
     monkeypatch.setattr("fastspec.patches.cascade.stages.load_tokenizer", lambda name: small_tokenizer())
-    monkeypatch.setattr(
-        heads, "find_head", lambda source, **options: held["eagle" if str(source).endswith("-eagle") else "eagle3"]
-    )
+    for module in (heads, probe):
+        monkeypatch.setattr(
+            module, "find_head", lambda source, **options: held["eagle" if str(source).endswith("-eagle") else "eagle3"]
+        )
     for kind in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
         monkeypatch.setattr(kind, "from_pretrained", stand_in)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: small_tokenizer())

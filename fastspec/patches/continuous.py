@@ -38,13 +38,14 @@ from fastspec.patches.hf.compat import (
     drop_capturing_hooks,
     is_shared_out,
     position_limit,
+    processes_of,
     unpack_weights,
     unwrapped,
 )
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
-from fastspec.patches.hf.parallel import group_of, processes_of
+from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 

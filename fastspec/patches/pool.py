@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.hf.changes import ModuleSettings
-from fastspec.patches.hf.replaced import every_module
+from fastspec.patches.hf.compat import every_module
 
 KEPT = 4
 

@@ -25,12 +25,10 @@ from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.verdict import self_check
-from fastspec.patches.hf.compat import device_of, dtype_of, is_unpacking_hook
+from fastspec.patches.hf.compat import device_of, dtype_of, every_module, hooks_of, is_unpacking_hook, local_part
 from fastspec.patches.hf.exact import refuse_device
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import Mode
-from fastspec.patches.hf.parallel import local_part
-from fastspec.patches.hf.replaced import every_module
 from fastspec.patches.on_cpu import named, why_torch
 from fastspec.patches.pool import Engines
 from fastspec.patches.tuning.store import use_tuned
@@ -186,7 +184,7 @@ class PatchSession:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the
         model was moved. Those that compressed-tensors has yet to unpack wait for that. `ops` are the session's for this
         mode, where they are known."""
-        if any(map(is_unpacking_hook, model._forward_pre_hooks.values())):
+        if any(map(is_unpacking_hook, hooks_of(model))):
             return
         ops = ops or self.ops(model, mode)
         if ops.packs and not self._is_laid(model, mode):

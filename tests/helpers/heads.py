@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fastspec.generation.heads.module import EagleHead, HeadConfig
-from fastspec.patches.assistants.heads import _causal
+from fastspec.patches.assistants.probe import _causal
 
 BASE = HeadConfig(
     hidden_size=16,

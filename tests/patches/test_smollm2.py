@@ -16,7 +16,7 @@ import fastspec
 from fastspec.generation.heads.fit import Reading
 from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2
-from fastspec.patches.assistants import heads
+from fastspec.patches.assistants import probe
 from fastspec.programs.demo import PROMPTS, MarkedStreamer
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.start import SOFTEN, head_for, start_from_target
@@ -57,16 +57,16 @@ def test_the_eagle3_head_drafts_what_the_model_says(smollm2) -> None:
 @pytest.mark.parametrize("prompt", [None, "Name three rivers."])
 @pytest.mark.parametrize("template", [True, False])
 def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: str | None, template: bool) -> None:
-    seen, real = [], heads.probe_head
+    seen, real = [], probe.probe_head
 
     def probe_head(path: str, model: Any, ids: torch.Tensor) -> Any:
         seen.append(smollm2[1].decode(ids[0]))
         return real(path, model, ids)
 
     monkeypatch.setattr("fastspec.models.load_model", lambda name, device: smollm2)
-    monkeypatch.setattr(heads, "probe_head", probe_head)
-    monkeypatch.setattr(heads, "PROBE_TOKENS", 4)
-    monkeypatch.setattr(heads, "_readings", lambda checkpoint, target: [(Reading(), checkpoint)])
+    monkeypatch.setattr(probe, "probe_head", probe_head)
+    monkeypatch.setattr(probe, "PROBE_TOKENS", 4)
+    monkeypatch.setattr(probe, "_readings", lambda checkpoint, target: [(Reading(), checkpoint)])
     if not template:
         monkeypatch.setattr(smollm2[1], "chat_template", None)
     done = run("inspect", HEAD, "--target", "any", "--probe", *(("--probe-prompt", prompt) if prompt else ()))

@@ -35,8 +35,7 @@ def packaged_head(name: str) -> Path | None:
         distribution = _distribution(HEADS[name])
         raise CheckpointError(
             f"the head {name} comes with the package {distribution}, which is not installed: in a checkout of "
-            "fastspec, "
-            f"{_command(distribution)}"
+            f"fastspec, {_command(distribution)}"
         )
     return folder / name
 

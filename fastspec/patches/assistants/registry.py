@@ -168,10 +168,9 @@ def chosen(call: Any, model: Any, default: Any) -> tuple[Any, bool]:
         held = getattr(config, "assistant", None)
         if held is not None and not isinstance(held, (str, dict)):
             raise Unsupported(
-                f"generation_config.assistant={held!r} would be lost when the generation_config is saved: use a "
-                "name, or a dictionary such "
-                'as {"name": "eagle3", "depth": 5}; an object goes to generate(assistant=...) or to '
-                "fastspec.patch(model, assistant=...)"
+                f"generation_config.assistant={held!r} would be lost when the generation_config is saved: use a name, "
+                'or a dictionary such as {"name": "eagle3", "depth": 5}; an object goes to generate(assistant=...) or '
+                "to fastspec.patch(model, assistant=...)"
             )
         if held is not None:
             return held, config is call
@@ -219,8 +218,7 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
         return decoding
     raise Unsupported(
         f"assistant={assistant!r} is neither a name ({', '.join(map(repr, NAMES))}), nor a config such as "
-        "fastspec.Eagle3(), nor an "
-        "object with `name`, `taps` and `drafter` (fastspec.Decoding)"
+        "fastspec.Eagle3(), nor an object with `name`, `taps` and `drafter` (fastspec.Decoding)"
     )
 
 

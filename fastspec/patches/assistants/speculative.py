@@ -224,8 +224,7 @@ def check_draft(draft: Any, target: Any) -> Any:
             names = ", ".join(type(part).__name__ for part in draft)
             raise Unsupported(
                 "speculative=(draft_model, draft_tokenizer, tokenizer) takes the draft model, its tokenizer and the "
-                "target's tokenizer, "
-                f"not ({names})"
+                f"target's tokenizer, not ({names})"
             )
         draft = Pair(*draft)
     model = draft.model if isinstance(draft, Pair) else draft
@@ -233,23 +232,19 @@ def check_draft(draft: Any, target: Any) -> Any:
         given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
         raise Unsupported(
             "speculative= takes a transformers model, or (draft_model, draft_tokenizer, tokenizer) where the "
-            "tokenizers differ, "
-            f"not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
+            f"tokenizers differ, not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
         )
     if model.config.model_type in READS_TARGET:
         raise Unsupported(
             f"{type(model).__name__} is no draft model of its own: it reads the keys and values of its target, which "
-            "fastspec does not "
-            "run. Without assistant=, model.generate(..., assistant_model=draft) runs it as transformers does; "
-            "speculative= takes a "
-            "smaller Gemma 4, and 'nasd' needs no model"
+            "fastspec does not run. Without assistant=, model.generate(..., assistant_model=draft) runs it as "
+            "transformers does; speculative= takes a smaller Gemma 4, and 'nasd' needs no model"
         )
     check_supported(model)
     if any(recurrent_layers(model.config)):
         raise Unsupported(
-            f"the draft model {type(model).__name__} keeps a recurrent state, which cannot be taken back when a "
-            "draft of its own is "
-            "rejected: give one with attention in every layer"
+            f"the draft model {type(model).__name__} keeps a recurrent state, which cannot be taken back when a draft "
+            "of its own is rejected: give one with attention in every layer"
         )
     if model.config.is_encoder_decoder != target.config.is_encoder_decoder:
         kinds = ["a decoder-only", "an encoder-decoder"]
@@ -271,9 +266,8 @@ def check_draft(draft: Any, target: Any) -> Any:
     if abs(sizes[0] - sizes[1]) > PADDING and not isinstance(draft, Pair):
         raise Unsupported(
             f"the draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: give both "
-            "tokenizers with "
-            f"speculative=(draft_model, draft_tokenizer, tokenizer) (sizes of one vocabulary differ by {PADDING} at "
-            "most, for padding)"
+            "tokenizers with speculative=(draft_model, draft_tokenizer, tokenizer) (sizes of one vocabulary differ by "
+            f"{PADDING} at most, for padding)"
         )
     _same_device(model, target)
     cost = read_weights(model), read_weights(target)
@@ -300,8 +294,7 @@ def _compare_tokens(draft: Any, target: Any) -> None:
         differences = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
         warnings.warn(
             f"the draft model and the target differ in special tokens ({differences}): if their tokenizers differ, "
-            "drafts will not be "
-            "accepted; give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+            "drafts will not be accepted; give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
             stacklevel=4,
         )
 
@@ -346,8 +339,7 @@ def resolve_speculative(
         if draft is None:
             raise Unsupported(
                 "assistant 'speculative' has no draft model: fastspec.patch(model, speculative=draft_model) supplies "
-                "it, or "
-                "fastspec.Speculative(early_exit=k) drafts with the target's first k layers"
+                "it, or fastspec.Speculative(early_exit=k) drafts with the target's first k layers"
             )
         drafts = draft.model if isinstance(draft, Pair) else draft
         _same_device(drafts, target)

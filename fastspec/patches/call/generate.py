@@ -25,10 +25,10 @@ from fastspec.patches.hf.compat import (
     is_shared_out,
     own_stop_strings,
     plain_decoding,
+    processes_of,
     unpack_weights,
 )
 from fastspec.patches.hf.modes import mode_for
-from fastspec.patches.hf.parallel import processes_of
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 

@@ -84,8 +84,7 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[
         )
         raise FastSpecError(
             f"kernels of backend {ops.name!r} do not compute on {name} in {about['dtype']} what their references do: "
-            f"{told}. "
-            f"{others} runs without them. Please report this with the versions {versions}. "
+            f"{told}. {others} runs without them. Please report this with the versions {versions}. "
             f"{kept if key in _known else 'An error may pass: nothing of it is kept, and the next patch checks again'}"
         )
 

@@ -69,9 +69,8 @@ class SlotCache(Cache):
             held = buffer.shape[2], buffer.shape[4]
             if (states.shape[1], states.shape[3]) != held:
                 raise Unsupported(
-                    f"layer {layer_idx} has {states.shape[1]} {name} heads of size {states.shape[3]}, its config "
-                    f"says {held[0]} of "
-                    f"{held[1]}: fastspec makes its cache by the config"
+                    f"layer {layer_idx} has {states.shape[1]} {name} heads of size {states.shape[3]}, its config says "
+                    f"{held[0]} of {held[1]}: fastspec makes its cache by the config"
                 )
         slots = self.slots[store.ring].to(store.device)
         store.write(self.ops, index, key_states.transpose(1, 2), value_states.transpose(1, 2), slots)

@@ -21,10 +21,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from fastspec.errors import Unsupported
-from fastspec.patches.hf.compat import CAPTURING_FLAG, device_of, has_global_hooks, is_capturing_hook
+from fastspec.patches.hf.compat import (
+    CAPTURING_FLAG,
+    MODULE_PARTS,
+    OWN_PARTS,
+    PEFT_SWITCHES,
+    change_count,
+    device_of,
+    every_module,
+    has_global_hooks,
+    hooks_of,
+    is_capturing_hook,
+    local_part,
+    own_buffers,
+    own_parameters,
+)
 from fastspec.patches.hf.modes import mode_for
-from fastspec.patches.hf.parallel import local_part
-from fastspec.patches.hf.replaced import every_module, has_replaced_methods, replaced_functions
+from fastspec.patches.hf.replaced import has_replaced_methods, replaced_functions
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
 HOLDERS = frozenset((list, tuple, dict, set))
@@ -49,7 +62,7 @@ class ModuleSettings:
         self.modules, self.mark = modules, object()
         """The mark stands for what is here; another snapshot of the same may take it over."""
         self.owners = [vars(module) for module in modules]
-        self.owners += [module._buffers for module in modules]
+        self.owners += [own_buffers(module) for module in modules]
         if isinstance(model, PreTrainedModel):
             self.owners += {id(each): vars(each) for each in (model.config, model.config.get_text_config())}.values()
         self.sizes = list(map(len, self.owners))
@@ -96,7 +109,7 @@ def _tensor_value(tensor: Tensor) -> Hashable:
     which one by `.data` is not."""
     if tensor.is_meta:
         return tuple(tensor.shape)
-    state = tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    state = tensor.data_ptr(), change_count(tensor)
     if tensor.numel() > SMALL:
         return state
     if tensor.device.type == "cpu":
@@ -113,11 +126,6 @@ def _bytes(tensor: Tensor) -> Hashable:
     return tensor.dtype, tensor.shape, whole.view(torch.uint8).numpy().tobytes() if len(whole) else b""
 
 
-ADAPTERS_OF_PEFT = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
-"""Attributes of PEFT's layers by which they choose what they add: Python's, so that a graph holds what they were at its
-capture."""
-
-
 def weight_places(model: nn.Module) -> Hashable:
     """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone.
 
@@ -129,34 +137,23 @@ def weight_places(model: nn.Module) -> Hashable:
     changed: list[Hashable] = []
     kinds: list[type[nn.Module]] = []
     for index, module in enumerate(every_module(model)):
-        places += [
-            local_part(parameter).data_ptr() for parameter in module._parameters.values() if parameter is not None
-        ]
+        places += [local_part(parameter).data_ptr() for parameter in own_parameters(module).values()]
         kinds.append(type(module))
         held = module.__dict__
-        hooks = bool(module._forward_hooks or module._forward_pre_hooks) and any(
-            not is_capturing_hook(hook)
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
+        hooks = not all(map(is_capturing_hook, hooks_of(module)))
         if hooks or "forward" in held:
             changed.append((index, hooks, id(held.get("forward"))))
-        if "_active_adapter" in held:
-            changed.append((index, *(str(held.get(name)) for name in ADAPTERS_OF_PEFT)))
+        if PEFT_SWITCHES[0] in held:
+            changed.append((index, *(str(held.get(name)) for name in PEFT_SWITCHES)))
     methods = frozenset((kind, kind.forward, has_replaced_methods(kind)) for kind in set(kinds))
     return tuple(places), tuple(kinds), tuple(changed), methods
-
-
-HELD = "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"
-"""What modules hold that has a say in their passes, by the names of `torch.nn.Module`."""
-OWN = "forward", "_hf_hook"
-"""What an instance may have of its own: someone's forward, accelerate's hook."""
 
 
 class Identities:
     """Cheap check whether a model's modules, hooks, weights or settings changed; what the modules held lives on as long
     as this does.
 
-    Attributes that replace others are seen where OWN names them, or `ModuleSettings` does. A model with PEFT's
+    Attributes that replace others are seen where OWN_PARTS names them, or `ModuleSettings` does. A model with PEFT's
     adapters, whose switches are others, never `holds`.
     """
 
@@ -167,13 +164,13 @@ class Identities:
         self.dicts = self._dicts()
         self.empty = [held for held in self.dicts if not held]
         self.filled = [(held, tuple(held.values())) for held in self.dicts if held]
-        self.own = [(own, name, own[name]) for own in self.owns for name in OWN if name in own]
+        self.own = [(own, name, own[name]) for own in self.owns for name in OWN_PARTS if name in own]
         self.parameters = [
             local_part(each) for own in self.owns for each in own["_parameters"].values() if each is not None
         ]
         self.places = list(map(Tensor.data_ptr, self.parameters))
         self.each = list(dict(zip(self.kinds, self.modules, strict=True)).values())
-        self.switched = any("_active_adapter" in own for own in self.owns)
+        self.switched = any(PEFT_SWITCHES[0] in own for own in self.owns)
         self.outside = self._outside()
 
     def holds(self) -> bool:
@@ -191,7 +188,7 @@ class Identities:
         return same and list(map(Tensor.data_ptr, self.parameters)) == self.places and self._outside() == self.outside
 
     def _dicts(self) -> list[dict[str, Any]]:
-        return [own[name] for own in self.owns for name in HELD]
+        return [own[name] for own in self.owns for name in MODULE_PARTS]
 
     def _outside(self) -> Hashable:
         """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what
@@ -316,10 +313,10 @@ def _sums(tensor: Tensor) -> list[Tensor]:
 
 def _switches(name: str, module: nn.Module) -> Hashable:
     """A module's class, what hooks into it, and its plain attributes."""
-    hooks = [hook for hook in module._forward_hooks.values() if not is_capturing_hook(hook)]
+    hooks = [hook for hook in hooks_of(module) if not is_capturing_hook(hook)]
     own = module.__dict__.get("forward")
     told = [(key, value) for key, value in vars(module).items() if key not in SKIPPED and _is_plain(value)]
-    return name, type(module).__qualname__, *map(id, (*hooks, *module._forward_pre_hooks.values(), own)), repr(told)
+    return name, type(module).__qualname__, *map(id, (*hooks, own)), repr(told)
 
 
 def _is_plain(value: Any) -> bool:

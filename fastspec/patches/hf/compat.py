@@ -1,13 +1,16 @@
-"""Everything that depends on a transformers version: each probe says when it can be deleted."""
+"""Everything that depends on a transformers version, each probe with the condition of its end, and every private part
+of torch, transformers and accelerate that `patches` reads; `tests/patches/hf/test_compat.py` pins these."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import LinearAttentionLayer
@@ -21,7 +24,84 @@ from transformers.generation.utils import (
 
 from fastspec.generation.layer_state import DeltaShape, LayerCache
 from fastspec.patches.hf.ends import stop_criterion
-from fastspec.patches.hf.replaced import every_module
+
+
+def every_module(model: nn.Module) -> list[nn.Module]:
+    """Modules in the order of `model.modules()`, each once, in a fraction of its time."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            waiting += reversed(list(module._modules.values()))
+    return list(found)
+
+
+MODULE_PARTS = "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"
+"""Dictionaries of a `torch.nn.Module` that have a say in its passes."""
+OWN_PARTS = "forward", "_hf_hook"
+"""Attributes that an instance may have of its own: someone's forward, accelerate's hook."""
+PEFT_SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
+"""Attributes of PEFT's layers that choose what they add: Python's, so that a graph holds what they were at its
+capture."""
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that a module holds itself, by name."""
+    return {name: each for name, each in module._parameters.items() if each is not None}
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Buffers that a module holds itself, by name: the dictionary that it reads."""
+    return module._buffers
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Forward hooks of a module, then those that run before its forward."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def placing_hook(module: nn.Module) -> Any:
+    """accelerate's hook of a module, which moves weights or inputs before a pass; None without one."""
+    return getattr(module, "_hf_hook", None)
+
+
+def hooked_device(modules: Iterable[nn.Module]) -> torch.device | None:
+    """The device that the first of accelerate's hooks on modules computes on; None without one."""
+    found = (getattr(placing_hook(module), "execution_device", None) for module in modules)
+    return next((torch.device(device) for device in found if device is not None), None)
+
+
+def change_count(tensor: Tensor) -> int:
+    """torch's count of the changes of a tensor in place; -1 for one of inference mode, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """A parameter itself, or this process's part of one that is cut. `to_local` gives a view since torch 2.13, and
+    moving that would not move the parameter's own."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def processes_of(model: Any) -> int:
+    """Over how many processes transformers has cut a model."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def attention_name(config: Any) -> str | None:
+    """The `attn_implementation` of a configuration."""
+    return getattr(config.get_text_config(), "_attn_implementation", None)
+
+
+def experts_name(config: Any) -> str | None:
+    """The `experts_implementation` of a configuration."""
+    return getattr(config.get_text_config(), "_experts_implementation", None)
+
+
+def is_stateful(model: Any) -> bool:
+    """True for a model whose class keeps a recurrent state."""
+    return bool(getattr(model, "_is_stateful", False))
 
 
 def layer_count(config: Any) -> int:
@@ -350,9 +430,7 @@ def device_of(model: Any) -> torch.device:
     """
     if model.device.type != "meta":
         return model.device
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
-    found = (getattr(hook, "execution_device", None) for hook in hooks)
-    return next((torch.device(device) for device in found if device is not None), model.device)
+    return hooked_device(model.modules()) or model.device
 
 
 def dtype_of(model: Any) -> torch.dtype:

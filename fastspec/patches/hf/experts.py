@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastspec.generation.decoder_layer import Product, Summed, gated, is_plain, product
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, DeferredSum, Expert, Routing, joined, linear
+from fastspec.patches.hf.compat import experts_name, own_parameters
 from fastspec.patches.hf.families import Adapter, Mixture
 from fastspec.patches.hf.modes import is_foreign
 from fastspec.patches.hf.parallel import ParallelStyle, parallel_style, share_of_experts, weights_of
@@ -35,13 +36,11 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
     assert compute is not None
     router, held = getattr(mlp, row.router), mlp.experts
     routing, kind, weight = _routing(row, router), _expert(row, held), router.weight
-    bias, correction = router._parameters.get("bias"), getattr(router, row.correction) if row.correction else None
+    bias, correction = own_parameters(router).get("bias"), getattr(router, row.correction) if row.correction else None
     *weights, group = _weights(held)
     gate_up, down = (each.transpose(1, 2) if row.transposed else each for each in weights)
-    biases = {
-        "gate_up_bias": held._parameters.get("gate_up_proj_bias"),
-        "down_bias": held._parameters.get("down_proj_bias"),
-    }
+    own = own_parameters(held)
+    biases = {"gate_up_bias": own.get("gate_up_proj_bias"), "down_bias": own.get("down_proj_bias")}
     shared = _shared(getattr(mlp, row.shared), group, ops) if row.shared else None
     opening = product(ops, (getattr(mlp, row.shared_gate),)) if row.shared_gate and shared is not None else None
 
@@ -161,10 +160,10 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
     beside = bool(parts.experts) and are_plain(holder.experts)
     if ops.experts is not None and (beside if parts.mixture is None else is_mixture(parts.mixture, holder)):
         return False
-    weight = holder.experts._parameters.get("gate_up_proj")
+    weight = own_parameters(holder.experts).get("gate_up_proj")
     if weight is None or not weight.is_floating_point() or parallel_style(holder.experts) is not None:
         return True
-    way = getattr(model.config.get_text_config(), "_experts_implementation", None)
+    way = experts_name(model.config)
     return way != "batched_mm" and not (way == "grouped_mm" and model.dtype == torch.bfloat16)
 
 

@@ -57,8 +57,7 @@ def language_model(
         if any(recurrent_layers(model.config)):
             raise Unsupported(
                 f"{type(model).__name__} keeps a recurrent state, which only fastspec's own loop over its layers can "
-                "take back, and it "
-                f"cannot run now: {mode.why}"
+                f"take back, and it cannot run now: {mode.why}"
             )
         check_length(model, length_limits(model, generic=True, drafts=drafts), capacity, tail)
         if source is None:
@@ -67,8 +66,7 @@ def language_model(
         elif (noise := noise_of(model.get_decoder().modules())) is not None:
             raise Unsupported(
                 f"{noise} of this {type(model).__name__} in train mode, which fastspec's own loop over the decoder's "
-                "layers leaves out: "
-                "call model.eval() for the calls of generate"
+                "layers leaves out: call model.eval() for the calls of generate"
             )
         check_trust(model, reads_source=source is not None)
         if taps is not None and source is None:
@@ -76,10 +74,8 @@ def language_model(
         if before_norm:
             raise Unsupported(
                 "this head reads the last layer's output before the final norm, which fastspec's own loop over the "
-                "layers gives: it "
-                f"needs an adapter, and {type(model).__name__} runs in generic mode ({mode.why or 'it has none'}): "
-                "use 'nasd', "
-                "'speculative' or another head"
+                f"layers gives: it needs an adapter, and {type(model).__name__} runs in generic mode "
+                f"({mode.why or 'it has none'}): use 'nasd', 'speculative' or another head"
             )
     elif is_wrapped(model) or may_see_ahead(model):
         check_trust(model, adapter=adapter)

@@ -33,11 +33,11 @@ from fastspec.generation.layer_state import DeltaState, FullAttentionState, Laye
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import DecayRates
-from fastspec.patches.hf.compat import device_of, dtype_of
+from fastspec.patches.hf.compat import attention_name, device_of, dtype_of, local_part
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
-from fastspec.patches.hf.parallel import ParallelStyle, local_part, product_of_shares, share_of, weights_of
+from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
 from fastspec.patches.hf.replaced import has_replaced_methods
 
 NO_ROTATION = "none"
@@ -193,7 +193,7 @@ def _attention(
         gated=parts.gated_attention,
         sinks=local_part(getattr(attn, parts.sinks)) if parts.sinks else None,
         cap=getattr(attn, parts.cap)
-        if parts.cap and attn.config._attn_implementation != "sdpa"
+        if parts.cap and attention_name(attn.config) != "sdpa"
         else None,  # which leaves it out
     )
 

@@ -17,9 +17,17 @@ from transformers import DynamicCache
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.round_program import EXTENT_BUCKET
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.compat import kept_lengths, layer_count, position_limit, recurrent_layers, rope_bound, stack_of
+from fastspec.patches.hf.compat import (
+    every_module,
+    kept_lengths,
+    layer_count,
+    own_buffers,
+    position_limit,
+    recurrent_layers,
+    rope_bound,
+    stack_of,
+)
 from fastspec.patches.hf.families import ADAPTERS, GENERIC
-from fastspec.patches.hf.replaced import every_module
 
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that see a span of the text -> the setting that says how long it is."""
@@ -149,10 +157,8 @@ def check_padding(model: Any, padding: int, slots: int) -> None:
     if getattr(config, factor.used_if) and slots > size:
         raise Unsupported(
             f"a prompt has {padding} tokens of padding, which {type(model).__name__} counts where it scales queries "
-            f"past {size} tokens "
-            f"({factor.period}), and the call may reach {slots}: ask for at most {size}, prompt and padding "
-            "included, pass prompts of one "
-            "length, or one at a time"
+            f"past {size} tokens ({factor.period}), and the call may reach {slots}: ask for at most {size}, prompt and "
+            "padding included, pass prompts of one length, or one at a time"
         )
 
 
@@ -207,10 +213,10 @@ def position_rows(model: Any) -> int | None:
         return None
     words, modules = model.get_input_embeddings(), every_module(model)
     for module in modules:
-        for name, table in module._buffers.items():
+        for name, table in own_buffers(module).items():
             if "pos" in name and table is not None and table.dim() == 2 and table.shape[0] == limit:
                 return limit  # GPT-J's rotary embedding has one since transformers 5.24
-        for name, part in module._modules.items():
+        for name, part in module.named_children():
             if (
                 isinstance(part, nn.Embedding)
                 and part is not words

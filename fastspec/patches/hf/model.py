@@ -124,9 +124,8 @@ class HFModel(Target):
         """What layers see whose prompts are read whole, and nodes cut."""
         if adapter is None and self.whole_prompts and len(set(self.layout_keys)) > 1:
             raise Unsupported(
-                f"the cache of {type(model).__name__} keeps windows of some layers (sliding_window, layer_types), "
-                "and its forward makes "
-                "one mask for all: set both to None, or leave out assistant="
+                f"the cache of {type(model).__name__} keeps windows of some layers (sliding_window, layer_types), and "
+                "its forward makes one mask for all: set both to None, or leave out assistant="
             )
         self.shift: Tensor | None = (
             torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
@@ -183,9 +182,8 @@ class HFModel(Target):
         most = int(shift.max())
         if self.shift is None or most > SHIFT_ROOM:
             raise Unsupported(
-                f"positions of this prompt are {most} further than it has tokens, which fastspec's tables have no "
-                "room for "
-                f"({type(self.model).__name__}): it cannot be combined with assistant="
+                f"positions of this prompt are {most} further than it has tokens, which fastspec's tables have no room "
+                f"for ({type(self.model).__name__}): it cannot be combined with assistant="
             )
         self.shift.copy_(shift)
 
@@ -462,9 +460,8 @@ class HFModel(Target):
             )
             if tap not in states or states[tap].shape[:-1] != tokens.shape:
                 raise Unsupported(
-                    f"{type(self.model).__name__} gives {found} for tokens of shape {list(tokens.shape)}, where a "
-                    "head reads one for each "
-                    'layer and token: use "nasd" or "speculative"'
+                    f"{type(self.model).__name__} gives {found} for tokens of shape {list(tokens.shape)}, where a head "
+                    'reads one for each layer and token: use "nasd" or "speculative"'
                 )
 
     def _features(self, kept: dict[int, Tensor], last: Tensor) -> Tensor:

@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationMixin, PreTrainedModel
 
 from fastspec.errors import Unsupported
 from fastspec.patches.hf.cache import cache_argument
 from fastspec.patches.hf.compat import (
     RECURRENT,
+    attention_name,
     device_of,
     has_global_hooks,
+    hooks_of,
     is_autocast,
     is_capturing_hook,
+    is_stateful,
     is_unpacking_hook,
+    placing_hook,
     stack_of,
     varied_lengths,
 )
@@ -74,7 +77,7 @@ def check_supported(model: Any) -> None:
         check_decoder(model)
     adapter = ADAPTERS.get(config.model_type)
     known = {"full_attention", *LAYER_KINDS, *((RECURRENT,) if adapter is not None and adapter.recurrent else ())}
-    if getattr(model, "_is_stateful", False) and RECURRENT not in known:
+    if is_stateful(model) and RECURRENT not in known:
         raise Unsupported(f"{name} keeps a recurrent state, which cannot be taken back when a draft is rejected")
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - known)
     if kinds:
@@ -114,7 +117,7 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
 
 
 def _check_masks(name: str, config: Any) -> None:
-    kernel = getattr(config, "_attn_implementation", None)
+    kernel = attention_name(config)
     if kernel not in (None, "eager", "sdpa"):
         raise Unsupported(
             f"{name} needs 4-D masks in generic mode, and {kernel} takes none: load it with attn_implementation='sdpa'"
@@ -125,9 +128,8 @@ def refuse_foreign_masks(model: Any) -> None:
     """Raise Unsupported where a function of someone else's makes the masks of a model in generic mode."""
     for label, function in foreign_masks(replaced_functions(model, list(model.modules()))):
         raise Unsupported(
-            f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, "
-            "which passes it by: put "
-            "transformers' own back"
+            f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, which "
+            "passes it by: put transformers' own back"
         )
 
 
@@ -143,8 +145,7 @@ def refuse_lost_cache(model: Any) -> None:
     ):
         raise Unsupported(
             f"{type(model).__name__} in train mode leaves its cache out under gradient checkpointing: call "
-            "model.eval(), or "
-            "turn checkpointing off, for the calls of generate"
+            "model.eval(), or turn checkpointing off, for the calls of generate"
         )
 
 
@@ -171,17 +172,15 @@ def check_decoder(model: Any) -> None:
         if is_foreign(module):
             raise Unsupported(
                 f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own "
-                "loop over the "
-                "decoder's layers would pass by: remove it"
+                "loop over the decoder's layers would pass by: remove it"
             )
     loops = model, model.base_model, decoder
     named = {each for loop in loops for each in inspect.unwrap(type(loop).forward).__code__.co_names}
     for label, function in replaced_functions(model, list(loops)):
         if label.startswith("the mask") or (label.startswith("transformers.") and label.rpartition(".")[2] in named):
             raise Unsupported(
-                f"{label} is someone else's ({where_defined(function)}), which fastspec's own loop over the layers "
-                f"of {name}'s decoder "
-                "would pass by: put it back"
+                f"{label} is someone else's ({where_defined(function)}), which fastspec's own loop over the layers of "
+                f"{name}'s decoder would pass by: put it back"
             )
     _check_masks(name, model.config)
 
@@ -309,6 +308,7 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     return f"{name} has a forward of someone else's ({where_defined(found.forward)})"
 
 
+DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 NOISE = ("drop", "jitter")
 """Parts of the names by which transformers' modules hold how much noise a pass in train mode adds."""
 
@@ -318,8 +318,8 @@ def noise_of(modules: Iterable[nn.Module]) -> str | None:
     name and its size, None where there is none."""
     for module in modules:
         name = type(module).__name__
-        for label, child in module._modules.items():
-            if isinstance(child, _DropoutNd) and child.training and child.p > 0:
+        for label, child in module.named_children():
+            if isinstance(child, DROPOUTS) and child.training and child.p > 0:
                 return f"{label}={child.p} in the {name}"
         if module.training:
             for label, value in vars(module).items():
@@ -349,6 +349,5 @@ def is_foreign(module: nn.Module) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves
     weights: the replay of a graph would not run it."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks)
-    return has_global_hooks() or "_hf_hook" in module.__dict__ or hasattr(type(module), "_hf_hook") or not known
+    known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks_of(module))
+    return has_global_hooks() or placing_hook(module) is not None or not known

@@ -26,14 +26,24 @@ from fastspec.generation.decoder_layer import Linear, Product, Weights, is_plain
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum
 from fastspec.kernels.parallel.reference import share
-from fastspec.patches.hf.compat import device_of, layer_count, layer_shapes
-from fastspec.patches.hf.replaced import every_module
+from fastspec.patches.hf.compat import (
+    device_of,
+    every_module,
+    hooked_device,
+    hooks_of,
+    layer_count,
+    layer_shapes,
+    local_part,
+    own_parameters,
+    placing_hook,
+    processes_of,
+)
 
 
 def devices_of(model: Any) -> list[str]:
     """The devices that a model's parameters are on, in order of their names; those that are loaded for a pass count as
     none."""
-    found = {each.device for module in every_module(model) for each in module._parameters.values() if each is not None}
+    found = {each.device for module in every_module(model) for each in own_parameters(module).values()}
     return sorted(str(device) for device in found if device.type != "meta")
 
 
@@ -49,7 +59,7 @@ def check_placement(model: Any) -> None:
     if len(devices) < 2:
         return
     name, told = type(model).__name__, f"spread over {', '.join(devices)}"
-    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+    if not any(placing_hook(module) is not None for module in model.modules()):
         raise Unsupported(
             f"{name} is {told}; without accelerate's hooks nothing moves its states from one to the next: load it "
             "with device_map='auto', "
@@ -70,8 +80,7 @@ def layer_devices(model: Any) -> list[torch.device]:
     if not stacks:
         raise Unsupported(
             f"{type(model).__name__} is spread over {', '.join(devices_of(model))}, and its {count} layers are not "
-            "found in its decoder: "
-            "load it on one device (device_map='cuda:0')"
+            "found in its decoder: load it on one device (device_map='cuda:0')"
         )
     return [_device_of_layer(model, layer, index) for index, layer in enumerate(stacks[0])]
 
@@ -79,13 +88,11 @@ def layer_devices(model: Any) -> list[torch.device]:
 def _device_of_layer(model: Any, layer: nn.Module, index: int) -> torch.device:
     found = {each.device for each in layer.parameters() if each.device.type != "meta"}
     if not found:  # its weights are moved to where its modules compute
-        places = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in layer.modules())
-        found = {next((torch.device(place) for place in places if place is not None), device_of(model))}
+        found = {hooked_device(layer.modules()) or device_of(model)}
     if len(found) > 1:
         raise Unsupported(
-            f"layer {index} of {type(model).__name__} is itself spread over {', '.join(sorted(map(str, found)))}: "
-            "lay whole layers on a "
-            "device (device_map='auto' does)"
+            f"layer {index} of {type(model).__name__} is itself spread over {', '.join(sorted(map(str, found)))}: lay "
+            "whole layers on a device (device_map='auto' does)"
         )
     return found.pop()
 
@@ -129,17 +136,6 @@ def mesh_of(parameter: Tensor) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def local_part(parameter: Tensor) -> Tensor:
-    """What lies here of a parameter: itself, or its part of one that is cut; to move that moves the parameter's, which
-    it would not do to what `to_local` gives of a parameter since torch 2.13, a view."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def processes_of(model: Any) -> int:
-    """Over how many processes transformers has cut a model."""
-    return getattr(model, "_tp_size", None) or 1
-
-
 def local_heads(model: Any, heads: int) -> int:
     """How many of a layer's key heads this process keeps. Raises Unsupported where they cannot be divided."""
     size = processes_of(model)
@@ -150,16 +146,14 @@ def local_heads(model: Any, heads: int) -> int:
     except ImportError as error:
         raise Unsupported(
             f"{type(model).__name__} was loaded over {size} processes by transformers {transformers.__version__}; "
-            "fastspec reads what 5.21 "
-            "and later make of tp_plan: install one of them"
+            "fastspec reads what 5.21 and later make of tp_plan: install one of them"
         ) from error
 
     found = get_kv_heads_per_rank(model.tp_plan, heads, size)
     if found is None:
         raise Unsupported(
             f"{type(model).__name__} has {heads} key heads, which {size} processes cannot divide: load it over a "
-            "number of processes that "
-            f"divides {heads}"
+            f"number of processes that divides {heads}"
         )
     return found
 
@@ -247,7 +241,7 @@ def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool = False)
 def share_of(module: nn.Module) -> Share | None:
     """What this process has of a linear layer that transformers has cut, or None of any other module."""
     style = parallel_style(module)
-    if style is None or not isinstance(module, nn.Linear) or module._forward_hooks or module._forward_pre_hooks:
+    if style is None or not isinstance(module, nn.Linear) or hooks_of(module):
         return None
     mesh = mesh_of(module.weight)
     if mesh is None or style is ParallelStyle.OTHER:
@@ -285,7 +279,7 @@ class ExpertsShare:
 
 def share_of_experts(held: nn.Module) -> ExpertsShare | None:
     """What this process has of experts without biases that transformers has cut, or None of any other module."""
-    if parallel_style(held) is not ParallelStyle.EXPERTS or held._forward_hooks or held._forward_pre_hooks:
+    if parallel_style(held) is not ParallelStyle.EXPERTS or hooks_of(held):
         return None
     weights = dict(held.named_parameters())
     meshes = {mesh_of(weight) for weight in weights.values()}
@@ -337,8 +331,7 @@ def check_shares(model: Any) -> None:
     if group_of(model) is None:
         raise Unsupported(
             f"{name} was loaded over {size} processes, and none of its parameters is a DTensor: fastspec reads what "
-            "transformers 5.21 and "
-            "later make of tp_plan"
+            "transformers 5.21 and later make of tp_plan"
         )
     config = getattr(model.config, "distributed_config", None)
     others = [kind for kind in ("ep_size", "pp_size", "fsdp_size") if (getattr(config, kind, None) or 1) > 1]

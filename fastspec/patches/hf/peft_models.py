@@ -38,15 +38,13 @@ def refuse_peft(owner: Any) -> None:
     if config.is_prompt_learning and kind not in (*AS_CACHE, *AS_EMBEDDINGS):
         raise Unsupported(
             f"the prompt-learning adapter {kind} cannot be combined with an assistant: accepted are "
-            f"{', '.join(AS_CACHE + AS_EMBEDDINGS)}, "
-            "and adapters of weights such as LoRA"
+            f"{', '.join(AS_CACHE + AS_EMBEDDINGS)}, and adapters of weights such as LoRA"
         )
     said = inspect.unwrap(type(owner).prepare_inputs_for_generation).__code__.co_consts
     if config.is_prompt_learning and OLD in said and CACHE not in said:  # PEFT before 0.22 with transformers 5.24
         raise Unsupported(
             f"this PEFT looks for {OLD} where transformers has {CACHE}, so that plain decoding goes wrong about the "
-            "virtual tokens of "
-            f"{kind}: update PEFT"
+            f"virtual tokens of {kind}: update PEFT"
         )
 
 
@@ -81,8 +79,7 @@ def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[LayerCache] | 
     if not bool(keep.all()):
         raise Unsupported(
             "prompts of different lengths behind a prompt-tuning adapter: plain decoding counts their padding as "
-            "positions, which an "
-            "assistant leaves out; generate prompts of one length together, or one at a time"
+            "positions, which an assistant leaves out; generate prompts of one length together, or one at a time"
         )
     embeddings = owner.get_prompt(batch_size=1).to(device=model.device, dtype=owner.word_embeddings.weight.dtype)
     cache, taking = DynamicCache(config=model.config), cache_argument(type(model).forward)

@@ -1,5 +1,5 @@
-"""A model's modules, and whose code their passes run: functions that someone has replaced, and forwards that someone
-has wrapped."""
+"""Whose code the passes of a model's modules run: functions that someone has replaced, and forwards that someone has
+wrapped."""
 
 from __future__ import annotations
 
@@ -15,18 +15,7 @@ from torch.nn import functional
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-
-def every_module(model: nn.Module) -> list[nn.Module]:
-    """What `model.modules()` gives, each once, in the same order."""
-    found: dict[nn.Module, None] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            waiting += reversed(list(module._modules.values()))
-    return list(found)
-
+from fastspec.patches.hf.compat import attention_name
 
 KNOWN = frozenset(
     {
@@ -116,7 +105,7 @@ def has_foreign_attention(model: Any) -> bool:
 
 def attention_functions(model: Any) -> list[tuple[str, Any]]:
     """The functions under a model's `attn_implementation` in transformers' registries, by what they are for."""
-    name = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    name = attention_name(model.config)
     tables = ("attention", ALL_ATTENTION_FUNCTIONS), ("mask", ALL_MASK_ATTENTION_FUNCTIONS)
     return [(f"the {what} function {name!r}", table[name]) for what, table in tables if name in table]
 

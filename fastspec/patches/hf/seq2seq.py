@@ -30,8 +30,7 @@ def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:
     if isinstance(decoding, Decoding) and decoding.taps is not None:
         raise Unsupported(
             f"assistant {decoding.name!r} drafts from hidden states, which fastspec reads from decoder-only models, "
-            "and "
-            f'{type(model).__name__} is an encoder-decoder model: use "nasd" or "speculative"'
+            f'and {type(model).__name__} is an encoder-decoder model: use "nasd" or "speculative"'
         )
     if given_cache(given) is not None:
         raise Unsupported(f"{CACHE} cannot be combined with assistant= on an encoder-decoder model: leave it out")

@@ -25,18 +25,21 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.compat import (
+    attention_name,
     brings_weights,
     device_of,
     dtype_of,
+    every_module,
     has_global_hooks,
     is_out_of_memory,
     layer_count,
+    own_buffers,
     table_rows,
 )
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, dropped_spans
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.replaced import attention_functions, autocast_inside, every_module, replaced_functions
+from fastspec.patches.hf.replaced import attention_functions, autocast_inside, replaced_functions
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 
 LENGTHS = (12, 7)
@@ -133,7 +136,7 @@ def _key(model: Any) -> Any:
         frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in modules),
         len(modules),
     )
-    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    attention = attention_name(model.config)
     versions = torch.__version__, transformers.__version__
     replaced = frozenset((*attention_functions(model), *replaced_functions(model, modules)))
     return (
@@ -169,8 +172,7 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
             if math.isnan(found):
                 return _Verdict(
                     f"{name} gives logits that are NaN or infinite for random texts in "
-                    f"{str(dtype).removeprefix('torch.')}: look for NaN "
-                    "in its weights, and for a dtype that overflows",
+                    f"{str(dtype).removeprefix('torch.')}: look for NaN in its weights, and for a dtype that overflows",
                     passing=True,
                 )
             if found <= _bound(dtype):
@@ -187,9 +189,8 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
         )
     return _Verdict(
         f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits "
-        f"are {found:.2g} "
-        "standard deviations apart): it reads positions or masks in a way of its own, and cannot be combined with "
-        "assistant="
+        f"are {found:.2g} standard deviations apart): it reads positions or masks in a way of its own, and cannot be "
+        "combined with assistant="
     )
 
 
@@ -362,7 +363,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
     was in the end: attributes, buffers and global generators. Hooks of accelerate and FSDP, which bring weights, stay
     at work, and torch's global ones."""
     modules = list(model.modules())
-    held = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in modules]
+    held = [(vars(module), dict(vars(module)), dict(own_buffers(module))) for module in modules]
     devices = [device_of(model)] if device_of(model).type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
@@ -379,4 +380,4 @@ def _undisturbed(model: Any) -> Iterator[None]:
                     del now[name]
                 for name, value in before.items():
                     now[name] = value
-                module._buffers.update(buffers)
+                own_buffers(module).update(buffers)

@@ -52,7 +52,7 @@ def inspect(
 
 def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: Console) -> None:
     """Print how well each reading of a head drafts the target's greedy answer to a prompt, and the verdict."""
-    from fastspec.patches.assistants.heads import probe_head
+    from fastspec.patches.assistants.probe import probe_head
     from fastspec.programs.demo import PROMPTS
     from fastspec.programs.texts import encode
 
@@ -70,7 +70,7 @@ def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: C
 
 
 def verdict(source: str, rows: Sequence[Any]) -> str:
-    """Verdict on a head by the rows of `fastspec.patches.assistants.heads.probe_head`, best first: keep its declared
+    """Verdict on a head by the rows of `fastspec.patches.assistants.probe.probe_head`, best first: keep its declared
     reading, take one that met the target's choice more often by over two standard errors, or look for another head."""
     best, declared = rows[0], next(row for row in rows if row.declared)
     shares = ((best.agreement, declared.agreement), (best.second, declared.second))

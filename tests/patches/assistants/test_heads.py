@@ -17,15 +17,8 @@ from fastspec.generation.heads.bound import BoundHead, followed
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants import heads as heads_module
 from fastspec.patches.assistants import packaged_heads
-from fastspec.patches.assistants.heads import (
-    ProbeRow,
-    find_head,
-    inspect_head,
-    load_head,
-    parts_of,
-    probe_head,
-    scaled_rope,
-)
+from fastspec.patches.assistants.heads import find_head, inspect_head, load_head, parts_of, scaled_rope
+from fastspec.patches.assistants.probe import ProbeRow, _causal, probe_head
 from fastspec.programs.cli.app import app
 from fastspec.programs.cli.inspect import verdict
 
@@ -193,7 +186,7 @@ def test_probe_measures_every_reading(tmp_path, make_target):
                     torch.cat((cache[name], new), 1) if name in cache else new for name, new in (("k", k), ("v", v))
                 )
                 cache |= {"k": k, "v": v}
-                return heads_module._causal(layer, q, k, v) if q.shape[1] > 1 else attend_one(q, k, v)
+                return _causal(layer, q, k, v) if q.shape[1] > 1 else attend_one(q, k, v)
 
             hidden = head.step(ids[:, 1 : t + 2], head.fuse(features[:, : t + 1]), positions, attend)
             hits.append(

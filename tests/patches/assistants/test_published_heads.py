@@ -20,8 +20,9 @@ from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.heads.bound import BoundHead, followed
 from fastspec.generation.heads.module import EagleHead
 from fastspec.kernels.layer.reference import stack
-from fastspec.patches.assistants import heads
-from fastspec.patches.assistants.heads import inspect_head, load_head, parts_of, probe_head
+from fastspec.patches.assistants import probe
+from fastspec.patches.assistants.heads import inspect_head, load_head, parts_of
+from fastspec.patches.assistants.probe import probe_head
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
@@ -34,7 +35,7 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "target_hidden_size": 32}
 
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "PROBE_TOKENS", 12)
+    monkeypatch.setattr(probe, "PROBE_TOKENS", 12)
 
 
 def target_of(**over: Any) -> Any:

@@ -13,8 +13,8 @@ from torch import nn
 import fastspec
 from fastspec.patches.call import generate
 from fastspec.patches.hf import modes
+from fastspec.patches.hf.compat import every_module
 from fastspec.patches.hf.layers import pack_model
-from fastspec.patches.hf.replaced import every_module
 from fastspec.patches.session import PatchSession
 from fastspec.programs.bench.methods import twin
 

@@ -1,0 +1,69 @@
+"""Private parts of torch, transformers and accelerate that `patches.hf.compat` reads are where it reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from helpers.models import tiny_model
+from torch import nn
+from torch.nn.modules import dropout
+
+from fastspec.patches.hf import compat
+from fastspec.patches.hf.modes import DROPOUTS
+
+
+def test_a_module_holds_its_parts_in_dictionaries_of_these_names():
+    module = nn.Linear(2, 2, bias=False)
+    assert all(name in vars(module) for name in compat.MODULE_PARTS)
+    assert compat.own_parameters(module) == {"weight": module.weight}
+    module.register_buffer("table", torch.zeros(1))
+    compat.own_buffers(module).update(table=torch.ones(1))
+    assert module.table == 1
+
+
+def test_hooks_are_found_before_and_after_a_forward():
+    module, after, before = nn.Linear(2, 2), lambda *_: None, lambda *_: None
+    module.register_forward_hook(after)
+    module.register_forward_pre_hook(before)
+    assert compat.hooks_of(module) == [after, before]
+
+
+def test_the_hook_of_accelerate_is_found():
+    module, hook = nn.Linear(2, 2), ModelHook()
+    assert compat.placing_hook(module) is None and compat.hooked_device([module]) is None
+    add_hook_to_module(module, hook)
+    assert compat.placing_hook(module) is hook and "_hf_hook" in compat.OWN_PARTS
+    hook.execution_device = "cpu"
+    assert compat.hooked_device([nn.Linear(1, 1), module]) == torch.device("cpu")
+
+
+def test_changes_of_a_tensor_are_counted():
+    tensor = torch.zeros(2)
+    before = compat.change_count(tensor)
+    tensor.add_(1)
+    assert compat.change_count(tensor) > before
+    with torch.inference_mode():
+        assert compat.change_count(torch.zeros(2)) == -1
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_a_configuration_names_its_attention_and_experts(name: str):
+    model = tiny_model("qwen3_moe")
+    model.set_attn_implementation(name)
+    assert compat.attention_name(model.config) == name
+    model.set_experts_implementation("eager")
+    assert compat.experts_name(model.config) == "eager"
+
+
+def test_a_model_says_whether_it_is_stateful_and_cut():
+    model = tiny_model("llama")
+    assert hasattr(type(model), "_is_stateful")
+    assert not compat.is_stateful(model) and compat.processes_of(model) == 1
+    model._is_stateful = True
+    assert compat.is_stateful(model)
+
+
+def test_all_of_torchs_dropouts_are_known():
+    kinds = {kind for kind in vars(dropout).values() if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    assert {kind for kind in kinds if kind is not nn.Module and not kind.__name__.startswith("_")} == set(DROPOUTS)
