@@ -48,7 +48,7 @@ def parted(a: list[int], b: list[int]) -> int:
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Time and compare, and write the rows."""
     parser = parser_of(__doc__)
     parser.add_argument("prompts_files", nargs="+", type=Path, help="JSON lines with `prompt` or `turns`")
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--assistants", nargs="+", default=["autoregressive", "eagle3", "nasd", "speculative"])
     parser.add_argument("--kernels", nargs="+", choices=["exact", "fast"], default=["exact", "fast"])
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     device, _ = device_here()
     model, tokenizer = load_model(SMOLLM2)[:2]
     sets = {

@@ -90,7 +90,7 @@ def test_accepted_tokens_are_marked_and_the_text_is_whole(smollm2) -> None:
     text = "def naïve(x):\n    return x  # 🙂 done"
     ids = tokenizer(text, add_special_tokens=False).input_ids
     console = Console(record=True, width=400, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    streamer = MarkedStreamer(tokenizer, console, style="bold")
+    streamer = MarkedStreamer(tokenizer, console)
     streamer.put(torch.tensor([[1, 2, 3]]))
     for start in range(0, len(ids), 3):
         chunk = ids[start : start + 3]
@@ -100,7 +100,7 @@ def test_accepted_tokens_are_marked_and_the_text_is_whole(smollm2) -> None:
     streamer.end()
     styled = console.export_text(clear=False, styles=True)
     assert console.export_text().rstrip("\n") == text
-    assert "\x1b[1m" in styled
+    assert "\x1b[1;32m" in styled
 
 
 def test_start_is_better_than_guessing_and_than_the_target_as_it_is(smollm2: tuple[Any, Any]) -> None:

@@ -4,7 +4,7 @@ cores.
 A tile's height, its width and the instruction that multiplies it change no bit (measured on Hopper, `mma` and `wgmma`).
 What would is a sum over the depth that is split where there are few rows, or taken by other units. So there is no
 kernel of its own for one row here, and no parts. Up to MAX_ROWS rows take the kernels of this folder, more of them
-torch's product, which does not split the depth there (tests/kernels/test_ordered_gpu.py compares its bits).
+torch's product, which does not split the depth there (tests/kernels/test_ordered.py compares its bits).
 
 R rows, K input channels, M output channels.
 """
