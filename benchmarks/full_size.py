@@ -233,8 +233,12 @@ def replay_ms(model: Any) -> float | None:
     return round(statistics.median(milliseconds(graph.replay, 50)), 4)
 
 
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+    return [int(each) for each in names(text)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -250,6 +254,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
     parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
+    parser.add_argument(
+        "--sums", type=names, default=["fast"], help="of fast, exact (`patch(exact=True)`), with commas"
+    )
     args = parser.parse_args(arguments)
     device, _ = device_here()
     bandwidth = read_bandwidth(device)
@@ -269,14 +276,15 @@ def main(arguments: list[str] | None = None) -> None:
         ids = torch.randint(10, model.config.vocab_size, (base["batch"], base["prefix"]), device=device)
         head_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
         tree = tree_of("60,7,10", fused=FUSED[args.drafter])
-        with fastspec.patched(model, eagle3=head, backend=args.backend):
-            for method in args.methods.split(","):
+        for sums, method in product(args.sums, args.methods.split(",")):
+            with fastspec.patched(model, eagle3=head, backend=args.backend, exact=sums == "exact"):
                 assistant = tree if method == "eagle3" and device == "cuda" else method
                 found = ours(model, ids, assistant, args.tokens, args.calls)
                 size = 0 if method == "autoregressive" else head_bytes
                 drafts = {"head_bytes": size, "drafter_read_bytes": (tree.depth + 1) * size}
                 touched = {"experts_read": experts_read(model, ids, assistant)}
-                tell(model, base | {"method": method} | touched | drafts | found)
+                tell(model, base | {"method": method, "sums": sums} | touched | drafts | found)
+        with fastspec.patched(model, eagle3=head, backend=args.backend):
             touched = {"experts_read": experts_read(model, ids, "autoregressive") if args.peers != "none" else None}
         if "sdpa" in args.peers:
             found = peer(model, ids, min(args.tokens, 24), args.calls)

@@ -223,3 +223,27 @@ def test_a_rows_bits_are_the_same_beside_any_rows(device, dtype, channels, depth
         assert products.linear(x[:rows], weight, None)[0].equal(alone), rows
         assert products.linear(x[:rows].flip(0), weight, None)[-1].equal(alone), rows
         assert products.gate_up(x[:rows], weight, None)[0].equal(gated), rows
+    wide = torch.cat((weight, weight), 1)[:, :depth]  # lines apart: parts cannot lie side by side
+    assert products.linear(x[:2], wide, None)[0].equal(alone)
+    assert products.linear(torch.cat((x, x), 1)[:3, :depth], weight, None)[0].equal(alone)
+
+
+@ON_CUDA
+@HALVES
+@pytest.mark.parametrize(("channels", "depth"), [(576, 576), (1536, 8960), (1000, 640)])
+def test_parts_are_those_of_torch(device, dtype, channels, depth):
+    """Side by side, in series, and by torch's products of each part by itself: the same bits, with a bias."""
+    torch.manual_seed(depth)
+    x, weight = torch.randn(300, depth, device=device), torch.randn(channels, depth, device=device) / depth**0.5
+    x, weight, bias = x.to(dtype), weight.to(dtype), torch.randn(channels, device=device).to(dtype)
+    parts = products.parts_of(channels, depth, False)
+    assert parts > 1
+    each = [
+        torch.mm(a, b.T, out_dtype=torch.float32)
+        for a, b in zip(x.chunk(parts, 1), weight.chunk(parts, 1), strict=True)
+    ]
+    while len(each) > 1:
+        each = [each[i] + each[i + 1] for i in range(0, len(each), 2)]
+    wanted = (each[0] + bias.float()).to(dtype)
+    for rows in (1, 2, 16, 33, 64, 65, 128, 300):
+        assert products.linear(x[:rows], weight, bias).equal(wanted[:rows]), rows

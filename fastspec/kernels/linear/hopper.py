@@ -6,6 +6,12 @@ program takes BM output channels and one part of the depth, in steps of BK. Nobo
 its first AHEAD steps of them, through tensor descriptors and into shared memory, while it still waits for its rows;
 Triton cannot part the two, so this is in Gluon. The sums are those of linear.py in their order, to the bit. Gluon has
 no interpreter: tested on the GPU alone.
+
+A depth may also be cut in 2 or 4 parts that one program sums, SIDE by SIDE or in SERIES, and adds up as (0 + 1) + (2 +
+3): to the same bits. Side by side they are as many lines and rows: a contiguous weight [M, K] is read as [M * parts, K
+/ parts], rows [R, K] as [R * parts, K / parts], and of the product of all of these the program keeps what a line and a
+row of one part give. Few rows leave the tensor cores idle, and so the chain of sums is a half or a quarter as long, and
+there are twice or four times the programs. In series the accumulator is emptied where a part ends.
 """
 
 from __future__ import annotations
@@ -39,6 +45,19 @@ def _weights(d_w, bars, w_smem, stage, line, o_k, M, wanted, BYTES: gl.constexpr
         _load(d_w, [M + line, o_k], bars.index(stage), w_smem.index(stage * GATES + 1), wanted)
 
 
+@gluon.jit
+def _joined(b_sum, SIDE: gl.constexpr, BM: gl.constexpr, BR: gl.constexpr, SUMS: gl.constexpr, OUT: gl.constexpr):
+    """Sums [BM / SIDE, BR / SIDE] of the parts of [BM, BR] that lie side by side; each of the sums has two addends, so
+    that no layout changes their order."""
+    o_line, o_row = gl.arange(0, BM, gl.SliceLayout(1, SUMS)), gl.arange(0, BR, gl.SliceLayout(0, SUMS))
+    b_sum = gl.where((o_line % SIDE)[:, None] == (o_row % SIDE)[None, :], b_sum, 0.0)
+    b_sum = gl.sum(gl.reshape(b_sum, [BM, BR // SIDE, SIDE]), 2)  # one of them and zeros
+    b_sum = gl.sum(gl.reshape(b_sum, [BM // 2, 2, BR // SIDE]), 1)
+    if SIDE == 4:
+        b_sum = gl.sum(gl.reshape(b_sum, [BM // 4, 2, BR // SIDE]), 1)
+    return gl.convert_layout(b_sum, OUT)
+
+
 @gluon.jit(do_not_specialize=["R"])
 def _hopper_linear(
     d_w,
@@ -53,6 +72,8 @@ def _hopper_linear(
     BR: gl.constexpr,
     S: gl.constexpr,
     GATES: gl.constexpr,
+    SIDE: gl.constexpr,
+    SERIES: gl.constexpr,
     BIAS: gl.constexpr,
     PARTS: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -62,13 +83,15 @@ def _hopper_linear(
     PDL: gl.constexpr,
 ):
     """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32: part s is over the s-th share of the steps. The grid's
-    second side counts tiles of BR rows."""
+    second side counts tiles of BR rows. With SIDE d_w and d_x are those of the parts; SERIES divides the steps."""
     dtype: gl.constexpr = d_w.dtype
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BR, 16])
+    BC: gl.constexpr = BM // SIDE
     VECTOR: gl.constexpr = 4 if PARTS else 8  # 16 bytes a thread
     OUT: gl.constexpr = gl.BlockedLayout(
-        [VECTOR, 1], [min(32, BM // VECTOR), 32 // min(32, BM // VECTOR)], [1, 4], [0, 1]
+        [VECTOR, 1], [min(32, BC // VECTOR), 32 // min(32, BC // VECTOR)], [1, 4], [0, 1]
     )
+    TOLD: gl.constexpr = SUMS if SIDE == 1 else OUT
     BYTES: gl.constexpr = (GATES * BM + BR) * BK * 2
     tile, part = gl.program_id(0) // S, gl.program_id(0) % S
     first, last = steps * part // S, steps * (part + 1) // S
@@ -92,37 +115,48 @@ def _hopper_linear(
 
     b_sum = gl.zeros([BM, BR], gl.float32, SUMS)
     b_up = gl.zeros([BM, BR], gl.float32, SUMS)
+    b_half, b_first = b_sum, b_sum
     stage, phase, before = 0, 0, STAGES - 1
-    for step in range(count):
-        mbarrier.wait(bars.index(stage), phase)
-        b_x = x_smem.index(stage).permute((1, 0))
-        b_sum = mma(w_smem.index(stage * GATES), b_x, b_sum, is_async=True)
+    for i in gl.static_range(SERIES):
+        for step in range(count // SERIES * i, count // SERIES * (i + 1)):
+            mbarrier.wait(bars.index(stage), phase)
+            b_x = x_smem.index(stage).permute((1, 0))
+            b_sum = mma(w_smem.index(stage * GATES), b_x, b_sum, is_async=True)
+            if GATES == 2:
+                b_up = mma(w_smem.index(stage * GATES + 1), b_x, b_up, is_async=True)
+                b_sum, b_up = mma_wait(2, deps=(b_sum, b_up))
+            else:
+                b_sum = mma_wait(1, deps=(b_sum,))
+            # The products of the step before are done: its place is free. Without a branch, which would cost more than
+            # what it saves.
+            o_k, wanted = (first + step - 1 + STAGES) * BK, (step > 0) & (step - 1 + STAGES < count)
+            _weights(d_w, bars, w_smem, before, line, o_k, M, wanted, BYTES, GATES)
+            _load(d_x, [row, o_k], bars.index(before), x_smem.index(before), wanted)
+            before = stage
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
         if GATES == 2:
-            b_up = mma(w_smem.index(stage * GATES + 1), b_x, b_up, is_async=True)
-            b_sum, b_up = mma_wait(2, deps=(b_sum, b_up))
+            b_sum, b_up = mma_wait(0, deps=(b_sum, b_up))
         else:
-            b_sum = mma_wait(1, deps=(b_sum,))
-        # The products of the step before are done: its place is free. Without a branch, which would cost more than what
-        # it saves.
-        o_k, wanted = (first + step - 1 + STAGES) * BK, (step > 0) & (step - 1 + STAGES < count)
-        _weights(d_w, bars, w_smem, before, line, o_k, M, wanted, BYTES, GATES)
-        _load(d_x, [row, o_k], bars.index(before), x_smem.index(before), wanted)
-        before = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    if GATES == 2:
-        b_sum, b_up = mma_wait(0, deps=(b_sum, b_up))
-    else:
-        b_sum = mma_wait(0, deps=(b_sum,))
+            b_sum = mma_wait(0, deps=(b_sum,))
+        if SERIES > 1:
+            b_half = b_half + b_sum if i % 2 else b_sum
+            if i == 1:
+                b_first = b_half
+            b_sum = gl.zeros([BM, BR], gl.float32, SUMS)
+    if SERIES > 1:
+        b_sum = b_half if SERIES == 2 else b_first + b_half
+    if SIDE > 1:
+        b_sum = _joined(b_sum, SIDE, BM, BR, SUMS, OUT)
 
-    o_line = line + gl.arange(0, BM, gl.SliceLayout(1, SUMS))
+    o_line = tile * BC + gl.arange(0, BC, gl.SliceLayout(1, TOLD))
     if BIAS:
         b_bias = gl.load(p_bias + o_line, mask=o_line < M, other=0.0).to(gl.float32)
         b_sum += gl.where(part == 0, b_bias, 0.0)[:, None]
-    o_m = line + gl.arange(0, BM, gl.SliceLayout(1, OUT))
-    o_r = row + gl.arange(0, BR, gl.SliceLayout(0, OUT))
+    o_m = tile * BC + gl.arange(0, BC, gl.SliceLayout(1, OUT))
+    o_r = row // SIDE + gl.arange(0, BR // SIDE, gl.SliceLayout(0, OUT))
     m_out = (o_m < M)[:, None] & (o_r < R)[None, :]
     if PARTS:
         b_sum = gl.convert_layout(b_sum, OUT)
@@ -158,11 +192,16 @@ def hopper_linear(
     kind: Activation = SILU,
 ) -> None:
     """Fill out [..., M], or out [S, ..., M] fp32 with the parts, contiguous, of the product of x [R, K]; operands as
-    `takes` says."""
+    `takes` says, and contiguous where parts lie side by side."""
     rows, depth = x.shape
-    width, split = out.shape[-1], out.dtype == torch.float32
-    steps, wide = -(-depth // launch.depth), min(launch.rows or padded(rows), padded(rows))
-    _hopper_linear[(-(-width // launch.channels) * launch.parts, -(-rows // wide))](
+    width, split, side = out.shape[-1], out.dtype == torch.float32, launch.side
+    if side > 1:
+        x, weight, depth = x.view(rows * side, -1), weight.view(-1, depth // side), depth // side
+    steps, wide = -(-depth // launch.depth), launch.rows or padded(rows)
+    if side == launch.series == 1:
+        wide = min(wide, padded(rows))
+    lines = launch.channels // side
+    _hopper_linear[(-(-width // lines) * launch.parts, -(-rows * side // wide))](
         _descriptor(weight, launch.channels, launch.depth),
         _descriptor(x, wide, launch.depth),
         bias,
@@ -175,6 +214,8 @@ def hopper_linear(
         BR=wide,
         S=launch.parts,
         GATES=1 + swiglu,
+        SIDE=side,
+        SERIES=launch.series,
         BIAS=bias is not None,
         PARTS=split,
         ALPHA=kind.alpha,

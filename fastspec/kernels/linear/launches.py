@@ -57,8 +57,9 @@ class PartsLaunch:
 @dataclass(frozen=True, slots=True)
 class HopperLaunch:
     """Weight tiles of channels x depth, `stages` of them at once in shared memory, the first `ahead` before the rows
-    are there; `parts` of the inner size, 1 but for `linear_parts`. With `rows` (a power of 2, 16 to 256) a program
-    takes so many rows; else it takes all, 256 at most."""
+    are there; `parts` of the inner size, 1 but for `linear_parts`. With `rows` (a power of 2, 8 to 256) a program takes
+    so many rows; else it takes all, 256 at most. `side` and `series`: the parts that a program sums itself, side by
+    side (each a row of the tile's `rows`) or one after another."""
 
     channels: int
     depth: int
@@ -66,6 +67,8 @@ class HopperLaunch:
     ahead: int
     parts: int = 1
     rows: int = 0
+    side: int = 1
+    series: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """Products whose rows have the same bits beside any others: the depth is summed in its order, in steps of 16, by tensor
-cores.
+cores, whole or in parts whose number follows from the weight's shape alone.
 
 A tile's height, its width and the instruction that multiplies it change no bit (measured on Hopper, `mma` and `wgmma`).
-What would is a sum over the depth that is split where there are few rows, or taken by other units. So there is no
-kernel of its own for one row here, and no parts. Up to MAX_ROWS rows take the kernels of this folder, more of them
-torch's product, which does not split the depth there (tests/kernels/test_ordered.py compares its bits).
+What would is a number of parts that follows the number of rows, or sums by other units. So there is no kernel of its
+own for one row here. On Hopper, where an output has few channels, the depth is cut in 2 or 4 parts, added up as (0 + 1)
++ (2 + 3): one sum over it would take longer than the weight takes to read. Up to MAX_ROWS rows take the kernels of this
+folder; more of them, where the depth is whole, torch's product, which does not split it there either
+(tests/kernels/test_ordered.py compares its bits).
 
 R rows, K input channels, M output channels.
 """
@@ -12,6 +14,7 @@ R rows, K input channels, M output channels.
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,23 +24,36 @@ from fastspec.kernels.linear.hopper import hopper_linear, takes
 from fastspec.kernels.linear.launches import MAX_ROWS, HopperLaunch, Launch
 from fastspec.kernels.linear.reference import SILU, Activation
 
+HALVES = {torch.bfloat16}, {torch.float16}
 TALLEST = 64
 """Rows of a tile."""
+WIDEST = 256
+"""Rows of a tile whose parts lie side by side, each of them counted."""
+FEW_CHANNELS = 2048
+"""Of an output whose depth is cut: tiles of 64 of them leave most of an H100's multiprocessors idle."""
+STAGES, SHARED = 8, 200 << 10
+"""Of a program, and the bytes of all of them, at most."""
+
+
+def parts_of(channels: int, depth: int, gated: bool) -> int:
+    """The parts of a depth on Hopper, each of whole steps of 64 or 32."""
+    if gated or channels > FEW_CHANNELS:
+        return 1
+    return 4 if depth % 256 == 0 else 2 if depth % 64 == 0 else 1
 
 
 def hopper_launch(rows: int, channels: int, depth: int, gated: bool) -> HopperLaunch:
     """Hopper's launch of so many rows: found on an H100 over weights that were not in the L2."""
-    step = 128 if depth % 128 == 0 and (not gated or depth >= 4096) else 64
-    if gated:
-        stages, ahead = (4, 2) if step == 128 else (8, 4)
-    elif rows > 16:
-        stages, ahead = (6, 3)
-    else:
-        stages, ahead = (6, 3) if channels >= 32768 else (8, 4)
-    return HopperLaunch(64, step, stages, ahead, rows=0 if rows <= TALLEST else TALLEST)
+    parts = parts_of(channels, depth, gated)
+    if parts > 1 and rows * parts > WIDEST:
+        return HopperLaunch(64, 64 if parts == 4 else 32, STAGES, STAGES // 2, rows=TALLEST, series=parts)
+    wide = max(8, min(triton.next_power_of_2(rows * parts), WIDEST if parts > 1 else TALLEST))
+    step = 128 if wide <= 64 else 64
+    stages = max(2, min(STAGES, SHARED // (((1 + gated) * 64 + wide) * step * 2), -(-depth // parts // step)))
+    return HopperLaunch(64, step, stages, stages // 2 if stages > 4 else stages, rows=wide, side=parts)
 
 
-def launch(channels: int, depth: int) -> Launch:
+def launch_of(channels: int, depth: int) -> Launch:
     """The launch on other devices."""
     return Launch(16 if channels < 4096 else 64, 128 if depth % 128 == 0 else 64, 4, 6, pdl=True)
 
@@ -48,27 +64,24 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, kind: 
     rows = x.numel() // depth if depth else 0
     operands = [operand for operand in (x, weight, bias) if operand is not None]
     graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    if (
-        graded
-        or not 0 < rows <= MAX_ROWS
-        or not channels
-        or {each.dtype for each in operands}
-        not in (
-            {torch.bfloat16},
-            {torch.float16},
-        )
-    ):
+    if graded or not rows or not channels or {each.dtype for each in operands} not in HALVES:
         return None
     flat = x.reshape(rows, depth)
+    hopper = takes(flat, weight)
+    if rows > MAX_ROWS and not (hopper and parts_of(channels, depth, gated) > 1):
+        return None
     out = x.new_empty(*x.shape[:-1], channels)
-    if takes(flat, weight):
-        hopper_linear(flat, weight, bias, out, hopper_launch(rows, channels, depth, gated), gated, kind)
+    if hopper:
+        launch = hopper_launch(rows, channels, depth, gated)
+        if launch.side > 1 and not (flat.is_contiguous() and weight.is_contiguous()):
+            launch = hopper_launch(WIDEST, channels, depth, gated)
+        hopper_linear(flat, weight, bias, out, launch, gated, kind)
         return out
     lines = out.view(rows, channels)
     for first in range(0, rows, TALLEST):
         part = slice(first, min(first + TALLEST, rows))
         portable.linear(
-            flat[part], weight, bias, swiglu=gated, launch=launch(channels, depth), kind=kind, out=lines[part]
+            flat[part], weight, bias, swiglu=gated, launch=launch_of(channels, depth), kind=kind, out=lines[part]
         )
     return out
 
