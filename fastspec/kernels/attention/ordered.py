@@ -16,10 +16,11 @@ float16 has no room for small weights, so that there the maximum is raised at mu
 
 B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots. A
 pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g. Three kernels follow the
-rule. `_runs` leaves the sums of the runs of the committed text, up to the last multiple of 16 (of 64 in float16), for
-tiles of rows. `_tail` goes on from these for each node: the keys that are left, the node's ancestors among them,
-wherever they lie, and then the sum of all runs; over a short text it does all. `_chain` takes tiles of a long chain, a
-prompt's part, from the first key to the last.
+rule. `_chain` takes tiles of a chain's rows: of a prompt's part from the first key to the last, of few rows a run, and
+who comes last of a tile adds up the runs. Trees take two: `_runs` leaves the sums of the runs of the committed text, up
+to the last multiple of 16 (of 64 in float16), for tiles of rows; `_tail` goes on from these for each node: the keys
+that are left, the node's ancestors among them, wherever they lie, and then the sum of all runs; over a short text it
+does all.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ LONG = 8192
 """Slots from which blocks are wider."""
 LONG_CHAIN = 64
 """Matrix rows of a chain from which tiles of it go through the text."""
+EACH = 4
+"""Runs that are read at once to be added."""
+MULTIPROCESSORS = 132
+"""Of the GPU that the launches were measured on."""
+ARRIVALS = 1024
+"""Tiles of a row whose programs are counted, at most."""
 
 _GRID = tl.constexpr(768.0)  # 1.5 * 2**9: what is added to it is rounded to a multiple of 2**-14
 _EMPTY = tl.constexpr(-4194304.0)  # below every maximum; with _GRID it is exact in fp32
@@ -184,10 +191,7 @@ def _runs(
     first = start
     b_low = o_m
     if SPAN > 0:
-        if p_counts is None:
-            b_depth = o_node
-        else:
-            b_depth = tl.load(p_counts + i_row.to(tl.int64) * s_c + o_node, mask=m_m, other=1) - 1
+        b_depth = tl.load(p_counts + i_row.to(tl.int64) * s_c + o_node, mask=m_m, other=1) - 1
         b_low = prefix + first_seen(b_depth, prefix, SPAN, CHUNK)
         low = tl.min(tl.where(m_m, b_low, 1 << 30), 0)
         first = tl.maximum(start, tl.minimum(low, end) // BLOCK_N * BLOCK_N)
@@ -272,10 +276,8 @@ def _tail(
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
     o_m, o_n, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_m, m_d = o_m < GROUP, o_d < D
-    depth = node
-    if p_counts is not None:
-        depth = tl.load(p_counts + i_row.to(tl.int64) * s_c + node) - 1
-        p_slots += i_row.to(tl.int64) * s_sb + node.to(tl.int64) * s_sn
+    depth = tl.load(p_counts + i_row.to(tl.int64) * s_c + node) - 1
+    p_slots += i_row.to(tl.int64) * s_sb + node.to(tl.int64) * s_sn
     position = tl.minimum(prefix + depth, extent - 1)
     b_q = tl.load(
         p_q
@@ -338,13 +340,8 @@ def _tail(
         m_key = (o_key >= begin) & (o_key <= position)
         if SPAN > 0:
             m_key = m_key & (o_key >= low)
-        o_slot = o_key
-        if p_slots is not None:
-            o_slot = tl.where(
-                o_key < prefix,
-                o_key,
-                prefix + tl.load(p_slots + o_key - prefix, mask=m_key & (o_key >= prefix), other=0),
-            )
+        o_tail = tl.load(p_slots + o_key - prefix, mask=m_key & (o_key >= prefix), other=0)
+        o_slot = tl.where(o_key < prefix, o_key, prefix + o_tail)
         if RING > 0:
             o_slot = o_slot % RING
         b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
@@ -357,17 +354,21 @@ def _tail(
     tl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_d[None, :])
 
 
-@triton.jit(do_not_specialize=["nodes", "extent", "kv_heads"])
+@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
 def _chain(
     p_q,
     p_k,
     p_v,
     p_out,
+    p_part,
+    p_state,
+    p_arrived,
     p_prefix,
     p_sinks,
     scale2,
     nodes,
     extent,
+    runs,
     kv_heads,
     s_qb,
     s_qn,
@@ -385,6 +386,8 @@ def _chain(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    APART: tl.constexpr,
+    EACH: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     RING: tl.constexpr,
@@ -392,37 +395,48 @@ def _chain(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of a chain's rows, from the first key that one of them sees to the last."""
+    """A tile of a chain's rows, from the first key that one of them sees to the last; APART one run of it, and by who
+    arrives last of the tile's programs the sum of all, from what the others left: sums [pair, run, row, D], maxima and
+    sums of weights [pair, run, 2, row]."""
+    i_tile, i_pair = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
+    p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    i_tile, i_pair = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
     o_m, o_n, o_d = i_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    m_m, m_d = o_m < nodes * GROUP, o_d < D
+    rows = nodes * GROUP
+    m_m, m_d = o_m < rows, o_d < D
     o_node = o_m // GROUP
-    o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
-    b_q = tl.load(
-        p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
-    )
-    p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
-    p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
     b_last = prefix + o_node
     least = prefix + i_tile * BLOCK_M // GROUP  # what all rows see, without a span, is up to here
-    end = tl.minimum(prefix + (tl.minimum((i_tile + 1) * BLOCK_M, nodes * GROUP) - 1) // GROUP + 1, extent)
+    end = tl.minimum(prefix + (tl.minimum((i_tile + 1) * BLOCK_M, rows) - 1) // GROUP + 1, extent)
     begin = 0
     b_low = o_m
     if SPAN > 0:
         b_low = prefix + first_seen(o_node, prefix, SPAN, CHUNK)
         begin = tl.maximum(tl.min(tl.where(m_m, b_low, 1 << 30), 0), 0) // BLOCK_N * BLOCK_N
+    run, past = run_of(begin), run_of(end - 1) + 1
+    others = 0  # programs of this tile that must have been there before
+    if APART:
+        others = past - 1 - run
+        run = past - 1 - tl.program_id(2)  # the longest first
+        if run < past - 1 - others:
+            return
+        past = run + 1
+    o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
+    b_q = tl.load(
+        p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
+    )
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
     b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
     b_weights = tl.zeros([BLOCK_M], tl.float32)
-    for run in tl.range(run_of(begin), run_of(end - 1) + 1):
-        start = tl.maximum(run_start(run), begin)
-        stop = tl.minimum(run_start(run + 1), end)
+    for number in tl.range(run, past):
+        start = tl.maximum(run_start(number), begin)
+        stop = tl.minimum(run_start(number + 1), end)
         whole = start
         if SPAN == 0:
             whole = start + tl.maximum(tl.minimum(stop, least + 1) - start, 0) // BLOCK_N * BLOCK_N
@@ -444,6 +458,41 @@ def _chain(
             b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
             b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
         b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
+    if APART:
+        arrived = others
+        o_part = tl.cast(i_pair * runs, tl.int64) * rows + o_m
+        p_state += tl.cast(i_pair * runs, tl.int64) * 2 * rows + o_m
+        p_arrived += i_pair * tl.num_programs(0) + i_tile
+        m_part = m_m[:, None] & m_d[None, :]
+        if others > 0:
+            o_run = o_part + tl.cast(run, tl.int64) * rows
+            tl.store(p_part + o_run[:, None] * D + o_d[None, :], b_total, mask=m_part)
+            tl.store(p_state + 2 * tl.cast(run, tl.int64) * rows, b_most, mask=m_m)
+            tl.store(p_state + (2 * tl.cast(run, tl.int64) + 1) * rows, b_weights, mask=m_m)
+            tl.debug_barrier()
+            arrived = tl.atomic_add(p_arrived, 1, sem="acq_rel")
+        if arrived < others:
+            return
+        if others > 0:
+            tl.store(p_arrived, 0)
+            b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
+            b_weights = tl.zeros([BLOCK_M], tl.float32)
+            past = run_of(end - 1) + 1
+            for start in tl.range(past - 1 - others, past, EACH):
+                for each in tl.static_range(EACH):
+                    m_run = m_m & (o_m * 0 + (start + each) < past)
+                    o_run = o_part + tl.cast(start + each, tl.int64) * rows
+                    p_run = p_state + 2 * tl.cast(start + each, tl.int64) * rows
+                    b_acc2 = tl.load(
+                        p_part + o_run[:, None] * D + o_d[None, :],
+                        mask=m_run[:, None] & m_d[None, :],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    b_max2 = tl.load(p_run, mask=m_run, other=_EMPTY, cache_modifier=".cg")
+                    b_sum2 = tl.load(p_run + rows, mask=m_run, other=0.0, cache_modifier=".cg")
+                    b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc2, b_max2, b_sum2)
     o_head = i_head * GROUP + o_m % GROUP
     b_out = _finished(b_total, b_most, b_weights, p_sinks, o_head, m_m)
     o_out = i_row.to(tl.int64) * s_ob + (o_node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
@@ -471,11 +520,13 @@ def _paths(p_words, p_slots, p_counts, tail, s_wb, s_wn, s_sb, s_sn, s_c, WORDS:
 @dataclass(frozen=True, slots=True)
 class OrderedLayout:
     """A `TreeLayout`, and for the nodes of a tree the slots of the tail that each sees [B, N, tail] and how many these
-    are [B, N], int32; None of a chain, where node n sees the first n + 1."""
+    are [B, N], int32; None of a chain, where node n sees the first n + 1. `arrived` [B * ARRIVALS] int32 counts the
+    programs of a short chain's tiles, and is zero between launches."""
 
     tree: TreeLayout
     slots: Tensor | None
     counts: Tensor | None
+    arrived: Tensor | None
 
 
 def attention_layout(
@@ -494,7 +545,9 @@ def attention_layout(
     stands at the positions after the prefix, in the order of the slots."""
     tree = tree_layout(prefix, words, nodes, tail, extent, group, span=span, depths=depths, ring=ring)
     if tree.chain or words is None:
-        return OrderedLayout(tree, None, None)
+        few = nodes * group <= LONG_CHAIN
+        arrived = torch.zeros(len(prefix) * ARRIVALS, dtype=torch.int32, device=prefix.device) if few else None
+        return OrderedLayout(tree, None, None, arrived)
     slots = torch.empty((len(prefix), nodes, tail), dtype=torch.int32, device=prefix.device)
     counts = torch.empty((len(prefix), nodes), dtype=torch.int32, device=prefix.device)
     if counts.numel():
@@ -510,7 +563,7 @@ def attention_layout(
             num_warps=1,
             **dependent(prefix.device),
         )
-    return OrderedLayout(tree, slots, counts)
+    return OrderedLayout(tree, slots, counts, None)
 
 
 @lru_cache
@@ -532,20 +585,30 @@ class OrderedLaunch:
     stages: int
 
 
-def launches_for(
-    element: int, block_d: int, rows: int, reach: int, whole: bool
-) -> tuple[OrderedLaunch, OrderedLaunch, OrderedLaunch]:
-    """The launches of `_runs`, `_tail` and `_chain`: found on an H100 over keys that were not in the L2."""
+@dataclass(frozen=True, slots=True)
+class OrderedLaunches:
+    """The launches of a tree's `_runs` and `_tail`, and of `_chain`."""
+
+    runs: OrderedLaunch
+    tail: OrderedLaunch
+    chain: OrderedLaunch
+
+
+def launches_for(element: int, block_d: int, rows: int, reach: int, whole: bool, pairs: int) -> OrderedLaunches:
+    """The launches of so many rows of each of the pairs: found on an H100 over keys that were not in the L2."""
+    few = rows <= 16
     if block_d > 128 or element == 4:
         block = 32 if block_d <= 256 else 16
         small, tall = OrderedLaunch(16, block, 4, 2), OrderedLaunch(32, block, 4, 2)
-        return small if rows <= 16 else tall, small, tall
-    if rows <= 16:
-        runs = OrderedLaunch(16, 128, 4, 3) if reach >= LONG or block_d <= 64 else OrderedLaunch(16, 64, 4, 4)
+        return OrderedLaunches(small if few else tall, small, small if few else tall)
+    long = reach >= LONG
+    if few:
+        crowded = not long and pairs * runs_of(reach) > MULTIPROCESSORS
+        runs = chain = OrderedLaunch(16, 128, 4, 2 if crowded else 3)
     else:
-        runs = OrderedLaunch(128, 64, 8, 3) if reach >= LONG else OrderedLaunch(64, 32, 4, 3)
-    tail = OrderedLaunch(16, 128, 4, 3) if whole else OrderedLaunch(16, 32, 4, 2)
-    return runs, tail, OrderedLaunch(128, 64, 8, 3)
+        runs = OrderedLaunch(128, 64, 8, 3) if long else OrderedLaunch(64, 32, 4, 3)
+        chain = OrderedLaunch(64, 32, 4, 3) if rows <= LONG_CHAIN else OrderedLaunch(128, 64, 8, 3)
+    return OrderedLaunches(runs, OrderedLaunch(16, 128, 4, 3) if whole else OrderedLaunch(16, 32, 4, 2), chain)
 
 
 def tree_attention(
@@ -557,7 +620,7 @@ def tree_attention(
     *,
     sinks: Tensor | None = None,
     cap: float | None = None,
-    launches: tuple[OrderedLaunch, OrderedLaunch, OrderedLaunch] | None = None,
+    launches: OrderedLaunches | None = None,
     short: int = SHORT,
 ) -> Tensor:
     """`tree.tree_attention`, in the order that this module's docstring gives."""
@@ -575,7 +638,7 @@ def tree_attention(
     grain = 64 if q.dtype == torch.float16 else 16
     reach = tree.reach(extent)
     whole = reach <= short
-    made = launches or launches_for(q.element_size(), block_d, rows, reach, whole)
+    made = launches or launches_for(q.element_size(), block_d, rows, reach, whole, pairs)
     about = {
         "S_K": k.stride(2),
         "S_V": v.stride(2),
@@ -600,35 +663,47 @@ def tree_attention(
         )
         return {"BLOCK_N": block_n, "STAGES": stages, "num_stages": stages, "num_warps": launch.warps}
 
-    if layout.slots is None and rows > LONG_CHAIN:
-        launch = made[2]
-        _chain[(triton.cdiv(rows, launch.block_m), pairs)](
+    runs = runs_of(extent)
+    part, state = out, out
+    counts, slots, arrived = layout.counts, layout.slots, layout.arrived
+    if slots is None:
+        launch = made.chain
+        tiles = triton.cdiv(rows, launch.block_m)
+        apart = arrived is not None and kv_heads * tiles <= ARRIVALS and runs > 1
+        if apart:
+            part = q.new_empty((pairs, runs, rows, size), dtype=torch.float32)
+            state = q.new_empty((pairs, runs, 2, rows), dtype=torch.float32)
+        _chain[(tiles, pairs, runs if apart else 1)](
             q,
             k,
             v,
             out,
+            part,
+            state,
+            arrived if apart else tree.prefix,
             tree.prefix,
             sinks,
             scale2,
             nodes,
             extent,
+            runs,
             kv_heads,
             *strides,
             out.stride(0),
             tree.prefix.stride(0),
             BLOCK_M=launch.block_m,
+            APART=apart,
+            EACH=EACH,
             **of(launch),
             **about,
         )
         return out
-    runs = runs_of(extent)
-    part, state = out, out
-    counts, slots = layout.counts, layout.slots
-    s_c = 0 if counts is None else counts.stride(0)
+    assert counts is not None  # as slots are there
+    s_c = counts.stride(0)
     if not whole:
         part = q.new_empty((pairs, runs, rows, size), dtype=torch.float32)
         state = q.new_empty((pairs, runs, 2, rows), dtype=torch.float32)
-        launch = made[0]
+        launch = made.runs
         _runs[(triton.cdiv(rows, launch.block_m), runs, pairs)](
             q,
             k,
@@ -650,8 +725,7 @@ def tree_attention(
             **of(launch),
             **about,
         )
-    launch = made[1]
-    s_sb, s_sn = (0, 0) if slots is None else slots.stride()[:2]
+    launch = made.tail
     _tail[(nodes, pairs)](
         q,
         k,
@@ -671,12 +745,11 @@ def tree_attention(
         *strides,
         out.stride(0),
         tree.prefix.stride(0),
-        s_sb,
-        s_sn,
+        *slots.stride()[:2],
         s_c,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         GRAIN=grain,
-        EACH=4,
+        EACH=EACH,
         WHOLE=whole,
         **of(launch),
         **about,

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fastspec.kernels.linear import linear as portable
 from fastspec.kernels.linear import swiglu
 from fastspec.kernels.linear.hopper import hopper_linear, takes
-from fastspec.kernels.linear.launches import MAX_ROWS, HopperLaunch, Launch
+from fastspec.kernels.linear.launches import MAX_ROWS, MULTIPROCESSORS, HopperLaunch, Launch
 from fastspec.kernels.linear.reference import SILU, Activation
 
 HALVES = {torch.bfloat16}, {torch.float16}
@@ -31,7 +31,7 @@ WIDEST = 256
 """Rows of a tile whose parts lie side by side, each of them counted."""
 FEW_CHANNELS = 2048
 """Of an output whose depth is cut: tiles of 64 of them leave most of an H100's multiprocessors idle."""
-STAGES, SHARED = 8, 200 << 10
+STAGES, SHARED = 8, 208 << 10
 """Of a program, and the bytes of all of them, at most."""
 
 
@@ -48,9 +48,12 @@ def hopper_launch(rows: int, channels: int, depth: int, gated: bool) -> HopperLa
     if parts > 1 and rows * parts > WIDEST:
         return HopperLaunch(64, 64 if parts == 4 else 32, STAGES, STAGES // 2, rows=TALLEST, series=parts)
     wide = max(8, min(triton.next_power_of_2(rows * parts), WIDEST if parts > 1 else TALLEST))
-    step = 128 if wide <= 64 else 64
-    stages = max(2, min(STAGES, SHARED // (((1 + gated) * 64 + wide) * step * 2), -(-depth // parts // step)))
-    return HopperLaunch(64, step, stages, stages // 2 if stages > 4 else stages, rows=wide, side=parts)
+    whole, left = divmod(-(-channels * parts // 64), MULTIPROCESSORS)
+    pair = gated and whole > 0 and 0 < left < MULTIPROCESSORS // 4  # programs on one: else the last would run alone
+    step = 128 if wide <= (16 if pair else 64) else 64
+    most = SHARED // 2 if pair else SHARED
+    stages = max(2, min(STAGES, most // (((1 + gated) * 64 + wide) * step * 2), -(-depth // parts // step)))
+    return HopperLaunch(64, step, stages, max(2, min(stages - pair, STAGES // 2)), rows=wide, side=parts)
 
 
 def launch_of(channels: int, depth: int) -> Launch:
