@@ -44,6 +44,7 @@ class Ops:
     head_input: Callable[..., Tensor]
     frontier_input: Callable[..., tuple[Tensor, Tensor, Tensor]]
     tree_build: Callable[..., tuple[Tensor, ...]]
+    draws: Callable[..., Tensor]
     pick: Callable[..., Tensor]
     posterior_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
     all_reduce: Callable[..., Tensor]

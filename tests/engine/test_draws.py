@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from helpers.kernels import EVERYWHERE
 
-from fastspec.generation.verify import MASK, STEP, drawn_seed, uniform_at
+from fastspec.generation.verify import drawn_seed
+from fastspec.kernels.verification.reference import MASK, STEP, draws, stream_of, uniform_at
+
+kernel = pytest.importorskip("fastspec.kernels.verification.posterior_eval").draws
 
 
 def mixed(x: int) -> int:
@@ -47,3 +52,16 @@ def test_a_seed_is_drawn_from_torchs_own_generator():
     seeds = [drawn_seed() for _ in range(3)]
     torch.manual_seed(3)
     assert [drawn_seed() for _ in range(3)] == seeds and len(set(seeds)) == 3
+
+
+@EVERYWHERE
+def test_a_trees_numbers_are_those_of_its_depths_in_an_answer(device):
+    """Of a kernel too: the first token of an answer has number 0, wherever it begins."""
+    seeds, begun = torch.tensor([5, -(2**63), 2**63 - 1]), torch.tensor([0, 7, 2**31])
+    depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3], [0, 0, 9, 63]])
+    for further in (0, 1, 4095):
+        want = uniform_at(seeds[:, None], depths + 1 + further)
+        given = [each.to(device) for each in (stream_of(seeds, begun), begun + further, depths)]
+        for op in (draws, kernel):
+            assert torch.equal(op(*given).cpu(), want)
+            assert torch.equal(op(*given[:2], given[2].T.contiguous().T).cpu(), want)

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 import fastspec
 from fastspec import Unsupported
 from fastspec.generation.engine import batching
-from fastspec.generation.verify import uniform_at
+from fastspec.kernels.verification.reference import uniform_at
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import one_prompt
 from fastspec.patches.hf.cache import CACHE

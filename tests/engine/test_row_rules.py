@@ -17,8 +17,8 @@ from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, Rule
 from fastspec.generation.engine.round_program import Scored, VerifiedTree
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import uniform_at, walk
-from fastspec.kernels.verification.reference import SamplingSettings, pick
+from fastspec.generation.verify import walk
+from fastspec.kernels.verification.reference import SamplingSettings, pick, uniform_at
 from fastspec.patches.backends import TORCH
 
 CPU, VOCAB = torch.device("cpu"), 3  # that of `drawn_tree`

@@ -111,6 +111,8 @@ class RoundState:
         """[B] bool: the rows that go on."""
         self.ended = torch.zeros_like(self.active)
         """[B] bool: of these, the rows that have ended and are padded, in lockstep."""
+        self.streams = torch.zeros_like(self.root)
+        """[B] int64: what the answers of the rows are drawn by (`Ops.draws`), where the call samples."""
         self.running, self.padded = [True] * rows, [False] * rows
         """The same two on the host."""
 

@@ -15,7 +15,7 @@ from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine.call import Fallback, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
 from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
-from fastspec.generation.engine.verifier import Choice, MixedChoice, Verifier
+from fastspec.generation.engine.verifier import Choice, Draws, MixedChoice, Verifier
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Clock, Stats
 from fastspec.generation.target import Target
@@ -46,9 +46,10 @@ class Engine(Generic[TargetT]):
         pad_token: int | None = None,
     ) -> None:
         self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
-        self.choice = Choice(ops, sample=sample, process=process, settings=settings, place=place)
+        draws = Draws(ops, self.state.streams, target.lengths) if sample else None
+        self.choice = Choice(ops, draws, process=process, settings=settings, place=place)
         if isinstance(drafter, MixingDrafter):
-            self.choice = MixedChoice(ops, drafter, sample=sample, process=process)
+            self.choice = MixedChoice(ops, draws, drafter, process=process)
         self.main, self.plain, self.given = (
             RoundProgram(target, each, ops, self.state, measures=measures, pad_token=pad_token)
             for each in (drafter, None, None)

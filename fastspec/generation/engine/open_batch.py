@@ -24,8 +24,8 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import RowProcessor, choose, uniform_at, walk, walk_with_history
-from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.generation.verify import RowProcessor, choose, walk, walk_with_history
+from fastspec.kernels.verification.reference import SamplingSettings, uniform_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +259,9 @@ class OwnRules(Verifier):
                     ):
                         mine[row] = theirs[0]
         return VerifiedTree(scored, verdict, None)
+
+    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
+        """Nothing: a rule's numbers are those of its positions."""
 
     def _picks(self, rule: Rule, scores: Tensor, positions: Tensor) -> Tensor:
         """Tokens [1, N] of one prompt, of scores [1, N, V] and the positions [1, N] of the tokens that are chosen

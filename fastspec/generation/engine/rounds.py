@@ -253,6 +253,7 @@ class Rounds(Generic[TargetT]):
     def _seat(self, row: int, prompt: int, count: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
         """Let a prompt of `count` tokens go on in its row; `tokens` is its first."""
         self.batch.seat(row, prompt, count)
+        self.verifier.seat([row], [prompt])
         self.batch.stats.joined += 1
         self.batch.read(prompt, tokens, scores, logits)
 
@@ -307,6 +308,8 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     began, first_runs, captures = time.perf_counter(), SPENT.first_runs, SPENT.captures
     batch = Batch(request, stats)
     verifier = verifier_of(engine.choice, request, batch)
+    if engine.choice.draws is not None and request.steps is None:
+        engine.choice.draws.begin(len(request.prompts))
     with timed(stats, "prefill"):
         first = request.begins()
         logits, features = first.read(target)
@@ -318,6 +321,7 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
         if drafter is not None and request.answers is None:
             drafter.begin(*text, features, begun)
         engine.begin(begun)
+        verifier.seat(range(len(begun)), batch.places)
         firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
     for row, token in enumerate(firsts):
         one = slice(row, row + 1)

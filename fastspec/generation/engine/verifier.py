@@ -15,8 +15,9 @@ from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.round_program import Scored, VerifiedTree
 from fastspec.generation.ops import Ops
+from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import RowProcessor, Steps, choose, walk, walk_drawn, walk_in_step, walk_with_history
-from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.kernels.verification.reference import SamplingSettings, stream_of, uniform_at
 
 Text = tuple[Tensor, Tensor]
 """Tokens [B, T] and how many of them are real in each row [B]."""
@@ -36,9 +37,42 @@ class Verifier(ABC):
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The verdict on a scored tree."""
 
+    @abstractmethod
+    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
+        """Rows go on with these prompts, of which the first tokens were chosen and are not committed yet."""
+
+
+class Draws:
+    """The random numbers of a call, by prompt and by place in its answer, so that a seed gives the same tokens whatever
+    the trees are.
+
+    `streams` and `lengths` [B] are those of the engine's rows, which captured rounds read.
+    """
+
+    def __init__(self, ops: Ops, streams: Tensor, lengths: Tensor) -> None:
+        self.ops, self.streams, self.lengths = ops, streams, lengths
+        self.seeds = streams[:0]
+
+    def begin(self, prompts: int) -> None:
+        """Seeds of a call of so many prompts, from torch's own generator of the CPU."""
+        self.seeds = torch.randint(0, 2**63 - 1, (prompts,), device="cpu").to(self.streams.device)
+
+    def first(self, prompts: Sequence[int]) -> Tensor:
+        """Numbers [R] in [0, 1) of the first tokens of these prompts."""
+        seeds = self.seeds[list(prompts)]
+        return uniform_at(seeds, torch.zeros_like(seeds))
+
+    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
+        """Rows go on with these prompts."""
+        self.streams[list(rows)] = stream_of(self.seeds[list(prompts)], self.lengths[list(rows)])
+
+    def at(self, tree: TokenTree) -> Tensor:
+        """Numbers [B, N] of the tokens that are chosen at a tree's nodes."""
+        return self.ops.draws(self.streams, self.lengths, tree.depths)
+
 
 class Choice(Verifier):
-    """The target's own choice at all nodes at once: the likeliest tokens, or with `sample` one draw per node.
+    """The target's own choice at all nodes at once: the likeliest tokens, or with `draws` one draw per node.
 
     `process` maps scores [R, V] as the call's processors do, None without any. Where temperature, top-k, top-p and
     min-p are all that they do, `settings` holds these: tokens are then drawn under them from the logits, and no scores
@@ -49,34 +83,43 @@ class Choice(Verifier):
     def __init__(
         self,
         ops: Ops,
+        draws: Draws | None,
         *,
-        sample: bool,
         process: Process | None,
         settings: SamplingSettings | None = None,
         place: Place = Place.DEVICE,
     ) -> None:
-        self.ops, self.sample, self.process, self.settings, self.place = ops, sample, process, settings, place
+        self.ops, self.draws, self.process, self.settings, self.place = ops, draws, process, settings, place
 
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor | None:
-        """Random numbers in [0, 1) where the call samples."""
-        return torch.rand(tuple(shape), device=device) if self.sample else None
+    def uniform(self, tree: TokenTree) -> Tensor | None:
+        """Random numbers [B, N] in [0, 1) where the call samples: by the depth of the nodes, or of each node by itself
+        where drafts bring a distribution and several of a depth are judged."""
+        if self.draws is None:
+            return None
+        return self.draws.at(tree) if tree.q is None else torch.rand(tree.tokens.shape, device=tree.tokens.device)
+
+    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
+        """Rows draw for these prompts."""
+        if self.draws is not None:
+            self.draws.seat(rows, prompts)
 
     def processed(self, logits: Tensor) -> Tensor:
         """logits [..., V] as the processors leave them: fp32, or untouched where there are none."""
         return logits if self.process is None else self.process(logits.flatten(0, -2).float()).view(logits.shape)
 
-    def pick(self, scores: Tensor) -> Tensor:
-        """Tokens [B] of scores [B, V]."""
-        return choose(scores[:, None], self.uniform((len(scores), 1), scores.device), self.ops)[:, 0]
+    def pick(self, scores: Tensor, prompts: Sequence[int]) -> Tensor:
+        """First tokens [R] of prompts, of scores [R, V]."""
+        uniform = None if self.draws is None else self.draws.first(prompts)[:, None]
+        return choose(scores[:, None], uniform, self.ops)[:, 0]
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """First tokens of prompts, and the scores that they were chosen by."""
         scores = self.processed(logits)
-        return self.pick(scores), scores.float()
+        return self.pick(scores, prompts), scores.float()
 
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The likeliest token, or one draw, at every node, and the walk by them."""
-        tree, uniform = scored.tree, self.uniform(scored.tree.tokens.shape, scored.logits.device)
+        tree, uniform = scored.tree, self.uniform(scored.tree)
         drawn = tree.q is not None and uniform is not None
         settings = None if drawn else self.settings
         scores = self.processed(scored.logits) if settings is None else scored.logits
@@ -94,13 +137,14 @@ class Choice(Verifier):
 class MixedChoice(Choice):
     """The choice from a mixture of the target's distribution and the drafter's."""
 
-    def __init__(self, ops: Ops, drafter: MixingDrafter, *, sample: bool, process: Process | None) -> None:
-        super().__init__(ops, sample=sample, process=process, place=Place.HOST)
+    def __init__(self, ops: Ops, draws: Draws | None, drafter: MixingDrafter, *, process: Process | None) -> None:
+        super().__init__(ops, draws, process=process, place=Place.HOST)
         self.drafter = drafter
 
     def mixed_first(self, logits: Tensor, text: Text) -> Tensor:
         """Log-probabilities [B, V] of the first new tokens; the drafter reads the text for it."""
-        return self.drafter.first(*text, logits, self.processed(logits), process=self.process, sample=self.sample)
+        scores, sample = self.processed(logits), self.draws is not None
+        return self.drafter.first(*text, logits, scores, process=self.process, sample=sample)
 
     def mixed(self, scored: Scored) -> Tensor:
         """Log-probabilities [B, N, V] at a tree's nodes."""
@@ -109,12 +153,11 @@ class MixedChoice(Choice):
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """First tokens of prompts by the mixture, and its log-probabilities."""
         scores = self.mixed_first(logits, text)
-        return self.pick(scores), scores.float()
+        return self.pick(scores, prompts), scores.float()
 
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The walk by the mixture of both distributions."""
-        uniform = self.uniform(scored.tree.tokens.shape, scored.logits.device)
-        return self._walked(scored, self.mixed(scored), uniform, None)
+        return self._walked(scored, self.mixed(scored), self.uniform(scored.tree), None)
 
 
 class WithHistory(Verifier):
@@ -128,7 +171,11 @@ class WithHistory(Verifier):
         scores = self.process_at(
             list(prompts), torch.stack([self.history[prompt] for prompt in prompts]), logits.float()
         )
-        return self.choice.pick(scores), scores.float()
+        return self.choice.pick(scores, prompts), scores.float()
+
+    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
+        """Rows draw for these prompts."""
+        self.choice.seat(rows, prompts)
 
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The walk node by node, by processors that see the tokens so far."""
@@ -136,7 +183,7 @@ class WithHistory(Verifier):
         places, answers = batch.places, batch.out.tokens
         history = [torch.cat((h := self.history[prompt], h.new_tensor(answers[prompt]))) for prompt in places]
         left = [batch.limits[prompt] - len(answers[prompt]) if batch.active[prompt] else 0 for prompt in places]
-        uniform = self.choice.uniform(tree.tokens.shape, scored.logits.device)
+        uniform = self.choice.uniform(tree)
 
         def process(rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
             return self.process_at([places[row] for row in rows], texts, scores)
@@ -165,6 +212,9 @@ class InLockstep(Verifier):
         """The walk of all rows together, a step of plain decoding at a time."""
         scores = self.choice.mixed(scored) if isinstance(self.choice, MixedChoice) else None
         return VerifiedTree(scored, walk_in_step(scored.tree, scored.logits, self.steps, scores), None)
+
+    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
+        """Nothing: the steps draw."""
 
 
 def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:

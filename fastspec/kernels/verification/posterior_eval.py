@@ -1,4 +1,4 @@
-"""Choose one token per node from the target's scores, and walk the tree by them.
+"""Draw numbers for the nodes, choose one token per node from the target's scores, and walk the tree by them.
 
 B rows (sequences), N nodes of a row's tree, R rows of scores, V vocabulary, T chunks of the vocabulary. `pick` reads
 the scores in chunks that fill the chip, then merges a row's chunks in one program; under settings it reads them as
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
 from fastspec.kernels.launch import dependent
-from fastspec.kernels.verification.reference import NO_TOKEN, SamplingSettings
+from fastspec.kernels.verification.reference import LAST_SHIFT, MIXERS, NO_TOKEN, STEP, SamplingSettings, signed
 from fastspec.kernels.verification.sampling import (
     CHUNK,
     CHUNK_WARPS,
@@ -28,6 +28,49 @@ from fastspec.kernels.verification.sampling import (
 DRAW_WARPS = 8
 MAX_NODES = 4096
 NONE = tl.constexpr(NO_TOKEN)
+_STEP, _LAST_SHIFT = tl.constexpr(signed(STEP)), tl.constexpr(LAST_SHIFT)
+_SHIFT_1, _FACTOR_1 = tl.constexpr(MIXERS[0][0]), tl.constexpr(signed(MIXERS[0][1]))
+_SHIFT_2, _FACTOR_2 = tl.constexpr(MIXERS[1][0]), tl.constexpr(signed(MIXERS[1][1]))
+
+
+@triton.jit
+def _shifted(x, BY: tl.constexpr):
+    """x to the right, filled up with zeros."""
+    return (x.to(tl.uint64, bitcast=True) >> BY).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _draws_kernel(p_streams, p_lengths, p_depths, p_out, nodes, s_d, BN: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    o_n = tl.arange(0, BN)
+    b_depth = tl.load(p_depths + row * s_d + o_n, mask=o_n < nodes, other=0)
+    b_x = tl.load(p_streams + row) + (tl.load(p_lengths + row) + b_depth + 1) * _STEP
+    b_x = (b_x ^ _shifted(b_x, _SHIFT_1)) * _FACTOR_1
+    b_x = (b_x ^ _shifted(b_x, _SHIFT_2)) * _FACTOR_2
+    b_x = _shifted(b_x ^ _shifted(b_x, _LAST_SHIFT), 40)
+    tl.store(p_out + row * nodes + o_n, b_x.to(tl.float32) * 5.9604644775390625e-08, mask=o_n < nodes)
+
+
+def draws(streams: Tensor, lengths: Tensor, depths: Tensor) -> Tensor:
+    """`reference.draws`: numbers [B, N] fp32 of streams, lengths [B] and depths [B, N] int64."""
+    rows, nodes = depths.shape
+    out = torch.empty((rows, nodes), dtype=torch.float32, device=depths.device)
+    if out.numel():
+        _draws_kernel[(rows,)](
+            streams.contiguous(),
+            lengths.contiguous(),
+            depths if depths.stride(1) == 1 else depths.contiguous(),
+            out,
+            nodes,
+            depths.stride(0) if depths.stride(1) == 1 else nodes,
+            BN=triton.next_power_of_2(nodes),
+            num_warps=1,
+            **dependent(depths.device),
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["nodes"])

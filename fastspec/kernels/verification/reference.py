@@ -56,6 +56,54 @@ def key_token(keys: Tensor) -> Tensor:
     return LAST_ID - (keys.amax(-1) & LAST_ID)
 
 
+MASK = (1 << 64) - 1
+STEP = 0x9E3779B97F4A7C15
+MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
+
+
+def uniform_at(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Numbers [...] fp32 in [0, 1), multiples of 2^-24, for seeds and positions [...] int64 (shapes that broadcast).
+
+    Position n of a seed is the n-th output of SplitMix64 (Steele et al., OOPSLA 2014) begun at a hash of the seed.
+    int64 arithmetic wraps around.
+    """
+    return _uniform(_mixed(seeds + signed(STEP)) + positions * signed(STEP))
+
+
+def stream_of(seeds: Tensor, begun: Tensor) -> Tensor:
+    """Streams [B] int64 of rows whose answers are drawn by seeds [B] int64 and begin after `begun` [B] committed
+    tokens, as `draws` reads them."""
+    return _mixed(seeds + signed(STEP)) - begun * signed(STEP)
+
+
+def draws(streams: Tensor, lengths: Tensor, depths: Tensor) -> Tensor:
+    """Numbers [B, N] of the tokens that are chosen at the nodes of a tree: depths [B, N] int64, after lengths [B] int64
+    committed tokens. Of an answer's first token the number is `uniform_at(seed, 0)`, of the root of its first round, at
+    depth 0, `uniform_at(seed, 1)`."""
+    return _uniform(streams[:, None] + (lengths[:, None] + depths + 1) * signed(STEP))
+
+
+def _uniform(x: Tensor) -> Tensor:
+    return _shifted(_mixed(x), 40).float() * 2.0**-24
+
+
+def _mixed(x: Tensor) -> Tensor:
+    for shift, factor in MIXERS:
+        x = (x ^ _shifted(x, shift)) * signed(factor)
+    return x ^ _shifted(x, LAST_SHIFT)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """A shift to the right that fills up with zeros: torch's own repeats the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def signed(value: int) -> int:
+    """The int64 of the same 64 bits as a whole number below 2^64."""
+    return value - (1 << 64) if value > MASK >> 1 else value
+
+
 NO_TOKEN = -1
 """The draw of a row without a distribution: one of its scores is NaN or +inf, or all are -inf."""
 

@@ -131,6 +131,12 @@ def walk(draw: Draw) -> Inputs:
     return (tokens, parents, picks, 4), {}
 
 
+def numbers(draw: Draw) -> Inputs:
+    """Streams of which a step leaves 64 bits, and nodes at equal depths."""
+    streams, depths = draw.fixed([2**62 + 5, -(2**61) - 7]), draw.fixed([[0, 1, 1, 2, 5], [0, 1, 2, 2, 3]])
+    return (streams, draw.fixed([0, 4096]), depths), {}
+
+
 def scores(rows: int, drawn: bool, settings: SamplingSettings | None = None) -> Callable[[Draw], Inputs]:
     """Logits of which a few tokens hold the mass, and numbers that fall into the middle of their shares."""
 
@@ -394,6 +400,7 @@ CHECKS: tuple[Check, ...] = (
     Check("head_input", "two rows", head),
     Check("frontier_input", "two rows", lambda draw: ((*frontier(draw)[0], *fed(draw)), {})),
     Check("tree_build", "two levels", candidates),
+    Check("draws", "two rows", numbers),
     Check("pick", "the likeliest", scores(3, drawn=False)),
     Check("pick", "a draw", scores(3, drawn=True)),
     Check("pick", "a draw under settings", scores(3, True, SamplingSettings(0.9, 20, 0.99, 0.01))),
