@@ -22,7 +22,7 @@ from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.verify import RowProcessor
 from fastspec.kernels.verification.reference import SamplingSettings
-from fastspec.patches.pool import plain_value
+from fastspec.patches.session import plain_value
 
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at
 # once.
