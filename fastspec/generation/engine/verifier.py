@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,8 +38,9 @@ class Verifier(ABC):
         """The verdict on a scored tree."""
 
 
-class Choice(Verifier):
-    """The target's own choice at all nodes at once: the likeliest tokens, or with `sample` one draw per node.
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Rule that a call chooses tokens by: the likeliest, or with `sample` one draw.
 
     `process` maps scores [R, V] as the call's processors do, None without any. Where temperature, top-k, top-p and
     min-p are all that they do, `settings` holds these: tokens are then drawn under them from the logits, and no scores
@@ -46,24 +48,26 @@ class Choice(Verifier):
     device.
     """
 
-    def __init__(
-        self,
-        ops: Ops,
-        *,
-        sample: bool,
-        process: Process | None,
-        settings: SamplingSettings | None = None,
-        place: Place = Place.DEVICE,
-    ) -> None:
-        self.ops, self.sample, self.process, self.settings, self.place = ops, sample, process, settings, place
+    sample: bool = False
+    process: Process | None = None
+    settings: SamplingSettings | None = None
+    place: Place = Place.DEVICE
+
+
+class Choice(Verifier):
+    """The target's own choice at all nodes at once, by a rule."""
+
+    def __init__(self, ops: Ops, rule: Rule) -> None:
+        self.ops, self.rule, self.place = ops, rule, rule.place
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor | None:
         """Random numbers in [0, 1) where the call samples."""
-        return torch.rand(tuple(shape), device=device) if self.sample else None
+        return torch.rand(tuple(shape), device=device) if self.rule.sample else None
 
     def processed(self, logits: Tensor) -> Tensor:
         """logits [..., V] as the processors leave them: fp32, or untouched where there are none."""
-        return logits if self.process is None else self.process(logits.flatten(0, -2).float()).view(logits.shape)
+        process = self.rule.process
+        return logits if process is None else process(logits.flatten(0, -2).float()).view(logits.shape)
 
     def pick(self, scores: Tensor) -> Tensor:
         """Tokens [B] of scores [B, V]."""
@@ -78,7 +82,7 @@ class Choice(Verifier):
         """The likeliest token, or one draw, at every node, and the walk by them."""
         tree, uniform = scored.tree, self.uniform(scored.tree.tokens.shape, scored.logits.device)
         drawn = tree.q is not None and uniform is not None
-        settings = None if drawn else self.settings
+        settings = None if drawn else self.rule.settings
         scores = self.processed(scored.logits) if settings is None else scored.logits
         return self._walked(scored, scores, uniform, settings)
 
@@ -92,15 +96,16 @@ class Choice(Verifier):
 
 
 class MixedChoice(Choice):
-    """The choice from a mixture of the target's distribution and the drafter's."""
+    """The choice from a mixture of the target's distribution and the drafter's, on the host."""
 
-    def __init__(self, ops: Ops, drafter: MixingDrafter, *, sample: bool, process: Process | None) -> None:
-        super().__init__(ops, sample=sample, process=process, place=Place.HOST)
-        self.drafter = drafter
+    def __init__(self, ops: Ops, drafter: MixingDrafter, rule: Rule) -> None:
+        super().__init__(ops, rule)
+        self.drafter, self.place = drafter, Place.HOST
 
     def mixed_first(self, logits: Tensor, text: Text) -> Tensor:
         """Log-probabilities [B, V] of the first new tokens; the drafter reads the text for it."""
-        return self.drafter.first(*text, logits, self.processed(logits), process=self.process, sample=self.sample)
+        rule = self.rule
+        return self.drafter.first(*text, logits, self.processed(logits), process=rule.process, sample=rule.sample)
 
     def mixed(self, scored: Scored) -> Tensor:
         """Log-probabilities [B, N, V] at a tree's nodes."""
