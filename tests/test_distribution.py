@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fastspec import distribution
-from fastspec.patches.assistants.packaged_heads import HEADS
+from fastspec.patches.assistants.heads import HEADS
 
 ROOT = Path(__file__).parent.parent
 SUFFIXES = (".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".cfg")

@@ -1,4 +1,5 @@
-"""The undo log behind `patch`: instances only, undone in reverse, refused when someone else has patched over it."""
+"""Session of a patched model: the undo log (instances only, undone in reverse, refused when someone else has patched
+over it), and the rounds that are kept between calls."""
 
 from __future__ import annotations
 
@@ -7,31 +8,90 @@ import enum
 import re
 import threading
 import warnings
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, PatchConflict, Unsupported
 from fastspec.generation.decoder_layer import is_packed, unpack
+from fastspec.generation.engine.engine import Engine
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.verdict import self_check
+from fastspec.patches.hf.changes import ModuleSettings
 from fastspec.patches.hf.compat import device_of, dtype_of, every_module, hooks_of, is_unpacking_hook, local_part
 from fastspec.patches.hf.exact import refuse_device
 from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.on_cpu import named, why_torch
-from fastspec.patches.pool import Engines
 from fastspec.patches.tuning.store import use_tuned
+
+KEPT = 4
+
+
+class Engines:
+    """Pool of the rounds of the last few kinds of call, the least recently used dropped first. A deep copy is empty.
+
+    An engine, its target, its drafter and what these captured hold each other in one direction only, so that rounds
+    which are dropped give their memory back at once, without a garbage collection.
+    """
+
+    def __init__(self) -> None:
+        self.held: OrderedDict[Hashable, Engine[Any]] = OrderedDict()
+        self.settings: OrderedDict[nn.Module, ModuleSettings] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
+        return Engines()
+
+    def take(self, key: Hashable) -> Engine[Any] | None:
+        """The rounds of a kind of call, taken out of the pool: a call that fails does not put them back."""
+        return self.held.pop(key, None)
+
+    def put(self, key: Hashable, engine: Engine[Any]) -> None:
+        """Keep the rounds of a call that has ended."""
+        self.held[key] = engine
+        while len(self.held) > KEPT:
+            self.held.popitem(last=False)
+
+    def make_room(self) -> None:
+        """Drop what is over the bound once another is made, before it is made: no more than the bound exist at a
+        time."""
+        while len(self.held) >= KEPT:
+            self.held.popitem(last=False)
+
+    def settings_of(self, module: nn.Module) -> Hashable:
+        """What stands for a module's attributes and buffers in a key: the same object for as long as they are the
+        same."""
+        modules, known = every_module(module), self.settings.pop(module, None)
+        if known is None or known.modules != modules or not known.hold():
+            now = ModuleSettings(module, modules)
+            now.mark = known.mark if known is not None and known.values == now.values else now.mark
+            known = now
+        self.settings[module] = known
+        while len(self.settings) > KEPT:
+            self.settings.popitem(last=False)
+        return known.mark
+
+    def clear(self) -> None:
+        """Free everything."""
+        self.held.clear()
+        self.settings.clear()
+
+
+def plain_value(value: Any) -> Hashable:
+    """A processor's attribute as something that can be compared."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.flatten().tolist()))
+    return tuple(map(plain_value, value)) if isinstance(value, (list, tuple)) else value
 
 
 class Absent(enum.Enum):

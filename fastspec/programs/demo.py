@@ -179,7 +179,7 @@ def print_table(result: Result, console: Console) -> None:
     """The closing table, with a note where something needs one."""
     from rich import box
 
-    from fastspec.programs.tables import table
+    from fastspec.programs.terminal import table
 
     title = f"{result.model}, {result.device}, {result.dtype}: median of {len(result.prompts)} prompts"
     rows, cells = result.rows(), []

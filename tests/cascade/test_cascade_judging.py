@@ -19,8 +19,16 @@ from fastspec.cascade.predictor import Predictor
 from fastspec.cascade.records import NAMES
 from fastspec.errors import Unsupported
 from fastspec.programs.cli.app import app
-from fastspec.programs.training.cascade_answers import check_items, judge, read_items
-from fastspec.programs.training.cascade_judging import Given, letter, normalise, number, read_right
+from fastspec.programs.training.cascade_answers import (
+    Given,
+    check_items,
+    judge,
+    letter,
+    normalise,
+    number,
+    read_items,
+    read_right,
+)
 
 CHOICES = ("A comet.", "The Sun", "The Moon", "Mars")
 FORMS = (

@@ -16,8 +16,7 @@ from torch import nn
 
 import fastspec
 from fastspec.errors import FastSpecError
-from fastspec.generation.heads.bound import BoundHead, followed
-from fastspec.generation.heads.lowered import follow, lowered
+from fastspec.generation.heads.bound import BoundHead, follow, followed, lowered
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.kernels.native import build
 from fastspec.patches import backends

@@ -33,8 +33,7 @@ from fastspec.patches.backends import TORCH
 from fastspec.patches.call import processors as selection
 from fastspec.patches.hf import model as hf_model
 from fastspec.patches.hf.cache import CACHE, kept_cache
-from fastspec.patches.pool import KEPT
-from fastspec.patches.session import session_of
+from fastspec.patches.session import KEPT, session_of
 
 OPTIONS = {
     "greedy": {},

@@ -19,7 +19,7 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.session import session_of
-from fastspec.programs.bench import device, measure, run, run_bench
+from fastspec.programs.bench import device, run, run_bench
 from fastspec.programs.bench.methods import Method
 from fastspec.programs.bench.prompts import BenchPrompt
 from fastspec.programs.bench.report import print_differences, print_texts, quantiles, summarise
@@ -177,7 +177,7 @@ def test_a_damaged_prompt_file_names_its_line(tmp_path: Path, text: str) -> None
 
 def plant(monkeypatch, victim: str) -> None:
     """Make a method answer with another first token."""
-    real = measure.ask
+    real = run.ask
 
     def ask(method: Any, part: Any, max_new_tokens: int) -> Any:
         answer = real(method, part, max_new_tokens)
@@ -185,7 +185,7 @@ def plant(monkeypatch, victim: str) -> None:
             answer.tokens[0][0] += 1
         return answer
 
-    monkeypatch.setattr(measure, "ask", ask)
+    monkeypatch.setattr(run, "ask", ask)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_differing_texts_are_shown_beside_each_other() -> None:
 @pytest.mark.filterwarnings("ignore:the draft model reads")  # it is the target itself
 def test_peers_run_on_an_instance_that_is_not_patched_and_shares_the_weights(saved: Path, monkeypatch) -> None:
     seen: dict[str, Any] = {}
-    real = measure.ask
+    real = run.ask
 
     def ask(method: Any, part: Any, max_new_tokens: int) -> Any:
         assert (session_of(method.model) is None) == method.peer
@@ -236,7 +236,7 @@ def test_peers_run_on_an_instance_that_is_not_patched_and_shares_the_weights(sav
         seen[method.name] = method.model
         return real(method, part, max_new_tokens)
 
-    monkeypatch.setattr(measure, "ask", ask)
+    monkeypatch.setattr(run, "ask", ask)
     monkeypatch.setattr(run, "ask", ask)
     run_bench(
         prompts=[saved / "prompts.jsonl"],
@@ -298,12 +298,12 @@ def test_methods_that_compile_answer_before_they_are_timed(monkeypatch: pytest.M
         for name in ("transformers", "prompt-lookup", "assisted", "static-compile", "eagle3", "nasd")
     ]
 
-    def ask(method: Method, part: list[BenchPrompt], tokens: int) -> measure.MeasuredAnswer:
+    def ask(method: Method, part: list[BenchPrompt], tokens: int) -> run.MeasuredAnswer:
         asked.append(method.name)
-        return measure.MeasuredAnswer([[1]], float(len(asked)), Stats(), None)
+        return run.MeasuredAnswer([[1]], float(len(asked)), Stats(), None)
 
-    monkeypatch.setattr(measure, "ask", ask)
-    found = list(measure.on_part([BenchPrompt("a", "b", [1])], made, 4, untimed=2))
+    monkeypatch.setattr(run, "ask", ask)
+    found = list(run.on_part([BenchPrompt("a", "b", [1])], made, 4, untimed=2))
     assert asked == ["transformers", "prompt-lookup", "assisted"] + 3 * ["static-compile"] + 3 * ["eagle3"] + 3 * [
         "nasd"
     ]

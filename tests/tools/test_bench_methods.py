@@ -22,7 +22,7 @@ from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import NAMES
 from fastspec.patches.session import session_of
-from fastspec.programs.bench import measure, methods, run_bench
+from fastspec.programs.bench import methods, run, run_bench
 from fastspec.programs.bench.report import print_report
 from fastspec.programs.cli.app import app
 
@@ -124,14 +124,14 @@ def test_early_exit_drafts_with_the_first_layers(saved: Path) -> None:
 def calls(monkeypatch) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Filled by a run: method -> (what `generate` was given, what the model was patched with)."""
     seen: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    real = measure.ask
+    real = run.ask
 
     def ask(method: Any, part: Any, max_new_tokens: int) -> Any:
         session = session_of(method.model)
         seen[method.name] = method.options, dict(session.resources) if session else {}
         return real(method, part, max_new_tokens)
 
-    monkeypatch.setattr(measure, "ask", ask)
+    monkeypatch.setattr(run, "ask", ask)
     return seen
 
 
@@ -186,7 +186,7 @@ def test_what_cannot_draft_is_refused_by_name(saved: Path, arguments: list[str],
 def test_the_heads_of_the_package_are_those_that_are_named() -> None:
     """And each is read by the assistants that it is named for."""
     from fastspec.models import SHIPPED
-    from fastspec.patches.assistants.packaged_heads import HEADS
+    from fastspec.patches.assistants.heads import HEADS
 
     assert {source for named in SHIPPED.values() for _, source in named} == set(HEADS)
     for named in SHIPPED.values():

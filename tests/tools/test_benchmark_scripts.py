@@ -21,7 +21,6 @@ NEEDS = {"drafter": "triton", "kernel_times": "triton", "plot": "matplotlib", "s
 """Script -> what it needs that not every environment of the tests has."""
 REFUSED = {
     "cascade": "--predictor p",
-    "cascade_devices": "--small nonsense",
     "open_batch": "",
     "serving": "--model m --prompts p.jsonl",
     "versions": "--code one=.",

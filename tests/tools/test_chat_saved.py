@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.programs.chat.loop import converse
-from fastspec.programs.chat.saved import read_saved
+from fastspec.programs.chat.session import read_saved
 from fastspec.programs.cli.app import app
 
 

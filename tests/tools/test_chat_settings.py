@@ -18,9 +18,8 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.nasd import NasdDecoding
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.loop import converse, respond
-from fastspec.programs.chat.resources import new_storage
 from fastspec.programs.chat.session import Chat
-from fastspec.programs.chat.settings import STORAGES, Settings
+from fastspec.programs.chat.settings import STORAGES, Settings, new_storage
 from fastspec.programs.chat.view import AnswerStreamer
 from fastspec.programs.compare import BASELINE as PLAIN
 

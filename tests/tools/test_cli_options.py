@@ -98,10 +98,10 @@ def test_commands_that_load_a_model_take_a_device_and_a_backend(
 
 
 def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) -> None:
-    from fastspec.programs.bench import measure
+    from fastspec.programs.bench import run as bench
 
-    asked, ask = [], measure.ask
-    monkeypatch.setattr(measure, "ask", lambda method, *rest: (asked.append(method.name), ask(method, *rest))[1])
+    asked, ask = [], bench.ask
+    monkeypatch.setattr(bench, "ask", lambda method, *rest: (asked.append(method.name), ask(method, *rest))[1])
     options = ["--prompt", "w9 w12", "--prompt", "w5", "--runs", "3", "--warmup", "2", "--methods", "nasd", "--json"]
     done = run("bench", "--model", str(saved / "model"), *options, "--max-new-tokens", "6")
     assert done.exit_code == 0, done.output
@@ -112,19 +112,19 @@ def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) ->
 
 def test_a_run_that_differs_is_not_hidden_by_the_median(saved: Path, monkeypatch) -> None:
     from fastspec.generation.stats import Stats
-    from fastspec.programs.bench import measure
+    from fastspec.programs.bench import run as bench
     from fastspec.programs.bench.methods import Method
     from fastspec.programs.bench.prompts import BenchPrompt
 
     answers = iter([([1], 1.0), ([1], 2.0), ([1], 3.0), ([1], 1.0), ([1], 2.0), ([2], 9.0)])
 
-    def ask(*given: object) -> measure.MeasuredAnswer:
+    def ask(*given: object) -> bench.MeasuredAnswer:
         tokens, seconds = next(answers)
-        return measure.MeasuredAnswer([tokens], seconds, Stats(), None)
+        return bench.MeasuredAnswer([tokens], seconds, Stats(), None)
 
-    monkeypatch.setattr(measure, "ask", ask)
+    monkeypatch.setattr(bench, "ask", ask)
     made = [Method(name, None, {}, {}) for name in ("transformers", "nasd")]
-    found = [answer for _, answer, _ in measure.on_part([BenchPrompt("a", "b", [1])], made, 4, runs=3)]
+    found = [answer for _, answer, _ in bench.on_part([BenchPrompt("a", "b", [1])], made, 4, runs=3)]
     assert [(answer.seconds, answer.tokens) for answer in found] == [(2.0, [[1]]), (9.0, [[2]])]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from helpers.training import settings, small_target, small_tokenizer, write_prompts
 from rich.console import Console
 
-from fastspec.programs.cli.progress import counting, training_bars
+from fastspec.programs.terminal import counting, training_bars
 from fastspec.programs.training import train
 
 

@@ -8,8 +8,7 @@ import numpy
 import pytest
 
 from fastspec.errors import Unsupported
-from fastspec.gguf_reading import fast_reader, faster_unpacking
-from fastspec.models import _read_once, load_model
+from fastspec.models import _read_once, fast_reader, faster_unpacking, load_model
 
 gguf = pytest.importorskip("gguf")
 quants = pytest.importorskip("gguf.quants")

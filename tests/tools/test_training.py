@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from fastspec.errors import Unsupported
 from fastspec.programs.cli.app import app
 from fastspec.programs.training import TrainConfig, entry, train
-from fastspec.programs.training.data import Texts
-from fastspec.programs.training.shards import OutOfTime, TimeLimit
+from fastspec.programs.training.data import OutOfTime, Texts, TimeLimit
 from fastspec.programs.training.trainer import Trainer
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]

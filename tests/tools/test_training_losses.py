@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.training import settings
 
-from fastspec.programs.training.losses import LOSSES, row_losses, summed_rows
+from fastspec.programs.training.ttt import LOSSES, row_losses, summed_rows
 
 SIZES = (5, 7)  # rows, draft vocabulary
 

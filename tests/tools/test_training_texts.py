@@ -15,10 +15,18 @@ from fastspec.errors import Unsupported
 from fastspec.patches.session import session_of
 from fastspec.programs.training import regenerate
 from fastspec.programs.training.config import TrainConfig
-from fastspec.programs.training.data import Texts, batches, draft_vocabulary, join_answers, plan_batches
+from fastspec.programs.training.data import (
+    OutOfTime,
+    Shards,
+    Texts,
+    TimeLimit,
+    batches,
+    draft_vocabulary,
+    join_answers,
+    plan_batches,
+)
 from fastspec.programs.training.enlarge import Enlarger, candidates, follow_up
 from fastspec.programs.training.regenerate import answer, answer_prompts, end_tokens
-from fastspec.programs.training.shards import OutOfTime, Shards, TimeLimit
 
 ROWS = [{"prompt": "w40 w41"}, {"turns": ["w50", "w60"]}]
 

@@ -22,8 +22,7 @@ from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
 from fastspec.generation.drafters.base import Drafter, Place, Process, Traits
 from fastspec.generation.drafters.head_program import Cut, HeadProgram
-from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.heads.lowered import follow
+from fastspec.generation.heads.bound import BoundHead, follow
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.sequence_state import SequenceState

@@ -10,16 +10,15 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
+from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine.call import Fallback, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
 from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
-from fastspec.generation.engine.verifier import Choice, Draws, MixedChoice, Verifier
+from fastspec.generation.engine.verifier import Choice, Draws, MixedChoice, Rule, Verifier
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Clock, Stats
 from fastspec.generation.target import Target
-from fastspec.kernels.verification.reference import SamplingSettings
 
 TargetT = TypeVar("TargetT", bound=Target)
 
@@ -27,8 +26,8 @@ TargetT = TypeVar("TargetT", bound=Target)
 class Engine(Generic[TargetT]):
     """A target and a drafter of `rows` rows, and all programs of their rounds, which share one state.
 
-    `sample`, `process`, `settings` and `place` say how tokens are chosen, as for `Choice`; a drafter that mixes makes
-    it a `MixedChoice`. `measures` and `pad_token` are those of `RoundProgram`.
+    A drafter that mixes makes the rule's choice a `MixedChoice`. `measures` and `pad_token` are those of
+    `RoundProgram`.
     """
 
     def __init__(
@@ -36,20 +35,17 @@ class Engine(Generic[TargetT]):
         target: TargetT,
         drafter: Drafter | None,
         ops: Ops,
+        rule: Rule,
         *,
         rows: int,
-        sample: bool,
-        process: Process | None,
-        settings: SamplingSettings | None = None,
-        place: Place = Place.DEVICE,
         measures: bool = False,
         pad_token: int | None = None,
     ) -> None:
         self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
-        draws = Draws(ops, self.state.streams, target.lengths) if sample else None
-        self.choice = Choice(ops, draws, process=process, settings=settings, place=place)
+        draws = Draws(ops, self.state.streams, target.lengths) if rule.sample else None
+        self.choice = Choice(ops, rule, draws)
         if isinstance(drafter, MixingDrafter):
-            self.choice = MixedChoice(ops, draws, drafter, process=process)
+            self.choice = MixedChoice(ops, drafter, rule, draws)
         self.main, self.plain, self.given = (
             RoundProgram(target, each, ops, self.state, measures=measures, pad_token=pad_token)
             for each in (drafter, None, None)

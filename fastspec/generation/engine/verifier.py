@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,8 +72,9 @@ class Draws:
         return self.ops.draws(self.streams, self.lengths, tree.depths)
 
 
-class Choice(Verifier):
-    """The target's own choice at all nodes at once: the likeliest tokens, or with `draws` one draw per node.
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Rule that a call chooses tokens by: the likeliest, or with `sample` one draw.
 
     `process` maps scores [R, V] as the call's processors do, None without any. Where temperature, top-k, top-p and
     min-p are all that they do, `settings` holds these: tokens are then drawn under them from the logits, and no scores
@@ -80,16 +82,17 @@ class Choice(Verifier):
     device.
     """
 
-    def __init__(
-        self,
-        ops: Ops,
-        draws: Draws | None,
-        *,
-        process: Process | None,
-        settings: SamplingSettings | None = None,
-        place: Place = Place.DEVICE,
-    ) -> None:
-        self.ops, self.draws, self.process, self.settings, self.place = ops, draws, process, settings, place
+    sample: bool = False
+    process: Process | None = None
+    settings: SamplingSettings | None = None
+    place: Place = Place.DEVICE
+
+
+class Choice(Verifier):
+    """The target's own choice at all nodes at once, by a rule; it draws by `draws`, where it samples."""
+
+    def __init__(self, ops: Ops, rule: Rule, draws: Draws | None = None) -> None:
+        self.ops, self.rule, self.draws, self.place = ops, rule, draws, rule.place
 
     def uniform(self, tree: TokenTree) -> Tensor | None:
         """Random numbers [B, N] in [0, 1) where the call samples: by the depth of the nodes, or of each node by itself
@@ -105,7 +108,8 @@ class Choice(Verifier):
 
     def processed(self, logits: Tensor) -> Tensor:
         """logits [..., V] as the processors leave them: fp32, or untouched where there are none."""
-        return logits if self.process is None else self.process(logits.flatten(0, -2).float()).view(logits.shape)
+        process = self.rule.process
+        return logits if process is None else process(logits.flatten(0, -2).float()).view(logits.shape)
 
     def pick(self, scores: Tensor, prompts: Sequence[int]) -> Tensor:
         """First tokens [R] of prompts, of scores [R, V]."""
@@ -121,7 +125,7 @@ class Choice(Verifier):
         """The likeliest token, or one draw, at every node, and the walk by them."""
         tree, uniform = scored.tree, self.uniform(scored.tree)
         drawn = tree.q is not None and uniform is not None
-        settings = None if drawn else self.settings
+        settings = None if drawn else self.rule.settings
         scores = self.processed(scored.logits) if settings is None else scored.logits
         return self._walked(scored, scores, uniform, settings)
 
@@ -135,16 +139,16 @@ class Choice(Verifier):
 
 
 class MixedChoice(Choice):
-    """The choice from a mixture of the target's distribution and the drafter's."""
+    """The choice from a mixture of the target's distribution and the drafter's, on the host."""
 
-    def __init__(self, ops: Ops, draws: Draws | None, drafter: MixingDrafter, *, process: Process | None) -> None:
-        super().__init__(ops, draws, process=process, place=Place.HOST)
-        self.drafter = drafter
+    def __init__(self, ops: Ops, drafter: MixingDrafter, rule: Rule, draws: Draws | None = None) -> None:
+        super().__init__(ops, rule, draws)
+        self.drafter, self.place = drafter, Place.HOST
 
     def mixed_first(self, logits: Tensor, text: Text) -> Tensor:
         """Log-probabilities [B, V] of the first new tokens; the drafter reads the text for it."""
-        scores, sample = self.processed(logits), self.draws is not None
-        return self.drafter.first(*text, logits, scores, process=self.process, sample=sample)
+        rule = self.rule
+        return self.drafter.first(*text, logits, self.processed(logits), process=rule.process, sample=rule.sample)
 
     def mixed(self, scored: Scored) -> Tensor:
         """Log-probabilities [B, N, V] at a tree's nodes."""

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.heads.fields import Fields, Flag, check_kinds
+from fastspec.generation.heads.files import Fields, Flag, check_kinds
 from fastspec.generation.heads.module import HeadConfig
 
 PREFIXES = ("model.", "eagle_module.")

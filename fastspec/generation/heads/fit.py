@@ -9,7 +9,7 @@ from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import Sizes
 from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.dialects import DIALECTS, counted
-from fastspec.generation.heads.fields import Flag
+from fastspec.generation.heads.files import Flag
 
 ADDED = 1024
 """Rows, of added tokens and padding, that a target's vocabulary may have more or fewer than a head was made for."""

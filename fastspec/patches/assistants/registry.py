@@ -28,8 +28,7 @@ from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafte
 from fastspec.generation.drafters.head_program import Cut, HeadProgram, cut_over
 from fastspec.generation.drafters.nasd import NasdDecoding, check_tokens
 from fastspec.generation.engine.call import Outcome
-from fastspec.generation.heads.bound import BoundHead, followed
-from fastspec.generation.heads.lowered import lowered
+from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.assistants.heads import parts_of

@@ -64,11 +64,8 @@ def new_engine(plan: Plan) -> Engine[HFModel]:
         target,
         drafter,
         plan.ops,
+        plan.processing.rule,
         rows=plan.request.width,
-        sample=plan.processing.sample,
-        process=plan.processing.process,
-        settings=plan.processing.settings,
-        place=plan.processing.place,
         measures=plan.request.measure,
         pad_token=None if plan.steps is None else plan.steps.pad_token,
     )

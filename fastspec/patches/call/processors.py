@@ -20,9 +20,10 @@ from transformers.generation.stopping_criteria import (
 
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.drafters.base import Place, Process
+from fastspec.generation.engine.verifier import Rule
 from fastspec.generation.verify import RowProcessor
 from fastspec.kernels.verification.reference import SamplingSettings
-from fastspec.patches.pool import plain_value
+from fastspec.patches.session import plain_value
 
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at
 # once.
@@ -189,10 +190,10 @@ class Processing:
         return self.process if self.sample else None
 
     @property
-    def place(self) -> Place:
-        """HOST where one of them waits for the device."""
+    def rule(self) -> Rule:
+        """The rule that rounds choose tokens by, on the host where a processor waits for the device."""
         waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
-        return Place.HOST if waits else Place.DEVICE
+        return Rule(self.sample, self.process, self.settings, Place.HOST if waits else Place.DEVICE)
 
     @property
     def signature(self) -> Hashable:

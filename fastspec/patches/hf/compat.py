@@ -4,7 +4,8 @@ of torch, transformers and accelerate that `patches` reads; `tests/patches/hf/te
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,6 +61,32 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def hooks_of(module: nn.Module) -> list[Any]:
     """Forward hooks of a module, then those that run before its forward."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def keep_hooks(module: nn.Module, kept: Callable[[Any], bool]) -> None:
+    """Give a module new dictionaries of those of its forward hooks that `kept` is true of; the old ones stay as they
+    are."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        vars(module)[name] = OrderedDict((key, hook) for key, hook in vars(module)[name].items() if kept(hook))
+
+
+def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> Any:
+    """A copy of a module, of any class, that holds these parameters and has no `forward` of its own."""
+    made = copy.copy(module)
+    made.__dict__.pop("forward", None)
+    made._parameters = dict(parameters)
+    return made
+
+
+def autocast_region(function: Any) -> tuple[torch.dtype, bool] | None:
+    """The dtype of the autocast region that torch's decorator opens around a function, and whether it is enabled; None
+    for a function without the decorator."""
+    code = getattr(function, "__code__", None)
+    place = "torch.amp.autocast_mode", "decorate_autocast"
+    if code is None or (function.__globals__["__name__"], code.co_name) != place:
+        return None
+    region = dict(zip(code.co_freevars, function.__closure__, strict=True))["autocast_instance"].cell_contents
+    return region.fast_dtype, region._enabled
 
 
 def placing_hook(module: nn.Module) -> Any:

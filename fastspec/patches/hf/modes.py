@@ -44,7 +44,7 @@ def model_within(holder: Any) -> str:
     "" for none."""
     if isinstance(holder, PreTrainedModel):
         return ""
-    parts = {**getattr(holder, "__dict__", {}), **getattr(holder, "__dict__", {}).get("_modules", {})}
+    parts = getattr(holder, "__dict__", {}) | (dict(holder.named_children()) if isinstance(holder, nn.Module) else {})
     names = sorted(
         f".{name}" for name, part in parts.items() if isinstance(part, PreTrainedModel) and not name.startswith("_")
     )

@@ -8,7 +8,6 @@ the processes by itself.
 
 from __future__ import annotations
 
-import copy
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from fastspec.patches.hf.compat import (
     own_parameters,
     placing_hook,
     processes_of,
+    with_parameters,
 )
 
 
@@ -305,9 +305,8 @@ def embedding_of(module: nn.Module, ops: Ops) -> Callable[[Tensor], Tensor]:
     mesh = mesh_of(module.weight)
     assert mesh is not None
     group, rows, width = mesh.get_group(), module.num_embeddings, module.embedding_dim
-    own = copy.copy(module)  # of any class: some scale what they look up
-    own.__dict__.pop("forward")
-    own._parameters = {"weight": nn.Parameter(local_part(module.weight), requires_grad=False)}
+    weight = nn.Parameter(local_part(module.weight), requires_grad=False)
+    own = with_parameters(module, {"weight": weight})  # some classes scale what they look up
     own.padding_idx = None
     if style is ParallelStyle.EMBEDDING_COLUMNS:
         return lambda tokens: ops.all_gather(own(tokens), width, group)

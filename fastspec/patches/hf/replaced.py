@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastspec.patches.hf.compat import attention_name
+from fastspec.patches.hf.compat import attention_name, autocast_region
 
 KNOWN = frozenset(
     {
@@ -193,13 +193,9 @@ def autocast_inside(model: nn.Module) -> torch.dtype | None:
     forward: Any = model.__dict__.get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)
-        code = getattr(function, "__code__", None)
-        if code is not None and (function.__globals__["__name__"], code.co_name) == (
-            "torch.amp.autocast_mode",
-            "decorate_autocast",
-        ):
-            region = dict(zip(code.co_freevars, function.__closure__, strict=True))["autocast_instance"].cell_contents
-            return region.fast_dtype if region._enabled else None
+        if (region := autocast_region(function)) is not None:
+            dtype, enabled = region
+            return dtype if enabled else None
         forward = _called(function)
     return None
 

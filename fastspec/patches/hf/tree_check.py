@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from fastspec.patches.hf.compat import (
     every_module,
     has_global_hooks,
     is_out_of_memory,
+    keep_hooks,
     layer_count,
     own_buffers,
     table_rows,
@@ -369,9 +369,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
         try:
             for module in modules:
                 vars(module)["training"] = False
-                for name in ("_forward_hooks", "_forward_pre_hooks"):
-                    kept = ((key, hook) for key, hook in vars(module)[name].items() if brings_weights(hook))
-                    vars(module)[name] = OrderedDict(kept)
+                keep_hooks(module, brings_weights)
             vars(model)["generation_config"] = GenerationConfig()
             yield
         finally:

@@ -185,7 +185,7 @@ def category_tables(summary: list[Row]) -> Iterator[Table]:
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich import box
 
-    from fastspec.programs.tables import table
+    from fastspec.programs.terminal import table
 
     return table(titles, rows, whole="by position", box=box.SIMPLE)
 

@@ -21,12 +21,10 @@ from fastspec.config import CPP_TREE
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.files import parse_json
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
-from fastspec.programs.chat.resources import resource_names
-from fastspec.programs.chat.saved import read_saved
-from fastspec.programs.chat.session import Chat
-from fastspec.programs.chat.settings import COMMAND_FIELDS, FIELDS, KEPT_FOR, PROCESSORS, STORAGES, TREE
+from fastspec.programs.chat.session import Chat, read_saved
+from fastspec.programs.chat.settings import COMMAND_FIELDS, FIELDS, KEPT_FOR, PROCESSORS, STORAGES, TREE, resource_names
 from fastspec.programs.chat.view import COLUMN
-from fastspec.programs.tables import table
+from fastspec.programs.terminal import table
 
 Run = Callable[..., Any]
 Value = Callable[[Chat], str]

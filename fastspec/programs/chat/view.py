@@ -17,7 +17,7 @@ from fastspec.cascade.decisions import Explanation
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
-from fastspec.programs.tables import table
+from fastspec.programs.terminal import table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,10 +14,8 @@ from typer import Option
 import fastspec
 from fastspec.distribution import DISTRIBUTION, warn_of_stranger
 from fastspec.errors import FastSpecError
-from fastspec.programs.cli.bench import bench
+from fastspec.programs.cli.answers import bench, chat, demo
 from fastspec.programs.cli.cascade import app as cascade
-from fastspec.programs.cli.chat import chat
-from fastspec.programs.cli.demo import demo
 from fastspec.programs.cli.device import tune, warmup
 from fastspec.programs.cli.inspect import inspect
 from fastspec.programs.cli.serving import generate, serve

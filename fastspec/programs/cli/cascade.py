@@ -15,7 +15,7 @@ from typer import Option
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.programs.cli.options import Backend, Device, Dtype
-from fastspec.programs.cli.progress import counting
+from fastspec.programs.terminal import counting
 
 LEFT = "is not there any more; the tag `laboratory` has the code"
 GONE = {

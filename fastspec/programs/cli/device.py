@@ -16,7 +16,7 @@ from fastspec.errors import Unsupported
 from fastspec.files import cache_folder
 from fastspec.models import SMOLLM2
 from fastspec.programs.cli.options import AsJson, Backend, Device, Dtype, Model, patched_model, stdout_kept
-from fastspec.programs.cli.progress import counting
+from fastspec.programs.terminal import counting
 
 Eagle3 = Annotated[str | None, Option(help="Directory, hub id or shipped name of an EAGLE-3 head.")]
 Eagle = Annotated[str | None, Option(help="The same of an EAGLE-1 or EAGLE-2 head.")]

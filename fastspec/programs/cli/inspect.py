@@ -12,7 +12,7 @@ from rich.text import Text
 from typer import Option
 
 from fastspec.programs.cli.options import Device
-from fastspec.programs.tables import table
+from fastspec.programs.terminal import table
 
 POOR = 0.2
 """Share of right first drafts below which a head hardly pays under any reading."""

@@ -14,7 +14,7 @@ from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.models import SHIPPED, SMOLLM2
 from fastspec.programs.cli.options import Backend, Device, Head, MaxNewTokens, Model, patched_model
-from fastspec.programs.cli.progress import counting
+from fastspec.programs.terminal import counting
 
 if TYPE_CHECKING:
     from fastspec.patches.continuous import Continuous

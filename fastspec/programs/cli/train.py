@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from fastspec.programs.cli.options import Device
-from fastspec.programs.cli.progress import training_bars
+from fastspec.programs.terminal import training_bars
 from fastspec.removed import BLOCK_HEADS, BLOCK_SETTINGS
 
 BLOCK_OPTIONS = [f"--{name.replace('_', '-')}" for name in BLOCK_SETTINGS]

@@ -37,20 +37,20 @@ def fit(
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Held-out items with their scores: by stage each item's `Scores`, and their `quality` [n, L - k]."""
+class ScoredTable:
+    """Table of held-out items with their scores: by stage each item's `Scores`, and their `quality` [n, L - k]."""
 
     table: records.Table
     scores: tuple[tuple[Scores, ...], ...]
     quality: tuple[Tensor, ...]
 
 
-def held_out(predictor: Predictor, table: records.Table, risk: float | None = None) -> Held:
+def held_out(predictor: Predictor, table: records.Table, risk: float | None = None) -> ScoredTable:
     """Score every item of a table at every stage."""
     features = enumerate(table.features)
     scores = tuple(tuple(predictor.score(stage, row, risk) for row in rows) for stage, rows in features)
     quality = [torch.tensor([each.quality for each in column], dtype=torch.float64) for column in scores]
-    return Held(table, scores, tuple(quality))
+    return ScoredTable(table, scores, tuple(quality))
 
 
 def _sets(table: records.Table) -> Iterator[tuple[str, Tensor]]:
@@ -59,7 +59,7 @@ def _sets(table: records.Table) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.tensor([at for at, each in enumerate(table.sets) if name in ("all", each)])
 
 
-def calibration_rows(held: Held, *, more: Mapping[str, Any]) -> list[Row]:
+def calibration_rows(held: ScoredTable, *, more: Mapping[str, Any]) -> list[Row]:
     """Calibration error of every stage's probabilities, for its own answer and for later stages', by set."""
     stages, rows = held.table.stages, []
     for name, chosen in _sets(held.table):
@@ -71,7 +71,7 @@ def calibration_rows(held: Held, *, more: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def stops(solver: Solver, held: Held, price: float) -> Tensor:
+def stops(solver: Solver, held: ScoredTable, price: float) -> Tensor:
     """The stage at which every item stops [n] int64."""
     last = len(held.scores) - 1
     found = [
@@ -81,7 +81,7 @@ def stops(solver: Solver, held: Held, price: float) -> Tensor:
     return torch.tensor(found)
 
 
-def prices_of(solver: Solver, held: Held, start: float, count: int = PRICES) -> list[float]:
+def prices_of(solver: Solver, held: ScoredTable, start: float, count: int = PRICES) -> list[float]:
     """Prices in equal ratios from one at which every item stops at stage 0 to one after which nothing changes, searched
     from `start`."""
     low, high = start, 2 * start

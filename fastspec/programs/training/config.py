@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastspec.programs.training.losses import LOSSES
+from fastspec.programs.training.ttt import LOSSES
 from fastspec.removed import BLOCK_HEADS, BLOCK_KINDS, BLOCK_LOSSES, BLOCK_SETTINGS
 
 ENLARGEMENTS = ("continue_cut", "second_answers", "follow_ups")
@@ -26,7 +26,7 @@ class TrainConfig:
     written, and only fastspec reads such a head. `norms` gives an EAGLE-3 head those of EAGLE-3.1: each of the target's
     features is normed by itself before they are fused, and the head feeds back its states after its final norm.
 
-    `loss` is a name of `fastspec.programs.training.losses.LOSSES`; `decay` weighs the loss of each draft against the
+    `loss` is a name of `fastspec.programs.training.ttt.LOSSES`; `decay` weighs the loss of each draft against the
     one before.
 
     `target` is a folder, a hub id or a .gguf file; `prompts` a jsonl file (`prompt` or `turns` in each row). `answers`

@@ -15,9 +15,8 @@ import numpy as np
 from fastspec.errors import Unsupported
 from fastspec.programs.texts import first_turn
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
-from fastspec.programs.training.data import Row, Texts
+from fastspec.programs.training.data import Row, Shards, Texts, TimeLimit
 from fastspec.programs.training.regenerate import answer, answering
-from fastspec.programs.training.shards import Shards, TimeLimit
 
 Pair = tuple[list[int], list[bool]]
 MARK = "\u241e"

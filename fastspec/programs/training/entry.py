@@ -20,10 +20,9 @@ from fastspec.devices import choose_device, use_device
 from fastspec.errors import Unsupported
 from fastspec.models import load_model
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
-from fastspec.programs.training.data import Row, Texts, join_answers, read_prompts
+from fastspec.programs.training.data import OutOfTime, Row, Texts, TimeLimit, join_answers, read_prompts
 from fastspec.programs.training.enlarge import Enlarger, follow_up
 from fastspec.programs.training.regenerate import answer_prompts, end_tokens
-from fastspec.programs.training.shards import OutOfTime, TimeLimit
 from fastspec.programs.training.target import freeze
 from fastspec.programs.training.trainer import Trainer
 

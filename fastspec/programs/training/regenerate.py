@@ -18,8 +18,7 @@ from fastspec.patches.api import is_patched, patched
 from fastspec.patches.hf.ends import end_tokens as ends_of
 from fastspec.programs.texts import padded_inputs, until_end
 from fastspec.programs.training.config import TrainConfig
-from fastspec.programs.training.data import Row, Texts, encode_prompts
-from fastspec.programs.training.shards import Shards, TimeLimit
+from fastspec.programs.training.data import Row, Shards, Texts, TimeLimit, encode_prompts
 
 ROWS = {"cuda": 128, "cpu": 16}
 """Rows that are decoded at a time, where their cache takes no more than a quarter of the free memory."""

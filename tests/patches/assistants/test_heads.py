@@ -16,7 +16,6 @@ from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import BoundHead, followed
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants import heads as heads_module
-from fastspec.patches.assistants import packaged_heads
 from fastspec.patches.assistants.heads import find_head, inspect_head, load_head, parts_of, scaled_rope
 from fastspec.patches.assistants.probe import ProbeRow, _causal, probe_head
 from fastspec.programs.cli.app import app
@@ -79,7 +78,7 @@ def test_a_source_that_is_nowhere_is_refused(source):
 
 
 def test_a_head_of_a_package_is_found_by_name_and_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(packaged_heads, "HEADS", {"some-head": "some_package", "far-head": "far_package"})
+    monkeypatch.setattr(heads_module, "HEADS", {"some-head": "some_package", "far-head": "far_package"})
     (tmp_path / "some_package" / "some-head").mkdir(parents=True)
     (tmp_path / "some_package" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))

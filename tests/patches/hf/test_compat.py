@@ -29,6 +29,32 @@ def test_hooks_are_found_before_and_after_a_forward():
     assert compat.hooks_of(module) == [after, before]
 
 
+def test_hooks_are_left_out_and_found_again():
+    module, after, before = nn.Linear(2, 2), lambda *_: None, lambda *_: None
+    module.register_forward_hook(after)
+    module.register_forward_pre_hook(before)
+    held = dict(vars(module))
+    compat.keep_hooks(module, lambda hook: hook is before)
+    assert compat.hooks_of(module) == [before]
+    vars(module).update(held)
+    assert compat.hooks_of(module) == [after, before]
+
+
+def test_a_copy_holds_other_parameters():
+    module, weight = nn.Embedding(3, 2), nn.Parameter(torch.ones(1, 2))
+    module.forward = lambda tokens: tokens
+    made = compat.with_parameters(module, {"weight": weight})
+    assert made(torch.tensor([0])).tolist() == [[1, 1]] and made.weight is weight
+    assert module.weight.shape == (3, 2) and module(2) == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_region_of_torchs_autocast_decorator_is_read(enabled: bool):
+    region = torch.autocast("cpu", torch.bfloat16, enabled)
+    assert compat.autocast_region(region(lambda: None)) == (torch.bfloat16, enabled)
+    assert compat.autocast_region(lambda: None) is None and compat.autocast_region(print) is None
+
+
 def test_the_hook_of_accelerate_is_found():
     module, hook = nn.Linear(2, 2), ModelHook()
     assert compat.placing_hook(module) is None and compat.hooked_device([module]) is None
