@@ -26,7 +26,8 @@ from fastspec.patches.call.generate import generate, generate_batch, init_contin
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.stages import Patching
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, has_capturing_hooks, unwrapped
+from fastspec.patches.hf.exact import why_inexact
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
 from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
@@ -247,8 +248,16 @@ class Report:
     why_torch: str | None = None
     """Why `backend="auto"` runs on the CPU without the C++ kernels; None where it has them, and for other backends and
     devices."""
+    why_inexact: str | None = None
+    """Why drafts may change a near-tie in bfloat16 and float16: `exact=True` was not asked for, or cannot be had here; None
+    where it holds."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
+
+    @property
+    def exact(self) -> bool:
+        """True where every assistant gives the bits of `autoregressive`."""
+        return self.why_inexact is None
 
     @property
     def last(self) -> Stats | None:
@@ -262,6 +271,7 @@ class Report:
         ]
         lines += [] if self.tables == "none" else [f"  launch tables: {self.tables}"]
         lines += [] if self.why_torch is None else [f"  plain torch on the CPU: {self.why_torch}"]
+        lines += [] if not self.exact else ["  exact: every assistant gives the bits of autoregressive"]
         if self.default is not None:
             lines[0] += (
                 "; default: "
@@ -326,6 +336,7 @@ def report(model: Any) -> Report:
         backend=ops.name,
         tables=tables_of(ops, model.dtype, place[0]),
         why_torch=session.why_torch(model, mode),
+        why_inexact=None if session.exact else why_inexact(ops, dtype_of(model)),
         device=str(place[0]),
         dtype=str(model.dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),

@@ -71,7 +71,10 @@ def test_trees_and_batches_say_and_score_what_one_token_at_a_time_does(kind: str
     """Tokens and logits, bit for bit."""
     model = model_of(kind, dtype)
     ids = prompts_of(model, 4)
+    with fastspec.patched(model):
+        assert not fastspec.report(model).exact and "not asked for" in fastspec.report(model).why_inexact
     with fastspec.patched(model, exact=True):
+        assert fastspec.report(model).exact and "bits of autoregressive" in str(fastspec.report(model))
         alone = [model.generate(row[None], assistant="autoregressive", **OPTIONS) for row in ids]
         for row, plain in zip(ids, alone, strict=True):
             drafter = HalfRight(plain.sequences[0].tolist(), model.config.get_text_config().vocab_size)

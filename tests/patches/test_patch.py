@@ -347,6 +347,7 @@ def test_report_says_what_is_patched_and_what_ran() -> None:
         assert report.backend == choose_backend(backend, torch.device("cpu")).name
         assert (report.device, report.dtype, report.last) == ("cpu", "float32", None)
         assert {"autoregressive", "eagle3"} <= set(report.assistants)
+        assert not report.exact and "Triton" in report.why_inexact
         model.generate(**GREEDY, eos_token_id=None, assistant="eagle3")
         model.generate(**GREEDY, eos_token_id=None, assistant="autoregressive")
         model.generate(**GREEDY)

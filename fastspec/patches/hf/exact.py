@@ -22,6 +22,15 @@ def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
         raise Unsupported(f"exact=True is for bfloat16 and float16, and this model is in {dtype}: {HINT}")
 
 
+def why_inexact(ops: Ops, dtype: torch.dtype) -> str:
+    """Reason for which a model of this dtype on these kernels, patched without exact=True, is not held to bits."""
+    try:
+        refuse_device(ops, dtype)
+    except Unsupported as error:
+        return str(error).removesuffix(f": {HINT}")
+    return "patch(model, exact=True) was not asked for"
+
+
 def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:
     """Raise Unsupported where a layer runs by more than attention, plain products and root-mean-square norms."""
     for number, layer in enumerate(layers):
