@@ -249,8 +249,8 @@ class Report:
     """Why `backend="auto"` runs on the CPU without the C++ kernels; None where it has them, and for other backends and
     devices."""
     why_inexact: str | None = None
-    """Why drafts may change a near-tie in bfloat16 and float16: `exact=True` was not asked for, or cannot be had here; None
-    where it holds."""
+    """Why drafts may change a near-tie in bfloat16 and float16: `exact=True` was not asked for, or cannot be had here;
+    None where it holds."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
 
