@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 
 BLOCK_ELEMENTS = 4096  # of keys, and as many of values, in the registers of a program
 MAX_SLOTS = 512
@@ -49,9 +49,7 @@ def _kv_block_copy(
     SIZE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     layer = tl.program_id(0).to(tl.int64)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -138,9 +136,7 @@ def _commit_slots_kernel(
     SP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_p = tl.arange(0, SP)
     m_p = o_p < steps
@@ -214,9 +210,7 @@ def _emit_kernel(
     SP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_p = tl.arange(0, SP)
     m_p = o_p < steps
