@@ -154,7 +154,7 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
     """`reference.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any
     strides."""
     batch, steps = path.shape
-    _check("commit_slots", batch, active, lengths=lengths, path=path[:, 0], accepted=accepted)
+    check_columns("commit_slots", batch, active, lengths=lengths, path=path[:, 0], accepted=accepted)
     source, target = torch.empty(2, batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _commit_slots_kernel[(batch,)](
@@ -233,7 +233,8 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
     """`reference.emit`: tokens [B, N], path [B, P], accepted, bonus, root [B] int64, active [B] bool, any strides ->
     [B, 1 + P]. A bonus below 0 becomes 0 in place."""
     batch, steps = path.shape
-    _check("emit", batch, active, tokens=tokens[:, 0], path=path[:, 0], accepted=accepted, bonus=bonus, root=root)
+    columns = {"tokens": tokens[:, 0], "path": path[:, 0], "accepted": accepted, "bonus": bonus, "root": root}
+    check_columns("emit", batch, active, **columns)
     packed = torch.empty(batch, 1 + steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _emit_kernel[(batch,)](
@@ -258,11 +259,11 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
     return packed
 
 
-def _check(op: str, batch: int, active: Tensor, **given: Tensor) -> None:
-    """The first column of each tensor of a row's: [B] int64; active: [B] bool."""
-    for name, x, dtype in (("active", active, torch.bool), *((name, x, torch.int64) for name, x in given.items())):
+def check_columns(op: str, batch: int, active: Tensor | None, **given: Tensor) -> None:
+    """Raise ValueError for a tensor, or the first column of one, that is not [B] int64; active is [B] bool."""
+    flags = () if active is None else (("active", active, torch.bool),)
+    for name, x, dtype in (*flags, *((name, x, torch.int64) for name, x in given.items())):
         if x.shape != (batch,) or x.dtype != dtype:
             raise ValueError(
-                f"{op}: {name} has rows {list(x.shape)} of {x.dtype}; accepted is {dtype} with the rows of path, "
-                f"[{batch}]"
+                f"{op}: {name} has rows {list(x.shape)} of {x.dtype}; accepted is {dtype} with rows [{batch}]"
             )

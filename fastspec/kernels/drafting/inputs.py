@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.cache.commit import check_columns
 from fastspec.kernels.drafting.topk_expand import packed
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import MAX_SIZE, norm_row, row_warps
@@ -411,22 +412,8 @@ def path_pairs(
     """
     (batch, steps), size = path.shape, features.shape[2]
     taken, counts = (features.new_empty(batch, steps, size), path.new_empty(batch)) if out is None else out
-    columns = {
-        "path": path[:, 0],
-        "accepted": accepted,
-        "bonus": bonus,
-        "root": root,
-        "lengths": lengths,
-        "counts": counts,
-    }
-    for name, x in columns.items():
-        if x.shape != (batch,) or x.dtype != torch.int64:
-            raise ValueError(
-                f"path_pairs: {name} has rows {list(x.shape)} of {x.dtype}; accepted is int64 with path's rows, "
-                f"[{batch}]"
-            )
-    if active.shape != (batch,) or active.dtype != torch.bool:
-        raise ValueError(f"path_pairs: active is {list(active.shape)} {active.dtype}; accepted is [{batch}] bool")
+    given = {"accepted": accepted, "bonus": bonus, "root": root, "lengths": lengths, "counts": counts}
+    check_columns("path_pairs", batch, active, path=path[:, 0], **given)
     if len(features) != batch or not packed(features):
         raise ValueError(
             f"path_pairs: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, "
@@ -514,9 +501,7 @@ def keep_last(
     """`reference.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of
     any strides, and what is kept, last_hidden and last_readout [B, H], contiguous."""
     batch, _, size = hidden.shape
-    for name, x in (("counts", counts), ("lengths", lengths)):
-        if x.shape != (batch,) or x.dtype != torch.int64:
-            raise ValueError(f"keep_last: {name} is {list(x.shape)} {x.dtype}; accepted is [{batch}] int64")
+    check_columns("keep_last", batch, None, counts=counts, lengths=lengths)
     if readout.shape != hidden.shape or not packed(hidden) or not packed(readout):
         raise ValueError(
             f"keep_last: hidden is {list(hidden.shape)}, strides {hidden.stride()}, and readout "
