@@ -81,14 +81,14 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
 
 
 def prompt_width(model: Any, ids: torch.Tensor) -> int:
-    """How many tokens of `generate`'s output stand before the new ones: the prompt [B, T], or an encoder-decoder
+    """Number of tokens of `generate`'s output before the new ones: the prompt [B, T], or an encoder-decoder
     model's start token."""
     return 1 if model.config.is_encoder_decoder else ids.shape[1]
 
 
 def load_draft(name: str, target: Any, tokenizer: Any) -> Any:
-    """What `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's device
-    and in its dtype; where the two tokenizers differ, it with its own and the target's `tokenizer`."""
+    """Value that `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's
+    device and in its dtype; where the two tokenizers differ, it with its own and the target's `tokenizer`."""
     draft, own = load_model(name, str(target.device), target.dtype)
     return draft if token_table(own) == token_table(tokenizer) else (draft, own, tokenizer)
 
@@ -106,12 +106,12 @@ def load_config(name: str) -> Any:
 
 @lru_cache(maxsize=32)
 def token_table(tokenizer: Any) -> int:
-    """What tells one vocabulary from another; a tokenizer takes a tenth of a second to list its tokens."""
+    """Key that tells one vocabulary from another; a tokenizer takes a tenth of a second to list its tokens."""
     return hash(frozenset(tokenizer.get_vocab().items()))
 
 
 def source_of(name: str) -> tuple[str, dict[str, Any]]:
-    """What to hand to `from_pretrained` for `name`: (hub id or directory, the keyword that names a GGUF file in it, if
+    """Arguments of `from_pretrained` for `name`: (hub id or directory, the keyword that names a GGUF file in it, if
     one is meant)."""
     path = smollm2_gguf() if name == SMOLLM2 else Path(name)
     if path.suffix != ".gguf":
@@ -211,7 +211,7 @@ def fast_reader(reader: Any) -> Any:
 def over_rows(
     func: Callable[[np.ndarray], np.ndarray], arr: np.ndarray, otype: Any, oshape: tuple[int, ...]
 ) -> np.ndarray:
-    """What `gguf.quants._apply_over_grouped_rows` returns; it takes 16 rows at a time, however short they are."""
+    """Result of `gguf.quants._apply_over_grouped_rows`; it takes 16 rows at a time, however short they are."""
     rows = arr.reshape((-1, arr.shape[-1]))
     out = np.empty((len(rows), math.prod(oshape) // max(1, len(rows))), dtype=otype)
     step = max(1, PART // max(1, rows.shape[1] * rows.itemsize))

@@ -2,13 +2,9 @@
 gap between launches.
 
 Every kernel takes PDL as its last parameter and begins, in every program, one that returns early too, with
-
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-Before it there may only be index arithmetic, and loads or prefetches of weights and of other tables, which no kernel of
-a stream of launches writes. (The norm of a sum also looks at a count there, as a guess that it checks behind the wait.)
+`wait_for_previous(PDL)`; kernels in Gluon write the two calls out. Before it there may only be index arithmetic, and
+loads or prefetches of weights and of other tables, which no kernel of a stream of launches writes. (The norm of a sum
+also looks at a count there, as a guess that it checks behind the wait.)
 
 Why that is enough. The wait ends when the grid before has completed and what it wrote can be seen. That grid could only
 complete after a wait of its own, so by induction all earlier grids have completed as well; a kernel launched without
@@ -34,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 PDL = True
-"""Whether kernels start before the kernel in front of them has finished, where the device can."""
+"""True where kernels start before the kernel in front of them has finished, where the device can."""
 
 PORTABLE = os.environ.get("FASTSPEC_PORTABLE", "") not in ("", "0")
-"""Whether the kernels run as on a device that has nothing of Hopper's and the least shared memory (the environment's
+"""True where the kernels run as on a device that has nothing of Hopper's and the least shared memory (the environment's
 FASTSPEC_PORTABLE=1): without programmatic dependent launch, without the kernels in Gluon, and in LEAST_SHARED bytes."""
 
 MEASURED = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
@@ -71,14 +67,14 @@ def _capable(device: torch.device) -> bool:
 
 @lru_cache
 def has_descriptors(device: torch.device) -> bool:
-    """Whether a device reads tiles through tensor descriptors itself, from compute capability 9.0 on; elsewhere Triton
-    makes pointers of them, which take many registers."""
+    """True where a device reads tiles through tensor descriptors itself, from compute capability 9.0 on; elsewhere
+    Triton makes pointers of them, which take many registers."""
     return INTERPRETED or _capable(device)
 
 
 @lru_cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device has Hopper's tensor cores, for which some kernels are written out in Gluon."""
+    """True where a device has Hopper's tensor cores, for which some kernels are written out in Gluon."""
     return (
         not PORTABLE
         and device.type == "cuda"
@@ -109,6 +105,14 @@ def padded(rows: int) -> int:
 
 
 @triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """With PDL wait for the kernel before, then let the next one start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def prefetch(p, size):
     """Ask for `size` bytes (a multiple of 16) from each of p, aligned to 16 bytes, into L2."""
     tl.inline_asm_elementwise(
@@ -122,7 +126,7 @@ def prefetch(p, size):
 
 
 def prefetched(weight: Tensor, most: int) -> int:
-    """How many bytes of each line of weight [M, K] may be prefetched, at most `most`: none where lines are not aligned
+    """Bytes of each line of weight [M, K] that may be prefetched, at most `most`: none where lines are not aligned
     to 16 bytes."""
     size = weight.element_size()
     line = weight.shape[1] * size

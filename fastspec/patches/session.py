@@ -69,7 +69,7 @@ class Engines:
             self.held.popitem(last=False)
 
     def settings_of(self, module: nn.Module) -> Hashable:
-        """What stands for a module's attributes and buffers in a key: the same object for as long as they are the
+        """Value that stands for a module's attributes and buffers in a key: the same object for as long as they are the
         same."""
         modules, known = every_module(module), self.settings.pop(module, None)
         if known is None or known.modules != modules or not known.hold():
@@ -116,7 +116,7 @@ class Change:
 
     @property
     def ours(self) -> bool:
-        """Whether the attribute still holds what we put there."""
+        """True where the attribute still holds what we put there."""
         return self.owner.__dict__.get(self.name, ABSENT) is self.after
 
     def undo(self) -> None:
@@ -176,9 +176,9 @@ class PatchSession:
     backend: str
     resources: dict[str, Any]
     exact: bool = False
-    """Whether every assistant is held to the bits of plain decoding."""
+    """True where every assistant is held to the bits of plain decoding."""
     captured: bool = False
-    """Whether transformers had its capturing hooks on the model before the patch; else they go with it."""
+    """True where transformers had its capturing hooks on the model before the patch; else they go with it."""
     log: list[Change] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
     calls: deque[Stats] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
@@ -189,14 +189,14 @@ class PatchSession:
     told: set[str] = field(default_factory=set)
     """Why calls ran in generic mode, as the user was told."""
     kernels: Counter[str] = field(default_factory=Counter)
-    """How often each op was called from Python; a captured round repeats its calls without Python."""
+    """Number of calls of each op from Python; a captured round repeats its calls without Python."""
     profile: Profile | None = None
-    """Where the parts of every round are taken down, inside `fastspec.profile`."""
+    """Profile that the parts of every round are taken down in, inside `fastspec.profile`."""
     engines: Engines = field(default_factory=Engines)
     trees: dict[Any, TreeChoice] = field(default_factory=dict)
     """(config, rows, device, dtype) -> the size of its trees, where that was left to a measurement."""
     warned: bool = False
-    """Whether the user was warned that the draft model's drafts are not accepted."""
+    """True where the user was warned that the draft model's drafts are not accepted."""
     batches: int = 0
     """Open batches (`fastspec.continuous`), whose threads run the model."""
     packed: list[Tensor] = field(default_factory=list)
@@ -232,7 +232,7 @@ class PatchSession:
         return counted(ops, self.kernels)
 
     def _drafts(self) -> bool:
-        """Whether an EAGLE-3 head may draft, the only kind that does so in a dtype of its own."""
+        """True where an EAGLE-3 head may draft, the only kind that does so in a dtype of its own."""
         return any(isinstance(each, BoundHead) and each.config.kind == "eagle3" for each in self.resources.values())
 
     def why_torch(self, model: Any, mode: Mode) -> str | None:
@@ -288,7 +288,7 @@ class PatchSession:
         owner.__dict__[name] = value
 
     def before(self, owner: Any, name: str) -> Any:
-        """What `owner.__dict__[name]` was before the patch, or ABSENT."""
+        """Value of `owner.__dict__[name]` before the patch, or ABSENT."""
         return next(change.before for change in self.log if change.owner is owner and change.name == name)
 
     def undo(self, force: bool = False) -> list[str]:

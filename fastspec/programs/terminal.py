@@ -1,4 +1,4 @@
-"""What programs show in a terminal: tables, and progress bars of long commands."""
+"""Output of programs in a terminal: tables, and progress bars of long commands."""
 
 from __future__ import annotations
 

@@ -70,8 +70,15 @@ def test_a_draft_s_kernels_too(tmp_path):
     check(rows_of(tmp_path / "other", "eagle3", workers=1), 20)
 
 
-@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", SMALL, "speculative"], ids=str)
-@pytest.mark.parametrize("lengths", [(5,), (3, 7)], ids=len)
+@pytest.mark.parametrize(
+    ("assistant", "lengths"),
+    [("autoregressive", (5,)), ("nasd", (3, 7)), (SMALL, (5,)), (SMALL, (3, 7)), ("speculative", (3, 7))]
+    + [
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("autoregressive", (3, 7)), ("nasd", (5,)), ("speculative", (5,)))
+    ],
+    ids=str,
+)
 def test_a_look_leaves_nothing_behind(assistant, lengths, monkeypatch):
     """Every program is looked at before its first run, here without kernels; tokens stay, and so do the objects."""
     monkeypatch.setattr(ahead, "_warned", False)

@@ -107,7 +107,7 @@ def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) ->
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
     assert [(row["category"], row["ids"], row["runs"]) for row in rows] == [("prompt", [i], 3) for i in "1122"]
-    assert asked == 2 * (["transformers"] * 5 + ["nasd"] * 5)
+    assert asked == ["transformers", "nasd"] + 2 * (["transformers"] * 5 + ["nasd"] * 5)  # a first call each
 
 
 def test_a_run_that_differs_is_not_hidden_by_the_median(saved: Path, monkeypatch) -> None:

@@ -55,7 +55,7 @@ class Engine(Generic[TargetT]):
         self.schedules: dict[tuple[RoundProgram, Place], Schedule] = {}
         self.fallback = Fallback(self.state.root.device)
         self.last: Round
-        """What the last round left."""
+        """Result of the last round."""
         self.entries: dict[int, tuple[TargetT, Drafter | None]] = {}
         """A target and a drafter of so many rows, where prompts begin that are admitted later, once there were some."""
 
@@ -157,7 +157,7 @@ class Engine(Generic[TargetT]):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round was launched before the one in front of it was read."""
+        """True where a round was launched before the one in front of it was read."""
         return any(each.in_flight for each in self.schedules.values())
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""Who decides which tokens a call emits: on the device in one go, or on the host where processors, criteria or a
+"""Verifiers decide which tokens a call emits: on the device in one go, or on the host where processors, criteria or a
 mixture ask for it."""
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class InLockstep(Verifier):
 
 
 def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
-    """Who chooses the tokens of a call: plain decoding's steps or processors that look at the history, where it has
+    """Verifier of a call's tokens: plain decoding's steps or processors that look at the history, where it has
     them, else `choice`. Raises Unsupported for what a mixture cannot be combined with."""
     if isinstance(choice, MixedChoice) and (request.process_at is not None or request.answers is not None):
         raise Unsupported(

@@ -306,7 +306,7 @@ def _take(twin: EagleHead, head: EagleHead) -> None:
 
 
 def _is_weights(head: EagleHead) -> bool:
-    """Whether what a head computes follows from its class and its weights."""
+    """True where what a head computes follows from its class and its weights."""
     for module in head.modules():
         if isinstance(module, nn.Linear):
             if not is_plain(module):

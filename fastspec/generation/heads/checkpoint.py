@@ -64,7 +64,7 @@ class HeadCheckpoint(Description):
 
     @property
     def last_tap_normed(self) -> bool:
-        """Whether a tap after the target's last layer is after its final norm."""
+        """True where a tap after the target's last layer is after its final norm."""
         return self.dialect in DIALECTS and DIALECTS[self.dialect].last_tap_normed
 
 

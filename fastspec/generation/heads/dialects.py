@@ -34,9 +34,9 @@ class Dialect:
     norm_before_residual: bool = False
     """The switch where the field is absent."""
     taps_by_rule: bool = False
-    """Whether the format's own rule is that unnamed taps are 2, L / 2 and L - 3."""
+    """True where the format's own rule is that unnamed taps are 2, L / 2 and L - 3."""
     last_tap_normed: bool = False
-    """Whether a tap after the last layer is after the target's final norm, as in transformers' hidden_states."""
+    """True where a tap after the last layer is after the target's final norm, as in transformers' hidden_states."""
     trained_theta: tuple[str, ...] = ()
     """RoPE types that are trained with TRAINED_THETA whatever config.json says."""
     theta_note: str | None = None
@@ -96,7 +96,7 @@ def normalise_key(key: str) -> str | None:
 
 
 def dialect_of(fields: Fields, published: Iterable[str], state: Mapping[str, Tensor]) -> str:
-    """Which program wrote the head. Raises CheckpointError for speculators of other kinds."""
+    """Name of the program that wrote the head. Raises CheckpointError for speculators of other kinds."""
     top, where = fields.top, fields.where
     architectures = top.get("architectures") or []
     kind = top.get("speculators_model_type")
@@ -216,12 +216,12 @@ def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, not
 
 
 def _of_llama4(fields: Fields) -> bool:
-    """Whether the layer is described in Llama 4's terms."""
+    """True where the layer is described in Llama 4's terms."""
     return fields.layer.get("intermediate_size_mlp") is not None
 
 
 def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, Flag], notes: list[str]) -> bool:
-    """Whether rotation turns neighbouring channels, as Llama 4's does."""
+    """True where rotation turns neighbouring channels, as Llama 4's does."""
     if not _of_llama4(fields):
         return False
     no_rope = fields.layer.get("no_rope_layers")

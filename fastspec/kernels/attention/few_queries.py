@@ -25,13 +25,14 @@ from fastspec.kernels.attention.parts import (
     depths_of,
     empty_sums,
     first_seen,
+    launch_arguments,
     merge,
-    scales,
+    part_buffers,
     seen_prefix,
     update,
     wrapped,
 )
-from fastspec.kernels.launch import dependent, stages_within
+from fastspec.kernels.launch import dependent, stages_within, wait_for_previous
 from fastspec.kernels.tuned_launches import MISSING, find
 
 MAX_ROWS = 16
@@ -85,9 +86,7 @@ def _few_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     i_split, i_pair = tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     rows = nodes * GROUP
@@ -184,7 +183,7 @@ def few_attention(
     """
     batch, nodes, heads, size = q.shape
     kv_heads = k.shape[1]
-    rows, pairs, block_d = nodes * heads // kv_heads, batch * kv_heads, max(16, triton.next_power_of_2(size))
+    pairs, block_d = batch * kv_heads, max(16, triton.next_power_of_2(size))
     reach = layout.reach(extent)
     launch = FEW[q.element_size(), max(64, block_d)][reach >= LONG]
     if layout.span is None and sinks is None and cap is None:
@@ -195,53 +194,15 @@ def few_attention(
         launch = launch if found is MISSING else found
     blocks = triton.cdiv(reach, launch.block_n) + (reach < extent)  # a span begins within a block
     splits = _splits(pairs, blocks, processors(q.device) * launch.resident)
-    words = None if layout.chain else layout.words
-    s_wb, s_wn = (0, 0) if words is None else words.stride()[:2]
-    span, depths = layout.span, layout.depths
-    scale2, cap2 = scales(scale, cap)
-    part, lse = out, out
-    if splits > 1:
-        part = q.new_empty((pairs, rows, splits, size), dtype=torch.float32)
-        lse = q.new_empty((pairs, rows, splits), dtype=torch.float32)
+    part, lse = part_buffers(out, kv_heads, splits)
     stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device)
+    arguments, constants = launch_arguments(q, k, v, out, part, lse, layout, extent, splits, scale, sinks, cap)
     _few_kernel[(splits, pairs)](
-        q,
-        k,
-        v,
-        out,
-        part,
-        lse,
-        layout.prefix,
-        layout.prefix if words is None else words,
-        depths,
-        None if splits > 1 else sinks,
-        scale2,
-        nodes,
-        layout.tail,
-        extent,
-        splits,
-        kv_heads,
-        *q.stride()[:3],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        out.stride(0),
-        layout.prefix.stride(0),
-        s_wb,
-        s_wn,
-        None if depths is None else depths.stride(0),
-        S_K=k.stride(2),
-        S_V=v.stride(2),
-        GROUP=heads // kv_heads,
-        D=size,
+        *arguments,
+        **constants,
         BLOCK_M=MAX_ROWS,
         BLOCK_N=launch.block_n,
         BLOCK_D=block_d,
-        CHAIN=words is None,
-        SPLIT=splits > 1,
-        SPAN=span.size if span else 0,
-        CHUNK=span is not None and span.chunk,
-        RING=layout.ring,
-        CAP=cap2,
         STAGES=stages,
         num_warps=launch.warps,
         num_stages=stages,
@@ -252,14 +213,14 @@ def few_attention(
 
 
 def _splits(pairs: int, blocks: int, slots: int) -> int:
-    """How many programs share a pair's blocks: as many as the chip holds at once, one where there are but two
+    """Number of programs that share a pair's blocks: as many as the chip holds at once, one where there are but two
     blocks."""
     return max(1, min(MAX_SPLITS, slots // pairs, blocks)) if blocks > 2 else 1
 
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors a device has."""
+    """Number of a device's multiprocessors."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

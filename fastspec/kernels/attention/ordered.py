@@ -37,7 +37,7 @@ from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.layout import attention_layout as tree_layout
 from fastspec.kernels.attention.parts import LOG2E, first_seen, tanh, wrapped
 from fastspec.kernels.attention.reference import Span
-from fastspec.kernels.launch import dependent, stages_within
+from fastspec.kernels.launch import dependent, stages_within, wait_for_previous
 
 FIRST_RUN, FEW_RUNS = 256, 8
 """Positions of the first runs, and how many of these there are."""
@@ -166,9 +166,7 @@ def _runs(
 ):
     """Sums [pair, run, row, D], and maxima and sums of weights [pair, run, 2, row], of the runs that begin before the
     end of the committed text, cut to a multiple of GRAIN."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     i_tile, i_pair = tl.program_id(0), tl.program_id(2)
     run = runs - 1 - tl.program_id(1)  # the longest first
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
@@ -268,9 +266,7 @@ def _tail(
     PDL: tl.constexpr,
 ):
     """One node of one pair: what `_runs` has not read (with WHOLE: everything), and the sum of all runs."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     node, i_pair = tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
@@ -402,9 +398,7 @@ def _chain(
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
     p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
     o_m, o_n, o_d = i_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     rows = nodes * GROUP
@@ -502,9 +496,7 @@ def _chain(
 @triton.jit
 def _paths(p_words, p_slots, p_counts, tail, s_wb, s_wn, s_sb, s_sn, s_c, WORDS: tl.constexpr, PDL: tl.constexpr):
     """Slots [B, N, tail] of what each node sees of the tail, in their order, and how many these are [B, N]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     node, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_bit = tl.arange(0, 64)
     count = 0

@@ -1,5 +1,5 @@
-"""What the attention kernels share: a block of the online softmax, what a span leaves of the slots, and the sum of the
-parts that programs left of one query's attention.
+"""Common parts of the attention kernels: a block of the online softmax, what a span leaves of the slots, and the sum of
+the parts that programs left of one query's attention.
 
 A pair is one key head of one row of the batch; R matrix rows (nodes times G query heads of the key head), S parts, D
 head size, Hkv key heads. Parts are normed sums [pair, R, S, D] in fp32 with their log-sum-exp [pair, R, S] (base 2):
@@ -11,11 +11,15 @@ Gimelshein (2018).
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.attention.layout import TreeLayout
+from fastspec.kernels.launch import dependent, wait_for_previous
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64  # parts that a merge holds at once
@@ -81,7 +85,7 @@ def empty_sums(p_sinks, o_head, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def depths_of(p_depths, o_node, m_node):
-    """How deep nodes are; a chain that brings no depths is numbered by them."""
+    """Depths of nodes; a chain that brings none is numbered by them."""
     return o_node if p_depths is None else tl.load(p_depths + o_node, mask=m_node, other=0).to(tl.int32)
 
 
@@ -115,9 +119,7 @@ def _merge_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row, i_pair = tl.program_id(0), tl.program_id(1)
     o_s, o_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     m_s, m_d = o_s < splits, o_d < D
@@ -146,6 +148,54 @@ def _merge_kernel(
 def scales(scale: float, cap: float | None) -> tuple[float, float]:
     """`update`'s scale2 and CAP; a CAP of zero is none."""
     return (scale * LOG2E, 0.0) if cap is None else (scale / cap, cap * LOG2E)
+
+
+def part_buffers(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor]:
+    """Parts [B * Hkv, R, S, D] and log-sum-exps [B * Hkv, R, S] fp32 of out [B, N, Hq, D]; of one split, which writes
+    none, `out` itself."""
+    if splits == 1:
+        return out, out
+    batch, nodes, heads, size = out.shape
+    part = out.new_empty((batch * kv_heads, nodes * heads // kv_heads, splits, size), dtype=torch.float32)
+    return part, part.new_empty(part.shape[:3])
+
+
+def launch_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    part: Tensor,
+    lse: Tensor,
+    layout: TreeLayout,
+    extent: int,
+    splits: int,
+    scale: float,
+    sinks: Tensor | None,
+    cap: float | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that tree.py's kernel and few_queries.py's have in common: those by place, and compile-time ones by
+    name. `out` is contiguous, and sinks are left to `merge` where there are several splits."""
+    nodes, heads, size, kv_heads = *q.shape[1:], k.shape[1]
+    words, depths, span = None if layout.chain else layout.words, layout.depths, layout.span
+    scale2, cap2 = scales(scale, cap)
+    tensors = q, k, v, out, part, lse, layout.prefix, layout.prefix if words is None else words, depths
+    counts = scale2, nodes, layout.tail, extent, splits, kv_heads
+    strides = *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0)
+    word_strides = (0, 0) if words is None else words.stride()[:2]
+    depth_stride = None if depths is None else depths.stride(0)
+    return (*tensors, None if splits > 1 else sinks, *counts, *strides, *word_strides, depth_stride), {
+        "S_K": k.stride(2),
+        "S_V": v.stride(2),
+        "GROUP": heads // kv_heads,
+        "D": size,
+        "CHAIN": words is None,
+        "SPLIT": splits > 1,
+        "SPAN": span.size if span else 0,
+        "CHUNK": span is not None and span.chunk,
+        "RING": layout.ring,
+        "CAP": cap2,
+    }
 
 
 def merge(part: Tensor, lse: Tensor, out: Tensor, kv_heads: int, sinks: Tensor | None = None) -> None:

@@ -34,13 +34,14 @@ from fastspec.kernels.attention.parts import (
     depths_of,
     empty_sums,
     first_seen,
+    launch_arguments,
     merge,
-    scales,
+    part_buffers,
     seen_prefix,
     update,
     wrapped,
 )
-from fastspec.kernels.launch import dependent, stages_within
+from fastspec.kernels.launch import dependent, stages_within, wait_for_previous
 from fastspec.kernels.tuned_launches import MISSING, find
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -89,7 +90,7 @@ def _bounds(
 
 @triton.jit
 def _active(blocks, splits, MIN_BLOCKS: tl.constexpr):
-    """How many of the splits have a share."""
+    """Number of splits that have a share."""
     return tl.maximum(tl.minimum((blocks + MIN_BLOCKS - 1) // MIN_BLOCKS, splits), 1)
 
 
@@ -140,9 +141,7 @@ def _attention_kernel(
     TAIL_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     # Tiles of one share are neighbours: they read the same keys at the same time, once from memory and then from L2.
     i_tile, i_split, i_pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if CHAIN:  # the tiles that have the most to do first, so that no processor begins with one of them at the end
@@ -293,7 +292,7 @@ def tree_attention(
     out = q.new_empty(q.shape)
     if out.numel() == 0:
         return out
-    chain, span, depths = layout.chain, layout.span, layout.depths
+    chain, span = layout.chain, layout.span
     if rows <= MAX_ROWS and (chain or layout.tail <= 64):
         few_attention(q, k, v, out, layout, extent, scale, sinks, cap)
         return out
@@ -314,61 +313,23 @@ def tree_attention(
     least = triton.cdiv(reach, MAX_SHARE) if batch > 1 else 1
     expected = min(blocks, held // 2 if batch > 1 and extent < HALF_FULL else held)
     splits = _splits(pairs * tiles, blocks, expected, processors(q.device) * launch.resident, least, launch.least)
-    part, lse = out, out
-    if splits > 1:
-        part = q.new_empty((pairs, rows, splits, size), dtype=torch.float32)
-        lse = q.new_empty((pairs, rows, splits), dtype=torch.float32)
+    part, lse = part_buffers(out, kv_heads, splits)
     if on_hopper:
         tree = None if chain else layout.words
         hopper.launch(q, k, v, out, part, lse, layout.prefix, tree, layout.tail, extent, splits, scale * LOG2E)
     else:
-        scale2, cap2 = scales(scale, cap)
         tile = (
             launch.block_m * block_d * q.element_size()
         )  # the queries, and the weights of a block on their way to the second product
         stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device, fixed=2 * tile)
-        words, (s_wb, s_wn) = (
-            (layout.prefix, (0, 0)) if layout.words is None else (layout.words, layout.words.stride()[:2])
-        )
+        arguments, constants = launch_arguments(q, k, v, out, part, lse, layout, extent, splits, scale, sinks, cap)
         _attention_kernel[(tiles, splits, pairs)](
-            q,
-            k,
-            v,
-            out,
-            part,
-            lse,
-            layout.prefix,
-            words,
-            depths,
-            None if splits > 1 else sinks,
-            scale2,
-            nodes,
-            layout.tail,
-            extent,
-            splits,
-            kv_heads,
-            *q.stride()[:3],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            out.stride(0),
-            layout.prefix.stride(0),
-            s_wb,
-            s_wn,
-            None if depths is None else depths.stride(0),
-            S_K=k.stride(2),
-            S_V=v.stride(2),
-            GROUP=group,
-            D=size,
+            *arguments,
+            **constants,
             BLOCK_M=launch.block_m,
             BLOCK_N=launch.block_n,
             BLOCK_D=block_d,
             MIN_BLOCKS=launch.least,
-            CHAIN=chain,
-            SPLIT=splits > 1,
-            SPAN=span.size if span else 0,
-            CHUNK=span is not None and span.chunk,
-            RING=layout.ring,
-            CAP=cap2,
             TAIL_STAGES=max(min(2, stages), stages - 1),
             num_warps=launch.warps,
             num_stages=stages,
@@ -411,8 +372,8 @@ def _check_extras(q: Tensor, sinks: Tensor | None, cap: float | None) -> None:
 
 @lru_cache(maxsize=4096)
 def _splits(tiles: int, blocks: int, expected: int, slots: int, least: int, share_least: int) -> int:
-    """How many programs share a tile's blocks, of which so many are expected to be there: the cheapest by waves of
-    programs over the chip's slots, with the merge counted."""
+    """Number of programs that share a tile's blocks, of which so many are expected to be there: the cheapest by waves
+    of programs over the chip's slots, with the merge counted."""
     most = min(MAX_SPLITS, max(1, blocks // share_least))
 
     def cost(splits: int) -> float:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 
 BLOCK_ELEMENTS = 4096  # of keys, and as many of values, in the registers of a program
 MAX_SLOTS = 512
@@ -49,9 +49,7 @@ def _kv_block_copy(
     SIZE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     layer = tl.program_id(0).to(tl.int64)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -138,9 +136,7 @@ def _commit_slots_kernel(
     SP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_p = tl.arange(0, SP)
     m_p = o_p < steps
@@ -158,7 +154,7 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
     """`reference.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any
     strides."""
     batch, steps = path.shape
-    _check("commit_slots", batch, active, lengths=lengths, path=path[:, 0], accepted=accepted)
+    check_columns("commit_slots", batch, active, lengths=lengths, path=path[:, 0], accepted=accepted)
     source, target = torch.empty(2, batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _commit_slots_kernel[(batch,)](
@@ -214,9 +210,7 @@ def _emit_kernel(
     SP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_p = tl.arange(0, SP)
     m_p = o_p < steps
@@ -239,7 +233,8 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
     """`reference.emit`: tokens [B, N], path [B, P], accepted, bonus, root [B] int64, active [B] bool, any strides ->
     [B, 1 + P]. A bonus below 0 becomes 0 in place."""
     batch, steps = path.shape
-    _check("emit", batch, active, tokens=tokens[:, 0], path=path[:, 0], accepted=accepted, bonus=bonus, root=root)
+    columns = {"tokens": tokens[:, 0], "path": path[:, 0], "accepted": accepted, "bonus": bonus, "root": root}
+    check_columns("emit", batch, active, **columns)
     packed = torch.empty(batch, 1 + steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _emit_kernel[(batch,)](
@@ -264,11 +259,11 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
     return packed
 
 
-def _check(op: str, batch: int, active: Tensor, **given: Tensor) -> None:
-    """The first column of each tensor of a row's: [B] int64; active: [B] bool."""
-    for name, x, dtype in (("active", active, torch.bool), *((name, x, torch.int64) for name, x in given.items())):
+def check_columns(op: str, batch: int, active: Tensor | None, **given: Tensor) -> None:
+    """Raise ValueError for a tensor, or the first column of one, that is not [B] int64; active is [B] bool."""
+    flags = () if active is None else (("active", active, torch.bool),)
+    for name, x, dtype in (*flags, *((name, x, torch.int64) for name, x in given.items())):
         if x.shape != (batch,) or x.dtype != dtype:
             raise ValueError(
-                f"{op}: {name} has rows {list(x.shape)} of {x.dtype}; accepted is {dtype} with the rows of path, "
-                f"[{batch}]"
+                f"{op}: {name} has rows {list(x.shape)} of {x.dtype}; accepted is {dtype} with rows [{batch}]"
             )

@@ -1,16 +1,9 @@
 """Inputs of drafting passes, gathered in one launch each: tree nodes, the next frontier, a head's first layer, and
 accepted pairs.
 
-B rows (sequences), N nodes of a row's tree, V tokens, H width of the embeddings.
-
-B rows, M nodes that were expanded, C children of each, K nodes chosen among the M * C children, H width, W words of 64
-bits.
-
-B rows, K nodes to feed, M nodes that were expanded before them, C children of each, H width, V tokens, W words of 64
-bits.
-
-B rows (sequences), N nodes of a row's tree, P nodes of the longest path, F width of the target's features, T pairs fed,
-H width of the head's states. A pair is a token and the target's feature of the one before it.
+B rows (sequences), N nodes of a row's tree, P nodes of the longest path, M nodes that were expanded, C children of
+each, K nodes chosen among the M * C children, V tokens, H width of the embeddings and of a head's states, F width of
+the target's features, T pairs fed, W words of 64 bits. A pair is a token and the target's feature of the one before it.
 """
 
 from __future__ import annotations
@@ -20,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.cache.commit import check_columns
 from fastspec.kernels.drafting.topk_expand import packed
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import MAX_SIZE, norm_row, row_warps
 
 NODE_BLOCK = 4096  # channels that a program copies
@@ -50,9 +44,7 @@ def _tree_input_kernel(
     PDL: tl.constexpr,
 ):
     """A part of one node's embedding; the first part writes its place."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     part, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     node = row * nodes + place
     if part == 0:
@@ -134,9 +126,7 @@ def _next_frontier_kernel(
 ):
     """One chosen node."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     index = tl.load(p_index + row * chosen + place)
     above = row * nodes + index // children
     out = row * chosen + place
@@ -219,9 +209,7 @@ def _head_input_kernel(
     m_h = o_h < SIZE
     p_weight = p_weight_token if half == 0 else p_weight_hidden
     b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     node = row * fed + place
     index, above = place, node
     if CHOOSE:
@@ -392,9 +380,7 @@ def _path_pairs_kernel(
 ):
     """A part of one node's features; the first part of a node writes its slot, the first of a row what there is
     once."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     part, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     node = tl.load(p_path + row * s_path_b + place * s_path_p)
     o_f = part * BF + tl.arange(0, BF)
@@ -426,22 +412,8 @@ def path_pairs(
     """
     (batch, steps), size = path.shape, features.shape[2]
     taken, counts = (features.new_empty(batch, steps, size), path.new_empty(batch)) if out is None else out
-    columns = {
-        "path": path[:, 0],
-        "accepted": accepted,
-        "bonus": bonus,
-        "root": root,
-        "lengths": lengths,
-        "counts": counts,
-    }
-    for name, x in columns.items():
-        if x.shape != (batch,) or x.dtype != torch.int64:
-            raise ValueError(
-                f"path_pairs: {name} has rows {list(x.shape)} of {x.dtype}; accepted is int64 with path's rows, "
-                f"[{batch}]"
-            )
-    if active.shape != (batch,) or active.dtype != torch.bool:
-        raise ValueError(f"path_pairs: active is {list(active.shape)} {active.dtype}; accepted is [{batch}] bool")
+    given = {"accepted": accepted, "bonus": bonus, "root": root, "lengths": lengths, "counts": counts}
+    check_columns("path_pairs", batch, active, path=path[:, 0], **given)
     if len(features) != batch or not packed(features):
         raise ValueError(
             f"path_pairs: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, "
@@ -500,9 +472,7 @@ def _keep_last_kernel(
     PDL: tl.constexpr,
 ):
     """A part of one row's state or readout; the first one of a row counts its pairs."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     part, which, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     count = tl.load(p_counts + row * s_counts)
     o_h = part * BH + tl.arange(0, BH)
@@ -531,9 +501,7 @@ def keep_last(
     """`reference.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of
     any strides, and what is kept, last_hidden and last_readout [B, H], contiguous."""
     batch, _, size = hidden.shape
-    for name, x in (("counts", counts), ("lengths", lengths)):
-        if x.shape != (batch,) or x.dtype != torch.int64:
-            raise ValueError(f"keep_last: {name} is {list(x.shape)} {x.dtype}; accepted is [{batch}] int64")
+    check_columns("keep_last", batch, None, counts=counts, lengths=lengths)
     if readout.shape != hidden.shape or not packed(hidden) or not packed(readout):
         raise ValueError(
             f"keep_last: hidden is {list(hidden.shape)}, strides {hidden.stride()}, and readout "

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels.drafting.reference import Candidates
-from fastspec.kernels.launch import dependent, has_descriptors, prefetch, prefetched, stages_within
+from fastspec.kernels.launch import dependent, has_descriptors, prefetch, prefetched, stages_within, wait_for_previous
 
 EMPTY = tl.constexpr(-(2**63))  # below every key
 MAX_COUNT = 64
@@ -171,9 +171,7 @@ def _logits_kernel(
     PDL: tl.constexpr,
 ):
     """The same for logits that are there already: one tile of one node."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     tile = tl.program_id(1)
     o_r = tl.program_id(0) + tl.arange(0, 1)
     o_v = tile * BV + tl.arange(0, BV)
@@ -222,9 +220,7 @@ def _merge_kernel(
     PDL: tl.constexpr,
 ):
     """One node's children from its tiles; the last program of a row ranks the children of all its nodes."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     node = tl.program_id(0).to(tl.int64)
     row = node // nodes
     o_t, o_c = tl.arange(0, TP), tl.arange(0, CP)
@@ -262,7 +258,7 @@ def _merge_kernel(
 
 
 def packed(x: Tensor) -> bool:
-    """Whether the last dimension is contiguous."""
+    """True where the last dimension is contiguous."""
     return x.shape[-1] <= 1 or x.stride(-1) == 1
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.drafting.topk_expand import order_bits, packed
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 
 MAX_CANDIDATES, MAX_NODES = 16384, 256  # what fits in registers
 
@@ -42,9 +42,7 @@ def _tree_build_kernel(
     WP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_m = tl.arange(0, MP)
     m_m = o_m < count

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.linear.reference import Parts
 
 MAX_SIZE = 32768
@@ -197,9 +197,7 @@ def _gated_norm(
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < SIZE
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)  # no kernel writes it
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     node = tl.program_id(0).to(tl.int64)
     p_row = p_gate + (node // nodes) * s_gate_b + (node % nodes) * s_gate_n
     o_h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -257,9 +255,7 @@ def _gate_heads(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     node = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = o < WIDTH

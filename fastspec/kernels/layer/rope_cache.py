@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 
 HEADS = 8
 
@@ -142,9 +142,7 @@ def _rope_cache(
     FACTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     node = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)

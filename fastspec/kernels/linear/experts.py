@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent, is_hopper, stages_within
+from fastspec.kernels.launch import dependent, is_hopper, stages_within, wait_for_previous
 from fastspec.kernels.layer.norms import rows_of
 from fastspec.kernels.linear.experts_row import experts_row
 from fastspec.kernels.linear.launches import ExpertsLaunch, experts_launch_for
@@ -37,7 +37,7 @@ FLOATS = torch.float32, torch.float16, torch.bfloat16
 
 @triton.jit
 def _kept(b_order, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr):
-    """What experts are ordered by, with those outside the best groups at minus infinity."""
+    """Scores that experts are ordered by, with those outside the best groups at minus infinity."""
     b_rows = tl.reshape(b_order, (GROUP_BLOCK, SIZE_BLOCK))
     b_best = tl.max(b_rows, 1)
     if SIZE > 1:
@@ -72,9 +72,7 @@ def _route(
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     token = tl.program_id(0).to(tl.int64)
     o_all = tl.arange(0, GROUP_BLOCK * SIZE_BLOCK)
@@ -183,9 +181,7 @@ def _group(
     """One program per expert: place its pairs in the order. Groups are experts, or (with fewer pairs than experts)
     places in the order: the first place of an expert's run holds the group, the others are empty.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     expert = tl.program_id(0)
     o_block = tl.arange(0, BLOCK)
     b_below = tl.zeros((BLOCK,), tl.int32)
@@ -352,9 +348,7 @@ def _gate_up(
     LARGE_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     part, group = tl.program_id(1), tl.program_id(2)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
@@ -514,9 +508,7 @@ def _down(
     LARGE_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     part, group = tl.program_id(1), tl.program_id(2)
     begin = tl.load(p_begin + group)
     end = tl.load(p_end + group)
@@ -598,9 +590,7 @@ def _weighted_sum(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < HIDDEN

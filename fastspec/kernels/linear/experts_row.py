@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.linear.reference import Expert
 from fastspec.kernels.linear.swiglu import gated
 
@@ -64,9 +64,7 @@ def _inner_row(
     PDL: tl.constexpr,
 ):
     """Out [K, I] of x [H]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     choice = tl.program_id(1)
     expert = tl.load(p_chosen + choice)
     p_weight += expert * (2 * INNER * HIDDEN)
@@ -109,9 +107,7 @@ def _down_row(
     PDL: tl.constexpr,
 ):
     """Out [H] of inner [K, I]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     o_h = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     m_h = o_h < HIDDEN
     b_sum = tl.zeros([CHANNELS], tl.float32)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import row_warps
 from fastspec.kernels.parallel import reference, symmetric
 from fastspec.kernels.parallel.words import (
@@ -64,9 +64,7 @@ def _gather(
     o_w = tl.arange(0, WORDS)
     m_w = o_w < WORDS
     p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)  # no kernel writes them
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     count = tl.load(p_counts + message) + 1
     p_line = p_out + row * width
     m_x = o_c < tl.minimum(part, width - RANK * part)
@@ -104,9 +102,7 @@ def _likeliest(
     o_t, o_w = tl.arange(0, TP), tl.arange(0, 2)
     m_w = o_w < 2
     p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)  # no kernel writes them
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     count = tl.load(p_counts + row) + 1
     best = tl.max(tl.load(p_keys + row * chunks + o_t, mask=o_t < chunks, other=EMPTY), 0)
     best = tl.where(best == EMPTY, best, best - first)  # of the whole vocabulary's ids; a process may have none of them
@@ -220,9 +216,7 @@ def _look_up(
     o_w = tl.arange(0, WORDS)
     m_w = o_w < USED
     p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)  # no kernel writes them
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     count = tl.load(p_counts + row) + 1
     token = tl.load(p_tokens + row).to(tl.int64) - first
     near = tl.maximum(tl.minimum(token, held - 1), 0)

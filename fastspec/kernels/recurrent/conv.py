@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import sizes_of
 from fastspec.kernels.recurrent.tree import add_updates, scale_of
 
@@ -47,9 +47,7 @@ def _tree_conv(
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     node = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
     o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -152,9 +150,7 @@ def _hold(
     PATH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
     o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -251,9 +247,7 @@ def _delta_commit(
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     PARTS: tl.constexpr = (DV + DV_BLOCK - 1) // DV_BLOCK
     head = tl.program_id(0) // PARTS
     row = tl.program_id(1).to(tl.int64)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.recurrent.tree import (
     add_updates,
@@ -26,6 +26,7 @@ from fastspec.kernels.recurrent.tree import (
     scale_of,
     seen_by,
     through,
+    tile_of,
     wide_tree,
 )
 
@@ -82,16 +83,8 @@ def _delta_tree(
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    PARTS: tl.constexpr = (DV + DV_BLOCK - 1) // DV_BLOCK
-    head = tl.program_id(0) // PARTS
-    row = tl.program_id(1).to(tl.int64)
-    first_q = (head // (HV // HK)) * DK
-    first_k = first_q + HK * DK
-    o_v = (tl.program_id(0) % PARTS) * DV_BLOCK + tl.arange(0, DV_BLOCK)
-    m_v = o_v < DV
+    wait_for_previous(PDL)
+    head, row, first_q, first_k, o_v, m_v = tile_of(HK, HV, DK, DV, DV_BLOCK)
     log_decay = tl.load(p_decay + head).to(tl.float32)
     bias = tl.load(p_bias + head).to(tl.float32)
     p_mixed += row * s_mixed_b
@@ -158,16 +151,8 @@ def _delta_chain(
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    PARTS: tl.constexpr = (DV + DV_BLOCK - 1) // DV_BLOCK
-    head = tl.program_id(0) // PARTS
-    row = tl.program_id(1).to(tl.int64)
-    first_q = (head // (HV // HK)) * DK
-    first_k = first_q + HK * DK
-    o_v = (tl.program_id(0) % PARTS) * DV_BLOCK + tl.arange(0, DV_BLOCK)
-    m_v = o_v < DV
+    wait_for_previous(PDL)
+    head, row, first_q, first_k, o_v, m_v = tile_of(HK, HV, DK, DV, DV_BLOCK)
     log_decay = tl.load(p_decay + head).to(tl.float32)
     bias = tl.load(p_bias + head).to(tl.float32)
     count = tl.load(p_counts + row)

@@ -25,10 +25,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import DecayRates
 
 TINY = tl.constexpr(1e-6)
+
+
+@triton.jit
+def tile_of(HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr):
+    """The value head and the row of a program, the first channels of the head's queries and keys, and the values of the
+    head that the program takes, with which of them there are."""
+    PARTS: tl.constexpr = (DV + DV_BLOCK - 1) // DV_BLOCK
+    head = tl.program_id(0) // PARTS
+    row = tl.program_id(1).to(tl.int64)
+    first_q = (head // (HV // HK)) * DK
+    first_k = first_q + HK * DK
+    o_v = (tl.program_id(0) % PARTS) * DV_BLOCK + tl.arange(0, DV_BLOCK)
+    return head, row, first_q, first_k, o_v, o_v < DV
 
 
 @triton.jit
@@ -45,7 +58,7 @@ def keys_of(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.c
 
 @triton.jit
 def scale_of(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """What makes rows of one head vectors of length 1."""
+    """Factors that make rows of one head vectors of length 1."""
     b_square = tl.zeros(rows.shape, tl.float32)
     for at in range(0, SIZE, STEP):
         b = keys_of(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP).to(tl.float32)
@@ -197,7 +210,7 @@ def rates_of(p_a, p_b, s_a, s_b, rows, m_rows, log_decay, bias, scale):
 
 @triton.jit
 def seen_by(p_words, stride, rows, m_rows, block, BLOCK: tl.constexpr):
-    """Which nodes of a block are ancestors of rows, or they themselves: [len(rows), BLOCK] bool."""
+    """Nodes of a block that are ancestors of rows, or they themselves: [len(rows), BLOCK] bool."""
     b_word = tl.load(p_words + rows * stride + ((block * BLOCK) >> 6), mask=m_rows, other=0) >> ((block * BLOCK) & 63)
     return ((b_word[:, None] >> tl.arange(0, BLOCK)[None, :]) & 1) != 0
 
@@ -258,9 +271,7 @@ def _tree_system(
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     first_q = (head // (HV // HK)) * DK
@@ -342,16 +353,8 @@ def _tree_updates(
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    PARTS: tl.constexpr = (DV + DV_BLOCK - 1) // DV_BLOCK
-    head = tl.program_id(0) // PARTS
-    row = tl.program_id(1).to(tl.int64)
-    first_q = (head // (HV // HK)) * DK
-    first_k = first_q + HK * DK
-    o_v = (tl.program_id(0) % PARTS) * DV_BLOCK + tl.arange(0, DV_BLOCK)
-    m_v = o_v < DV
+    wait_for_previous(PDL)
+    head, row, first_q, first_k, o_v, m_v = tile_of(HK, HV, DK, DV, DV_BLOCK)
     blocks = tl.cdiv(nodes, BLOCK)
     whole = blocks * BLOCK
     p_mixed += row * s_mixed_b

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.verification.reference import LAST_SHIFT, MIXERS, NO_TOKEN, STEP, SamplingSettings, signed
 from fastspec.kernels.verification.sampling import (
     CHUNK,
@@ -41,9 +41,7 @@ def _shifted(x, BY: tl.constexpr):
 
 @triton.jit
 def _draws_kernel(p_streams, p_lengths, p_depths, p_out, nodes, s_d, BN: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BN)
     b_depth = tl.load(p_depths + row * s_d + o_n, mask=o_n < nodes, other=0)
@@ -75,9 +73,7 @@ def draws(streams: Tensor, lengths: Tensor, depths: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["nodes"])
 def _chunk_best_kernel(p_x, p_keys, vocab, nodes, chunks, s_xb, s_xm, BV: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     b_key = tl.where(o_v < vocab, sort_key(b_x, o_v), EMPTY)
@@ -86,9 +82,7 @@ def _chunk_best_kernel(p_x, p_keys, vocab, nodes, chunks, s_xb, s_xm, BV: tl.con
 
 @triton.jit
 def _best_kernel(p_keys, p_ids, chunks, TP: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_t = tl.arange(0, TP)
     b_key = tl.load(p_keys + row * chunks + o_t, mask=o_t < chunks, other=EMPTY)
@@ -113,9 +107,7 @@ def _chunk_mass_kernel(
     CUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     _, b_x = kept_chunk(p_x, p_low, p_first, row, chunk, vocab, nodes, inverse, s_xb, s_xm, BV, WARP, CUT)
     peak, mass = tile_mass(b_x, 0)
@@ -146,9 +138,7 @@ def _draw_kernel(
     CUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_t = tl.arange(0, TP)
     b_peak = tl.load(p_peak + row * chunks + o_t, mask=o_t < chunks, other=float("-inf"))
@@ -190,9 +180,7 @@ def _walk_kernel(
     NP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, NP)
     m_n = o_n < nodes

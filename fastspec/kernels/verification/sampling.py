@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.drafting.topk_expand import order_bits
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.verification.reference import SamplingSettings
 
 CHUNK, CHUNK_WARPS = 4096, 4
@@ -120,9 +120,7 @@ def _peaks_kernel(
     PDL: tl.constexpr,
 ):
     """Each chunk's maximum, and a row's state before the first digit, of which `level` is top-k's."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     _, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     tl.store(p_peak + row * chunks + chunk, tl.max(b_x, 0))
@@ -160,9 +158,7 @@ def _digit_kernel(
 ):
     """The next digit of the rank at which a row is cut: each digit's count, or mass, in a chunk, then the last
     program's choice."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     rank = tl.load(p_rank + row)
@@ -230,9 +226,7 @@ def _close_kernel(
 ):
     """A row's cut: top-p's value and the first of the equal ids that it keeps, or min-p's value where that is
     higher."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     top = _highest(p_peak, row, chunks, TP) * before * after
     low = tl.load(p_low + row)

@@ -181,7 +181,7 @@ def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadReport:
-    """How a checkpoint was read. `misfits` is None without a target, and empty where the head fits it."""
+    """Reading of a checkpoint. `misfits` is None without a target, and empty where the head fits it."""
 
     source: str
     dialect: str
@@ -190,7 +190,7 @@ class HeadReport:
     parameters: int
     has_embedding: bool
     copies_embedding: bool | None
-    """Whether the head's own embedding is the target's; None where it brought none, and without the target's
+    """True where the head's own embedding is the target's; None where it brought none, and without the target's
     weights."""
     notes: tuple[str, ...]
     misfits: tuple[str, ...] | None

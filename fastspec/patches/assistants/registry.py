@@ -64,13 +64,13 @@ class EagleDecoding(Decoding):
     batched: tuple[tuple[int, TreeShape], ...] = ()
     """(rows, the tree in batches of so many and more), ascending; `shape` in smaller ones."""
     drafts: Callable[..., EagleDrafter] = EagleDrafter
-    """What makes the drafter of a call, from the arguments of `EagleDrafter`."""
+    """Maker of the drafter of a call, from the arguments of `EagleDrafter`."""
     cpp: TreeShape | None = None
     """The tree on the C++ kernels of the CPU; None: `shape` there too."""
     cut: Cut | None = None
-    """What this process has of the head; None: all of it."""
+    """Share that this process has of the head; None: all of it."""
     default: bool = False
-    """Whether the trees are the device's own, which are shallower in calls that sample."""
+    """True where the trees are the device's own, which are shallower in calls that sample."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -79,7 +79,7 @@ class EagleDecoding(Decoding):
 
     @property
     def before_norm(self) -> bool:
-        """Whether the head reads the last layer's output before the final norm."""
+        """True where the head reads the last layer's output before the final norm."""
         return self.head.config.last_tap_before_norm
 
     @property
@@ -118,7 +118,7 @@ class StaticDecoding(Decoding):
     name: str = "eagle"
     taps: tuple[int, ...] = ()
     cut: Cut | None = None
-    """What this process has of the head; None: all of it."""
+    """Share that this process has of the head; None: all of it."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -281,5 +281,5 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
 }
 """Config class -> (config, resources, model) -> Decoding."""
 NAMES = {config.name: config for config in RESOLVERS}
-"""What `assistant=` takes as a string; `NAMES[name]()` is the assistant with its defaults, but for the cascade, which
+"""Strings that `assistant=` takes; `NAMES[name]()` is the assistant with its defaults, but for the cascade, which
 is the patch's."""

@@ -35,7 +35,7 @@ MOST_POWER = 4.0
 
 @dataclass(frozen=True, slots=True)
 class TreeChoice:
-    """What was measured by number of nodes, ascending, and the number chosen; `print` shows a table.
+    """Measurements by number of nodes, ascending, and the number chosen; `print` shows a table.
 
     `draft_ms` is what a round takes to draft and to observe, `verify_ms` all else of it, never more for fewer nodes.
     `expected` are the tokens of a round, bonus included, by the head's own confidences, raised to `power`, as

@@ -90,7 +90,7 @@ def entry(plan: Plan, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Draf
 
 
 def _key(plan: Plan) -> Hashable:
-    """What calls that can share captured rounds agree in, or None for a decoding that cannot be compared."""
+    """Key that calls which can share captured rounds agree in, or None for a decoding that cannot be compared."""
     request, processing = plan.request, plan.processing
     settings_of = plan.session.engines.settings_of
     weights = tuple((weight_places(module), settings_of(module)) for module in (plan.model, *plan.decoding.modules))

@@ -124,7 +124,7 @@ def process_rows(processors: Iterable[Any], rows: list[int], texts: Tensor, scor
 
 
 def are_known(processors: Iterable[Any], criteria: Iterable[Any]) -> bool:
-    """Whether all of these are transformers' own that keep nothing between calls and treat each row by itself. Any
+    """True where all of these are transformers' own that keep nothing between calls and treat each row by itself. Any
     other may have a state, and is shown the calls of plain decoding (`fastspec.generation.verify`)."""
     return all(type(p) in ROWWISE for p in processors) and all(type(c) in CRITERIA for c in criteria)
 
@@ -285,7 +285,7 @@ class Streaming:
 
 
 class PlainSteps:
-    """What plain `generate` does with a step's logits, in its order: processors, choice, padding, criteria, streamer.
+    """Plain `generate`'s treatment of a step's logits, in its order: processors, choice, padding, criteria, streamer.
 
     ids [B, T] are the prompts as `generate` has them. A sampled token is drawn as `generate` draws it, so that a seed
     gives its tokens. `scores` and `logits` hold a tensor [B, V] per step, where the call asks for them.
@@ -298,7 +298,7 @@ class PlainSteps:
         self.scores: tuple[Tensor, ...] | None = () if wanted and config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if wanted and config.output_logits else None
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        """Whether rows that have ended are padded; else they go on until all have ended, as in transformers."""
+        """True where rows that have ended are padded; else they go on until all have ended, as in transformers."""
         pad = config._pad_token_tensor
         self.pad_token = 0 if pad is None else int(pad)
         self.unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)

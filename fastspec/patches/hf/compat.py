@@ -132,7 +132,7 @@ def is_stateful(model: Any) -> bool:
 
 
 def layer_count(config: Any) -> int:
-    """How many layers a decoder has, from its config."""
+    """Number of a decoder's layers, from its config."""
     config = config.get_text_config()
     if config.is_encoder_decoder:  # T5 and BART have names of their own
         return getattr(config, "decoder_layers", None) or config.num_decoder_layers
@@ -179,8 +179,8 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
-    """What every layer of a decoder reads of each token beside the hidden state, [B, N, L, P], from its own tables;
-    None where there are none.
+    """Inputs that every layer of a decoder reads of each token beside the hidden state, [B, N, L, P], from its own
+    tables; None where there are none.
 
     Gemma 4's decoder has the two methods since transformers 5.5.
     """
@@ -205,11 +205,11 @@ def kept_by(config: Any) -> list[int]:
 
 
 RECURRENT = "linear_attention"
-"""What configurations call a layer with a recurrent state, in `layer_types`."""
+"""Name of a layer with a recurrent state in configurations, in `layer_types`."""
 
 
 def recurrent_layers(config: Any) -> list[bool]:
-    """Which layers of a decoder keep a recurrent state."""
+    """True for the layers of a decoder that keep a recurrent state."""
     layers = layer_count(config)
     kinds = getattr(config.get_text_config(), "layer_types", None)
     return [False] * layers if kinds is None else [kind == RECURRENT for kind in kinds[:layers]]
@@ -236,8 +236,8 @@ LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
 def read_cache(cache: Any, layers: int) -> list[LayerCache] | None:
-    """What a cache handed in by the user holds of each layer that keeps anything: keys and values [B, Hkv, T, D], or a
-    recurrent layer's inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest
+    """Contents of a cache handed in by the user for each layer that keeps anything: keys and values [B, Hkv, T, D], or
+    a recurrent layer's inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest
     tokens, which it never sees again: zeros take their places.
 
     Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
@@ -255,26 +255,26 @@ def _held(layer: Any, length: int) -> LayerCache:
 
 
 def keeps_all(cache: Any, layer: int) -> bool:
-    """Whether a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs
+    """True where a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs
     them, and they do."""
     return layer >= len(cache.layers) or not getattr(cache.layers[layer], "is_sliding", False)
 
 
 def kept_lengths(cache: Any, layers: int) -> list[int | None]:
-    """How many of the last tokens a pass of one token finds in each layer of a cache, its own counted; None for all. A
+    """Number of last tokens that a pass of one token finds in each layer of a cache, its own counted; None for all. A
     static cache's layers name their size alone."""
     kept = [None if keeps_all(cache, layer) else cache.layers[layer] for layer in range(layers)]
     return [None if layer is None else getattr(layer, "sliding_window", None) or layer.max_cache_len for layer in kept]
 
 
 def is_recurrent(layer: Any) -> bool:
-    """Whether a layer of a cache keeps the last inputs of a convolution and a state."""
+    """True where a layer of a cache keeps the last inputs of a convolution and a state."""
     return isinstance(layer, LinearAttentionLayer)
 
 
 def text_length(held: list[LayerCache] | None) -> int:
-    """How many tokens `read_cache` has read: keys and values are of one length, and what recurrent layers keep is of
-    any."""
+    """Number of tokens that `read_cache` has read: keys and values are of one length, and what recurrent layers keep is
+    of any."""
     return max((keys.shape[2] for keys, values in held or () if keys.shape[:-1] == values.shape[:-1]), default=0)
 
 
@@ -322,8 +322,9 @@ STEMS = (
 
 
 def is_besides_tokens(name: str) -> bool:
-    """Whether an argument of `generate` is what the first pass over a prompt takes besides its tokens: images, sound,
-    what was encoded of them, and which tokens stand for them (of every new token plain decoding says that it is text).
+    """True where an argument of `generate` is what the first pass over a prompt takes besides its tokens: images,
+    sound, what was encoded of them, and which tokens stand for them (of every new token plain decoding says that it is
+    text).
 
     Transformers keeps a list of most since 5.10, and pops what its encoders took.
     """
@@ -331,7 +332,7 @@ def is_besides_tokens(name: str) -> bool:
 
 
 def first_inputs(model: Any, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What plain decoding's own pass over a prompt hands to the model, of what `generate` has prepared.
+    """Arguments that plain decoding's own pass over a prompt hands to the model, of what `generate` has prepared.
 
     `prepare_inputs_for_generation` has had these arguments since transformers 5.0.
     """
@@ -382,7 +383,7 @@ def plain_decoding(
 
 
 def in_step(model: Any, given: dict[str, Any]) -> bool:
-    """Whether plain decoding of a call that an assistant cannot serve keeps processes together: in all of them or in
+    """True where plain decoding of a call that an assistant cannot serve keeps processes together: in all of them or in
     none, wherever each learned of it. Unless the call says, `generate` decides by the whole model alone, and would not
     for one of which only layers are cut.
     """
@@ -402,19 +403,19 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_shared_out(model: Any) -> bool:
-    """Whether several processes share a model's weights out by FSDP, or those of some of its layers, so that each pass
-    of one needs a pass of all."""
+    """True where several processes share a model's weights out by FSDP, or those of some of its layers, so that each
+    pass of one needs a pass of all."""
     return _are_several() and any(map(is_fsdp_managed_module, model.modules()))
 
 
 def brings_weights(hook: Any) -> bool:
-    """Whether a module's hook is one of FSDP's, or one of our own that goes with them: without them a pass has no
+    """True where a module's hook is one of FSDP's, or one of our own that goes with them: without them a pass has no
     weights."""
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "fastspec.patches."))
 
 
 def is_zero3() -> bool:
-    """Whether DeepSpeed shares all models' weights out over several processes."""
+    """True where DeepSpeed shares all models' weights out over several processes."""
     return _are_several() and bool(is_deepspeed_zero3_enabled())
 
 
@@ -450,8 +451,8 @@ def rope_bound(config: Any) -> int | None:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model computes: where its parameters are, or, where accelerate keeps them elsewhere between passes, where
-    its hooks put them.
+    """Device that a model computes on: where its parameters are, or, where accelerate keeps them elsewhere between
+    passes, where its hooks put them.
 
     Delete when `PreTrainedModel.device` of an offloaded model is no longer "meta".
     """
@@ -461,7 +462,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """What a model's layers compute in: its own dtype, or the one to which FSDP2's mixed precision casts all weights
+    """Dtype that a model's layers compute in: its own, or the one to which FSDP2's mixed precision casts all weights
     for a pass, or that of all other weights where the LM head, and an embedding tied to it, were cast by themselves:
     `model.dtype` names the embedding's.
 
@@ -480,7 +481,8 @@ def dtype_of(model: Any) -> torch.dtype:
 
 
 def stack_of(base: Any) -> Any:
-    """What a model gives as its decoder or base, or, where that is a model with an LM head, what is below the head.
+    """Module that a model gives as its decoder or base, or, where that is a model with an LM head, what is below the
+    head.
 
     Llama 4 gives itself, since its `base_model_prefix` is no attribute of it; delete when it gives its `model`.
     """
@@ -496,7 +498,7 @@ below."""
 
 
 def is_capturing_hook(hook: Any) -> bool:
-    """Whether a forward hook is transformers' own, left on layers by the first output_hidden_states=True and idle
+    """True where a forward hook is transformers' own, left on layers by the first output_hidden_states=True and idle
     otherwise.
 
     Delete this and the next two when `transformers.utils.output_capturing` no longer leaves hooks behind.
@@ -505,7 +507,7 @@ def is_capturing_hook(hook: Any) -> bool:
 
 
 def is_unpacking_hook(hook: Any) -> bool:
-    """Whether a forward hook is the one that compressed-tensors puts on a model whose weights are packed: the first
+    """True where a forward hook is the one that compressed-tensors puts on a model whose weights are packed: the first
     forward pass unpacks them and takes the hook off.
 
     Delete this and the next when compressed-tensors, or transformers' loading, no longer leaves the weights to the
@@ -522,7 +524,7 @@ def unpack_weights(model: nn.Module) -> None:
 
 
 def has_global_hooks() -> bool:
-    """Whether torch calls a hook at the forward of every module of the process.
+    """True where torch calls a hook at the forward of every module of the process.
 
     Delete the names of torch's internals when it offers a question of its own.
     """
@@ -530,12 +532,12 @@ def has_global_hooks() -> bool:
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Whether ops on a device choose their dtypes by autocast."""
+    """True where ops on a device choose their dtypes by autocast."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def has_capturing_hooks(model: nn.Module) -> bool:
-    """Whether transformers has put its capturing hooks on a model."""
+    """True where transformers has put its capturing hooks on a model."""
     return any(is_capturing_hook(hook) for module in model.modules() for hook in module._forward_hooks.values())
 
 
@@ -549,5 +551,5 @@ def drop_capturing_hooks(model: nn.Module) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is torch's way of saying that memory has run out, on any device."""
+    """True where an error is torch's way of saying that memory has run out, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""Whether a model is taken, and in which mode: by its adapter, by its own forward, or as an encoder-decoder."""
+"""Modes that models run in: by their adapters, by their own forwards, or as encoder-decoders; and refusals."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from fastspec.patches.hf.replaced import (
 
 
 def model_within(holder: Any) -> str:
-    """What to pass in place of an object that has transformers models as attributes, such as a pipeline or an engine;
-    "" for none."""
+    """Advice on what to pass in place of an object that holds transformers models, such as a pipeline or an engine; ""
+    for none."""
     if isinstance(holder, PreTrainedModel):
         return ""
     parts = getattr(holder, "__dict__", {}) | (dict(holder.named_children()) if isinstance(holder, nn.Module) else {})
@@ -52,7 +52,7 @@ def model_within(holder: Any) -> str:
 
 
 def not_patched(model: Any, then: str) -> str:
-    """What to tell of an object that is not patched; `then` is what comes before the call."""
+    """Message about an object that is not patched; `then` is what comes before the call."""
     return f"this {type(model).__name__} is not patched: {model_within(model) or then}"
 
 
@@ -96,7 +96,7 @@ def check_supported(model: Any) -> None:
 
 
 def _check_generic(model: PreTrainedModel, config: Any) -> None:
-    """What the generic mode needs besides: positions and a mask that say where a draft node stands."""
+    """Names that the generic mode needs besides: positions and a mask that say where a draft node stands."""
     name = type(model).__name__
     forward = type(model).forward
     missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
@@ -191,17 +191,17 @@ def _takes_positions(table: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a model runs now: by an adapter, or by its own forward. `why` is what keeps a model of a known family from
-    its adapter."""
+    """Mode that a model runs in now: by an adapter, or by its own forward. `why` is what keeps a model of a known
+    family from its adapter."""
 
     adapter: Adapter | None
     why: str | None
 
 
 def mode_for(model: Any) -> Mode:
-    """How a model runs now: its own forward for one without a row, with layers on several devices or a layer whose
-    forward belongs to someone else, under autocast, which chooses dtypes op by op in the modules' own forward, or where
-    these call someone else's function."""
+    """Mode that a model runs in now: its own forward for one without a row, with layers on several devices or a layer
+    whose forward belongs to someone else, under autocast, which chooses dtypes op by op in the modules' own forward, or
+    where these call someone else's function."""
     adapter = _row_of(model)
     why = None if adapter is None else _why_not(model, adapter)
     return Mode(adapter if why is None else None, why)
@@ -245,12 +245,12 @@ def decoder_of(model: Any) -> Any:
 
 
 def is_wrapped(model: Any) -> bool:
-    """Whether a model has more in front of its decoder than tokens, images for one."""
+    """True where a model has more in front of its decoder than tokens, images for one."""
     return decoder_of(model) is not stack_of(model.base_model)
 
 
 def may_see_ahead(model: Any) -> bool:
-    """Whether the tokens of a prompt may see those behind them, by a setting of the decoder's."""
+    """True where the tokens of a prompt may see those behind them, by a setting of the decoder's."""
     return bool(getattr(model.config.get_text_config(), "use_bidirectional_attention", None))
 
 
@@ -276,12 +276,12 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
 
 
 def norms_heads(adapter: Adapter, attention: Any) -> bool:
-    """Whether an attention norms each head's queries and keys."""
+    """True where an attention norms each head's queries and keys."""
     return adapter.qk_norm and (not adapter.normed_if or bool(getattr(attention, adapter.normed_if)))
 
 
 def _why_not(model: Any, adapter: Adapter) -> str | None:
-    """What keeps a model from its adapter, or None."""
+    """Reason that keeps a model from its adapter, or None."""
     differs = _differs_by(model, adapter)
     if differs:
         return f"its {' and '.join(differs)} is set"
@@ -339,7 +339,7 @@ def mode_of(model: Any) -> str:
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether someone else has a say in a module's forward: a hook, an override on the instance, or a class of their
+    """True where someone else has a say in a module's forward: a hook, an override on the instance, or a class of their
     own."""
     forward = type(module).forward
     home = forward.__module__.startswith(("transformers.", "torch.")) and not is_strangers(forward)
@@ -347,7 +347,7 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves
+    """True where someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves
     weights: the replay of a graph would not run it."""
     known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks_of(module))
     return has_global_hooks() or placing_hook(module) is not None or not known

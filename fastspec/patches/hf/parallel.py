@@ -48,7 +48,7 @@ def devices_of(model: Any) -> list[str]:
 
 
 def is_spread(model: Any) -> bool:
-    """Whether a model's parameters are on several devices of this process."""
+    """True where a model's parameters are on several devices of this process."""
     return len(devices_of(model)) > 1
 
 
@@ -69,8 +69,8 @@ def check_placement(model: Any) -> None:
 
 
 def layer_devices(model: Any) -> list[torch.device]:
-    """Where each layer of a decoder computes, and so where what it keeps belongs. Raises Unsupported where one layer is
-    on several devices."""
+    """Device that each layer of a decoder computes on, and so where what it keeps belongs. Raises Unsupported where one
+    layer is on several devices."""
     count = layer_count(model.config)
     if not is_spread(model):
         return [device_of(model)] * count
@@ -98,7 +98,7 @@ def _device_of_layer(model: Any, layer: nn.Module, index: int) -> torch.device:
 
 
 class ParallelStyle(enum.Enum):
-    """How transformers has cut a module over processes, by what goes in and what comes out."""
+    """Style by which transformers has cut a module over processes, by what goes in and what comes out."""
 
     COLUMN = "by outputs, which stay apart"
     COLUMN_JOINED = "by outputs, which are joined"
@@ -111,7 +111,8 @@ class ParallelStyle(enum.Enum):
 
 
 def parallel_style(module: nn.Module) -> ParallelStyle | None:
-    """How transformers' tensor parallelism has cut a module, or None where it has put no forward of its own there.
+    """Style by which transformers' tensor parallelism has cut a module, or None where it has put no forward of its own
+    there.
 
     Since 5.21 a style replaces `module.forward` and keeps itself in the closure; delete when a module says what its
     style is.
@@ -137,7 +138,7 @@ def mesh_of(parameter: Tensor) -> DeviceMesh | None:
 
 
 def local_heads(model: Any, heads: int) -> int:
-    """How many of a layer's key heads this process keeps. Raises Unsupported where they cannot be divided."""
+    """Number of a layer's key heads that this process keeps. Raises Unsupported where they cannot be divided."""
     size = processes_of(model)
     if size == 1:
         return heads
@@ -168,7 +169,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this process has of a linear layer: `weight` [M, K] and `bias` [M]. `style` says how it was cut."""
+    """Share that this process has of a linear layer: `weight` [M, K] and `bias` [M]. `style` says how it was cut."""
 
     weight: Tensor
     bias: Tensor | None
@@ -239,7 +240,7 @@ def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool = False)
 
 
 def share_of(module: nn.Module) -> Share | None:
-    """What this process has of a linear layer that transformers has cut, or None of any other module."""
+    """Share that this process has of a linear layer that transformers has cut, or None of any other module."""
     style = parallel_style(module)
     if style is None or not isinstance(module, nn.Linear) or hooks_of(module):
         return None
@@ -258,8 +259,8 @@ def share_of(module: nn.Module) -> Share | None:
 
 
 def weights_of(modules: Sequence[Any], *, behind: bool = False) -> Sequence[Weights] | None:
-    """What the ops may read of linear layers: themselves where they are plain, or what this process has of them where
-    each has outputs of its own (or, `behind` such, inputs); else None."""
+    """Weights that the ops may read of linear layers: themselves where they are plain, or what this process has of them
+    where each has outputs of its own (or, `behind` such, inputs); else None."""
     if all(map(is_plain, modules)):
         return modules
     shares = [share for share in map(share_of, modules) if share is not None]
@@ -269,8 +270,8 @@ def weights_of(modules: Sequence[Any], *, behind: bool = False) -> Sequence[Weig
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShare:
-    """What this process has of all experts: `gate_up` [E, 2 * I, H] and `down` [E, H, I] of I channels of its own. Its
-    answers are addends of the experts'."""
+    """Share that this process has of all experts: `gate_up` [E, 2 * I, H] and `down` [E, H, I] of I channels of its
+    own. Its answers are addends of the experts'."""
 
     gate_up: Tensor
     down: Tensor
@@ -278,7 +279,7 @@ class ExpertsShare:
 
 
 def share_of_experts(held: nn.Module) -> ExpertsShare | None:
-    """What this process has of experts without biases that transformers has cut, or None of any other module."""
+    """Share that this process has of experts without biases that transformers has cut, or None of any other module."""
     if parallel_style(held) is not ParallelStyle.EXPERTS or hooks_of(held):
         return None
     weights = dict(held.named_parameters())

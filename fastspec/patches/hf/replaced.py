@@ -90,7 +90,7 @@ def _strangers_in(place: str, held: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def has_replaced_methods(kind: type[nn.Module]) -> bool:
-    """Whether a module's class has a method of someone else's in the place of one of transformers' own."""
+    """True where a module's class has a method of someone else's in the place of one of transformers' own."""
     return any(
         _strangers_in(base.__name__, vars(base))
         for base in kind.__mro__
@@ -99,7 +99,7 @@ def has_replaced_methods(kind: type[nn.Module]) -> bool:
 
 
 def has_foreign_attention(model: Any) -> bool:
-    """Whether the model's attention function is someone else's."""
+    """True where the model's attention function is someone else's."""
     return bool(_of_attention(model))
 
 
@@ -126,8 +126,8 @@ def foreign_masks(functions: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def is_strangers(value: Any) -> bool:
-    """Whether a value is a function whose code, or that of one that it wraps, none of the known packages holds, or an
-    object that can be called whose class none of them holds, such as a module or what a C++ extension exports."""
+    """True where a value is a function whose code, or that of one that it wraps, none of the known packages holds, or
+    an object that can be called whose class none of them holds, such as a module or what a C++ extension exports."""
     while value is not None:
         owner = getattr(value, "__self__", None)
         if isinstance(owner, type) and _is_unknown(owner.__module__):  # `apply` of an autograd function
@@ -166,7 +166,7 @@ def _is_unknown(home: Any) -> bool:
 
 
 def calls_original(model: nn.Module) -> bool:
-    """Whether what stands in a model's own `__dict__` as `forward` calls the class's with the same arguments and
+    """True where what stands in a model's own `__dict__` as `forward` calls the class's with the same arguments and
     returns its outputs.
 
     Followed by what is really called, since `functools.wraps` lets any decorator look like what it wraps: TRL's forward
@@ -207,7 +207,7 @@ def where_defined(forward: Any) -> str:
 
 
 def _called(function: Any) -> Any:
-    """What a known wrapper calls, or None."""
+    """Function that a known wrapper calls, or None."""
     kind = type(function)
     if (kind.__module__, kind.__name__) == ("accelerate.utils.operations", "ConvertOutputsToFp32"):
         return function.model_forward

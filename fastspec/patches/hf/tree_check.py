@@ -1,4 +1,4 @@
-"""Whether fastspec scores the nodes of a tree as a model scores their texts: checked on the model itself, before it is
+"""Check that fastspec scores the nodes of a tree as a model scores their texts, made on the model itself before it is
 relied on.
 
 A model without an adapter runs its own forward with positions and a 4-D mask of fastspec's making, and some classes
@@ -51,7 +51,7 @@ its own does so in every text."""
 FIRST = (0, 0, 0, 0, 1, 2, 3, 5, 4)
 """Parents of the first tree, level by level, so that nearly every node lies behind nodes that are not its ancestors."""
 PATHS = ((0, 2, 5, 7), (0, 3, 6))
-"""What is committed of it in each row."""
+"""Nodes of it that are committed in each row."""
 SECOND = (0, 0, 0, 2)
 SPAN = 5
 """Positions that windows and chunks are cut to for a second look."""
@@ -95,7 +95,7 @@ def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | No
 
 
 def reads_prompts_alike(model: Any, adapter: Adapter | None) -> bool:
-    """Whether a pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the
+    """True where a pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the
     whole of a prompt that has no padding. Raises Unsupported as `check_trust`."""
     check_trust(model, adapter=adapter)
     return _verdict(model, False, adapter).alike
@@ -195,8 +195,8 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
 
 
 def _after_texts(model: Any, reads_source: bool, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
-    """What fastspec and the model give after the same texts, logits [n, V] each; with short spans too where there may
-    be any."""
+    """Logits that fastspec and the model give after the same texts, [n, V] each; with short spans too where
+    there may be any."""
     if reads_source:
         return _after_source(model, draw)
     got, want = _after_prompts(model, adapter, draw)
@@ -209,7 +209,7 @@ def _after_texts(model: Any, reads_source: bool, adapter: Adapter | None, draw: 
 
 
 def _apart(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
-    """How far logits [n, V] are apart, in standard deviations; NaN where one of them is NaN or infinite."""
+    """Distance of logits [n, V], in standard deviations; NaN where one of them is NaN or infinite."""
     apart = (got.float() - want.float()).pow(2).mean(-1).sqrt() / want.float().std(-1).clamp(min=1e-30)
     return float(apart.max() if dtype in WHOLE else apart.median())
 
@@ -257,7 +257,7 @@ def _words(model: Any) -> Tensor:
 
 
 def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
-    """What fastspec and the model give after the same texts, logits [n, V] each."""
+    """Logits that fastspec and the model give after the same texts, [n, V] each."""
     target = _target(model, adapter, 2, len(FIRST))
     texts, prefixes, got = _as_trees(target, _words(model), draw)
     want, tokens = _own(model, texts)
@@ -280,7 +280,7 @@ def _target(model: Any, adapter: Adapter | None, rows: int, tail: int) -> HFMode
 
 
 def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
-    """What fastspec and the model give after a prompt in a batch without padding, logits [1, V] each."""
+    """Logits that fastspec and the model give after a prompt in a batch without padding, [1, V] each."""
     target, words = _target(model, adapter, 1, 1), _words(model)
     text = words[torch.randint(len(words), (LENGTHS[0],), generator=torch.Generator().manual_seed(2), device="cpu")]
     got, _ = target.prefill(text[None].to(device_of(model)), torch.tensor([len(text)], device=device_of(model)))
@@ -319,7 +319,7 @@ def _text(tokens: list[int], parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """What the model's own `generate` says behind texts, left-padded in one batch: logits [n, 1 + MORE, V], tokens [n,
+    """Logits of the model's own `generate` behind texts, left-padded in one batch: [n, 1 + MORE, V], tokens [n,
     MORE]."""
     device, width = device_of(model), max(map(len, texts))
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)

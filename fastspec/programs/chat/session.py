@@ -50,9 +50,9 @@ class Answer:
     """Tokens of the prompt that came from the cache of earlier turns."""
     stopped: bool = False
     explanation: Explanation | None = None
-    """What a cascade decided, stage by stage."""
+    """Decisions of a cascade, stage by stage."""
     exact: bool = True
-    """Whether greedy tokens are the target's, not a smaller stage's of a cascade or a mixture's of two models."""
+    """True where greedy tokens are the target's, not a smaller stage's of a cascade or a mixture's of two models."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,7 +83,7 @@ class ChatTurn:
         return next((answer for answer in self.answers if self._fixed(answer)), None)
 
     def identical(self, answer: Answer) -> bool | None:
-        """Whether an answer has the reference's tokens; None where it need not, and for the reference."""
+        """True where an answer has the reference's tokens; None where it need not, and for the reference."""
         first = self.reference
         return None if first is None or answer is first or not self._fixed(answer) else answer.tokens == first.tokens
 
@@ -128,7 +128,7 @@ class Chat:
 
     @property
     def settings(self) -> Settings:
-        """What the chat is set to. A storage that is kept goes with the settings that it was made by."""
+        """Settings of the chat. A storage that is kept goes with the settings that it was made by."""
         return self._settings
 
     @settings.setter
@@ -182,7 +182,7 @@ class Chat:
         return str(self.model.dtype).removeprefix("torch.")
 
     def strategies(self) -> list[str]:
-        """What answers a prompt, in turn."""
+        """Strategies that answer a prompt, in turn."""
         return [*self.settings.assistants, *([BEAMS] if self.settings.beams > 1 else [])]
 
     def known(self) -> list[str]:
@@ -315,7 +315,7 @@ class Chat:
         return {**options, "assistant": self._assistant(strategy)}
 
     def _assistant(self, strategy: str) -> Any:
-        """What `generate(assistant=...)` takes for a strategy, the storage that is kept for the chat in it."""
+        """Value that `generate(assistant=...)` takes for a strategy, the storage that is kept for the chat in it."""
         if strategy in self.own:
             return self.own[strategy]
         config = self.settings.assistant(strategy)
@@ -414,7 +414,7 @@ def _turn(read: dict[str, Any]) -> ChatTurn:
 
 
 def _answer(read: dict[str, Any]) -> Answer:
-    """What `Answer.as_json` was made of; its other figures follow from these."""
+    """Fields that `Answer.as_json` was made of; its other figures follow from these."""
     told = read["explanation"]
     visits = [Visit(**{**visit, "quality": tuple(visit["quality"])}) for visit in told["visits"]] if told else []
     given = {field.name: read[field.name] for field in fields(Answer)}

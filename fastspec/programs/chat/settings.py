@@ -24,7 +24,7 @@ PROCESSORS: dict[str, tuple[str, ...]] = {
 STORAGES = {"basic": "ngram", "onelevel": "one_level", "suffix": "suffix"}
 """Name in the chat -> name in fastspec.Nasd."""
 KEPT_FOR = ("answer", "chat")
-"""How long nasd's storage is kept."""
+"""Spans that nasd's storage is kept for."""
 CONFIGS: dict[str, type] = {
     each.name: each for each in (fastspec.Nasd, fastspec.Speculative, fastspec.Eagle1, fastspec.Eagle2, fastspec.Eagle3)
 }
@@ -91,7 +91,7 @@ class Settings:
 
     @property
     def greedy(self) -> bool:
-        """Whether answers are the target's most likely tokens, and so the same for every strategy."""
+        """True where answers are the target's most likely tokens, and so the same for every strategy."""
         return self.processor == "greedy"
 
     def replace(self, **changes: Any) -> Settings:

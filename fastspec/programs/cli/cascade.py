@@ -237,7 +237,7 @@ def _print_rates(console: Console, stages: tuple[str, ...], rates: Any) -> None:
 
 
 def _told(ways: dict[str, str]) -> str:
-    """How every set was judged, in one line for what is written."""
+    """Summary of how every set was judged, in one line for what is written."""
     return "; ".join(f"{name}: {way}" for name, way in ways.items())
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastspec.patches.continuous import Continuous
 
 ASSISTANTS = ("eagle3", "nasd", "autoregressive")
-"""What a command that brings one head can name."""
+"""Names that a command which brings one head can take."""
 
 
 def model_and_assistant(

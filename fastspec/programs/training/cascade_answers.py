@@ -202,7 +202,7 @@ CURRENCY = re.compile(r"[$\u00a3\u20ac\\]|(?<=\d),(?=\d{3}(?!\d))|\{,\}")
 NUMBER = re.compile(r"(?<!\w)(?<!\d\.)[-\u2212]?(?:\d+(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?")
 MARK = re.compile(r"####|boxed\{")
 END = r"(?=[)\].,:;*\"'}]|[ \t]*$|[ \t]+(?:because|since|as)\b)(?=[^\w\n]*([^\n]*))"
-"""What follows a letter that is an answer; the rest of its line is a group."""
+"""Text after a letter that is an answer; the rest of its line is a group."""
 STATED = re.compile(
     rf"(?i:\b(?:answer|option|choice|boxed)(?: is)?:?)[ \t]*(?i:option |choice )?[\s\"'(\[*{{$]*([A-Z]){END}",
     re.MULTILINE,
@@ -243,11 +243,11 @@ class Given:
 
     @property
     def way(self) -> str:
-        """How answers are judged, for people."""
+        """Way that answers are judged, for people."""
         return {"number": "the number", "text": "the text", "choice": "the letter"}[self.kind] + " in `answer`"
 
     def accepts(self, answer: str) -> bool:
-        """Whether an answer is right."""
+        """True where an answer is right."""
         if self.kind == "number":
             value = number(answer)
             return value is not None and value == number(self.answers[0])

@@ -146,5 +146,5 @@ class TrainConfig:
 
     @property
     def keeps_features(self) -> bool:
-        """Whether the target's features are kept anywhere."""
+        """True where the target's features are kept anywhere."""
         return self.keep_features > 0 or self.keep_features_host > 0

@@ -137,7 +137,7 @@ def _call(
 
 
 def _rows(target: Any, length: int) -> int:
-    """How many rows of so many tokens are decoded at a time."""
+    """Number of rows of so many tokens that are decoded at a time."""
     rows = ROWS.get(target.device.type, ROWS["cpu"])
     if target.device.type != "cuda":
         return rows
