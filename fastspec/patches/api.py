@@ -26,7 +26,7 @@ from fastspec.patches.call.generate import generate, generate_batch, init_contin
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.stages import Patching
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
 from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
@@ -318,21 +318,25 @@ def report(model: Any) -> Report:
     session = session_of(model)
     if session is None:
         raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
-    mode, place = mode_for(model), [device_of(model), model.dtype]
+    mode, device, dtype = mode_for(model), device_of(model), dtype_of(model)
     ops = session.ops(model, mode)
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),
         backend=ops.name,
-        tables=tables_of(ops, model.dtype, place[0]),
+        tables=tables_of(ops, dtype, device),
         why_torch=session.why_torch(model, mode),
-        device=str(place[0]),
-        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),
         kernels=dict(session.kernels),
         default=session.default,
         unassisted=dict(session.unassisted),
         memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
-        trees={(config, rows): choice for (config, rows, *where), choice in session.trees.items() if where == place},
+        trees={
+            (config, rows): choice
+            for (config, rows, *where), choice in session.trees.items()
+            if where == [device, dtype]
+        },
     )

@@ -4,6 +4,7 @@ of torch, transformers and accelerate that `patches` reads; `tests/patches/hf/te
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -434,22 +435,28 @@ def device_of(model: Any) -> torch.device:
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """What a model's layers compute in: its own dtype, or the one to which FSDP2's mixed precision casts all weights
-    for a pass, or that of all other weights where the LM head, and an embedding tied to it, were cast by themselves:
-    `model.dtype` names the embedding's.
+    """Dtype that a model's layers compute in: the one to which FSDP2's mixed precision casts all weights for a pass, or
+    that of most weights of its decoder's matrices, without those of the LM head and the embedding, which may be cast by
+    themselves, and without what adapters put beside a layer of the model. `model.dtype` names the embedding's; it
+    stands where no matrix is in a dtype of floating point, as with weights packed in bytes.
 
     torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
     """
-    states = (module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state"))
+    modules = list(model.modules())
+    states = (module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state"))
     cast = {getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for state in states}
-    own: torch.dtype = model.dtype
     if len(cast) == 1 and (policy := next(iter(cast))) is not None:
         return policy
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    apart = {id(getattr(end, "weight", None)) for end in ends}
-    inner = {each.dtype for each in model.parameters() if id(each) not in apart}
-    found = inner.pop() if len(inner) == 1 else own
-    return found if found.is_floating_point and found.itemsize > 1 else own
+    apart = {id(getattr(end, "weight", None)) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    for module in modules:
+        if isinstance(base := module._modules.get("base_layer"), nn.Module):
+            apart |= {id(each) for each in module.parameters()} - {id(each) for each in base.parameters()}
+    counts: Counter[torch.dtype] = Counter()
+    for each in model.get_decoder().parameters():
+        if each.dim() > 1 and each.is_floating_point() and each.element_size() > 1 and id(each) not in apart:
+            counts[each.dtype] += each.numel()
+    own: torch.dtype = model.dtype
+    return counts.most_common(1)[0][0] if counts else own
 
 
 def stack_of(base: Any) -> Any:
