@@ -368,11 +368,15 @@ def unwrapped(model: Any) -> Any:
     """The transformers model inside what PEFT, `torch.compile` or `accelerate.prepare` wrapped around it, or the model
     itself.
 
-    accelerate knows its own wrappers and torch's; PEFT's models name theirs.
+    accelerate knows its own wrappers and torch's; PEFT's models hold what is inside by one of two names.
     """
-    inner = extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else model
-    base = getattr(inner, "get_base_model", None)
-    return unwrapped(base()) if callable(base) and type(inner).__module__.startswith("peft.") else inner
+    if not isinstance(model, nn.Module):
+        return model
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    if not type(inner).__module__.startswith("peft."):
+        return inner
+    base = inner._modules.get("base_model", inner._modules.get("model"))
+    return inner if base is None else unwrapped(base)
 
 
 def is_shared_out(model: Any) -> bool:
