@@ -219,13 +219,34 @@ def read_cache(cache: Any, layers: int) -> list[LayerCache] | None:
     if cache is None or int(cache.get_seq_length()) == 0:
         return None
     length = int(cache.get_seq_length())
-    return [_held(layer, length) for layer in cache.layers[:layers] if is_recurrent(layer) or layer.keys is not None]
+    return [_held(layer, length) for layer in held_layers(cache, layers)]
 
 
 def _held(layer: Any, length: int) -> LayerCache:
     if is_recurrent(layer):
         return layer.conv_states[0], layer.recurrent_states[0]
     return _last(layer.keys, length), _last(layer.values, length)
+
+
+def held_layers(cache: Any, layers: int) -> list[Any]:
+    """The layers of a filled cache that keep anything."""
+    return [layer for layer in cache.layers[:layers] if is_recurrent(layer) or layer.keys is not None]
+
+
+def changing_part(cache: Any) -> Any:
+    """The part of a cache, itself or a layer, that may keep and give back other keys and values than it is given, or
+    None: one whose `update` is not transformers' own, or that quantises. A cache without layers makes them of the class
+    that it names.
+
+    Quantising layers have a common base since transformers 5.18; delete its other name when that is the oldest.
+    """
+    for part in (cache, *cache.layers, getattr(cache, "layer_class_to_replicate", None)):
+        update = getattr(part, "update", None)  # a recurrent layer has none
+        names = {base.__name__ for base in (part if isinstance(part, type) else type(part)).__mro__}
+        own = update is None or str(getattr(update, "__module__", "")).startswith("transformers.")
+        if not own or {"BaseQuantizedLayer", "QuantizedLayer"} & names:
+            return part
+    return None
 
 
 def keeps_all(cache: Any, layer: int) -> bool:
