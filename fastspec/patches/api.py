@@ -328,22 +328,26 @@ def report(model: Any) -> Report:
     session = session_of(model)
     if session is None:
         raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
-    mode, place = mode_for(model), [device_of(model), model.dtype]
+    mode, device, dtype = mode_for(model), device_of(model), dtype_of(model)
     ops = session.ops(model, mode)
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),
         backend=ops.name,
-        tables=tables_of(ops, model.dtype, place[0]),
+        tables=tables_of(ops, dtype, device),
         why_torch=session.why_torch(model, mode),
-        why_inexact=None if session.exact else why_inexact(ops, dtype_of(model)),
-        device=str(place[0]),
-        dtype=str(model.dtype).removeprefix("torch."),
+        why_inexact=None if session.exact else why_inexact(ops, dtype),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),
         kernels=dict(session.kernels),
         default=session.default,
         unassisted=dict(session.unassisted),
         memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
-        trees={(config, rows): choice for (config, rows, *where), choice in session.trees.items() if where == place},
+        trees={
+            (config, rows): choice
+            for (config, rows, *where), choice in session.trees.items()
+            if where == [device, dtype]
+        },
     )

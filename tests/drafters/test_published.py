@@ -57,6 +57,46 @@ def test_a_head_of_each_publisher_reads_back_as_the_head_that_was_written(publis
     assert torch.equal(logits(build_head(checkpoint), embedding), logits(head, embedding))
 
 
+WRAPPED = {
+    "DDP": "module.{}",
+    "compiled": "_orig_mod.{}",
+    "compiled inside": "module._orig_mod.{}",
+    "compiled outside": "_orig_mod.module.{}",
+    "a trainer's part": "module.draft_model.{}",
+    "nemo's": "module.model.{}",
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_names_of_trainers_wrappers_are_taken_off_the_keys(wrapped, tmp_path):
+    head = make_head()
+    config, state = as_eagle3(head, None)
+    checkpoint = read(tmp_path, config, {WRAPPED[wrapped].format(key): each for key, each in state.items()})
+    assert checkpoint.dialect == ("nemo" if wrapped == "nemo's" else "eagle3")
+    embedding = torch.randn(37, 16)
+    assert torch.equal(logits(build_head(checkpoint), embedding), logits(head, embedding))
+
+
+def test_names_of_wrappers_around_a_layer_are_taken_off_and_no_key_stands_twice(tmp_path):
+    head = make_head()
+    config, state = as_eagle3(head, None)
+    inner = {
+        key.replace("midlayer.", "midlayer._fsdp_wrapped_module._checkpoint_wrapped_module."): each
+        for key, each in state.items()
+    }
+    embedding = torch.randn(37, 16)
+    assert torch.equal(logits(build_head(read(tmp_path, config, inner)), embedding), logits(head, embedding))
+    with pytest.raises(CheckpointError, match=r"two keys mean 'd2t'"):
+        read(tmp_path, config, state | {"module.d2t": state["d2t"].clone()})
+
+
+def test_a_map_of_another_name_is_not_called_quantised(tmp_path):
+    config, state = as_eagle3(make_head(), None)
+    state["other.d2t"] = state.pop("d2t")
+    with pytest.raises(CheckpointError, match=r"other\.d2t is torch\.int64, and of those a head has d2t and t2d alone"):
+        read(tmp_path, config, state)
+
+
 def test_p_eagle_is_refused_by_its_name(tmp_path):
     config, state = published_by_amazon(make_head(), None)
     with pytest.raises(CheckpointError, match=r"P-EAGLE head, which drafts all tokens in one pass.*fastspec train"):

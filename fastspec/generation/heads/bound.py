@@ -175,10 +175,12 @@ def followed(head: BoundHead, target: TargetParts) -> BoundHead:
         return head
     reasons = _misfits_now(head, target, rows)
     if reasons:
+        sizes = f" ({head.rows[0]} and {head.rows[1]} tokens then, {rows[0]} and {rows[1]} now)"
+        back = f", such as by model.resize_token_embeddings({head.rows[0]})"
         raise Unsupported(
-            f"the model's embedding and LM head have changed since fastspec.patch ({head.rows[0]} and {head.rows[1]} "
-            f"tokens then, {rows[0]} and {rows[1]} now), and its head does not fit them: {'; '.join(reasons)}. Change "
-            f"them back, such as by model.resize_token_embeddings({head.config.vocab_size}), or "
+            f"the model's embedding and LM head have changed since fastspec.patch{sizes if rows != head.rows else ''}, "
+            f"and its head does not fit them: {'; '.join(reasons)}. Change them back"
+            f"{back if rows != head.rows and head.rows[0] == head.rows[1] else ''}, or "
             "fastspec.unpatch(model) and patch it with a head made for it"
         )
     return bind(head.module, held if own else None, target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.heads.dialects import DIALECTS, Description, describe, normalise_key
+from fastspec.generation.heads.dialects import DIALECTS, Description, describe, normalise_key, unwrapped_key
 from fastspec.generation.heads.files import HeadFiles, some
 from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
 
@@ -73,10 +73,11 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     shapes that contradict config.json, weights that are not finite, a `d2t` that is no map into the target's
     vocabulary, and architectures that `EagleHead` does not cover."""
     where, notes = files.where, list[str]()
-    refuse_others(files.config, files.tensors, where)
-    state = _normalise(files.tensors, where)
+    published = _renamed(files.tensors, unwrapped_key, where)
+    refuse_others(files.config, published, where)
+    state = _renamed(published, normalise_key, where)
     _check_values(state, where)
-    found = describe(files.config, files.tensors, state, where)
+    found = describe(files.config, published, state, where)
     _trim_spec_exit(found, state, notes)
     embedding = _take_embedding(found, state, notes, where)
     _take_vocabulary_map(found.config, state, notes, where)
@@ -86,10 +87,10 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     return HeadCheckpoint(where=where, state=state, embedding=embedding, **described)
 
 
-def _normalise(published: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+def _renamed(published: dict[str, Tensor], rule: Callable[[str], str | None], where: str) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for key, tensor in published.items():
-        name = normalise_key(key)
+        name = rule(key)
         if name is None:
             continue
         if name in state:
@@ -104,6 +105,8 @@ def _check_values(state: dict[str, Tensor], where: str) -> None:
         if tensor.dtype not in FLOATS:
             raise CheckpointError(
                 f"{where}: {name} is {tensor.dtype}; quantised heads are not supported, use the 16- or 32-bit one"
+                if tensor.dtype not in (torch.int64, torch.bool)
+                else f"{where}: {name} is {tensor.dtype}, and of those a head has d2t and t2d alone"
             )
     for name, tensor in weights.items():
         if tensor.ndim not in (1, 2):

@@ -19,6 +19,9 @@ from fastspec.generation.heads.files import Fields, Flag, check_kinds
 from fastspec.generation.heads.module import HeadConfig
 
 PREFIXES = ("model.", "eagle_module.")
+WRAPPERS = re.compile(r"^(?:module\.|draft_model\.)+|_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+"""Names that trainers' wrappers (DDP, DeepSpeed, torch.compile, FSDP, checkpointing) leave within the keys of a head
+that was saved from inside them."""
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
 TAPS = "eagle_aux_hidden_state_layer_ids"
 TRAINED_THETA = 10000.0
@@ -83,6 +86,13 @@ class Description:
     rope_interleaved: bool = False
     flags: dict[str, Flag] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+def unwrapped_key(key: str) -> str:
+    """A published key without the names of trainers' wrappers, which may stand within each other in any order."""
+    while (bare := WRAPPERS.sub("", key)) != key:
+        key = bare
+    return key
 
 
 def normalise_key(key: str) -> str | None:

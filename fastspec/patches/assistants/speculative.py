@@ -24,7 +24,7 @@ from fastspec.generation.drafters.staged import StagedDrafter, room
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Source, Target
-from fastspec.patches.hf.compat import device_of, recurrent_layers, table_rows, unpack_weights
+from fastspec.patches.hf.compat import device_of, dtype_of, recurrent_layers, table_rows, unpack_weights
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, check_supported
@@ -188,7 +188,7 @@ def pass_ms(times: Cost, model: Any, layers: int | None = None) -> float:
     if layers is not None:
         head = vocabulary(model) * model.config.get_text_config().hidden_size
         read = head + (read - head) * layers / whole
-    return times.one * (layers or whole) / LAYERS + read * model.dtype.itemsize / times.bytes_per_ms
+    return times.one * (layers or whole) / LAYERS + read * dtype_of(model).itemsize / times.bytes_per_ms
 
 
 def vocabulary(model: Any) -> int:

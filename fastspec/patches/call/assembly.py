@@ -18,6 +18,7 @@ from fastspec.patches.assistants.tree_size import choose_tree
 from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.changes import weight_places
+from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 
@@ -33,7 +34,7 @@ def sized(plan: Plan) -> Plan:
         plan = replace(plan, decoding=decoding)
     if decoding.auto is None:
         return plan
-    key = decoding.auto, rows, plan.device, plan.model.dtype
+    key = decoding.auto, rows, plan.device, dtype_of(plan.model)
     if key not in trees:
         plan.session.engines.make_room()
         sizes = decoding.auto.sizes(plan.device.type)

@@ -40,7 +40,7 @@ from fastspec.patches.call.prompts import (
     sees_ahead,
 )
 from fastspec.patches.call.ranks import Ranks
-from fastspec.patches.call.refusals import refuse_prompts
+from fastspec.patches.call.refusals import refuse_cache, refuse_prompts
 from fastspec.patches.hf.cache import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, keeps_all, kept_by, read_cache, text_length
 from fastspec.patches.hf.limits import check_padding, dropped_spans, layer_spans
@@ -235,6 +235,8 @@ def _read_text(
 ) -> Text:
     cache, layers = model_kwargs.get(CACHE), model.config.get_text_config().num_hidden_layers
     handed_in = given_cache(given) is not None  # the cache is the user's own, to be filled in place
+    if handed_in and not model.config.is_encoder_decoder:
+        refuse_cache(model, cache, len(ids))
     past = read_cache(cache, layers)
     length = text_length(past)
     if model.config.is_encoder_decoder:  # the mask is the source's

@@ -11,8 +11,19 @@ from torch import Tensor
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
 from fastspec.patches.hf.cache import CACHE
-from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3, position_limit
+from fastspec.patches.hf.compat import (
+    changing_part,
+    held_layers,
+    is_besides_tokens,
+    is_recurrent,
+    is_shared_out,
+    is_zero3,
+    kept_by,
+    layer_shapes,
+    position_limit,
+)
 from fastspec.patches.hf.limits import position_rows
+from fastspec.patches.hf.parallel import local_heads
 from fastspec.patches.hf.peft_models import peft_of, refuse_hooks_of_peft, refuse_peft
 from fastspec.patches.hf.replaced import is_strangers, where_defined
 
@@ -192,6 +203,52 @@ def _refuse_settings(setting: Callable[[str], Any]) -> None:
             raise Unsupported(f"{name}={value!r} cannot be combined with assistant=: accepted is {accepted[-1]!r}")
 
 
+def refuse_cache(model: Any, cache: Any, rows: int) -> None:
+    """Refuse a cache that a caller hands in where it changes what it keeps, or where its rows, layers, heads or lengths
+    are not those of the model and of `rows` texts."""
+    plain = "hand in a DynamicCache or a StaticCache, or leave it out"
+    if not isinstance(getattr(cache, "layers", None), list):
+        raise Unsupported(f"{CACHE} is a {type(cache).__name__}, which has no layers of keys and values: {plain}")
+    part = changing_part(cache)
+    if part is not None:
+        name = part.__name__ if isinstance(part, type) else type(part).__name__
+        raise Unsupported(
+            f"{CACHE} is a {type(cache).__name__}: {name} may keep other keys and values than it is given, and "
+            f"assisted rounds keep them as they are: {plain}"
+        )
+    length, shapes = int(cache.get_seq_length()), layer_shapes(model.config)
+    if length == 0:
+        return
+    owners, held = sorted(set(kept_by(model.config))), held_layers(cache, len(shapes))
+    if len(held) != len(owners):
+        raise Unsupported(
+            f"{CACHE} holds {len(held)} layers, and {type(model).__name__} keeps {len(owners)}: hand in one of its own"
+        )
+    for owner, layer in zip(owners, held, strict=True):
+        states = (layer.conv_states[0],) if is_recurrent(layer) else (layer.keys, layer.values)
+        if states[0].shape[0] != rows:
+            raise Unsupported(
+                f"{CACHE} holds {states[0].shape[0]} rows for {rows} of input_ids, each of num_return_sequences "
+                f"counted: make as many by {CACHE}.batch_repeat_interleave or {CACHE}.batch_select_indices"
+            )
+        if is_recurrent(layer):
+            continue
+        heads, *sizes = shapes[owner]
+        wanted = [(local_heads(model, heads), size) for size in sizes]
+        found = [(each.shape[1], each.shape[3]) for each in states]
+        if found != wanted:
+            raise Unsupported(
+                f"{CACHE} holds keys and values of {found} heads and channels in layer {owner}, and those of "
+                f"{type(model).__name__} are of {wanted}: hand in "
+                "one of its own"
+            )
+        if int(layer.get_seq_length()) != length or layer.keys.shape[2] != layer.values.shape[2]:
+            raise Unsupported(
+                f"{CACHE} holds {layer.keys.shape[2]} keys and {layer.values.shape[2]} values in layer {owner}, and "
+                f"{length} tokens: rounds read as many of every layer; {plain}"
+            )
+
+
 def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
     """Refuse empty batches and prompts, right padding, a cache without new tokens, and prompts past the position
     limit."""
@@ -200,7 +257,10 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
     if keep.shape[0] != ids.shape[0]:
         raise Unsupported(f"attention_mask has {keep.shape[0]} rows for {ids.shape[0]} rows of input_ids")
     if keep.shape[1] <= past:
-        raise Unsupported(f"{CACHE} holds {past} tokens and input_ids brings no further ones: pass the whole sequence")
+        raise Unsupported(
+            f"{CACHE} holds {past} tokens and input_ids brings no further ones: pass the whole sequence, with a token "
+            f"that the cache does not hold, or take one off it by {CACHE}.crop(-1)"
+        )
     if not bool(keep[:, -1].all()):
         raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")
     limit = position_limit(model.config) if model.config.is_encoder_decoder else position_rows(model)

@@ -24,7 +24,15 @@ from fastspec.models import load_model, source_of, token_table
 from fastspec.patches.assistants.registry import NAMES, Continued
 from fastspec.patches.assistants.speculative import PADDING, vocabulary
 from fastspec.patches.hf.changes import check_present
-from fastspec.patches.hf.compat import device_of, kept_by, layer_shapes, position_limit, read_cache, rope_bound
+from fastspec.patches.hf.compat import (
+    device_of,
+    dtype_of,
+    kept_by,
+    layer_shapes,
+    position_limit,
+    read_cache,
+    rope_bound,
+)
 from fastspec.patches.hf.modes import check_supported
 from fastspec.patches.session import session_of
 
@@ -55,7 +63,7 @@ def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
     shapes = layer_shapes(model.config)
     kept = [shapes[layer] for layer in set(kept_by(model.config))]
     need = tokens * sum(heads * (key + value) for heads, key, value in kept)
-    need *= torch.empty((), dtype=model.dtype, device="cpu").element_size()
+    need *= torch.empty((), dtype=dtype_of(model), device="cpu").element_size()
     if need > manager.budget:
         raise Unsupported(
             f"a request of up to {tokens} tokens needs {need} bytes of keys and values in {type(model).__name__}, and "
@@ -74,7 +82,7 @@ def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> Dynam
     """
     check_kept(model)
     found = manager.find(stage, _row(ids))
-    if found is None or found[0][0].dtype != model.dtype:
+    if found is None or found[0][0].dtype != dtype_of(model):
         return None
     cache = DynamicCache(config=model.config)
     for layer in range(len(found)):

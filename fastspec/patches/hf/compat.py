@@ -4,7 +4,7 @@ of torch, transformers and accelerate that `patches` reads; `tests/patches/hf/te
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -245,13 +245,34 @@ def read_cache(cache: Any, layers: int) -> list[LayerCache] | None:
     if cache is None or int(cache.get_seq_length()) == 0:
         return None
     length = int(cache.get_seq_length())
-    return [_held(layer, length) for layer in cache.layers[:layers] if is_recurrent(layer) or layer.keys is not None]
+    return [_held(layer, length) for layer in held_layers(cache, layers)]
 
 
 def _held(layer: Any, length: int) -> LayerCache:
     if is_recurrent(layer):
         return layer.conv_states[0], layer.recurrent_states[0]
     return _last(layer.keys, length), _last(layer.values, length)
+
+
+def held_layers(cache: Any, layers: int) -> list[Any]:
+    """The layers of a filled cache that keep anything."""
+    return [layer for layer in cache.layers[:layers] if is_recurrent(layer) or layer.keys is not None]
+
+
+def changing_part(cache: Any) -> Any:
+    """The part of a cache, itself or a layer, that may keep and give back other keys and values than it is given, or
+    None: one whose `update` is not transformers' own, or that quantises. A cache without layers makes them of the class
+    that it names.
+
+    Quantising layers have a common base since transformers 5.18; delete its other name when that is the oldest.
+    """
+    for part in (cache, *cache.layers, getattr(cache, "layer_class_to_replicate", None)):
+        update = getattr(part, "update", None)  # a recurrent layer has none
+        names = {base.__name__ for base in (part if isinstance(part, type) else type(part)).__mro__}
+        own = update is None or str(getattr(update, "__module__", "")).startswith("transformers.")
+        if not own or {"BaseQuantizedLayer", "QuantizedLayer"} & names:
+            return part
+    return None
 
 
 def keeps_all(cache: Any, layer: int) -> bool:
@@ -395,11 +416,15 @@ def unwrapped(model: Any) -> Any:
     """The transformers model inside what PEFT, `torch.compile` or `accelerate.prepare` wrapped around it, or the model
     itself.
 
-    accelerate knows its own wrappers and torch's; PEFT's models name theirs.
+    accelerate knows its own wrappers and torch's; PEFT's models hold what is inside by one of two names.
     """
-    inner = extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else model
-    base = getattr(inner, "get_base_model", None)
-    return unwrapped(base()) if callable(base) and type(inner).__module__.startswith("peft.") else inner
+    if not isinstance(model, nn.Module):
+        return model
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    if not type(inner).__module__.startswith("peft."):
+        return inner
+    base = inner._modules.get("base_model", inner._modules.get("model"))
+    return inner if base is None else unwrapped(base)
 
 
 def is_shared_out(model: Any) -> bool:
@@ -462,22 +487,28 @@ def device_of(model: Any) -> torch.device:
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """Dtype that a model's layers compute in: its own, or the one to which FSDP2's mixed precision casts all weights
-    for a pass, or that of all other weights where the LM head, and an embedding tied to it, were cast by themselves:
-    `model.dtype` names the embedding's.
+    """Dtype that a model's layers compute in: the one to which FSDP2's mixed precision casts all weights for a pass, or
+    that of most weights of its decoder's matrices, without those of the LM head and the embedding, which may be cast by
+    themselves, and without what adapters put beside a layer of the model. `model.dtype` names the embedding's; it
+    stands where no matrix is in a dtype of floating point, as with weights packed in bytes.
 
     torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
     """
-    states = (module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state"))
+    modules = list(model.modules())
+    states = (module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state"))
     cast = {getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for state in states}
-    own: torch.dtype = model.dtype
     if len(cast) == 1 and (policy := next(iter(cast))) is not None:
         return policy
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    apart = {id(getattr(end, "weight", None)) for end in ends}
-    inner = {each.dtype for each in model.parameters() if id(each) not in apart}
-    found = inner.pop() if len(inner) == 1 else own
-    return found if found.is_floating_point and found.itemsize > 1 else own
+    apart = {id(getattr(end, "weight", None)) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    for module in modules:
+        if isinstance(base := module._modules.get("base_layer"), nn.Module):
+            apart |= {id(each) for each in module.parameters()} - {id(each) for each in base.parameters()}
+    counts: Counter[torch.dtype] = Counter()
+    for each in model.get_decoder().parameters():
+        if each.dim() > 1 and each.is_floating_point() and each.element_size() > 1 and id(each) not in apart:
+            counts[each.dtype] += each.numel()
+    own: torch.dtype = model.dtype
+    return counts.most_common(1)[0][0] if counts else own
 
 
 def stack_of(base: Any) -> Any:

@@ -164,7 +164,7 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
     if weight is None or not weight.is_floating_point() or parallel_style(holder.experts) is not None:
         return True
     way = experts_name(model.config)
-    return way != "batched_mm" and not (way == "grouped_mm" and model.dtype == torch.bfloat16)
+    return way != "batched_mm" and not (way == "grouped_mm" and weight.dtype == torch.bfloat16)
 
 
 def gate_of(module: Any, name: str = "act_fn") -> Activation | None:

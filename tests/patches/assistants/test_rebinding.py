@@ -77,6 +77,27 @@ def test_a_head_that_drafts_with_the_models_lm_head_needs_its_size() -> None:
         model.generate(PROMPT, **GREEDY, assistant="eagle3")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_way_back_is_to_what_was_there_at_the_patch(tmp_path: Any) -> None:
+    """Of a target with added tokens, that is more than the head was made for; where no number changed, none is
+    named."""
+    config, state = as_eagle3(make_head(own_lm_head=True), None)
+    write(tmp_path, config, state)
+    model = tiny_model(vocab_size=37, hidden_size=16, num_hidden_layers=12)
+    model.resize_token_embeddings(52)
+    fastspec.patch(model, eagle3=tmp_path)
+    model.resize_token_embeddings(20)
+    with pytest.raises(fastspec.Unsupported, match=r"52 and 52 tokens then, 20 and 20 now.*embeddings\(52\)"):
+        model.generate(PROMPT, **GREEDY, assistant="eagle3")
+
+    model = patched()
+    model.set_input_embeddings(nn.Embedding(97, 32))
+    with pytest.raises(
+        fastspec.Unsupported, match=r"since fastspec\.patch, and its head.*64 wide\. Change them back, or fastspec"
+    ):
+        model.generate(PROMPT, **GREEDY, assistant="eagle3")
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_an_embedding_and_lm_head_that_were_replaced_are_the_heads_too(own: bool) -> None:
     """As many tokens drafted as by a patch of the model as it is now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,24 +119,42 @@ def test_a_forward_of_someone_elses_is_named_once(level):
     assert sum("generic mode" in str(warning.message) for warning in told) == 1 and stats(model).assistant == "nasd"
 
 
-@pytest.mark.parametrize("wrap", ["compile", "data parallel", "peft", "both"])
+class Tuner(torch.nn.Module):
+    """What PEFT's models of adapters hold, and what may be handed around by itself."""
+
+    __module__ = "peft.tuners.lora.model"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Peft(torch.nn.Module):
+    """PEFT's model around a tuner, or around the model itself for prompt learning. One of several kinds of adapters
+    has no method that gives what is inside."""
+
+    __module__ = "peft.peft_model"
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base_model = base
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "compile": torch.compile,
+    "data parallel": torch.nn.DataParallel,
+    "prompt learning": Peft,
+    "tuner": Tuner,
+    "peft": lambda model: Peft(Tuner(model)),
+    "compiled peft": lambda model: torch.compile(Peft(Tuner(model))),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_a_wrapped_model_is_patched_inside(wrap):
     """`patch` and `unpatch` return what they were given, and `report` and `profile` take it."""
-
-    class Peft(torch.nn.Module):
-        __module__ = "peft.peft_model"
-
-        def __init__(self, base: Any) -> None:
-            super().__init__()
-            self.base = base
-
-        def get_base_model(self) -> Any:
-            return self.base
-
     model = shallow_model()
-    wrapped = Peft(model) if wrap in ("peft", "both") else model
-    wrapped = torch.compile(wrapped) if wrap in ("compile", "both") else wrapped
-    wrapped = torch.nn.DataParallel(wrapped) if wrap == "data parallel" else wrapped
+    wrapped = WRAPS[wrap](model)
     assert fastspec.patch(wrapped, assistant="nasd") is wrapped and "generate" in model.__dict__
     with fastspec.profile(wrapped) as profile:
         model.generate(**prompts(6), **OPTIONS)

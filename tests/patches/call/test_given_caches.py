@@ -1,0 +1,146 @@
+"""Caches that a caller hands in: of another model, of other rows or lengths, and those that change what they keep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.generate import TREE, prompts, shallow_model
+from helpers.models import tiny_head
+from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+import fastspec
+from fastspec.patches.hf.cache import CACHE
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+HELD = 9
+ASSISTANTS = ["autoregressive", "nasd", TREE]
+
+
+def filled(model: Any, rows: int = 1, cache: Any = None) -> Any:
+    """A cache, or the one given, after the first tokens of the prompt."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        model(prompts(12)["input_ids"][:, :HELD].expand(rows, -1), use_cache=True, **{CACHE: cache})
+    return cache
+
+
+def ask(model: Any, cache: Any, rows: int = 1, **options: Any) -> Any:
+    inputs = {name: value.expand(rows, -1) for name, value in prompts(12).items()}
+    return model.generate(**inputs, **{CACHE: cache}, **OPTIONS, **options).tolist()
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    patched = shallow_model()
+    return shallow_model(), fastspec.patch(patched, eagle3=tiny_head(patched))
+
+
+def cut(cache: Any, *names: str, layer: int = 1) -> Any:
+    """The cache, of which a layer holds fewer keys or values, as what compresses layers by themselves leaves it."""
+    for name in names:
+        setattr(cache.layers[layer], name, getattr(cache.layers[layer], name)[:, :, :5])
+    return cache
+
+
+class Halves(DynamicCache):
+    """A cache of a user's own, which gives back other values than it is given."""
+
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        keys, values = super().update(keys, values, *args, **kwargs)
+        return keys, values * 0.5
+
+
+class HalvingLayer(DynamicLayer):
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        keys, values = super().update(keys, values, *args, **kwargs)
+        return keys, values * 0.5
+
+
+def of_layers(kind: type) -> Any:
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = kind
+    return cache
+
+
+MISFITS: dict[str, tuple[Callable[[Any], Any], int, str]] = {
+    "fewer layers": (lambda _: filled(shallow_model(num_hidden_layers=2)), 1, "holds 2 layers.*keeps 3"),
+    "more heads": (lambda _: filled(shallow_model(num_key_value_heads=4)), 1, r"\(4, 16\).*in layer 0.*\(2, 16\)"),
+    "wider heads": (lambda _: filled(shallow_model(hidden_size=128)), 1, r"\(2, 32\).*in layer 0.*\(2, 16\)"),
+    "fewer rows": (filled, 2, "holds 1 rows for 2 of input_ids"),
+    "more rows": (lambda model: filled(model, rows=2), 1, "holds 2 rows for 1 of input_ids"),
+    "a shorter layer": (lambda model: cut(filled(model), "keys", "values"), 1, "5 keys and 5 values in layer 1, and 9"),
+    "fewer values": (lambda model: cut(filled(model), "values"), 1, "9 keys and 5 values in layer 1, and 9"),
+    "a shorter first layer": (
+        lambda model: cut(filled(model), "keys", "values", layer=0),
+        1,
+        "9 keys and 9 values in layer 1, and 5",
+    ),
+    "no layers": (
+        lambda _: EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        1,
+        "EncoderDecoderCache, which has no",
+    ),
+    "nothing yet": (lambda model: QuantizedCache("fp8", model.config), 1, "QuantizedCache: Fp8QuantizedLayer may keep"),
+    "eight bits": (
+        lambda model: filled(model, cache=QuantizedCache("fp8", model.config)),
+        1,
+        "QuantizedCache: Fp8QuantizedLayer may keep",
+    ),
+    "an update of its own": (lambda model: Halves(config=model.config), 1, "a Halves: Halves may keep"),
+    "layers of its own": (lambda _: of_layers(HalvingLayer), 1, "a DynamicCache: HalvingLayer may keep"),
+    "the whole prompt": (
+        lambda model: (
+            cache := filled(model),
+            model(prompts(12)["input_ids"][:, HELD:], use_cache=True, **{CACHE: cache}),
+        )[0],
+        1,
+        r"holds 12 tokens.*no further ones.*crop\(-1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_cache_that_rounds_would_read_otherwise_is_refused(models, misfit):
+    make, rows, match = MISFITS[misfit]
+    for assistant in ASSISTANTS:
+        with pytest.raises(fastspec.Unsupported, match=match):
+            ask(models[1], make(models[1]), rows, assistant=assistant)
+
+
+class Counts(DynamicCache):
+    """A cache of a user's own that keeps what it is given."""
+
+    def tokens(self) -> int:
+        return int(self.get_seq_length())
+
+
+FITS: dict[str, Callable[[Any], Any]] = {
+    "deeper": lambda _: filled(shallow_model(num_hidden_layers=5)),
+    "derived": lambda model: filled(model, cache=Counts(config=model.config)),
+    "without a configuration": lambda model: filled(model, cache=DynamicCache()),
+    "static": lambda model: filled(model, cache=StaticCache(config=model.config, max_cache_len=64)),
+    "static, empty": lambda model: StaticCache(config=model.config, max_cache_len=64),
+    "copied": lambda model: copy.deepcopy(filled(model)),
+}
+
+
+@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
+def test_a_cache_that_keeps_what_it_is_given_is_read(models, fit, assistant):
+    plain, patched = models
+    assert ask(patched, FITS[fit](patched), assistant=assistant) == ask(plain, FITS[fit](plain))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "qwen3_next"])
+def test_caches_of_windows_and_recurrent_layers_fit(family):
+    over = {"num_hidden_layers": 6} | ({} if family == "qwen3_next" else {"sliding_window": 6})
+    plain, patched = (shallow_model(family, **over) for _ in range(2))
+    fastspec.patch(patched)
+    assert ask(patched, filled(patched), assistant="nasd") == ask(plain, filled(plain))
+    with pytest.raises(fastspec.Unsupported, match="holds 1 rows for 2"):
+        ask(patched, filled(patched), 2, assistant="nasd")
