@@ -2,8 +2,10 @@
 
 `make mutants` draws `count` mutants of the modules that `mutants.toml` names, with a fixed seed. Which tests run which
 lines is recorded once (`.mutants/lines/`, by test file, anew where the file or a module that it ran has changed). Each
-mutant is tried in a copy of the tree by the quickest of its tests. Results go to `.mutants/results.jsonl` as they come:
-a run that was stopped goes on where it was. `mutants.md` says how all ended; `mutants.toml` why those that live do.
+mutant is tried in a copy of the tree, by tests that name what it changes and by the quickest of every test file.
+Results go to `.mutants/results.jsonl` as they come: a run that was stopped goes on where it was, and a verdict stands
+until the mutant's function or the test that killed it changes. `mutants.md` says how all ended; `mutants.toml` why
+those that live do.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import json
 import multiprocessing
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -57,7 +60,7 @@ class Ran:
 
 @dataclass(slots=True)
 class Result:
-    """What became of a mutant, under this `source` of its module and these `tests`."""
+    """What became of a mutant, under this `source` of its function and these `tests`."""
 
     key: str
     outcome: str
@@ -65,6 +68,9 @@ class Result:
     source: str
     tests: str
     count: int
+    by: str = ""
+    """The test file that killed it, "" where it is not known, and a digest of the file."""
+    by_text: str = ""
 
 
 @dataclass(slots=True)
@@ -103,24 +109,76 @@ def sources_of(patterns: Iterable[str], root: Path) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def chosen(mutant: Mutant, tests: Mapping[str, Ran]) -> list[str]:
-    """The tests that try a mutant: those that run its lines, then, where these are few, its function, then its module.
-    The quickest case of every test comes before a second one of any."""
+def source_of(mutant: Mutant, sources: Mapping[str, str]) -> str:
+    """The text of a mutant's function, or of its module where it stands in none."""
+    return "\n".join(sources[mutant.module].splitlines()[mutant.body[0] - 1 : mutant.body[1]])
 
-    def of(first: int, last: int) -> list[str]:
-        wanted = (1 << (last + 1)) - (1 << first)
-        held = sorted((ran.seconds, name) for name, ran in tests.items() if ran.lines.get(mutant.module, 0) & wanted)
-        cases: dict[str, int] = defaultdict(int)
-        ranked = []
-        for seconds, name in held:
-            ranked.append((cases[name.partition("[")[0]], seconds, name))
-            cases[name.partition("[")[0]] += 1
-        return [name for *_, name in sorted(ranked)]
 
-    found = list(of(*mutant.lines)) if mutant.function else []
+def bits(first: int, last: int) -> int:
+    """Lines as the bits of a number."""
+    return (1 << (last + 1)) - (1 << first)
+
+
+def bound_by(mutant: Mutant, sources: Mapping[str, str]) -> str:
+    """The name that a mutant's statement outside of functions binds; "" inside of one."""
+    if mutant.body[0] > 1:
+        return ""
+    return re.findall(r"\w+", sources[mutant.module].splitlines()[mutant.lines[0] - 1])[0]
+
+
+def shown_at(mutant: Mutant, sources: Mapping[str, str]) -> dict[str, int]:
+    """Lines that read what a mutant changes, by module: its own, for a default those of its function, and outside of
+    functions all that name what the statement binds, since its own run only once, on import."""
+    if not (name := bound_by(mutant, sources)):
+        first, last = mutant.lines
+        return {mutant.module: bits(last + 1, mutant.body[1]) if first == mutant.body[0] else bits(first, last)}
+    named = re.compile(rf"\b{name}\b")
+    return {
+        module: sum(
+            1 << number
+            for number, line in enumerate(text.splitlines(), 1)
+            if named.search(line) and (module, number) != (mutant.module, mutant.lines[0])
+        )
+        for module, text in sources.items()
+    }
+
+
+def chosen(mutant: Mutant, tests: Mapping[str, Ran], sources: Mapping[str, str], texts: Mapping[str, str]) -> list[str]:
+    """The tests that try a mutant, by the `texts` of their files: those that run lines of `shown_at`, then, where these
+    are few, its function, then its module. First come cases with a text of its line in their name, then files that name
+    what it changes, then the others. Of these, every file gives one test in turn, a second case of any test last."""
+    texts_of_line = re.findall(r'"(\w+)"', mutant.key.split(" => ")[0])
+    module = mutant.module.removesuffix(".py")
+    words = (
+        *texts_of_line,
+        bound_by(mutant, sources) or mutant.function.rpartition(".")[2],
+        module.replace("/", "."),
+        f"test_{Path(module).name}",
+    )
+    named = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
+    naming = {file for file, text in texts.items() if named.search(f"{file} {text}")}
+
+    def of(wanted: Mapping[str, int]) -> list[str]:
+        held = [name for name, ran in tests.items() if any(ran.lines.get(m, 0) & lines for m, lines in wanted.items())]
+        seen: Counter[tuple[int, str]] = Counter()
+
+        def in_turn(names: Iterable[str], end: str) -> list[str]:
+            """By rank, how many came before of what the name up to `end` says, and seconds."""
+            keyed = []
+            for name in names:
+                file, case = name.partition("::")[0], name.partition("[")[2]
+                rank = 0 if any(text in case for text in texts_of_line) else 1 if file in naming else 2
+                own = (rank, name.partition(end)[0])
+                keyed.append((rank, seen[own], tests[name].seconds, name))
+                seen[own] += 1
+            return [name for *_, name in sorted(keyed)]
+
+        return in_turn(in_turn(sorted(held, key=lambda name: (tests[name].seconds, name)), "["), "::")
+
+    found = of(shown_at(mutant, sources))
     for span in (mutant.body, (0, 1 << 16)):
         if len(found) < FEW:
-            found += [name for name in of(*span) if name not in found]
+            found += [name for name in of({mutant.module: bits(*span)}) if name not in found]
     taken: list[str] = []
     spent = 0.0
     for name in found:
@@ -143,31 +201,41 @@ def read(path: Path) -> dict[str, Result]:
     return found
 
 
-def is_valid(result: Result | None, source: str, tests: Sequence[str]) -> bool:
-    """Whether a result still holds: a mutant that was killed is tried again where its module changed, one that lived
-    also by other tests, and one whose tests could not be run always."""
+def asked_by(tests: Sequence[str], texts: Mapping[str, str]) -> str:
+    """A digest of tests and of their files."""
+    return digest(*tests, *(texts.get(file, "") for file in sorted({name.partition("::")[0] for name in tests})))
+
+
+def is_valid(result: Result | None, source: str, tests: Sequence[str], texts: Mapping[str, str]) -> bool:
+    """Whether a result still holds: a mutant that was killed is tried again where its function or the test file that
+    killed it changed, one that lived where it is asked by other tests, and one whose tests could not be run always."""
     if result is None or result.source != source or result.outcome.startswith("error"):
         return False
-    return result.outcome in KILLED or result.tests == digest(*tests)
+    if result.outcome in KILLED:
+        return result.by_text == digest(texts.get(result.by, ""))
+    return result.tests == asked_by(tests, texts)
 
 
 def run_all(
     jobs: Sequence[tuple[Mutant, list[str], str]],
     path: Path,
-    attempt: Callable[[Mutant, list[str]], str],
+    attempt: Callable[[Mutant, list[str]], tuple[str, str]],
+    texts: Mapping[str, str],
     processes: int = PROCESSES,
 ) -> dict[str, Result]:
-    """Try those mutants whose results in `path` do not hold, (mutant, tests, digest of its module) each, and append
-    theirs -> all."""
+    """Try those mutants whose results in `path` do not hold, (mutant, tests, digest of its function) each, and append
+    theirs -> all. An attempt gives the outcome and the test file that killed it; `texts` are those of test files."""
     found = read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    left = [job for job in jobs if not is_valid(found.get(job[0].key), job[2], job[1])]
+    left = [job for job in jobs if not is_valid(found.get(job[0].key), job[2], job[1], texts)]
 
     def one(job: tuple[Mutant, list[str], str]) -> Result:
         mutant, tests, source = job
         began = time.perf_counter()
-        outcome = attempt(mutant, tests) if tests else "untested"
-        return Result(mutant.key, outcome, round(time.perf_counter() - began, 1), source, digest(*tests), len(tests))
+        outcome, by = attempt(mutant, tests) if tests else ("untested", "")
+        seconds = round(time.perf_counter() - began, 1)
+        by_text = digest(texts.get(by, ""))
+        return Result(mutant.key, outcome, seconds, source, asked_by(tests, texts), len(tests), by, by_text)
 
     with ThreadPoolExecutor(processes) as pool, path.open("a") as out:
         for done, result in enumerate(pool.map(one, left), 1):
@@ -332,8 +400,8 @@ class Runner:
         process.join()
         return code
 
-    def attempt(self, mutant: Mutant, tests: list[str], limit: float) -> str:
-        """What tests say of a mutant."""
+    def attempt(self, mutant: Mutant, tests: list[str], limit: float) -> tuple[str, str]:
+        """What tests say of a mutant, and the file of the one that fails."""
         tree = self.trees.get()
         path, source = tree / "fastspec" / mutant.module, (self.root / "fastspec" / mutant.module).read_text()
         try:
@@ -341,10 +409,13 @@ class Runner:
             code = self.in_process(ask, tree, limit, tests)
             if code == NOT_FOUND:  # a test's file cannot be collected, or its cases have other names
                 code = self.in_process(ask, tree, limit, sorted({name.partition("::")[0] for name in tests}))
+            said = Path(f"{tree}.log").read_text(errors="replace")
         finally:
             path.write_text(source)
             self.trees.put(tree)
-        return "timeout" if code is None else OUTCOMES.get(code, "failed" if code < 0 else f"error {code}")
+        outcome = "timeout" if code is None else OUTCOMES.get(code, "failed" if code < 0 else f"error {code}")
+        by = re.search(r"^(?:FAILED|ERROR) ([^\s:]+)", said, re.MULTILINE)
+        return outcome, by[1] if by is not None and outcome == "failed" else ""
 
     def record(self, test: str, modules: list[str]) -> dict[str, Any] | None:
         """What a test file runs, see `record`; None where it takes too long or ends its process."""
@@ -418,18 +489,20 @@ def main() -> int:
     with Runner(root, root / HELD, asked.processes) as runner:
         tests = line_map(runner, sources, files, asked.processes)
         wanted = [each for each in mutants if not asked.names or any(part in each.module for part in asked.names)]
-        jobs = [(mutant, chosen(mutant, tests), digest(sources[mutant.module])) for mutant in wanted]
+        marks = {each.key: digest(source_of(each, sources)) for each in mutants}
+        texts = {str(path.relative_to(root)): path.read_text() for path in files}
+        jobs = [(mutant, chosen(mutant, tests, sources, texts), marks[mutant.key]) for mutant in wanted]
         held = read(kept)
-        left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1])]
+        left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1], texts)]
         limits = {job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1]) for job in left}
         run_all(
             left[: asked.most],
             kept,
             lambda mutant, names: runner.attempt(mutant, names, limits[mutant.key]),
+            texts,
             asked.processes,
         )
     held = read(kept)
-    marks = {each.key: digest(sources[each.module]) for each in mutants}
     results = {key: held[key] for key, mark in marks.items() if key in held and held[key].source == mark}
     text = "\n".join(page(listed, mutants, results)) + "\n"
     LIST.with_suffix(".md").write_text(text)
