@@ -40,8 +40,9 @@ PROCESSES = 2
 MOST, SECONDS, FEW = 40, 40.0, 5
 """Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of
 its function are asked as well."""
-SLOWER, START = 6.0, 120.0
-"""A mutant's tests may take this much longer than they took, and these seconds: other work may share the machine."""
+SLOWER, START = 6.0, 240.0
+"""A mutant's tests may take this much longer than they took, and these seconds: other work may share the machine, and
+what a file's tests share is counted for the first of them alone."""
 KILLED, SHARE = ("failed", "timeout"), 0.9
 OUTCOMES = {0: "lived", 1: "failed", 2: "failed", 5: "untested"}
 """By pytest's exit status; a module that cannot be imported interrupts it."""
@@ -310,6 +311,17 @@ def ask(tree: str, log: str, tests: list[str]) -> None:
     os._exit(code)
 
 
+SHARED = "*"
+"""What tests of a file share: lines of fixtures that are made once, and of processes that the tests start."""
+COVERED = """[run]
+data_file = {folder}/lines
+parallel = true
+sigterm = true
+concurrency = thread, multiprocessing
+include = {include}
+"""
+
+
 class Recorder:
     """A pytest plugin that tells coverage which test runs, and notes what each took."""
 
@@ -319,8 +331,17 @@ class Recorder:
         self.failed: set[str] = set()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins, its fixtures included."""
+        """A test begins."""
+        self.test = nodeid
         self.coverage.switch_context(nodeid)
+
+    def pytest_fixture_setup(self, fixturedef: Any) -> None:
+        """A fixture of it is made."""
+        self.coverage.switch_context(self.test if fixturedef.scope == "function" else SHARED)
+
+    def pytest_runtest_call(self) -> None:
+        """All are made."""
+        self.coverage.switch_context(self.test)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A part of it is over."""
@@ -330,32 +351,46 @@ class Recorder:
 
 
 def record(tree: str, log: str, test: str, modules: list[str], out: str) -> None:
-    """Run a test file under coverage, and write which lines of the modules each of its passing tests runs."""
+    """Run a test file under coverage, and write which lines of the modules each of its passing tests runs, those that
+    they share included."""
     enter(tree, log)
     import coverage
     import pytest
 
-    cover = coverage.Coverage(
-        data_file=None, config_file=False, include=[f"{tree}/fastspec/{module}" for module in modules]
-    )
+    folder, root = Path(f"{tree}.lines"), Path(tree) / "fastspec"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    settings = folder / "settings"
+    settings.write_text(COVERED.format(folder=folder, include=",".join(str(root / module) for module in modules)))
+    cover = coverage.Coverage(data_file=None, config_file=str(settings))
     cover.start()
     recorder = Recorder(cover)
     pytest.main([*PYTEST[1:], test], plugins=[recorder])
     cover.stop()
-    data, lines = cover.get_data(), defaultdict[str, dict[str, int]](lambda: defaultdict(int))
-    for path in data.measured_files():
-        module = str(Path(path).relative_to(f"{tree}/fastspec"))
-        for line, names in data.contexts_by_lineno(path).items():
-            for name in names:
-                lines[name][module] |= 1 << line
-    ran = {
-        name: Ran(round(seconds, 3), lines[name])
+    lines = defaultdict[str, dict[str, int]](lambda: defaultdict(int))
+
+    def add(data: Any, shared: bool) -> None:
+        for path in data.measured_files():
+            for line, names in data.contexts_by_lineno(path).items():
+                for name in [SHARED] if shared else names:
+                    lines[name][str(Path(path).relative_to(root))] |= 1 << line
+
+    add(cover.get_data(), shared=False)
+    for path in folder.glob("lines.*"):
+        data = coverage.CoverageData(str(path))
+        with suppress(coverage.exceptions.DataError):  # of a process that was killed while it wrote
+            data.read()
+            add(data, shared=True)
+    rows = {
+        name: {
+            "seconds": round(seconds, 3),
+            "lines": {
+                module: hex(lines[name].get(module, 0) | lines[SHARED].get(module, 0))
+                for module in {**lines[name], **lines[SHARED]}
+            },
+        }
         for name, seconds in recorder.seconds.items()
         if name not in recorder.failed
-    }
-    rows = {
-        name: {"seconds": each.seconds, "lines": {m: hex(bits) for m, bits in each.lines.items()}}
-        for name, each in ran.items()
     }
     Path(out).write_text(json.dumps(rows))
     sys.stdout.flush()
