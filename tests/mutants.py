@@ -81,6 +81,7 @@ class Listed:
     seed: int
     count: int
     modules: list[str]
+    always: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -526,10 +527,14 @@ def main() -> int:
         wanted = [each for each in mutants if not asked.names or any(part in each.module for part in asked.names)]
         marks = {each.key: digest(source_of(each, sources)) for each in mutants}
         texts = {str(path.relative_to(root)): path.read_text() for path in files}
-        jobs = [(mutant, chosen(mutant, tests, sources, texts), marks[mutant.key]) for mutant in wanted]
+        jobs = [
+            (mutant, [*listed.always, *chosen(mutant, tests, sources, texts)], marks[mutant.key]) for mutant in wanted
+        ]
         held = read(kept)
         left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1], texts)]
-        limits = {job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1]) for job in left}
+        limits = {
+            job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1] if name in tests) for job in left
+        }
         run_all(
             left[: asked.most],
             kept,

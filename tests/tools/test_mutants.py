@@ -61,12 +61,19 @@ def test_every_place_is_changed_but_errors_annotations_and_texts() -> None:
         assert mutant.applied(SOURCE).count("\n") == SOURCE.count("\n")
 
 
+def parted(name: str) -> tuple[str, str]:
+    """The file and the function of a test."""
+    file, _, test = name.partition("::")
+    return file, test
+
+
 def test_every_mutant_of_the_listed_modules_is_python() -> None:
     pytest.importorskip("tomllib", reason="Python 3.10 has none")
     listed = listing()
     sources = sources_of(listed.modules, LIST.parents[1])
     mutants = drawn(sources, listed.count, listed.seed)
     assert len(mutants) == listed.count and mutants == drawn(sources, listed.count, listed.seed)
+    assert all(f"def {test}(" in (LIST.parents[1] / file).read_text() for file, test in map(parted, listed.always))
     for mutant in mutants:
         compile(mutant.applied(sources[mutant.module]), mutant.module, "exec")
     with pytest.raises(ValueError, match="no file under fastspec/"):
@@ -191,7 +198,7 @@ def test_survivors_need_a_reason_and_nine_in_ten_are_killed() -> None:
     assert not faults(Listed(0, 10, []), mutants, results)
     results[lived].outcome = "lived"
     assert faults(Listed(0, 10, []), mutants, results) == [f"lived without a reason: {lived}"]
-    listed = Listed(0, 10, [], {lived: "both are the same number"})
+    listed = Listed(0, 10, [], [], {lived: "both are the same number"})
     assert not faults(listed, mutants, results)
     text = "\n".join(page(listed, mutants, results))
     assert (
