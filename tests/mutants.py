@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,15 +31,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helpers.mutant_tests import Ran, chosen
 from helpers.mutants import Mutant, drawn
 
 LIST = Path(__file__).with_suffix(".toml")
 HELD = Path(".mutants")
 """What a run keeps, in the folder that it runs in."""
 PROCESSES = 2
-MOST, SECONDS, FEW = 40, 40.0, 5
-"""Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of
-its function are asked as well."""
 SLOWER, START = 6.0, 240.0
 """A mutant's tests may take this much longer than they took, and these seconds: other work may share the machine, and
 what a file's tests share is counted for the first of them alone."""
@@ -49,14 +47,6 @@ OUTCOMES = {0: "lived", 1: "failed", 2: "failed", 5: "untested"}
 NOT_FOUND = 4
 PRELOAD = ["hypothesis", "pytest", "torch", "transformers", "transformers.models.llama.modeling_llama"]
 PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--hypothesis-profile=mutants"]
-
-
-@dataclass(slots=True)
-class Ran:
-    """A test's seconds, and the lines that it runs of each module, as the bits of a number."""
-
-    seconds: float
-    lines: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -114,81 +104,6 @@ def sources_of(patterns: Iterable[str], root: Path) -> dict[str, str]:
 def source_of(mutant: Mutant, sources: Mapping[str, str]) -> str:
     """The text of a mutant's function, or of its module where it stands in none."""
     return "\n".join(sources[mutant.module].splitlines()[mutant.body[0] - 1 : mutant.body[1]])
-
-
-def bits(first: int, last: int) -> int:
-    """Lines as the bits of a number."""
-    return (1 << (last + 1)) - (1 << first)
-
-
-def bound_by(mutant: Mutant, sources: Mapping[str, str]) -> str:
-    """The name that a mutant's statement outside of functions binds; "" inside of one."""
-    if mutant.body[0] > 1:
-        return ""
-    return re.findall(r"\w+", sources[mutant.module].splitlines()[mutant.lines[0] - 1])[0]
-
-
-def shown_at(mutant: Mutant, sources: Mapping[str, str]) -> dict[str, int]:
-    """Lines that read what a mutant changes, by module: its own, for a default those of its function, and outside of
-    functions all that name what the statement binds, since its own run only once, on import."""
-    if not (name := bound_by(mutant, sources)):
-        first, last = mutant.lines
-        return {mutant.module: bits(last + 1, mutant.body[1]) if first == mutant.body[0] else bits(first, last)}
-    named = re.compile(rf"\b{name}\b")
-    return {
-        module: sum(
-            1 << number
-            for number, line in enumerate(text.splitlines(), 1)
-            if named.search(line) and (module, number) != (mutant.module, mutant.lines[0])
-        )
-        for module, text in sources.items()
-    }
-
-
-def chosen(mutant: Mutant, tests: Mapping[str, Ran], sources: Mapping[str, str], texts: Mapping[str, str]) -> list[str]:
-    """The tests that try a mutant, by the `texts` of their files: those that run lines of `shown_at`, then, where these
-    are few, its function, then its module. First come cases with a text of its line in their name, then files that name
-    what it changes, then the others. Of these, every file gives one test in turn, a second case of any test last."""
-    texts_of_line = re.findall(r'"(\w+)"', mutant.key.split(" => ")[0])
-    module = mutant.module.removesuffix(".py")
-    words = (
-        *texts_of_line,
-        bound_by(mutant, sources) or mutant.function.rpartition(".")[2],
-        module.replace("/", "."),
-        f"test_{Path(module).name}",
-    )
-    named = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
-    naming = {file for file, text in texts.items() if named.search(f"{file} {text}")}
-
-    def of(wanted: Mapping[str, int]) -> list[str]:
-        held = [name for name, ran in tests.items() if any(ran.lines.get(m, 0) & lines for m, lines in wanted.items())]
-        seen: Counter[tuple[int, str]] = Counter()
-
-        def in_turn(names: Iterable[str], end: str) -> list[str]:
-            """By rank, how many came before of what the name up to `end` says, and seconds."""
-            keyed = []
-            for name in names:
-                file, case = name.partition("::")[0], name.partition("[")[2]
-                rank = 0 if any(text in case for text in texts_of_line) else 1 if file in naming else 2
-                own = (rank, name.partition(end)[0])
-                keyed.append((rank, seen[own], tests[name].seconds, name))
-                seen[own] += 1
-            return [name for *_, name in sorted(keyed)]
-
-        return in_turn(in_turn(sorted(held, key=lambda name: (tests[name].seconds, name)), "["), "::")
-
-    found = of(shown_at(mutant, sources))
-    for span in (mutant.body, (0, 1 << 16)):
-        if len(found) < FEW:
-            found += [name for name in of({mutant.module: bits(*span)}) if name not in found]
-    taken: list[str] = []
-    spent = 0.0
-    for name in found:
-        spent += tests[name].seconds
-        if taken and (len(taken) == MOST or spent > SECONDS):
-            break
-        taken.append(name)
-    return taken
 
 
 def read(path: Path) -> dict[str, Result]:

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.mutant_tests import Ran, chosen
 from helpers.mutants import Mutant, drawn, mutants_of
-from mutants import LIST, Listed, Ran, Result, chosen, digest, faults, listing, page, run_all, source_of, sources_of
+from mutants import LIST, Listed, Result, digest, faults, listing, page, run_all, source_of, sources_of
 
 SOURCE = '''"""A module."""
 LEAST = 2
@@ -137,16 +138,32 @@ def test_what_stands_outside_of_functions_is_tried_by_tests_that_run_its_readers
 
 
 def test_a_row_of_a_table_is_tried_by_the_cases_that_name_it_first() -> None:
-    source = 'ROWS = {\n    "first": 1,\n    "second": 2,\n}\n\n\ndef row(name: str) -> int:\n    return ROWS[name]\n'
-    mutant = next(each for each in mutants_of("rows.py", source) if '"second": 3' in each.key)
-    read = Ran(1.0, {"rows.py": 1 << 8})
-    tests = {"t.py::a[first]": read, "t.py::b": read, "u.py::a[second]": read, "v.py::c": read}
+    source = """FIRST = 1
+ROWS = {
+    "first": FIRST,
+    "second": row(
+        kind="this",
+        by=2,
+    ),
+}
+
+
+def row(name: str) -> int:
+    return ROWS[name]
+"""
+    mutant = next(each for each in mutants_of("rows.py", source) if "by=3" in each.key)
+    read = Ran(1.0, {"rows.py": 1 << 12})
+    tests = {"t.py::a[first]": read, "t.py::b": read, "u.py::a[second]": read, "v.py::c": read, "w.py::d[this]": read}
+    missed = {f"t.py::{index}": Ran(0.1, {"rows.py": 1 << 1}) for index in range(9)}
     assert chosen(mutant, tests, {"rows.py": source}, {"v.py": 'row("second")'}) == [
         "u.py::a[second]",
+        "w.py::d[this]",
         "v.py::c",
         "t.py::a[first]",
         "t.py::b",
     ]
+    first = next(each for each in mutants_of("rows.py", source) if "FIRST = 2" in each.key)
+    assert chosen(first, {"t.py::b": read, **missed}, {"rows.py": source}, {})[0] == "t.py::b"  # the table's reader
 
 
 def jobs(source: str = SOURCE) -> list[tuple[Mutant, list[str], str]]:
