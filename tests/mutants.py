@@ -2,8 +2,10 @@
 
 `make mutants` draws `count` mutants of the modules that `mutants.toml` names, with a fixed seed. Which tests run which
 lines is recorded once (`.mutants/lines/`, by test file, anew where the file or a module that it ran has changed). Each
-mutant is tried in a copy of the tree by the quickest of its tests. Results go to `.mutants/results.jsonl` as they come:
-a run that was stopped goes on where it was. `mutants.md` says how all ended; `mutants.toml` why those that live do.
+mutant is tried in a copy of the tree, by tests that name what it changes and by the quickest of every test file.
+Results go to `.mutants/results.jsonl` as they come: a run that was stopped goes on where it was, and a verdict stands
+until the mutant's function or the test that killed it changes. `mutants.md` says how all ended; `mutants.toml` why
+those that live do.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import multiprocessing
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -28,17 +31,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helpers.mutant_tests import Ran, chosen
 from helpers.mutants import Mutant, drawn
 
 LIST = Path(__file__).with_suffix(".toml")
 HELD = Path(".mutants")
 """What a run keeps, in the folder that it runs in."""
 PROCESSES = 2
-MOST, SECONDS, FEW = 40, 40.0, 5
-"""Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of
-its function are asked as well."""
-SLOWER, START = 6.0, 120.0
-"""A mutant's tests may take this much longer than they took, and these seconds: other work may share the machine."""
+SLOWER, START = 6.0, 240.0
+"""A mutant's tests may take this much longer than they took, and these seconds: other work may share the machine, and
+what a file's tests share is counted for the first of them alone."""
 KILLED, SHARE = ("failed", "timeout"), 0.9
 OUTCOMES = {0: "lived", 1: "failed", 2: "failed", 5: "untested"}
 """By pytest's exit status; a module that cannot be imported interrupts it."""
@@ -48,16 +50,8 @@ PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--hypoth
 
 
 @dataclass(slots=True)
-class Ran:
-    """A test's seconds, and the lines that it runs of each module, as the bits of a number."""
-
-    seconds: float
-    lines: dict[str, int]
-
-
-@dataclass(slots=True)
 class Result:
-    """What became of a mutant, under this `source` of its module and these `tests`."""
+    """What became of a mutant, under this `source` of its function and these `tests`."""
 
     key: str
     outcome: str
@@ -65,6 +59,9 @@ class Result:
     source: str
     tests: str
     count: int
+    by: str = ""
+    """The test file that killed it, "" where it is not known, and a digest of the file."""
+    by_text: str = ""
 
 
 @dataclass(slots=True)
@@ -74,6 +71,7 @@ class Listed:
     seed: int
     count: int
     modules: list[str]
+    always: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -103,32 +101,9 @@ def sources_of(patterns: Iterable[str], root: Path) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def chosen(mutant: Mutant, tests: Mapping[str, Ran]) -> list[str]:
-    """The tests that try a mutant: those that run its lines, then, where these are few, its function, then its module.
-    The quickest case of every test comes before a second one of any."""
-
-    def of(first: int, last: int) -> list[str]:
-        wanted = (1 << (last + 1)) - (1 << first)
-        held = sorted((ran.seconds, name) for name, ran in tests.items() if ran.lines.get(mutant.module, 0) & wanted)
-        cases: dict[str, int] = defaultdict(int)
-        ranked = []
-        for seconds, name in held:
-            ranked.append((cases[name.partition("[")[0]], seconds, name))
-            cases[name.partition("[")[0]] += 1
-        return [name for *_, name in sorted(ranked)]
-
-    found = list(of(*mutant.lines)) if mutant.function else []
-    for span in (mutant.body, (0, 1 << 16)):
-        if len(found) < FEW:
-            found += [name for name in of(*span) if name not in found]
-    taken: list[str] = []
-    spent = 0.0
-    for name in found:
-        spent += tests[name].seconds
-        if taken and (len(taken) == MOST or spent > SECONDS):
-            break
-        taken.append(name)
-    return taken
+def source_of(mutant: Mutant, sources: Mapping[str, str]) -> str:
+    """The text of a mutant's function, or of its module where it stands in none."""
+    return "\n".join(sources[mutant.module].splitlines()[mutant.body[0] - 1 : mutant.body[1]])
 
 
 def read(path: Path) -> dict[str, Result]:
@@ -143,31 +118,41 @@ def read(path: Path) -> dict[str, Result]:
     return found
 
 
-def is_valid(result: Result | None, source: str, tests: Sequence[str]) -> bool:
-    """Whether a result still holds: a mutant that was killed is tried again where its module changed, one that lived
-    also by other tests, and one whose tests could not be run always."""
+def asked_by(tests: Sequence[str], texts: Mapping[str, str]) -> str:
+    """A digest of tests and of their files."""
+    return digest(*tests, *(texts.get(file, "") for file in sorted({name.partition("::")[0] for name in tests})))
+
+
+def is_valid(result: Result | None, source: str, tests: Sequence[str], texts: Mapping[str, str]) -> bool:
+    """Whether a result still holds: a mutant that was killed is tried again where its function or the test file that
+    killed it changed, one that lived where it is asked by other tests, and one whose tests could not be run always."""
     if result is None or result.source != source or result.outcome.startswith("error"):
         return False
-    return result.outcome in KILLED or result.tests == digest(*tests)
+    if result.outcome in KILLED:
+        return result.by_text == digest(texts.get(result.by, ""))
+    return result.tests == asked_by(tests, texts)
 
 
 def run_all(
     jobs: Sequence[tuple[Mutant, list[str], str]],
     path: Path,
-    attempt: Callable[[Mutant, list[str]], str],
+    attempt: Callable[[Mutant, list[str]], tuple[str, str]],
+    texts: Mapping[str, str],
     processes: int = PROCESSES,
 ) -> dict[str, Result]:
-    """Try those mutants whose results in `path` do not hold, (mutant, tests, digest of its module) each, and append
-    theirs -> all."""
+    """Try those mutants whose results in `path` do not hold, (mutant, tests, digest of its function) each, and append
+    theirs -> all. An attempt gives the outcome and the test file that killed it; `texts` are those of test files."""
     found = read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    left = [job for job in jobs if not is_valid(found.get(job[0].key), job[2], job[1])]
+    left = [job for job in jobs if not is_valid(found.get(job[0].key), job[2], job[1], texts)]
 
     def one(job: tuple[Mutant, list[str], str]) -> Result:
         mutant, tests, source = job
         began = time.perf_counter()
-        outcome = attempt(mutant, tests) if tests else "untested"
-        return Result(mutant.key, outcome, round(time.perf_counter() - began, 1), source, digest(*tests), len(tests))
+        outcome, by = attempt(mutant, tests) if tests else ("untested", "")
+        seconds = round(time.perf_counter() - began, 1)
+        by_text = digest(texts.get(by, ""))
+        return Result(mutant.key, outcome, seconds, source, asked_by(tests, texts), len(tests), by, by_text)
 
     with ThreadPoolExecutor(processes) as pool, path.open("a") as out:
         for done, result in enumerate(pool.map(one, left), 1):
@@ -242,6 +227,17 @@ def ask(tree: str, log: str, tests: list[str]) -> None:
     os._exit(code)
 
 
+SHARED = "*"
+"""What tests of a file share: lines of fixtures that are made once, and of processes that the tests start."""
+COVERED = """[run]
+data_file = {folder}/lines
+parallel = true
+sigterm = true
+concurrency = thread, multiprocessing
+include = {include}
+"""
+
+
 class Recorder:
     """A pytest plugin that tells coverage which test runs, and notes what each took."""
 
@@ -251,8 +247,17 @@ class Recorder:
         self.failed: set[str] = set()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins, its fixtures included."""
+        """A test begins."""
+        self.test = nodeid
         self.coverage.switch_context(nodeid)
+
+    def pytest_fixture_setup(self, fixturedef: Any) -> None:
+        """A fixture of it is made."""
+        self.coverage.switch_context(self.test if fixturedef.scope == "function" else SHARED)
+
+    def pytest_runtest_call(self) -> None:
+        """All are made."""
+        self.coverage.switch_context(self.test)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A part of it is over."""
@@ -262,32 +267,46 @@ class Recorder:
 
 
 def record(tree: str, log: str, test: str, modules: list[str], out: str) -> None:
-    """Run a test file under coverage, and write which lines of the modules each of its passing tests runs."""
+    """Run a test file under coverage, and write which lines of the modules each of its passing tests runs, those that
+    they share included."""
     enter(tree, log)
     import coverage
     import pytest
 
-    cover = coverage.Coverage(
-        data_file=None, config_file=False, include=[f"{tree}/fastspec/{module}" for module in modules]
-    )
+    folder, root = Path(f"{tree}.lines"), Path(tree) / "fastspec"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    settings = folder / "settings"
+    settings.write_text(COVERED.format(folder=folder, include=",".join(str(root / module) for module in modules)))
+    cover = coverage.Coverage(data_file=None, config_file=str(settings))
     cover.start()
     recorder = Recorder(cover)
     pytest.main([*PYTEST[1:], test], plugins=[recorder])
     cover.stop()
-    data, lines = cover.get_data(), defaultdict[str, dict[str, int]](lambda: defaultdict(int))
-    for path in data.measured_files():
-        module = str(Path(path).relative_to(f"{tree}/fastspec"))
-        for line, names in data.contexts_by_lineno(path).items():
-            for name in names:
-                lines[name][module] |= 1 << line
-    ran = {
-        name: Ran(round(seconds, 3), lines[name])
+    lines = defaultdict[str, dict[str, int]](lambda: defaultdict(int))
+
+    def add(data: Any, shared: bool) -> None:
+        for path in data.measured_files():
+            for line, names in data.contexts_by_lineno(path).items():
+                for name in [SHARED] if shared else names:
+                    lines[name][str(Path(path).relative_to(root))] |= 1 << line
+
+    add(cover.get_data(), shared=False)
+    for path in folder.glob("lines.*"):
+        data = coverage.CoverageData(str(path))
+        with suppress(coverage.exceptions.DataError):  # of a process that was killed while it wrote
+            data.read()
+            add(data, shared=True)
+    rows = {
+        name: {
+            "seconds": round(seconds, 3),
+            "lines": {
+                module: hex(lines[name].get(module, 0) | lines[SHARED].get(module, 0))
+                for module in {**lines[name], **lines[SHARED]}
+            },
+        }
         for name, seconds in recorder.seconds.items()
         if name not in recorder.failed
-    }
-    rows = {
-        name: {"seconds": each.seconds, "lines": {m: hex(bits) for m, bits in each.lines.items()}}
-        for name, each in ran.items()
     }
     Path(out).write_text(json.dumps(rows))
     sys.stdout.flush()
@@ -332,8 +351,8 @@ class Runner:
         process.join()
         return code
 
-    def attempt(self, mutant: Mutant, tests: list[str], limit: float) -> str:
-        """What tests say of a mutant."""
+    def attempt(self, mutant: Mutant, tests: list[str], limit: float) -> tuple[str, str]:
+        """What tests say of a mutant, and the file of the one that fails."""
         tree = self.trees.get()
         path, source = tree / "fastspec" / mutant.module, (self.root / "fastspec" / mutant.module).read_text()
         try:
@@ -341,10 +360,13 @@ class Runner:
             code = self.in_process(ask, tree, limit, tests)
             if code == NOT_FOUND:  # a test's file cannot be collected, or its cases have other names
                 code = self.in_process(ask, tree, limit, sorted({name.partition("::")[0] for name in tests}))
+            said = Path(f"{tree}.log").read_text(errors="replace")
         finally:
             path.write_text(source)
             self.trees.put(tree)
-        return "timeout" if code is None else OUTCOMES.get(code, "failed" if code < 0 else f"error {code}")
+        outcome = "timeout" if code is None else OUTCOMES.get(code, "failed" if code < 0 else f"error {code}")
+        by = re.search(r"^(?:FAILED|ERROR) ([^\s:]+)", said, re.MULTILINE)
+        return outcome, by[1] if by is not None and outcome == "failed" else ""
 
     def record(self, test: str, modules: list[str]) -> dict[str, Any] | None:
         """What a test file runs, see `record`; None where it takes too long or ends its process."""
@@ -418,18 +440,24 @@ def main() -> int:
     with Runner(root, root / HELD, asked.processes) as runner:
         tests = line_map(runner, sources, files, asked.processes)
         wanted = [each for each in mutants if not asked.names or any(part in each.module for part in asked.names)]
-        jobs = [(mutant, chosen(mutant, tests), digest(sources[mutant.module])) for mutant in wanted]
+        marks = {each.key: digest(source_of(each, sources)) for each in mutants}
+        texts = {str(path.relative_to(root)): path.read_text() for path in files}
+        jobs = [
+            (mutant, [*listed.always, *chosen(mutant, tests, sources, texts)], marks[mutant.key]) for mutant in wanted
+        ]
         held = read(kept)
-        left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1])]
-        limits = {job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1]) for job in left}
+        left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1], texts)]
+        limits = {
+            job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1] if name in tests) for job in left
+        }
         run_all(
             left[: asked.most],
             kept,
             lambda mutant, names: runner.attempt(mutant, names, limits[mutant.key]),
+            texts,
             asked.processes,
         )
     held = read(kept)
-    marks = {each.key: digest(sources[each.module]) for each in mutants}
     results = {key: held[key] for key, mark in marks.items() if key in held and held[key].source == mark}
     text = "\n".join(page(listed, mutants, results)) + "\n"
     LIST.with_suffix(".md").write_text(text)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import CancelledError
 
 import pytest
-from helpers.generate import NEVER, prompts, shallow_model
+from helpers.generate import NEVER, TREE, prompts, shallow_model
+from helpers.models import tiny_head
 
 import fastspec
 from fastspec import FastSpecError
+from fastspec.patches.hf.compat import has_capturing_hooks
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +81,15 @@ def test_a_close_that_was_interrupted_may_be_called_again(model, monkeypatch):
         future.result(60)
     fastspec.unpatch(model)
     fastspec.patch(model)
+
+
+def test_a_closed_batch_counts_as_a_call_and_leaves_no_hooks_behind():
+    """A model that has transformers' own hooks cannot be pickled."""
+    model = shallow_model("gpt2")
+    fastspec.patch(model, eagle3=tiny_head(model))
+    ids, options = prompts(5)["input_ids"], {"max_new_tokens": 6, "do_sample": False, "eos_token_id": NEVER}
+    with fastspec.continuous(model, TREE, rows=1) as batch:
+        answer = batch.submit(ids, **options).result(60)
+        assert has_capturing_hooks(model) and not fastspec.report(model).calls
+    assert fastspec.report(model).calls == (batch.stats,) and batch.stats.emitted == 6
+    assert pickle.loads(pickle.dumps(model)).generate(ids, **options).tolist() == answer.tolist()

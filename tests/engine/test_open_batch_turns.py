@@ -104,6 +104,22 @@ def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
         assert batch.running == 0 and batch.stats.emitted < 30 + 9 + 30
 
 
+def test_who_waits_is_counted_before_and_behind_a_turn_of_the_rounds():
+    _, model = made()
+    gate = Gate()
+    with fastspec.continuous(model, "autoregressive", rows=1, max_length=64) as batch:
+        futures = [batch.submit(texts(5)[0], streamer=gate, max_new_tokens=6, **GREEDY)]
+        assert gate.seen.acquire(timeout=SECONDS)
+        futures += [batch.submit(each, max_new_tokens=4, **GREEDY) for each in texts(6, 7)]
+        for _ in range(3):
+            assert (batch.running, batch.waiting) == (1, 2)
+            gate.go.release()
+            assert gate.seen.acquire(timeout=SECONDS)
+        gate.go.release(99)
+        told(futures)
+        assert (batch.running, batch.waiting) == (0, 0)
+
+
 def test_who_reads_a_cancelled_answer_is_told_its_end(caplog):
     """While it runs and while it waits, by transformers' streamer that another thread reads; what a streamer raises
     there is logged."""

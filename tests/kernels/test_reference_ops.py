@@ -338,7 +338,7 @@ def test_rope_cache_rotates_as_transformers_does_and_fills_the_slots(nodes, size
 
 def test_queries_are_scaled_by_their_positions_as_transformers_does():
     generator = torch.Generator().manual_seed(0)
-    model = tiny_model("ministral3")
+    model, row = tiny_model("ministral3"), ADAPTERS["ministral3"].position_factor
     positions = torch.tensor([[3, 15, 16, 90]])
     rope = model.config.rope_parameters
     scale = get_llama_4_attn_scale(positions, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
@@ -356,9 +356,11 @@ def test_queries_are_scaled_by_their_positions_as_transformers_does():
         positions,
         *caches,
         torch.arange(4)[None],
-        factor=position_factor(model, ADAPTERS["ministral3"].position_factor, 100),
+        factor=position_factor(model, row, 100),
     )
     assert torch.equal(found, wanted.transpose(1, 2))
+    rounded = position_factor(model.bfloat16(), row, 100)  # as transformers does before it multiplies
+    assert torch.equal(rounded[positions].flatten(), scale.flatten().bfloat16().float())
 
 
 @given(st.sampled_from([1, 7, 64]), st.booleans(), SEEDS)

@@ -42,8 +42,7 @@ def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past:
         keep = torch.ones_like(ids, dtype=torch.bool) if inferred is None or inferred.dim() != 2 else inferred.bool()
     else:
         keep = mask.to(ids.device).bool()
-        repeat = rows // max(1, keep.shape[0])
-        keep = keep.repeat_interleave(repeat, 0) if repeat > 1 else keep
+        keep = keep.repeat_interleave(max(1, rows // max(1, keep.shape[0])), 0)
     if past and keep.shape[1] == past + width:
         return keep
     if keep.shape[1] != width:

@@ -196,7 +196,7 @@ def kept_by(config: Any) -> list[int]:
     config = config.get_text_config()
     layers, kinds = layer_count(config), getattr(config, "layer_types", None)
     first = layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    if first == layers or kinds is None:
+    if kinds is None:
         return list(range(layers))
     return [
         layer if layer < first else max(each for each in range(first) if kinds[each] == kinds[layer])

@@ -11,7 +11,6 @@ from typing import Any
 
 import transformers
 from packaging.version import Version
-from torch import nn
 from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
@@ -203,26 +202,19 @@ def _by_module(model: Any) -> Iterator[Limit]:
 
 
 def position_rows(model: Any) -> int | None:
-    """How many positions a model can tell apart, or None where it computes any.
+    """How many positions a model's decoder can tell apart, or None where it computes any.
 
-    Rotary embeddings are computed for any position; a table of them, learned or sinusoidal, ends. A model that has
-    neither is taken to end where its configuration says.
+    Rotary embeddings are computed for any position, and XGLM's sinusoidal table, which makes its weights, grows. Any
+    other table of positions ends where the configuration says.
     """
     limit = position_limit(model.config)
     if limit is None:
         return None
-    words, modules = model.get_input_embeddings(), every_module(model)
+    modules = every_module(stack_of(model.get_decoder()))  # a vision tower beside it has positions of its own
     for module in modules:
         for name, table in own_buffers(module).items():
             if "pos" in name and table is not None and table.dim() == 2 and table.shape[0] == limit:
                 return limit  # GPT-J's rotary embedding has one since transformers 5.24
-        for name, part in module.named_children():
-            if (
-                isinstance(part, nn.Embedding)
-                and part is not words
-                and any(each in name.lower() for each in ("pos", "wpe"))
-            ):
-                return limit
-    kinds = set(map(type, modules))  # XGLM's sinusoidal table, which makes its weights, grows
+    kinds = set(map(type, modules))
     rotary = any("rotary" in kind.__name__.lower() or callable(getattr(kind, "make_weights", None)) for kind in kinds)
     return None if rotary else limit

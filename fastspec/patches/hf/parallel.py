@@ -198,7 +198,7 @@ class Share:
         first = group.rank() * share(self.wide, group.size())
         return lambda x: ops.likeliest(change(ops.linear(x, weight, bias)), first, group)
 
-    def reduced(self, ops: Ops, *, parts: bool = False) -> Product:
+    def reduced(self, ops: Ops, *, parts: bool) -> Product:
         """The product of a layer that was cut by inputs: this process's part x [..., K] of them -> [..., M], the same
         for all."""
         weight, bias, group = self.weight, self.bias, self.group
@@ -214,11 +214,7 @@ class Share:
         return x[..., first : first + self.weight.shape[1]]
 
 
-@overload
-def product_of_shares(shares: Sequence[Share], ops: Ops) -> Linear: ...
-@overload
-def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool) -> Product: ...
-def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool = False) -> Product:
+def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool) -> Product:
     """Layers over one input, their outputs side by side: the processes' own of them, or, where the plan joins outputs,
     all of them by one join; `parts` as in `Share.run`."""
     styles, size = {share.style for share in shares}, shares[0].group.size()

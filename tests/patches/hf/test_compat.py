@@ -9,6 +9,7 @@ from helpers.models import tiny_model
 from torch import nn
 from torch.nn.modules import dropout
 
+import fastspec
 from fastspec.patches.hf import compat
 from fastspec.patches.hf.modes import DROPOUTS
 
@@ -88,6 +89,23 @@ def test_a_model_says_whether_it_is_stateful_and_cut():
     assert not compat.is_stateful(model) and compat.processes_of(model) == 1
     model._is_stateful = True
     assert compat.is_stateful(model)
+
+
+def test_transformers_capturing_hooks_come_again_when_they_were_taken_off():
+    model, ids = tiny_model("gpt2"), torch.arange(5, 12)[None]
+    for _ in range(2):
+        assert len(model(ids, output_hidden_states=True).hidden_states) == 7 and compat.has_capturing_hooks(model)
+        compat.drop_capturing_hooks(model)
+        assert not compat.has_capturing_hooks(model)
+
+
+def test_a_model_that_deepspeed_spreads_is_refused(monkeypatch: pytest.MonkeyPatch):
+    model, ids = fastspec.patch(tiny_model("llama")), torch.arange(5, 12)[None]
+    monkeypatch.setattr(compat, "is_deepspeed_zero3_enabled", lambda: True)
+    model.generate(ids, max_new_tokens=2, assistant="nasd")  # by one process alone
+    monkeypatch.setattr(compat, "_are_several", lambda: True)
+    with pytest.raises(fastspec.Unsupported, match="ZeRO 3 has spread this LlamaForCausalLM over several processes"):
+        model.generate(ids, max_new_tokens=2, assistant="nasd")
 
 
 def test_all_of_torchs_dropouts_are_known():

@@ -3,12 +3,14 @@ name."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers.generate import SHALLOW, free, prompts
 from helpers.models import tiny_model
+from helpers.vision import seeing
 from transformers import (
     BltConfig,
     BltForCausalLM,
@@ -151,9 +153,10 @@ def test_models_of_several_sizes_are_refused_at_patch(make: Any, message: str) -
 
 
 def test_a_prompt_past_the_rotary_positions_runs_on():
-    """As in plain `generate`: rotary embeddings are computed for any position."""
-    for family in ("llama", "persimmon"):
-        plain, model = (tiny_model(family, max_position_embeddings=16) for _ in range(2))
-        options = {**prompts(20, 11), "max_new_tokens": 10, "do_sample": False}
+    """As in plain `generate`: rotary embeddings are computed for any position, and a table of the vision tower's bounds
+    no text."""
+    for make in (partial(tiny_model, "llama"), partial(tiny_model, "persimmon"), partial(seeing, "llava")):
+        plain, model = (make(max_position_embeddings=16) for _ in range(2))
+        options = {**prompts(20, 11), "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
         want = plain.generate(**options)
         assert fastspec.patch(model).generate(**options, assistant="nasd").tolist() == want.tolist()

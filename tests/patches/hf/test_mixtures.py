@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.generate import SHALLOW, free, prompts
-from helpers.models import tiny_head, tiny_model
+from helpers.models import FAMILIES, tiny_head, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -202,6 +202,17 @@ def test_a_backend_without_experts_turns_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(session, "choose_backend", lambda *_, **__: replace(TORCH, packs=True))
     with fastspec.patched(model):
         assert all(weight.is_contiguous() for mlp in mixtures(model) for weight in mlp.parameters())
+
+
+def test_all_families_but_these_have_their_experts_run_by_the_op() -> None:
+    sparse = {
+        kind
+        for kind in FAMILIES
+        for layer in tiny_model(kind, **SHALLOW).model.layers
+        if hasattr(getattr(layer, ADAPTERS[kind].mlp), "experts")
+    }
+    own = {kind for kind in sparse if ADAPTERS[kind].mixture is None}
+    assert own == {"aria_text", "ernie4_5_moe", "granitemoe", "minimax_m2"} and sparse - own == {*CAUSAL}
 
 
 class Doubled(nn.Module):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import runpy
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +43,7 @@ from fastspec.generation.drafters import head_program as head_cut
 from fastspec.kernels import ahead
 from fastspec.kernels.parallel import symmetric, words
 from fastspec.kernels.parallel.symmetric import way_of
+from fastspec.patches.backends import TORCH
 from fastspec.patches.hf import parallel
 
 GENERIC = "hunyuan_v1_dense"
@@ -286,6 +289,28 @@ def test_a_look_at_a_program_sums_nothing(rows: int, monkeypatch: pytest.MonkeyP
         and made.total.is_cuda
         and (made.total.shape, made.total.dtype) == ((rows, 4096), torch.bfloat16)
     )
+
+
+@pytest.mark.parametrize("wide", [6, 7], ids=["outputs divide", "outputs do not divide"])
+def test_layers_of_several_cuts_are_multiplied_side_by_side(wide: int) -> None:
+    """One whose outputs stay apart beside one whose outputs are joined, and two that are joined."""
+    generator, sent = torch.Generator().manual_seed(0), []
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    x, whole = torch.randn(3, 8, generator=generator), torch.randn(wide, 8, generator=generator)
+    first, rest = whole[: (wide + 1) // 2], whole[(wide + 1) // 2 :]
+
+    def joined(part: torch.Tensor, width: int, _: Any) -> torch.Tensor:
+        sent.append(width)
+        several = part.shape[-1] // len(first)
+        return torch.cat((part, *[x @ rest.T] * several), -1)
+
+    ops = replace(TORCH, all_gather=joined)
+    styles = parallel.ParallelStyle
+    apart, cut = (parallel.Share(first, None, style, group, wide) for style in (styles.COLUMN, styles.COLUMN_JOINED))
+    run = partial(parallel.product_of_shares, ops=ops, parts=False)
+    torch.testing.assert_close(run((apart, cut))(x), torch.cat((x @ first.T, x @ whole.T), -1))
+    torch.testing.assert_close(run((cut, cut))(x), torch.cat((x @ whole.T, x @ whole.T), -1))
+    assert sent == [wide, 2 * wide] if wide == 6 else [wide] * 3  # at once, where each has as many outputs
 
 
 def test_what_is_refused_by_name(both: Made) -> None:

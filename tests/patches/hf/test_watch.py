@@ -182,3 +182,12 @@ def test_nothing_holds_where_adapters_switch_and_calls_change_nothing() -> None:
     assert watch.holds()
     model.model.layers[0].mlp._active_adapter = ["default"]
     assert not watch.holds() and not Identities(model).holds()
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_values_of_a_small_buffer_are_watched_even_where_torch_counts_no_change(size: int) -> None:
+    model = fastspec.patch(tiny_model())
+    model.model.register_buffer("table", torch.zeros(size))
+    watch = Identities(model)
+    model.model.table.data[-1] = 1.0
+    assert not watch.holds()

@@ -17,8 +17,10 @@ import fastspec
 from fastspec.generation import layer_state
 from fastspec.kernels.attention.layout import LEAST_RING
 from fastspec.kernels.attention.reference import Span, attention_layout
+from fastspec.patches.backends import TORCH
 from fastspec.patches.hf import tree_check
 from fastspec.patches.hf.cache import CACHE, kept_cache
+from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 
 ROWS = prompts(5, 11)
@@ -79,6 +81,13 @@ def test_padded_chunks_end_where_the_buffers_of_a_ring_do(kind: str, monkeypatch
         for assistant in ("autoregressive", TREE):
             assert free(model, ROWS, NEW, assistant=assistant) == expected, assistant
             assert conversation(model, (5, 11), {"assistant": assistant}) == turns, assistant
+
+
+def test_a_draft_keeps_no_more_of_a_text_than_its_window() -> None:
+    model = windowed("mistral")
+    draft = language_model(model, None, rows=1, capacity=400, tail=2, taps=None, ops=TORCH, drafts=True)
+    draft.reserve(400)
+    assert all(each.k.shape[3] < 400 for each in draft.state.kinds)
 
 
 def wide(model: Any) -> Any:

@@ -1,0 +1,118 @@
+"""Choice of the tests that try a mutant, from what each test runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers.mutants import Mutant
+
+MOST, SECONDS, FEW = 40, 40.0, 5
+"""Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of
+its function are asked as well."""
+
+
+@dataclass(slots=True)
+class Ran:
+    """A test's seconds, and the lines that it runs of each module, as the bits of a number."""
+
+    seconds: float
+    lines: dict[str, int]
+
+
+def bits(first: int, last: int) -> int:
+    """Lines as the bits of a number."""
+    return (1 << (last + 1)) - (1 << first)
+
+
+def bound_by(mutant: Mutant, sources: Mapping[str, str]) -> str:
+    """The name that a mutant's statement outside of functions binds; "" inside of one."""
+    if mutant.body[0] > 1:
+        return ""
+    return re.findall(r"\w+", sources[mutant.module].splitlines()[mutant.lines[0] - 1])[0]
+
+
+def row_of(mutant: Mutant, sources: Mapping[str, str]) -> str:
+    """The lines of the row of a table that a mutant changes, or of its whole statement up to there."""
+    (first, last), source = mutant.lines, sources[mutant.module]
+    rows = [(first, last)]
+    for node in ast.walk(ast.parse(source)):  # from the outermost table on
+        starts = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        ends = node.values if isinstance(node, ast.Dict) else starts
+        spans = [(key.lineno, value.end_lineno or last) for key, value in zip(starts, ends, strict=True) if key]
+        rows += [(start, end) for start, end in spans if first <= start <= last <= end]
+    start, end = rows[min(1, len(rows) - 1)]
+    return "\n".join(source.splitlines()[start - 1 : end])
+
+
+def shown_at(mutant: Mutant, sources: Mapping[str, str]) -> dict[str, int]:
+    """Lines that read what a mutant changes, by module: its own, for a default those of its function, and outside of
+    functions all that name what the statement binds, or what its module makes of that: its own run once, on import."""
+    if not (name := bound_by(mutant, sources)):
+        first, last = mutant.lines
+        return {mutant.module: bits(last + 1, mutant.body[1]) if first == mutant.body[0] else bits(first, last)}
+    names = {name}
+    for statement in ast.parse(sources[mutant.module]).body:
+        read = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name)}
+        if isinstance(statement, ast.Assign) and names & read:
+            names |= {each.id for each in statement.targets if isinstance(each, ast.Name)}
+    named = re.compile(rf"\b({'|'.join(names)})\b")
+    return {
+        module: sum(
+            1 << number
+            for number, line in enumerate(text.splitlines(), 1)
+            if named.search(line) and (module, number) != (mutant.module, mutant.lines[0])
+        )
+        for module, text in sources.items()
+    }
+
+
+def chosen(mutant: Mutant, tests: Mapping[str, Ran], sources: Mapping[str, str], texts: Mapping[str, str]) -> list[str]:
+    """The tests that try a mutant, by the `texts` of their files: those that run lines of `shown_at`, then, where these
+    are few, its function, then its module. First come cases named by a text of the table's row that it changes, then
+    files that name what it changes, then the others. Of these, every file gives one test in turn, a second case of any
+    test last."""
+    name, module = bound_by(mutant, sources), mutant.module.removesuffix(".py")
+    own = re.findall(r'"(\w+)"', row_of(mutant, sources)) if name else []
+    words = (
+        *own,
+        name or mutant.function.rpartition(".")[2],
+        module.replace("/", "."),
+        f"test_{Path(module).name}",
+    )
+    named = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
+    naming = {file for file, text in texts.items() if named.search(f"{file} {text}")}
+
+    def of(wanted: Mapping[str, int]) -> list[str]:
+        held = [name for name, ran in tests.items() if any(ran.lines.get(m, 0) & lines for m, lines in wanted.items())]
+        seen: Counter[tuple[int, str]] = Counter()
+
+        def in_turn(names: Iterable[str], end: str) -> list[str]:
+            """By rank, how many came before of what the name up to `end` says, and seconds."""
+            keyed = []
+            for name in names:
+                file, case = name.partition("::")[0], name.partition("[")[2]
+                rank = 0 if any(text in case for text in own) else 1 if file in naming else 2
+                part = rank, name.partition(end)[0]
+                keyed.append((rank, seen[part], tests[name].seconds, name))
+                seen[part] += 1
+            return [name for *_, name in sorted(keyed)]
+
+        return in_turn(in_turn(sorted(held, key=lambda name: (tests[name].seconds, name)), "["), "::")
+
+    found = of(shown_at(mutant, sources))
+    for span in (mutant.body, (0, 1 << 16)):
+        if len(found) < FEW:
+            found += [name for name in of({mutant.module: bits(*span)}) if name not in found]
+    taken: list[str] = []
+    spent = 0.0
+    for name in found:
+        spent += tests[name].seconds
+        if taken and (len(taken) == MOST or spent > SECONDS):
+            break
+        taken.append(name)
+    return taken
