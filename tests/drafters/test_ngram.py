@@ -136,6 +136,7 @@ def test_a_laid_out_tree_is_the_one_that_its_parents_make(nodes):
     for row, growth in enumerate(growths):
         assert tree.tokens[row, : known[row]].tolist() == growth.tokens[:nodes]
         assert not tree.parents[row, known[row] :].any()
+        assert set(tree.tokens[row, known[row] :].tolist()) <= {growth.tokens[min(1, known[row] - 1)]}
 
 
 # what is learned
