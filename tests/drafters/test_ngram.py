@@ -119,7 +119,7 @@ def test_a_call_is_told_what_its_model_reads(pair):
 @pytest.mark.parametrize("nodes", [1, 2, 7, 63, 64, 65, 130])
 def test_a_laid_out_tree_is_the_one_that_its_parents_make(nodes):
     generator = torch.Generator().manual_seed(nodes)
-    known = [max(1, nodes - 5), nodes]  # the first row is filled up
+    known = [max(1, nodes - 5), nodes, nodes]  # the first row is filled up, and the last one is a chain
     growths = [
         Growth(
             [int(torch.randint(50, (), generator=generator)) for _ in range(k)],
@@ -128,6 +128,7 @@ def test_a_laid_out_tree_is_the_one_that_its_parents_make(nodes):
         )
         for k in known
     ]
+    growths[-1].parents[1:] = range(nodes - 1)
     tree = lay_out(growths, nodes, 9, torch.device("cpu"))
     expected = TokenTree.from_parents(tree.tokens, tree.parents, 9)
     for name in ("parents", "depths", "ancestors"):
@@ -135,6 +136,7 @@ def test_a_laid_out_tree_is_the_one_that_its_parents_make(nodes):
     for row, growth in enumerate(growths):
         assert tree.tokens[row, : known[row]].tolist() == growth.tokens[:nodes]
         assert not tree.parents[row, known[row] :].any()
+        assert set(tree.tokens[row, known[row] :].tolist()) <= {growth.tokens[min(1, known[row] - 1)]}
 
 
 # what is learned

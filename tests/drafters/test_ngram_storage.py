@@ -215,6 +215,28 @@ def test_a_changed_file_is_refused(kind, change, tmp_path):
         type(storage).load(path)
 
 
+def test_a_context_that_a_file_has_twice_is_refused(tmp_path):
+    storage, path = fastspec.NgramStorage(2), tmp_path / "s.safetensors"
+    cursor = storage.start()
+    for token in (1, 2, 3):
+        cursor = storage.feed(cursor, token)
+    storage.save(path)
+    changed(path, contexts=torch.tensor([[1], [1]]))
+    with pytest.raises(fastspec.CheckpointError, match="twice"):
+        fastspec.NgramStorage.load(path)
+
+
+def test_edges_of_a_file_that_lead_to_no_longer_text_are_refused(tmp_path):
+    storage, path = fastspec.SuffixStorage(), tmp_path / "s.safetensors"
+    read(storage, [1, 2, 3, 1, 2, 4])
+    storage.save(path)
+    edges = load_file(path)["edges"]
+    edges[-1, 2] = edges[-1, 0]
+    changed(path, edges=edges)
+    with pytest.raises(fastspec.CheckpointError, match="leads by token"):
+        fastspec.SuffixStorage.load(path)
+
+
 @every_kind
 def test_a_damaged_missing_or_foreign_file_is_refused(kind, tmp_path):
     storage, path = MAKERS[kind][0](), tmp_path / "s.safetensors"

@@ -93,3 +93,24 @@ def test_a_closed_batch_counts_as_a_call_and_leaves_no_hooks_behind():
         assert has_capturing_hooks(model) and not fastspec.report(model).calls
     assert fastspec.report(model).calls == (batch.stats,) and batch.stats.emitted == 6
     assert pickle.loads(pickle.dumps(model)).generate(ids, **options).tolist() == answer.tolist()
+
+
+@pytest.mark.parametrize("had", [False, True])
+def test_hooks_that_the_models_own_passes_leave_go_with_the_batch(had):
+    """Rounds of a model without an adapter ask it for its hidden states. Hooks that it had before stay."""
+    model, ids = shallow_model("gpt2"), prompts(5)["input_ids"]
+    if had:
+        model(ids, output_hidden_states=True)
+
+    def hooks():
+        return [hook for module in model.modules() for hook in module._forward_hooks.values()]
+
+    before = hooks()
+    assert bool(before) == had
+    fastspec.patch(model, eagle3=tiny_head(model))
+    with fastspec.continuous(model, "eagle3", rows=1) as batch:
+        batch.submit(ids, max_new_tokens=4, do_sample=False).result(60)
+        assert hooks()
+    assert hooks() == before
+    model(ids, output_hidden_states=True)
+    assert hooks()

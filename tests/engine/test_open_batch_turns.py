@@ -104,20 +104,19 @@ def test_prompts_are_cancelled_while_they_wait_are_read_and_run(monkeypatch):
         assert batch.running == 0 and batch.stats.emitted < 30 + 9 + 30
 
 
-def test_who_waits_is_counted_before_and_behind_a_turn_of_the_rounds():
+def test_prompts_are_counted_as_waiting_before_and_after_the_batch_has_seen_them():
     _, model = made()
-    gate = Gate()
+    ids, gate = texts(5, 6, 7, 8), Gate()
     with fastspec.continuous(model, "autoregressive", rows=1, max_length=64) as batch:
-        futures = [batch.submit(texts(5)[0], streamer=gate, max_new_tokens=6, **GREEDY)]
-        assert gate.seen.acquire(timeout=SECONDS)
-        futures += [batch.submit(each, max_new_tokens=4, **GREEDY) for each in texts(6, 7)]
-        for _ in range(3):
-            assert (batch.running, batch.waiting) == (1, 2)
-            gate.go.release()
-            assert gate.seen.acquire(timeout=SECONDS)
+        batch.submit(ids[0], streamer=gate, max_new_tokens=4, **GREEDY)
+        assert gate.seen.acquire(timeout=SECONDS)  # the batch stands still
+        for each in ids[1:3]:
+            batch.submit(each, max_new_tokens=2, **GREEDY)
+        gate.go.release(2)
+        assert gate.seen.acquire(timeout=SECONDS) and gate.seen.acquire(timeout=SECONDS)  # in the next turn
+        batch.submit(ids[3], max_new_tokens=2, **GREEDY)
+        assert (batch.running, batch.waiting) == (1, 3)
         gate.go.release(99)
-        told(futures)
-        assert (batch.running, batch.waiting) == (0, 0)
 
 
 def test_who_reads_a_cancelled_answer_is_told_its_end(caplog):

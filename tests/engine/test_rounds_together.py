@@ -12,7 +12,8 @@ import torch
 from helpers.rounds import Counting, Stepping, Waiting
 from torch import Tensor
 
-from fastspec.generation.engine.rounds import Rounds
+from fastspec.generation.capture import padded_width
+from fastspec.generation.engine.rounds import TOGETHER, Rounds, groups
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def outcomes(batch: Any) -> list[Any]:
 )
 def test_short_prompts_are_read_together(lengths, counts, drafts):
     """As many as a power of two says and as fit a pass; each gets its row of what has read them, and its own first
-    token."""
+    token. Passes have the shapes that a warm-up captures."""
     batch: Any = Waiting(len(lengths), *lengths)
     rounds, engine = capturing(batch, drafts=drafts)
     with torch.device("meta"):  # a tensor that is made without a device cannot meet the others
@@ -106,7 +107,10 @@ def test_short_prompts_are_read_together(lengths, counts, drafts):
         (row, group, [length], length, source)
         for row, (length, (group, source)) in enumerate(zip(lengths, places, strict=True))
     ]
-    read = [text for target, _ in engine.entries for texts in target.told for text in texts]  # type: ignore[attr-defined]
+    passes = [texts for target, _ in engine.entries for texts in target.told]  # type: ignore[attr-defined]
+    warmed = {(len(texts), padded_width(max(map(len, texts)))) for texts in passes if len(texts) > 1}
+    assert warmed <= set(groups(TOGETHER))
+    read = [text for texts in passes for text in texts]
     assert read == [[100 * prompt + place for place in range(length)] for prompt, length in enumerate(lengths)]
     if drafts:
         told = [drafter.told[0] for _, drafter in engine.entries]  # type: ignore[union-attr]

@@ -279,6 +279,11 @@ def test_a_distribution_is_of_each_node_by_itself(distribution):
     assert torch.equal(under_settings(scores, distribution), alone)
 
 
+def test_a_distribution_without_settings_is_that_of_the_scores():
+    scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(under_settings(scores, SamplingSettings()), scores) and not SamplingSettings().filters
+
+
 @pytest.mark.parametrize(
     "scores, top_p, kept",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fastspec.generation.decoder_layer import (
     product,
     unpack,
 )
-from fastspec.generation.whole_layers import plain_row
+from fastspec.generation.whole_layers import WholeLayers, plain_row
 from fastspec.kernels.linear.reference import GELU_TANH
 from fastspec.patches.backends import TORCH
 
@@ -106,6 +107,21 @@ def test_only_a_product_that_goes_to_a_norm_is_given_in_parts() -> None:
     assert product(ops, (whole,), parts=True)(x) == "parts"
     assert torch.equal(product(ops, (whole,))(x), TORCH.linear(x, whole.weight, None))
     assert product(TORCH, (whole,), parts=True)(x).shape == (2, 8)
+
+
+def test_parameters_that_modules_get_anew_are_read_by_the_next_pass() -> None:
+    out, norm = nn.Linear(8, 8), nn.RMSNorm(8)
+    state: Any = SimpleNamespace(k=UNUSED, v=UNUSED, ring=None)
+    mixer = replace(attention(out=product(TORCH, (out,))), state=state)
+    parts = layer(mixer=mixer, input_norm=RmsNorm(TORCH, norm, 1e-6))
+    whole = WholeLayers([parts], replace(TORCH, stack=lambda layers, *_: layers.rows[0]))
+    nodes: Any = SimpleNamespace(
+        rotary={None: (UNUSED, UNUSED, None)}, layouts={mixer.layout: UNUSED}, slots={None: UNUSED}, positions=UNUSED
+    )
+    for module, name in ((out, "weight"), (out, "bias"), (norm, "weight")):
+        setattr(module, name, nn.Parameter(torch.randn_like(getattr(module, name))))
+        row: Any = whole(torch.zeros(1, 1, 8), nodes)
+        assert row.out.weights == (out.weight,) and row.out.biases == (out.bias,) and row.norm.weight is norm.weight
 
 
 @pytest.mark.parametrize("kind", MIXERS)

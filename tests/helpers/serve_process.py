@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import torch
@@ -64,3 +66,9 @@ def unnamed() -> Any:
     batch, tokenizer = opened()
     tokenizer.own = lambda: None
     return batch, tokenizer
+
+
+def loading() -> Any:
+    """A batch whose model takes longer to load than its server lives."""
+    print(os.getpid(), flush=True)
+    time.sleep(3600)

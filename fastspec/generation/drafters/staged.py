@@ -98,13 +98,10 @@ class StagedDrafter(Drafter):
         """Let every stage read the text ids [B, T], of which counts [B] tokens are real; root [B] follows it."""
         for model, vocab in zip(self.models, self.vocabs, strict=True):
             model.prefill(ids.clamp(max=vocab - 1), counts)
-        text = torch.cat((ids, root[:, None]), 1).scatter(1, counts[:, None], root[:, None])
         self.length = counts + 1
         self.alive = torch.ones_like(root, dtype=torch.bool)
-        steps = torch.arange(self.width, device=ids.device)
-        last = self.length[:, None] - self.kept + steps
-        # a text shorter than that is filled up in front, with tokens that every cache has room for and none lacks
-        self.tape = torch.where(steps < self.kept, text.gather(1, last.clamp(0, text.shape[1] - 1)), 0)
+        self.tape = root.new_zeros(len(root), self.width)  # no cache lacks a token before the root
+        self.tape[:, self.kept - 1] = root
 
     def propose(self, extent: int) -> TokenTree:
         """The last stage's tokens after the text."""
