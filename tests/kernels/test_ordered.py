@@ -99,6 +99,13 @@ def test_attention_is_the_references(device, prefixes, nodes, heads, size, chain
     assert (got.double() - wanted).norm() < 1e-4 * wanted.norm()  # weights are taken on a grid of 2**-14
 
 
+def test_a_root_alone_takes_the_one_launch_of_a_chain():
+    words = torch.ones(2, 1, 1, dtype=torch.int64)
+    prefix = torch.tensor([700, 3])
+    assert ordered.attention_layout(prefix, words, 1, 1, 701).slots is None
+    assert ordered.attention_layout(prefix, words.expand(-1, 2, -1), 2, 2, 702).slots is not None
+
+
 def test_a_rejected_drafts_nan_reaches_no_other_node():
     """A node reads its own ancestors alone."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

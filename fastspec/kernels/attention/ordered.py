@@ -536,7 +536,7 @@ def attention_layout(
     """`layout.attention_layout` of trees in which parents come before their children: what a node sees of the tail
     stands at the positions after the prefix, in the order of the slots."""
     tree = tree_layout(prefix, words, nodes, tail, extent, group, span=span, depths=depths, ring=ring)
-    if tree.chain or words is None:
+    if tree.chain or words is None or nodes == tail == 1:  # a tree of its root is a chain
         few = nodes * group <= LONG_CHAIN
         arrived = torch.zeros(len(prefix) * ARRIVALS, dtype=torch.int32, device=prefix.device) if few else None
         return OrderedLayout(tree, None, None, arrived)
