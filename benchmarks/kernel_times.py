@@ -24,6 +24,7 @@ from transformers.generation import logits_process as lp
 
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels.attention import layout as tree_layout
+from fastspec.kernels.attention import ordered as ordered_attention
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.attention import tree as tree_attention
 from fastspec.kernels.cache import commit
@@ -33,7 +34,7 @@ from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.drafting import topk_expand, tree_build
 from fastspec.kernels.layer import norms, rope_cache
 from fastspec.kernels.layer import reference as layer_reference
-from fastspec.kernels.linear import experts, linear, swiglu
+from fastspec.kernels.linear import experts, linear, ordered, swiglu
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.recurrent import conv, delta
 from fastspec.kernels.recurrent import reference as recurrent_reference
@@ -116,11 +117,12 @@ def tree_of(nodes: int, rows: int = 1) -> TokenTree:
     return TokenTree.from_parents(torch.randint(0, 1000, (rows, nodes), device=DEVICE), parents)
 
 
-def attention(model: str, nodes: int, prefix: int, with_flex: bool) -> Case:
+def attention(model: str, nodes: int, prefix: int) -> Case:
     heads, kv_heads, size = HEADS[model]
     extent, scale = prefix + nodes, size**-0.5
     given = torch.tensor([prefix], device=DEVICE), tree_of(nodes).ancestors, nodes, nodes, extent, heads // kv_heads
     dense, ours = attention_reference.attention_layout(*given), tree_layout.attention_layout(*given)
+    exact = ordered_attention.attention_layout(*given)
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = {"attn_mask": dense.visible, "scale": scale, "enable_gqa": True}
@@ -129,26 +131,11 @@ def attention(model: str, nodes: int, prefix: int, with_flex: bool) -> Case:
     ways: dict[str, Callable[..., Any]] = {
         "reference": lambda q, k, v: attention_reference.tree_attention(q, k, v, dense, scale),
         "fastspec": lambda q, k, v: tree_attention.tree_attention(q, k, v, ours, scale),
+        "exact": lambda q, k, v: ordered_attention.tree_attention(q, k, v, exact, scale),
         "sdpa with a mask": sdpa,
-    } | ({"flex attention": flex_way(dense.visible[0, 0], scale)} if with_flex and nodes == 60 else {})
+    }
     make = randoms((1, nodes, heads, size), *[(1, kv_heads, extent, size)] * 2)
     return Case("tree_attention", f"{model}, {nodes} nodes, prefix {prefix}", make, ways, 4 * kv_heads * extent * size)
-
-
-def flex_way(visible: Tensor, scale: float) -> Callable[..., Any]:
-    """FlexAttention with the tree as its mask; filled up to 128 queries, since torch has no kernel for 60 of them."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    run, nodes = torch.compile(flex_attention, dynamic=False), visible.shape[0]
-    seen = F.pad(visible, (0, 0, 0, 128 - nodes))
-    seen[nodes:, 0] = True
-    blocks = create_block_mask(lambda b, h, q, k: seen[q, k], 1, 1, *seen.shape, device=DEVICE)
-
-    def way(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        wide = F.pad(q.transpose(1, 2), (0, 0, 0, 128 - nodes))
-        return run(wide, k, v, block_mask=blocks, scale=scale, enable_gqa=True)[:, :, :nodes].transpose(1, 2)
-
-    return way
 
 
 def norm(rows: int, hidden: int) -> Case:
@@ -234,6 +221,16 @@ def walked(nodes: int) -> Case:
     ways = both(lambda op, picks: op(tree.tokens, tree.parents, picks, 9), reference, ours)
     make = lambda: (torch.randint(0, 1000, tree.tokens.shape, device=DEVICE),)  # noqa: E731
     return Case("posterior_walk", f"{nodes} nodes", make, ways, 3 * 8 * nodes)
+
+
+def multiplied(rows: int, channels: int, depth: int, gates: bool) -> Case:
+    """A linear layer, or gate and up-projection at once."""
+    name = "gate_up" if gates else "linear"
+    ways = both(lambda op, x, w: getattr(op, name)(x, w, None), linear_reference, linear)
+    ways["exact"] = partial(lambda op, x, w: getattr(op, name)(x, w, None), ordered)
+    lines = channels * (1 + gates)
+    make = randoms((rows, depth), (lines, depth))
+    return Case(name, f"{rows} x {depth} to {channels}", make, ways, 2 * lines * depth)
 
 
 def product_and_norm(rows: int, depth: int, width: int) -> Case:
@@ -343,15 +340,19 @@ def recurrent_cases(
         yield committed(rows, 60, 8)
 
 
+WEIGHTS = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)]
+WEIGHTS += [(2048, 1536, False), (1536, 1536, False), (8960, 1536, True), (1536, 8960, False)]
+WEIGHTS += [(960, 576, False), (576, 576, False), (1536, 576, True), (576, 1536, False)]
+"""Output channels, depth, and whether with a gate: a layer of 8B, 1.5B and 135M."""
 PRODUCTS = ((61, 14336, 4096), (61, 4096, 4096), (16, 14336, 4096), (61, 8960, 1536), (61, 1536, 576))
 MIXTURES = ((8, 2, 4096, 14336, False), (128, 8, 2048, 768, False), (32, 4, 2880, 2880, True))
 DRAWN = (SamplingSettings(0.8, 50, 0.95), SamplingSettings(top_p=0.95))
 
 
-def cases(prefixes: list[int], models: list[str], with_flex: bool) -> Iterator[Case]:
+def cases(prefixes: list[int], models: list[str]) -> Iterator[Case]:
     """All cases, each made when the one before it was measured."""
     for model, nodes, prefix in product(models, (1, 60), prefixes):
-        yield attention(model, nodes, prefix, with_flex and prefix == prefixes[-1])
+        yield attention(model, nodes, prefix)
     for rows, hidden, inner in ((1, 4096, 14336), (60, 4096, 14336), (60, 576, 1536)):
         yield norm(rows, hidden)
         yield gated(rows, inner)
@@ -362,6 +363,7 @@ def cases(prefixes: list[int], models: list[str], with_flex: bool) -> Iterator[C
         yield picked(nodes, vocab, False)
         yield picked(nodes, vocab, True)
         yield from (processed(nodes, vocab, drawn) for drawn in DRAWN if nodes > 1)
+    yield from (multiplied(rows, *weight) for rows, weight in product((1, 8, 60), WEIGHTS))
     yield from (product_and_norm(*sizes) for sizes in PRODUCTS)
     yield from (frontier(576), frontier(4096))
     for sizes in MIXTURES:
@@ -374,7 +376,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prefixes", default="1024,8192,32768,131072")
     parser.add_argument("--models", default="8B")
     parser.add_argument("--only", default="", help="names of ops, with commas between")
-    parser.add_argument("--flex", action="store_true", help="FlexAttention too, at the longest prefix")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     block = random(2**30, dtype=torch.float32)
@@ -382,7 +383,7 @@ def main(arguments: list[str] | None = None) -> None:
     del block
     shared = place(DEVICE, DTYPE) | {"read_gb_per_s": round(bandwidth / 1e9)}
     only = args.only.split(",") if args.only else None
-    for case in cases([int(prefix) for prefix in args.prefixes.split(",")], args.models.split(","), args.flex):
+    for case in cases([int(prefix) for prefix in args.prefixes.split(",")], args.models.split(",")):
         if only is not None and case.name.split(",")[0] not in only:
             continue
         first = case.make()
