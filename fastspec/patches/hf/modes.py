@@ -101,8 +101,13 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     forward = type(model).forward
     missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
     if missing:
+        way = (
+            ""
+            if forward.__module__.startswith("transformers.")
+            else ". Name them in its signature, as transformers does"
+        )
         raise Unsupported(
-            f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands"
+            f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands{way}"
         )
     if not hasattr(config, "num_hidden_layers"):
         raise Unsupported(
