@@ -202,8 +202,11 @@ def read_parameters(model: Any) -> list[nn.Parameter]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     parts = [model]
     if model.config.is_encoder_decoder:
-        embedding, parts = model.get_decoder().get_input_embeddings(), [model.get_decoder(), head]
+        embedding = model.get_decoder().get_input_embeddings()
+        parts = [part for part in (model.get_decoder(), head) if part is not None]
     whole = {id(p): p for part in parts for p in part.parameters()}
+    if head is None:  # a class of another's, which may tie it to the embedding
+        return list(whole.values())
     looked_up = {id(p) for p in embedding.parameters()} - {id(p) for p in head.parameters()}
     return [p for name, p in whole.items() if name not in looked_up]
 

@@ -210,9 +210,12 @@ def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str,
 
 
 def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a `generate` call by name."""
-    signature = inspect.signature(type(model).generate)
-    given = signature.bind_partial(model, *args, **kwargs).arguments
-    given.pop(next(iter(signature.parameters)))  # the model itself
-    more = given.pop("kwargs", {})
+    """The arguments of a `generate` call by name, of the nearest class whose `generate` names its own."""
+    methods = [vars(each)["generate"] for each in type(model).__mro__ if "generate" in vars(each)]
+    signatures = [inspect.signature(method) for method in methods]
+    kinds = [{parameter.kind: name for name, parameter in each.parameters.items()} for each in signatures]
+    named = next(place for place, each in enumerate(kinds) if inspect.Parameter.VAR_POSITIONAL not in each)
+    given = signatures[named].bind_partial(model, *args, **kwargs).arguments
+    given.pop(next(iter(signatures[named].parameters)))  # the model itself
+    more = given.pop(kinds[named].get(inspect.Parameter.VAR_KEYWORD, ""), {})
     return {**given, **more}

@@ -101,8 +101,10 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     forward = type(model).forward
     missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
     if missing:
+        told = "" if forward.__module__.startswith("transformers.") else ". Name them in its signature"
         raise Unsupported(
             f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands"
+            + told
         )
     if not hasattr(config, "num_hidden_layers"):
         raise Unsupported(

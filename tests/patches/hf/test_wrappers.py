@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.generate import prompts, shallow_model, stats
+from helpers.models import tiny_head
+from transformers import LlamaForCausalLM
 
 import fastspec
 
@@ -138,6 +140,57 @@ class Peft(torch.nn.Module):
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base_model = base
+
+
+class Keywords(LlamaForCausalLM):
+    def generate(self, inputs: Any = None, images: Any = None, **generate_kwargs: Any) -> Any:
+        return super().generate(inputs, **generate_kwargs)[:, 2:]
+
+
+class Anything(Keywords):
+    def generate(self, *a: Any, **k: Any) -> Any:
+        return super().generate(*a, **k)[:, 1:]
+
+
+class Bare(LlamaForCausalLM):
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+class Unnamed(LlamaForCausalLM):
+    def forward(self, *a: Any, **k: Any) -> Any:
+        return super().forward(*a, **k)
+
+
+def of_class(kind: type) -> Any:
+    model = shallow_model()
+    model.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize("kind", [Keywords, Anything], ids=lambda kind: kind.__name__)
+def test_a_generate_of_a_users_class_may_name_its_arguments_in_any_way(kind):
+    ids = prompts(6)["input_ids"]
+    want = of_class(kind).generate(ids, **OPTIONS).tolist()
+    model = fastspec.patch(of_class(kind))
+    assert model.generate(ids, assistant="nasd", **OPTIONS).tolist() == want
+    assert stats(model).emitted == OPTIONS["max_new_tokens"]
+
+
+def test_a_model_that_hides_its_lm_head_is_decoded_with_and_has_no_head():
+    want = shallow_model().generate(**prompts(6, 3), **OPTIONS).tolist()
+    model = fastspec.patch(of_class(Bare), speculative=of_class(Bare))
+    for assistant in ("nasd", "speculative"):
+        assert model.generate(**prompts(6, 3), assistant=assistant, **OPTIONS).tolist() == want
+    with pytest.raises(fastspec.Unsupported, match="LM head, and that of this Bare is a NoneType without a weight"):
+        fastspec.patch(of_class(Bare), eagle3=tiny_head(shallow_model()))
+
+
+def test_a_forward_that_names_no_arguments_is_told_to():
+    with pytest.raises(
+        fastspec.Unsupported, match=r"Unnamed\.forward takes no position_ids.*Name them in its signature"
+    ):
+        fastspec.patch(of_class(Unnamed))
 
 
 WRAPS: dict[str, Callable[[Any], Any]] = {
