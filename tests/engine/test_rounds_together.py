@@ -228,9 +228,17 @@ def test_between_two_rounds_no_more_is_read_together_than_the_chunk():
 
 
 def test_a_prompt_that_fits_the_next_turn_is_not_begun_in_what_is_left_of_this_one():
-    """A longer one than that is: its parts are passes anyway. So is every one where none are read together."""
-    for length, together, left in ((100, 8, [64]), (100, 2, [64]), (100, 1, [64, 64]), (129, 8, [64, 64])):
-        batch: Any = Waiting(3, 64, length)
+    """A longer one than that is: its parts are passes anyway. So is one that fits what is left, and every one where none
+    are read together."""
+    for first, length, together, left in (
+        (64, 100, 8, [64]),
+        (64, 100, 2, [64]),
+        (64, 100, 1, [64, 64]),
+        (64, 129, 8, [64, 64]),
+        (96, 32, 8, [96, 32]),
+        (96, 33, 8, [96]),
+    ):
+        batch: Any = Waiting(3, first, length)
         batch.running[2] = True
         rounds, engine = capturing(batch, chunk=128, together=together)
         rounds.turn()
