@@ -162,6 +162,9 @@ def row(name: str) -> int:
         "t.py::a[first]",
         "t.py::b",
     ]
+    reading = {"v.py": 'row("second")', "x.py": 'def test_a():\n    ROWS["second"]\ndef test_b():\n    ROWS["first"]'}
+    tests |= {f"x.py::test_{each}": Ran(0.1, {}) for each in "ab"}  # of the table itself, which runs no line
+    assert chosen(mutant, tests, {"rows.py": source}, reading)[:2] == ["x.py::test_a", "u.py::a[second]"]
     first = next(each for each in mutants_of("rows.py", source) if "FIRST = 2" in each.key)
     assert chosen(first, {"t.py::b": read, **missed}, {"rows.py": source}, {})[0] == "t.py::b"  # the table's reader
 
