@@ -11,9 +11,9 @@ from pathlib import Path
 
 from helpers.mutants import Mutant
 
-MOST, SECONDS, FEW = 40, 40.0, 5
-"""Tests of a mutant, at most, and the seconds that they took, but for the first; where fewer run its lines, others of
-its function are asked as well."""
+MOST, SECONDS, FEW = 40, 90.0, 5
+"""Tests of a mutant, at most, and the seconds that they took under coverage, but for the first; where fewer run its
+lines, others of its function are asked as well."""
 
 
 @dataclass(slots=True)
@@ -73,9 +73,9 @@ def shown_at(mutant: Mutant, sources: Mapping[str, str]) -> dict[str, int]:
 
 def chosen(mutant: Mutant, tests: Mapping[str, Ran], sources: Mapping[str, str], texts: Mapping[str, str]) -> list[str]:
     """The tests that try a mutant, by the `texts` of their files: those that run lines of `shown_at`, then, where these
-    are few, its function, then its module. First come cases named by a text of the table's row that it changes, then
-    files that name what it changes, then the others. Of these, every file gives one test in turn, a second case of any
-    test last."""
+    are few, its function, then its module. First come cases and tests that name a text of the table's row that it
+    changes, also those that read the table themselves, then files that name what it changes, then the others. Of these,
+    every file gives one test in turn, a second case of any test last."""
     name, module = bound_by(mutant, sources), mutant.module.removesuffix(".py")
     own = re.findall(r'"(\w+)"', row_of(mutant, sources)) if name else []
     words = (
@@ -87,18 +87,30 @@ def chosen(mutant: Mutant, tests: Mapping[str, Ran], sources: Mapping[str, str],
     named = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
     naming = {file for file, text in texts.items() if named.search(f"{file} {text}")}
 
+    def rank(test: str) -> int:
+        file, _, case = test.partition("::")
+        function, _, case = case.partition("[")
+        said = texts.get(file, "").partition(f"def {function}(")[2].partition("\ndef ")[0]
+        return 0 if any(each in case or f'"{each}"' in said for each in own) else 1 if file in naming else 2
+
+    ranks = {test: rank(test) for test in tests}
+    reading = {file for file, text in texts.items() if name and re.search(rf"\b{name}\b", text)}
+
     def of(wanted: Mapping[str, int]) -> list[str]:
-        held = [name for name, ran in tests.items() if any(ran.lines.get(m, 0) & lines for m, lines in wanted.items())]
+        held = [
+            test
+            for test, ran in tests.items()
+            if any(ran.lines.get(m, 0) & lines for m, lines in wanted.items())
+            or (ranks[test] == 0 and test.partition("::")[0] in reading)
+        ]
         seen: Counter[tuple[int, str]] = Counter()
 
         def in_turn(names: Iterable[str], end: str) -> list[str]:
             """By rank, how many came before of what the name up to `end` says, and seconds."""
             keyed = []
             for name in names:
-                file, case = name.partition("::")[0], name.partition("[")[2]
-                rank = 0 if any(text in case for text in own) else 1 if file in naming else 2
-                part = rank, name.partition(end)[0]
-                keyed.append((rank, seen[part], tests[name].seconds, name))
+                part = ranks[name], name.partition(end)[0]
+                keyed.append((ranks[name], seen[part], tests[name].seconds, name))
                 seen[part] += 1
             return [name for *_, name in sorted(keyed)]
 

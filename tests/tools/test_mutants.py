@@ -113,7 +113,7 @@ def test_tests_are_those_that_run_the_line_one_case_of_each_first() -> None:
     ranked = ["t.py::many[a]", "t.py::quick", "t.py::slow", "t.py::many[b]", "t.py::function"]
     assert asked("more.append", tests) == ranked
     # No further than the seconds that are spent.
-    assert asked("more.append", {**tests, "t.py::slow": ran(38, 10)}) == ranked[:2]
+    assert asked("more.append", {**tests, "t.py::slow": ran(88, 10)}) == ranked[:2]
     assert asked("more.append", {"t.py::slow": ran(100, 10)}) == ["t.py::slow"]
     assert asked("more.append", {}) == []
 
@@ -162,6 +162,9 @@ def row(name: str) -> int:
         "t.py::a[first]",
         "t.py::b",
     ]
+    reading = {"v.py": 'row("second")', "x.py": 'def test_a():\n    ROWS["second"]\ndef test_b():\n    ROWS["first"]'}
+    tests |= {f"x.py::test_{each}": Ran(0.1, {}) for each in "ab"}  # of the table itself, which runs no line
+    assert chosen(mutant, tests, {"rows.py": source}, reading)[:2] == ["x.py::test_a", "u.py::a[second]"]
     first = next(each for each in mutants_of("rows.py", source) if "FIRST = 2" in each.key)
     assert chosen(first, {"t.py::b": read, **missed}, {"rows.py": source}, {})[0] == "t.py::b"  # the table's reader
 
