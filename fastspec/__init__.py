@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastspec.patches.assistants.fused import frontier_generate
     from fastspec.patches.assistants.heads import load_head
     from fastspec.patches.continuous import Continuous, continuous
+    from fastspec.patches.scoring import log_probs
     from fastspec.patches.tuning.tune import Tuned, Tuning, tune
     from fastspec.patches.warmup import warmup
 
@@ -54,6 +55,7 @@ _LAZY = {
     "unpatch": "fastspec.patches.api",
     "frontier_generate": "fastspec.patches.assistants.fused",
     "load_head": "fastspec.patches.assistants.heads",
+    "log_probs": "fastspec.patches.scoring",
     "Tuned": "fastspec.patches.tuning.tune",
     "Tuning": "fastspec.patches.tuning.tune",
     "tune": "fastspec.patches.tuning.tune",
@@ -92,6 +94,7 @@ __all__ = [
     "continuous",
     "frontier_generate",
     "load_head",
+    "log_probs",
     "patch",
     "patched",
     "profile",

@@ -109,6 +109,22 @@ def test_a_second_turn_begins_with_the_same_bits(dtype: torch.dtype) -> None:
                 assert a.values[:, :, :length].equal(kept[0].values[:, :, :length])
 
 
+@HALVES
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_text_scores_by_the_bits_that_generation_had(kind: str, dtype: torch.dtype) -> None:
+    """Rows of other lengths beside it, which end before it does."""
+    model = model_of(kind, dtype)
+    ids = prompts_of(model, 3)
+    with fastspec.patched(model, exact=True):
+        said = model.generate(ids, assistant="nasd", **OPTIONS | {"do_sample": True, "temperature": 0.7})
+        drawn = (torch.stack(said.logits, 1) / 0.7).log_softmax(-1)
+        drawn = drawn.gather(-1, said.sequences[:, PROMPT:, None])[..., 0]
+        mask = torch.ones_like(said.sequences)
+        mask[1, -30:] = mask[2, :20] = 0
+        scored = fastspec.log_probs(model, said.sequences, mask, temperature=0.7)[:, PROMPT - 1 :]
+    assert scored[0].equal(drawn[0]) and scored[1, :-30].equal(drawn[1, :-30])
+
+
 def test_open_batches_say_what_one_row_says() -> None:
     model = model_of("llama", torch.bfloat16)
     ids = prompts_of(model, 6)

@@ -1,0 +1,87 @@
+"""Log-probabilities of a given text, by the passes that rounds verify drafts with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.devices import made_current
+from fastspec.errors import Unsupported
+from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.call.prompts import compact
+from fastspec.patches.hf.compat import device_of, unwrapped
+from fastspec.patches.hf.factory import language_model
+from fastspec.patches.hf.modes import is_wrapped, mode_for, not_patched
+from fastspec.patches.session import session_of
+
+NODES = 64
+"""Tokens of each row that a pass scores."""
+SCORES = 1 << 26
+"""Scores of a pass at most, in all rows together."""
+
+
+@torch.no_grad()
+def log_probs(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, temperature: float = 1.0
+) -> Tensor:
+    """Log-probability of every token of a text after those before it, as generation has it.
+
+    input_ids and attention_mask [B, T] are texts with padding on the left, on the right or on both sides; every token
+    counts without a mask. Returns [B, T - 1] fp32: at t the log-probability of token t + 1 under the softmax of the
+    logits over `temperature`, and 0 where either of the two is padding. Nothing is drawn, no cache is kept, and there
+    are no gradients.
+
+    The text is read in chains of nodes by the kernels of rounds. Of a model patched with `exact=True` these are the
+    bits of what `generate(..., output_logits=True)` returns for the same text; else, and in fp32, they are equal but
+    for rounding.
+
+    Raises Unsupported for an unpatched model, an encoder-decoder, a model that reads more than tokens, and a mask with
+    a hole.
+    """
+    model = unwrapped(model)
+    session = session_of(model)
+    if session is None:
+        raise Unsupported(not_patched(model, "its texts are scored after fastspec.patch(model)"))
+    if model.config.is_encoder_decoder or is_wrapped(model):
+        raise Unsupported(f"log_probs reads texts of tokens alone, and {type(model).__name__} reads more than these")
+    device = device_of(model)
+    keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    ids, keep = input_ids.to(device), keep.to(device).bool()
+    if keep.shape != ids.shape or bool((keep[:, 1:] > keep[:, :-1]).sum(1).add(keep[:, 0]).gt(1).any()):
+        raise Unsupported("log_probs takes a mask as wide as the texts, with the tokens of each side by side")
+    texts, counts = compact(ids, keep)
+    found = ids.new_zeros((len(ids), ids.shape[1] - 1), dtype=torch.float32)
+    if texts.shape[1] < 2:
+        return found
+    with made_current(device):
+        scored = _scored(model, session.ops(model, mode_for(model)), texts, counts, temperature)
+    real = keep[:, 1:] & keep[:, :-1]
+    found[real] = scored[torch.arange(scored.shape[1], device=device) < counts[:, None] - 1]
+    return found
+
+
+def _scored(model: Any, ops: Any, texts: Tensor, counts: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities [B, T - 1] of texts [B, T], padding on the right."""
+    rows, longest = texts.shape
+    nodes = max(1, min(NODES, longest - 1, SCORES // (rows * model.config.get_text_config().vocab_size)))
+    target = language_model(
+        model, None, rows=rows, capacity=longest + nodes, tail=nodes, taps=None, ops=ops, first=longest + nodes
+    )
+    logits, _ = target.prefill(texts[:, :1], torch.ones_like(counts))
+    parts, active = [_taken(logits[:, None], texts[:, 1:2], temperature)], torch.ones_like(counts, dtype=torch.bool)
+    for at in range(1, longest - 1, nodes):
+        tree = TokenTree.chain(texts[:, at : min(at + nodes, longest - 1)])
+        count = tree.tokens.shape[1]
+        target.reserve(at + count)
+        logits, _ = target.score(tree, at)
+        parts.append(_taken(logits, texts[:, at + 1 : at + 1 + count], temperature))
+        path = torch.arange(count, device=texts.device).expand(rows, -1)
+        target.commit(Verdict(path, torch.full_like(counts, count - 1), texts[:, at + count]), active)
+    return torch.cat(parts, 1)
+
+
+def _taken(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities [B, N] of tokens [B, N] under logits [B, N, V]."""
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
