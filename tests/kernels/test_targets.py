@@ -19,7 +19,7 @@ TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler i
 
 FITS = 86, "8B", "linear, 8 rows"
 ORDERED = 90, "mixers", "route, one of 64"
-PARTS = [(capability, "135M,mixers", f"{part}/{2 * len(TARGETS)}") for part, capability in enumerate(TARGETS)]
+PARTS = [(capability, "135M,mixers", f"{part}/{4 * len(TARGETS)}") for part, capability in enumerate(TARGETS)]
 LACKING = ("135M", "linear_parts, 61 rows"), ("8B", "tree_attention, 61 rows, 16384"), ("mixers", "delta_tree, 61 rows")
 """Launches of kernels that no part has."""
 Job = tuple[int | str, str, str]
@@ -83,7 +83,7 @@ def test_the_choice_of_one_expert_keeps_the_order_of_groups(compiled):
 @TRITON
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_some_kernels_compile_for_each_device(compiled, part):
-    """Half of every fifth launch of each op, for one device or another: neighbours are one kernel with more rows and
+    """A quarter of every fifth launch of an op, for one device or another: neighbours are one kernel with more rows and
     the like. `make test-targets` compiles every kernel for each device, the slow suite every launch."""
     check(compiled[part])
 
