@@ -228,8 +228,8 @@ def test_between_two_rounds_no_more_is_read_together_than_the_chunk():
 
 
 def test_a_prompt_that_fits_the_next_turn_is_not_begun_in_what_is_left_of_this_one():
-    """A longer one than that is: its parts are passes anyway. So is one that fits what is left, and every one where none
-    are read together."""
+    """A longer one than that is: its parts are passes anyway. So is one that fits what is left, and every one where
+    none are read together."""
     for first, length, together, left in (
         (64, 100, 8, [64]),
         (64, 100, 2, [64]),
