@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import fastspec
@@ -65,20 +66,27 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
 )
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Dotted names of all that a file imports, inside functions too; what only a type checker reads does not count."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     skipped = {inner for guard in guards for inner in ast.walk(guard)}
     nodes = [node for node in ast.walk(tree) if node not in skipped]
     return dotted(nodes)
 
 
-def dotted(nodes: list[ast.AST]) -> set[str]:
+def dotted(nodes: list[ast.AST]) -> frozenset[str]:
     """The names that import statements give in full; others would get past the tests of this file."""
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     assert not any(node.level for node in froms), "a relative import: write the module's name in full"
-    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    plain = frozenset(alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names)
     return plain | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
 
 
@@ -161,7 +169,7 @@ def test_no_modules_import_each_other() -> None:
 
 def within(path: Path, paths: dict[str, Path]) -> set[str]:
     """The modules of the package that a file imports anywhere."""
-    names = dotted(list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+    names = dotted(list(ast.walk(parsed(path))))
     return {name if name in paths else name.rpartition(".")[0] for name in names} & set(paths)
 
 
@@ -171,7 +179,7 @@ def is_compiled(node: ast.FunctionDef) -> bool:
 
 
 def functions(path: Path) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
 
 
 def test_mypy_asks_all_that_strict_asks_of_modules_without_compiled_functions() -> None:
