@@ -131,6 +131,8 @@ def test_reasoning_calls_and_text_are_told_apart(tokenizer):
         '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
         "<tool_call>\n{'name': 'weather', 'arguments': {'city': 'Oslo'}}\n</tool_call>",
         "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": "\\ud800"}</tool_call>',
         "<tool_call>5</tool_call> and more",
         "<tool_call></tool_call>",
         "A call stands in <tool_call> and </tool_call>.",

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from helpers.training import small_target, small_tokenizer
 
+from fastspec.programs.serving.fields import SEQUENCES, STOP_LENGTH
 from fastspec.programs.serving.requests import (
     CHAT,
     COMPLETION,
     GREEDY_BELOW,
     RESPONSE,
-    SEQUENCES,
-    STOP_LENGTH,
     Asked,
     Limits,
     Refused,
@@ -161,7 +160,7 @@ def test_a_prompt_of_all_the_room_leaves_none_for_an_answer(model: Any) -> None:
     batch = SimpleNamespace(max_length=20, model=model, waiting=0)
     made = Server(batch, small_tokenizer(), "small", Limits())  # type: ignore[arg-type]
     for length, fits in ((19, True), (20, False)):
-        ids, _ = made._read(asked(model, prompt="w5 " * length))
+        _, ids, _ = made._read(asked(model, prompt="w5 " * length))
         assert len(ids) == length
         if fits:
             made._fit(asked(model), length)

@@ -104,7 +104,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
             ({"begin_suppress_tokens": [-1]}, "tokens are 0 to"),
             ({"bad_words_ids": [[5, 9999]]}, "tokens are 0 to"),
             ({"forced_eos_token_id": 9999}, "tokens are 0 to"),
-            ({"forced_bos_token_id": "w5"}, "must be token numbers, not 'w5'"),
+            ({"forced_bos_token_id": "w5"}, "must be a token number, not 'w5'"),
             *(
                 ({name: value}, f"{name} of generation_config")
                 for name, value in (
@@ -124,13 +124,14 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
                     ("bad_words_ids", [5]),
                 )
             ),
-            ({"suppress_tokens": {"5": 1}}, "must be token numbers"),
-            ({"suppress_tokens": [True]}, "must be token numbers"),
+            ({"suppress_tokens": {"5": 1}}, "must be a list of token numbers"),
+            ({"suppress_tokens": [True]}, "must be a list of token numbers"),
+            ({"begin_suppress_tokens": 5}, "must be a list of token numbers"),
             ({"sequence_bias": [[[5, 9999], 1.0]]}, "sequence_bias of generation_config names"),
             ({"sequence_bias": 5}, "with a bias"),
             ({"sequence_bias": [[5]]}, "with a bias"),
             ({"sequence_bias": {"5": 1.0}}, "with a bias"),
-            ({"sequence_bias": [[["w5"], 1.0]]}, "must be token numbers"),
+            ({"sequence_bias": [[["w5"], 1.0]]}, "with a bias"),
         )
     ),
     (ONE, {"logit_bias": {"\u0663": 1}}, 400, "logit_bias"),

@@ -232,11 +232,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _call(function: dict[str, Any]) -> Call:
-    """Raises KeyError or TypeError for what has no name or arguments."""
+    """Raises KeyError, TypeError or ValueError for what has no name or arguments, or half of a character in them."""
     name, arguments = function["name"], function["arguments"]
     if not isinstance(name, str):
         raise TypeError(name)
-    return Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    call = Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    (call.name + call.arguments).encode()
+    return call
 
 
 class AnswerReader:

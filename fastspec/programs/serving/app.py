@@ -24,7 +24,7 @@ from fastspec.programs.serving.batch import Here, Served
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, Message, ResponseForm
 from fastspec.programs.serving.middleware import RequestMiddleware, error_body
 from fastspec.programs.serving.remote import Remote
-from fastspec.programs.serving.requests import CHAT, COMPLETION, RESPONSE, Limits, Refused, Route, parse, read
+from fastspec.programs.serving.requests import CHAT, COMPLETION, RESPONSE, Asked, Limits, Refused, Route, parse, read
 from fastspec.programs.serving.server import Answer, Server
 
 ANSWERED: dict[str, tuple[Route, type[Form]]] = {
@@ -104,23 +104,25 @@ def _answering(server: Server, route: Route, kind: type[Form]) -> Any:
 
 
 async def _answer(server: Server, route: Route, kind: type[Form], name: str, body: bytes) -> Response:
-    try:
-        found = parse(body.decode("utf-8-sig"))
-    except ValueError as error:
-        raise Refused(f"the body is not a JSON object: {error}") from error
-    if not isinstance(found, dict):
-        raise Refused("the body is not a JSON object")
-    asked = read(found, route, name, server.limits, server.name, server.batch.model)
-    answer, form = await server.ask(asked), kind(asked, server.name)
-    if asked.stream:
+    def asked() -> Asked:
+        try:
+            found = parse(body.decode("utf-8-sig"))
+        except ValueError as error:
+            raise Refused(f"the body is not a JSON object: {error}") from error
+        return read(found, route, name, server.limits, server.name, server.batch.model)
+
+    answer = await server.ask(asked)
+    form = kind(answer.asked, server.name)
+    if answer.asked.stream:
         return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
-    events = [event async for part in answer.events() for event in part]
-    return JSONResponse(form.whole(events))
+    return JSONResponse(form.whole([event async for part in answer.events() for event in part]))
 
 
 async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
     """The lines of a streamed answer; an error ends them."""
-    yield _lines(form.begin())
+    first = _lines(form.begin())
+    if first:
+        yield first
     try:
         async for events in answer.events():
             yield _lines([message for event in events for message in form.add(event)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -123,17 +123,19 @@ class Server:
         self.template = response_template(tokenizer, batch.model.config)
         self.special = frozenset(tokenizer.all_special_ids)
         self.since = int(time.time())
+        self.reading = ThreadPoolExecutor(16, "fastspec-prompts")
         self.making = ThreadPoolExecutor(1, "fastspec-stop-strings")
         """Of stop strings: one request's at a time, for that takes Python's time from all others."""
         self.mail: Mail | None = None
         self._turns, self._moved = -1, 0.0
         tokenizer("", add_special_tokens=False)  # sets padding and truncation, which threads could not beside others
 
-    async def ask(self, asked: Asked) -> Answer:
-        """Hand a request to the batch, which has taken it when this returns. Raises Refused: 400 for what cannot be
-        answered, 429 where too many wait, 503 where the batch takes nothing any more."""
+    async def ask(self, read: Callable[[], Asked]) -> Answer:
+        """Hand a request to the batch, which has taken it when this returns; `read` reads it, in a thread. Raises
+        Refused: 400 for what cannot be answered, 429 where too many wait, 503 where the batch takes nothing any
+        more."""
         loop = asyncio.get_running_loop()
-        ids, reader = await asyncio.to_thread(self._read, asked)
+        asked, ids, reader = await loop.run_in_executor(self.reading, lambda: self._read(read()))
         if asked.stop:  # which may take seconds: other requests go on meanwhile
             try:
                 criterion = await loop.run_in_executor(self.making, stop_criterion, self.tokenizer, asked.stop)
@@ -154,11 +156,11 @@ class Server:
         self.metrics.prompt_tokens.inc(len(ids))
         return answer
 
-    def _read(self, asked: Asked) -> tuple[list[int], AnswerReader]:
-        """(the tokens of a request's prompt, the reader of its answer). Texts are tokenized in a thread, by a call of
-        the tokenizer's that lets go of the interpreter."""
+    def _read(self, asked: Asked) -> tuple[Asked, list[int], AnswerReader]:
+        """(a request, the tokens of its prompt, the reader of its answer). Texts are tokenized by a call that lets go
+        of the interpreter."""
         if asked.prompt is not None:
-            return self._ids(asked.prompt, special=True), AnswerReader(self.tokenizer, None)
+            return asked, self._ids(asked.prompt, special=True), AnswerReader(self.tokenizer, None)
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": asked.tools}
         try:
             text = self.tokenizer.apply_chat_template(asked.messages, **options, **asked.variables)
@@ -166,9 +168,10 @@ class Server:
             raise Refused(f"the model's chat template: {type(error).__name__}: {error}") from error
         ids = self._ids(text, special=False)
         if self.template is None:
-            return ids, AnswerReader(self.tokenizer, None)
+            return asked, ids, AnswerReader(self.tokenizer, None)
         ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
-        return ids, AnswerReader(self.tokenizer, ResponseParser(self.template, self.tokenizer, asked.tools, text), ends)
+        parser = ResponseParser(self.template, self.tokenizer, asked.tools, text)
+        return asked, ids, AnswerReader(self.tokenizer, parser, ends)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         most = self.batch.max_length
@@ -233,5 +236,6 @@ class Server:
 
     def close(self) -> None:
         """Let go of all requests."""
-        self.making.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.reading, self.making):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.batch.close()
