@@ -50,6 +50,8 @@ def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _as_message(name: str, message: dict[str, Any]) -> dict[str, Any]:
     found = {field: value for field, value in message.items() if value is not None}
     content = found.get("content", "")
+    if not isinstance(found.get("role"), str):
+        raise Unsupported(f"{name}.role must be a text")
     if isinstance(content, list):
         fits = all(isinstance(part, dict) and part.get("type") in TEXT_PARTS for part in content)
         if not fits or not all(isinstance(part.get("text"), str) for part in content):

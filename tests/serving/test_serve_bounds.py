@@ -152,6 +152,9 @@ def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
     ]
     both = [{"role": "system", "content": "w6"}, {"role": "user", "content": "w5"}]
     assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
+    for number, odd in enumerate(({"type": "function_call_output"}, {"type": "item_reference", "id": "x"}, {})):
+        with pytest.raises(Refused, match=f"input: item {number} is no message"):
+            asked(model, RESPONSE, input=[*[{"role": "user", "content": "w5"}] * number, odd])
     parts = [{"type": "input_text", "text": "w5"}]
     assert asked(model, RESPONSE, input=parts).messages == [{"role": "user", "content": "w5"}]
 

@@ -6,9 +6,11 @@ import ipaddress
 import json
 import logging
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -104,12 +106,14 @@ def _answering(server: Server, route: Route, kind: type[Form]) -> Any:
 
 
 async def _answer(server: Server, route: Route, kind: type[Form], name: str, body: bytes) -> Response:
+    arrived = time.perf_counter()
+
     def asked() -> Asked:
         try:
             found = parse(body.decode("utf-8-sig"))
         except ValueError as error:
             raise Refused(f"the body is not a JSON object: {error}") from error
-        return read(found, route, name, server.limits, server.name, server.batch.model)
+        return replace(read(found, route, name, server.limits, server.name, server.batch.model), arrived=arrived)
 
     answer = await server.ask(asked)
     form = kind(answer.asked, server.name)

@@ -11,8 +11,6 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from fastspec.programs.texts import TEXT_PARTS
-
 Check = tuple[Callable[[Any], bool], str]
 """Whether a field may hold a value, and what it may hold in words."""
 STOP_LENGTH = 256
@@ -61,37 +59,8 @@ def _is_bias(value: Any) -> bool:
     return numbers and len(value) <= SEQUENCES and all(map(_number(-100, 100)[0], value.values()))
 
 
-def is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
-
-
-def _is_conversation(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str)
-
-
-CALLS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}
-"""Items of `/v1/responses` for calls of tools and what these gave, and the texts that they need."""
-
-
-def _is_item(value: dict[str, Any]) -> bool:
-    if "role" in value:
-        return _is_message(value)
-    needs = CALLS.get(value.get("type", ""))
-    return value.get("type") == "reasoning" or (
-        needs is not None and all(isinstance(value.get(name), str) for name in needs)
-    )
-
-
-def _is_input(value: Any) -> bool:
-    """A text, parts of text, or messages with calls of tools and what these gave between them."""
-    if not isinstance(value, list):
-        return isinstance(value, str)
-    objects = bool(value) and all(isinstance(each, dict) for each in value)
-    return objects and (all(map(is_text, value)) or all(map(_is_item, value)))
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
 
 
 def _is_tools(value: Any) -> bool:
@@ -136,9 +105,12 @@ ACCEPTED: dict[str, Check] = {
     "stop": STOP,
     "stream": TRUTH,
     "stream_options": (_is_stream_options, "an object of true and false"),
-    "messages": (_is_conversation, "a list of objects with role and content, a text or parts of type text"),
+    "messages": (_are_objects, "a list of objects with role and content, a text or parts of type text"),
     "prompt": _instance(str, "one text"),
-    "input": (_is_input, "a text, or a list of messages, texts and calls of functions"),
+    "input": (
+        lambda value: isinstance(value, str) or _are_objects(value),
+        "a text, or a list of messages, texts and calls of functions",
+    ),
     "instructions": _instance(str, "a text"),
     "n": _whole(1, 1),
     "best_of": _whole(1, 1),

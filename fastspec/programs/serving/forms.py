@@ -4,8 +4,9 @@ written to the types of the openai package."""
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from fastspec.programs.serving.answers import Call, End, Event, Reasoning, Text, merged
 from fastspec.programs.serving.middleware import error_body
@@ -15,35 +16,36 @@ Message = dict[str, Any]
 """JSON object of an answer, or of an event of its stream."""
 
 
-class Form(Protocol):
+class Form(ABC):
     """Form of one answer."""
 
-    done: bool
+    done = True
     """Whether a stream ends with `[DONE]`."""
 
-    def __init__(self, asked: Asked, model: str) -> None: ...
+    def __init__(self, asked: Asked, model: str) -> None:
+        self.asked, self.model, self.created = asked, model, int(time.time())
 
+    @abstractmethod
     def whole(self, events: Iterable[Event]) -> Message:
         """The answer."""
 
+    @abstractmethod
     def begin(self) -> list[Message]:
         """What a stream begins with."""
 
+    @abstractmethod
     def add(self, event: Event) -> list[Message]:
         """What a stream has of one event."""
 
     def failed(self, message: str, status: int) -> list[Message]:
         """What a stream has of an error, which ends it."""
+        return [error_body(message, status)]
 
 
-class Choices:
+class Choices(Form):
     """Form with one choice: what chats and completions share."""
 
-    done = True
     whole_kind = chunk_kind = "text_completion"
-
-    def __init__(self, asked: Asked, model: str) -> None:
-        self.asked, self.model, self.created = asked, model, int(time.time())
 
     def made(self, kind: str, choices: list[Message], end: End | None = None) -> Message:
         """An answer or a chunk, with the counts of tokens where an end is given."""
@@ -62,10 +64,6 @@ class Choices:
         usage = self.asked.usage
         last = self.chunk(end if usage is None else None, **{**choice, "finish_reason": end.reason})
         return [last, self.made(self.chunk_kind, [], end)] if usage else [last]
-
-    def failed(self, message: str, status: int) -> list[Message]:
-        """The error."""
-        return [error_body(message, status)]
 
 
 class ChatForm(Choices):
@@ -128,13 +126,13 @@ class CompletionForm(Choices):
         return [self.chunk(text=event.text, logprobs=None)] if isinstance(event, Text) else []
 
 
-class ResponseForm:
+class ResponseForm(Form):
     """Form of `/v1/responses`: a list of items, each opened, written and closed by messages with its own index."""
 
     done = False
 
     def __init__(self, asked: Asked, model: str) -> None:
-        self.asked, self.model, self.created = asked, model, int(time.time())
+        super().__init__(asked, model)
         self.items: list[Message] = []
         self.inside: type[Event] | None = None
         """Kind of the text that the last item is still given."""

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -31,20 +30,12 @@ from fastspec.programs.serving.rounds_process import (
     Tokens,
     run_rounds,
 )
-from fastspec.programs.serving.wire import Failure, Packed, Wire
+from fastspec.programs.serving.wire import Failure, Wire
 
 PATIENCE = 6.0
 """Seconds that the process has to end, when it is asked to and when it says nothing any more."""
 TOLD = KEPT // 2
 """Sets of stop strings that the process is taken to know."""
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What a server asks of a model."""
-
-    config: Any
-    generation_config: Any
 
 
 class Remote:
@@ -79,8 +70,7 @@ class Remote:
         except BaseException as error:
             self._end_process(PATIENCE if isinstance(error, Exception) else 0.0)
             raise
-        self.tokenizer, self.max_length = ready.tokenizer, ready.max_length
-        self.model = Described(ready.config, ready.generation_config)
+        self.model, self.tokenizer, self.max_length = ready, ready.tokenizer, ready.max_length
         self._thread = threading.Thread(target=self._read, name="fastspec-remote", daemon=True)
         self._thread.start()
         self._at_exit = Finalize(
@@ -117,18 +107,13 @@ class Remote:
     def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:
         """Send a prompt to the process, which takes or refuses it later."""
         sent, number = Sent(), next(self._numbers)
-        try:
-            prompt = Packed.of(PromptMessage(number, ids, config, seed))
-        except ValueError as error:
-            sent.taken.set_exception(error)
-            return sent
         with self._lock:
             if self._gone is not None:
                 sent.taken.set_exception(FastSpecError(self._gone))
                 return sent
             self._asked[number] = sent, put_tokens
         sent.answer.add_done_callback(lambda answer: self._forget(number, answer))
-        self.wire.post(prompt)
+        self.wire.post(PromptMessage(number, ids, config, seed))
         return sent
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:

@@ -24,11 +24,10 @@ from fastspec.programs.serving.fields import (
     NEUTRAL,
     OF_TOKENS,
     SETTINGS,
-    is_text,
     nothing,
     tokens_of,
 )
-from fastspec.programs.texts import as_messages
+from fastspec.programs.texts import TEXT_PARTS, as_messages
 
 Body = dict[str, Any]
 GREEDY_BELOW = 1e-6
@@ -242,14 +241,14 @@ def _conversation(body: Body) -> list[Body]:
         found: list[Body] = body["messages"]
         return found
     given = body["input"]
-    if isinstance(given, str) or all(map(is_text, given)):
+    if isinstance(given, str) or all(item.get("type") in TEXT_PARTS for item in given):
         messages = [{"role": "user", "content": given}]
     else:
         messages = _messages(given)
     if body.get("instructions"):
-        messages.insert(0, {"role": "system", "content": body["instructions"]})
-        if messages[1]["role"] == "system" and isinstance(messages[1].get("content"), str):
-            messages[:2] = [{"role": "system", "content": f"{body['instructions']}\n\n{messages[1]['content']}"}]
+        first = messages[0].get("content") if messages and messages[0]["role"] == "system" else None
+        both = f"{body['instructions']}\n\n{first}" if isinstance(first, str) else body["instructions"]
+        messages[: isinstance(first, str)] = [{"role": "system", "content": both}]
     return messages
 
 
@@ -257,22 +256,25 @@ def _messages(items: list[Body]) -> list[Body]:
     """The messages of items: reasoning and calls of tools are parts of the assistant's message beside them."""
     messages: list[Body] = []
     reasoning = ""
-    for item in items:
+    for number, item in enumerate(items):
         kind = item.get("type")
         if "role" in item:
             messages.append({"role": item["role"], "content": item.get("content")})
         elif kind == "reasoning":
-            parts = item.get("content") or []
-            reasoning += "".join(part["text"] for part in parts if isinstance(part, dict) and "text" in part)
+            parts = item.get("content")
+            texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+            reasoning += "".join(text for text in texts if isinstance(text, str))
             continue
         elif kind == "function_call":
-            call = {"id": item["call_id"], "type": "function"}
-            call["function"] = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
-        else:
+        elif kind == "function_call_output" and "call_id" in item:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")})
+        else:
+            raise Unsupported(f"item {number} is no message, text, reasoning, call of a function or its output")
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"], reasoning = reasoning, ""
     return messages

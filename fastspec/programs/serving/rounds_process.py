@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.continuous import Continuous
 from fastspec.patches.hf.ends import keep_criterion
 from fastspec.programs.serving.batch import submit
-from fastspec.programs.serving.wire import Failure, Packed, Wire
+from fastspec.programs.serving.wire import Failure, Wire
 
 Opened = tuple[Continuous, Any]
 """An open batch and its tokenizer."""
@@ -129,12 +130,13 @@ def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
     except BaseException as error:  # a command's exit, too, is the other process's to make
         _fail(connection, error)
         return
+    ready = Ready(tokenizer, batch.model.config, batch.model.generation_config, batch.max_length)
     try:
-        model = batch.model
-        ready = Packed.of(Ready(tokenizer, model.config, model.generation_config, batch.max_length))
-    except ValueError as error:
+        pickle.dumps(ready)
+    except Exception as error:
         batch.close()
-        _fail(connection, error)
+        said = f"{type(error).__name__}: {error}"
+        _fail(connection, ValueError(f"the batch's model and tokenizer cannot be handed to another process ({said})"))
         return
     with batch, left_alone_by_the_collector():
         BatchEnd(connection, batch, tokenizer).run(ready)
@@ -162,7 +164,7 @@ class BatchEnd:
         self.answers: dict[int, Future[Tensor]] = {}
         self.wire = Wire(connection, self._state)
 
-    def run(self, ready: Packed) -> None:
+    def run(self, ready: Ready) -> None:
         """Say that the batch is open, and take what comes."""
         self.wire.post(ready)
         for messages, _ in self.wire.parcels():
