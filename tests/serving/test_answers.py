@@ -14,12 +14,12 @@ pytest.importorskip("regex")
 
 from fastspec.programs.serving.answers import (
     AnswerReader,
-    Call,
+    Content,
     Detokenizer,
     Event,
     Reasoning,
     ResponseParser,
-    Text,
+    ToolCall,
     merged,
 )
 from fastspec.programs.serving.templates import TEMPLATES, response_template
@@ -107,18 +107,18 @@ def test_a_character_comes_with_its_last_byte(tokenizer):
 
 
 def test_reasoning_calls_and_text_are_told_apart(tokenizer):
-    oslo = Call("weather", '{"city": "Oslo"}')
+    oslo = ToolCall("weather", '{"city": "Oslo"}')
     assert parsed(tokenizer, f"<think>\nHm.\n</think>\n\nSee:\n{call({'city': 'Oslo'})}<|im_end|>") == [
         Reasoning("Hm."),
-        Text("See:"),
+        Content("See:"),
         oslo,
     ]
     both = call({"city": "Oslo"}) + "\n" + call({}, "time")
-    assert parsed(tokenizer, both) == [oslo, Call("time", "{}")]
-    assert parsed(tokenizer, "</think> Hi <|im_end|>\n", prompt=f"{PROMPT}<think>\n") == [Text("Hi")]
-    assert parsed(tokenizer, "Hm.\n</think>\n\nHi", prompt=f"{PROMPT}<think>\n") == [Reasoning("Hm."), Text("Hi")]
-    assert parsed(tokenizer, "\n Hi\n\nyou \n<|im_end|>\n") == [Text("Hi\n\nyou")]
-    assert parsed(tokenizer, "Hi", prompt="no such mark") == [Text("Hi")]
+    assert parsed(tokenizer, both) == [oslo, ToolCall("time", "{}")]
+    assert parsed(tokenizer, "</think> Hi <|im_end|>\n", prompt=f"{PROMPT}<think>\n") == [Content("Hi")]
+    assert parsed(tokenizer, "Hm.\n</think>\n\nHi", prompt=f"{PROMPT}<think>\n") == [Reasoning("Hm."), Content("Hi")]
+    assert parsed(tokenizer, "\n Hi\n\nyou \n<|im_end|>\n") == [Content("Hi\n\nyou")]
+    assert parsed(tokenizer, "Hi", prompt="no such mark") == [Content("Hi")]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,8 @@ def test_reasoning_calls_and_text_are_told_apart(tokenizer):
         '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
         "<tool_call>\n{'name': 'weather', 'arguments': {'city': 'Oslo'}}\n</tool_call>",
         "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": "weather", "arguments": "Oslo"}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": ["Oslo"]}</tool_call>',
         '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": "\\ud800"}</tool_call>',
         "<tool_call>5</tool_call> and more",
@@ -143,22 +145,27 @@ def test_reasoning_calls_and_text_are_told_apart(tokenizer):
 )
 @pytest.mark.parametrize("tools", [True, False])
 def test_what_does_not_parse_is_text_as_it_stands(tokenizer, text, tools):
-    assert parsed(tokenizer, text, tools=TOOLS if tools else None) == [Text(text)]
-    assert parsed(tokenizer, f"Hi\n{text} ", tools=TOOLS if tools else None)[:1] == [Text(f"Hi\n{text}")]
+    assert parsed(tokenizer, text, tools=TOOLS if tools else None) == [Content(text)]
+    assert parsed(tokenizer, f"Hi\n{text} ", tools=TOOLS if tools else None)[:1] == [Content(f"Hi\n{text}")]
+
+
+def test_arguments_may_be_a_text_of_an_object(tokenizer):
+    for arguments, text in (('{"city": "Oslo"}', '{"city": "Oslo"}'), ("", "{}"), ({}, "{}")):
+        assert parsed(tokenizer, call(arguments)) == [ToolCall("weather", text)]
 
 
 def test_a_call_is_text_where_no_tools_were_given(tokenizer):
     text = f"<think>\nHm.\n</think>\n\n{call({'city': 'Oslo'})}"
-    assert parsed(tokenizer, text, tools=None) == [Reasoning("Hm."), Text(call({"city": "Oslo"}))]
+    assert parsed(tokenizer, text, tools=None) == [Reasoning("Hm."), Content(call({"city": "Oslo"}))]
 
 
 def test_other_families_calls(tokenizer):
     values = "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>"
     text = f"<tool_call>\n<function=weather>\n{values}\n</function>\n</tool_call>"
-    assert parsed(tokenizer, text, QWEN_3_5) == [Call("weather", '{"city": "Oslo", "days": 3}')]
-    assert parsed(tokenizer, "<tool_call>\nno function", QWEN_3_5) == [Text("<tool_call>\nno function")]
+    assert parsed(tokenizer, text, QWEN_3_5) == [ToolCall("weather", '{"city": "Oslo", "days": 3}')]
+    assert parsed(tokenizer, "<tool_call>\nno function", QWEN_3_5) == [Content("<tool_call>\nno function")]
     text = '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>'
-    assert parsed(tokenizer, text, GEMMA, prompt="<|turn>model\n") == [Call("weather", '{"city": "Oslo"}')]
+    assert parsed(tokenizer, text, GEMMA, prompt="<|turn>model\n") == [ToolCall("weather", '{"city": "Oslo"}')]
     several = {"name": "f", "arguments": {}}
     listed = {
         "start_anchor": "<bot>",
@@ -173,21 +180,21 @@ def test_other_families_calls(tokenizer):
         },
     }
     text = f"Hi [TOOL_CALLS]{json.dumps([several, several])}"
-    assert parsed(tokenizer, text, listed) == [Text("Hi"), Call("f", "{}"), Call("f", "{}")]
+    assert parsed(tokenizer, text, listed) == [Content("Hi"), ToolCall("f", "{}"), ToolCall("f", "{}")]
 
 
 def test_a_reader_without_a_template_gives_all_text_and_no_special_token(tokenizer):
     tokens = [*tokenizer("\n Hi <tool_call> ")["input_ids"], tokenizer.eos_token_id]
-    assert events_of(AnswerReader(tokenizer, None), [tokens[:4], tokens[4:]]) == [Text("\n Hi <tool_call> ")]
+    assert events_of(AnswerReader(tokenizer, None), [tokens[:4], tokens[4:]]) == [Content("\n Hi <tool_call> ")]
     parser = ResponseParser(QWEN, tokenizer, None, PROMPT)
-    assert events_of(AnswerReader(tokenizer, parser), [tokens[:4], tokens[4:]]) == [Text("Hi <tool_call>")]
+    assert events_of(AnswerReader(tokenizer, parser), [tokens[:4], tokens[4:]]) == [Content("Hi <tool_call>")]
 
 
 @pytest.mark.parametrize("opening", ["<think>\n", "<tool_call>\n"])
 def test_an_end_token_is_no_part_of_what_it_ends(tokenizer, opening):
     tokens = [*tokenizer(f"{opening}Hm")["input_ids"], tokenizer.eos_token_id]
     reader = AnswerReader(tokenizer, ResponseParser(QWEN, tokenizer, TOOLS, PROMPT), frozenset(tokens[-1:]))
-    ended = Reasoning("Hm") if "think" in opening else Text(f"{opening}Hm")
+    ended = Reasoning("Hm") if "think" in opening else Content(f"{opening}Hm")
     assert events_of(reader, [tokens[:4], tokens[4:]]) == [ended]
 
 

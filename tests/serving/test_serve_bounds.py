@@ -15,7 +15,7 @@ from fastspec.programs.serving.requests import (
     COMPLETION,
     GREEDY_BELOW,
     RESPONSE,
-    Asked,
+    AnswerRequest,
     Limits,
     Refused,
     read,
@@ -59,7 +59,7 @@ def model() -> Any:
     return small_target()
 
 
-def asked(model: Any, route: Any = COMPLETION, **fields: Any) -> Asked:
+def asked(model: Any, route: Any = COMPLETION, **fields: Any) -> AnswerRequest:
     return read({**NEEDS[route], **fields}, route, "id", Limits(tokens=50), "small", model)
 
 

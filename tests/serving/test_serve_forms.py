@@ -70,7 +70,7 @@ def said(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
     """(an answer, a server whose model says it)."""
     with torch.no_grad():
         model, tokenizer = saying(ANSWERS[request.param])
-    with served(model, rows=2, assistant="nasd", tokenizer=tokenizer) as server:
+    with served(model, rows=2, assistant="autoregressive", tokenizer=tokenizer) as server:
         yield request.param, server
 
 
@@ -102,7 +102,7 @@ def chat(server: Served, stream: bool, **given: Any) -> tuple[Any, ...]:
 def test_whole_and_streamed_chats_are_the_same_wherever_they_are_cut(said: tuple[str, Served], tools: bool) -> None:
     name, server = said
     whole = chat(server, False, **asked(tools))
-    for limit in (200, 1, 2, 9, whole[4] // 2, whole[4] - 1):
+    for limit in (200, 9, whole[4] // 2):
         if limit > 0:
             assert chat(server, True, **asked(tools, limit)) == chat(server, False, **asked(tools, limit))
     content, reasoning, calls, reason, _ = whole
@@ -126,7 +126,7 @@ def test_whole_and_streamed_completions_are_the_same(said: tuple[str, Served]) -
     """The text as it stands, with the tail of a character that was cut."""
     name, server = said
     create, given = server.client().completions.create, {"model": NAME, "prompt": "<bot>", "temperature": 0}
-    for limit in (200, *range(1, 12)):
+    for limit in (200, *(range(1, 60, 6) if name == "all" else [9])):
         whole = create(**given, max_tokens=limit)
         chunks = list(create(**given, max_tokens=limit, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
@@ -162,6 +162,7 @@ def test_responses_have_items_of_their_own_index(said: tuple[str, Served], tools
         assert kinds == ["reasoning", "function_call", "function_call"]
 
 
+@pytest.mark.parametrize("said", ["all"], indirect=True)
 def test_all_that_is_written_has_openais_types(said: tuple[str, Served]) -> None:
     server, events = said[1], TypeAdapter(ResponseStreamEvent)
     given = {"temperature": 0, "tools": [{"type": "function", **TOOL}]}
@@ -186,6 +187,7 @@ def raw(server: Served, path: str, body: dict[str, Any]) -> str:
         return answer.read().decode()
 
 
+@pytest.mark.parametrize("said", ["blanks"], indirect=True)
 def test_streams_end_with_done_and_counts_come_where_they_are_asked_for(said: tuple[str, Served]) -> None:
     server = said[1]
     for path, prompt in ((CHAT, {"messages": talk("hello")}), (COMPLETIONS, {"prompt": "<bot>"})):

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import regex
 
+from fastspec.programs.serving.requests import parse
+
 BEGUN = "\ufffd"
 """Stands in a decoded text for bytes that are no character, or not yet."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -17,7 +19,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Content:
     """Text of the answer itself."""
 
     text: str
@@ -31,7 +33,7 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """Call of a tool; `arguments` is a JSON text."""
 
     name: str
@@ -47,19 +49,19 @@ class End:
     tokens: int
 
 
-Event = Text | Reasoning | Call | End
+Event = Content | Reasoning | ToolCall | End
 
 
 def merged(events: Iterable[Event]) -> Iterator[Event]:
     """The events, neighbouring texts of one kind as one."""
-    held: Text | Reasoning | None = None
+    held: Content | Reasoning | None = None
     for event in events:
         if held is not None and type(event) is type(held):
             held = type(held)(held.text + event.text)
             continue
         if held is not None:
             yield held
-        held = event if isinstance(event, (Text, Reasoning)) else None
+        held = event if isinstance(event, (Content, Reasoning)) else None
         if held is None:
             yield event
     if held is not None:
@@ -135,7 +137,7 @@ class ResponseParser:
         self.inside = self.rest
         self.text, self.at, self.began = "", 0, 0
         """All text, how much of it has been read, and where the part that it is in began."""
-        self.blanks: dict[type[Text] | type[Reasoning], str | None] = {Text: None, Reasoning: None}
+        self.blanks: dict[type[Content] | type[Reasoning], str | None] = {Content: None, Reasoning: None}
         """Blanks at the end of what was given, which are left out if nothing follows; None before anything was."""
         anchor, _ = _delimiter(template, "start_anchor")
         ends = [found.end() for found in anchor.finditer(prompt)]
@@ -194,7 +196,7 @@ class ResponseParser:
         if self.inside is not None and self.inside.name in REASONING:
             yield from self._stripped(Reasoning, text, self.inside.strips)
         elif self.inside is not None and self.inside.name == "content":
-            yield from self._stripped(Text, text, self.inside.strips)
+            yield from self._stripped(Content, text, self.inside.strips)
 
     def _leave(self, end: int) -> Iterator[Event]:
         """What was held back of a part that ends there."""
@@ -204,9 +206,9 @@ class ResponseParser:
             if calls:
                 yield from calls
             else:
-                yield from self._stripped(Text, raw, True)
+                yield from self._stripped(Content, raw, True)
 
-    def _stripped(self, kind: type[Text] | type[Reasoning], text: str, strips: bool) -> Iterator[Event]:
+    def _stripped(self, kind: type[Content] | type[Reasoning], text: str, strips: bool) -> Iterator[Event]:
         before = self.blanks[kind]
         text = (before or "") + text
         if strips and before is None:
@@ -216,7 +218,7 @@ class ResponseParser:
             yield kind(kept)
         self.blanks[kind] = text[len(kept) :] if kept or before is not None else None
 
-    def _calls(self, raw: str) -> list[Call]:
+    def _calls(self, raw: str) -> list[ToolCall]:
         """The calls in a text that opens as one; none where it does not parse."""
         fields = {"tool_calls": self.template["fields"]["tool_calls"]}
         try:
@@ -231,14 +233,15 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _call(function: dict[str, Any]) -> Call:
-    """Raises KeyError, TypeError or ValueError for what has no name or arguments, or half of a character in them."""
+def _call(function: dict[str, Any]) -> ToolCall:
+    """Raises KeyError, TypeError or ValueError for what a conversation could not go on from: a call without a name, or
+    without arguments that are an object."""
     name, arguments = function["name"], function["arguments"]
-    if not isinstance(name, str):
+    text = arguments or "{}" if isinstance(arguments, str) else json.dumps(arguments)
+    if not isinstance(name, str) or not isinstance(parse(text), dict):
         raise TypeError(name)
-    call = Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
-    (call.name + call.arguments).encode()
-    return call
+    name.encode()
+    return ToolCall(name, text)
 
 
 class AnswerReader:
@@ -252,11 +255,11 @@ class AnswerReader:
     def add(self, tokens: list[int]) -> list[Event]:
         """The events that are certain with these tokens."""
         text = self.texts.add([token for token in tokens if token not in self.ends])
-        return self.parser.add(text) if self.parser is not None else [Text(text)] if text else []
+        return self.parser.add(text) if self.parser is not None else [Content(text)] if text else []
 
     def finish(self) -> list[Event]:
         """The rest."""
         text = self.texts.finish()
         if self.parser is None:
-            return [Text(text)] if text else []
+            return [Content(text)] if text else []
         return self.parser.add(text) + self.parser.finish()

@@ -23,11 +23,21 @@ from transformers.utils import logging as transformers_logging
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import Continuous
 from fastspec.programs.serving.batch import Here, Served
-from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, Message, ResponseForm
+from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
 from fastspec.programs.serving.middleware import RequestMiddleware, error_body
 from fastspec.programs.serving.remote import Remote
-from fastspec.programs.serving.requests import CHAT, COMPLETION, RESPONSE, Asked, Limits, Refused, Route, parse, read
-from fastspec.programs.serving.server import Answer, Server
+from fastspec.programs.serving.requests import (
+    CHAT,
+    COMPLETION,
+    RESPONSE,
+    AnswerRequest,
+    Limits,
+    Refused,
+    Route,
+    parse,
+    read,
+)
+from fastspec.programs.serving.server import ServedAnswer, Server
 
 ANSWERED: dict[str, tuple[Route, type[Form]]] = {
     "/v1/chat/completions": (CHAT, ChatForm),
@@ -108,7 +118,7 @@ def _answering(server: Server, route: Route, kind: type[Form]) -> Any:
 async def _answer(server: Server, route: Route, kind: type[Form], name: str, body: bytes) -> Response:
     arrived = time.perf_counter()
 
-    def asked() -> Asked:
+    def asked() -> AnswerRequest:
         try:
             found = parse(body.decode("utf-8-sig"))
         except ValueError as error:
@@ -122,7 +132,7 @@ async def _answer(server: Server, route: Route, kind: type[Form], name: str, bod
     return JSONResponse(form.whole([event async for part in answer.events() for event in part]))
 
 
-async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
+async def _stream(answer: ServedAnswer, form: Form) -> AsyncIterator[str]:
     """The lines of a streamed answer; an error ends them."""
     first = _lines(form.begin())
     if first:
@@ -137,7 +147,7 @@ async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
         yield "data: [DONE]\n\n"
 
 
-def _lines(messages: list[Message]) -> str:
+def _lines(messages: list[JsonObject]) -> str:
     """Messages as events of a server, named where they have a type of their own."""
     named = [(f"event: {message['type']}\n" if "type" in message else "", message) for message in messages]
     return "".join(f"{name}data: {json.dumps(message)}\n\n" for name, message in named)

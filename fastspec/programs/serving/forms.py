@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
-from fastspec.programs.serving.answers import Call, End, Event, Reasoning, Text, merged
+from fastspec.programs.serving.answers import Content, End, Event, Reasoning, ToolCall, merged
 from fastspec.programs.serving.middleware import error_body
-from fastspec.programs.serving.requests import Asked
+from fastspec.programs.serving.requests import AnswerRequest
 
-Message = dict[str, Any]
+JsonObject = dict[str, Any]
 """JSON object of an answer, or of an event of its stream."""
 
 
@@ -22,22 +22,22 @@ class Form(ABC):
     done = True
     """Whether a stream ends with `[DONE]`."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
+    def __init__(self, asked: AnswerRequest, model: str) -> None:
         self.asked, self.model, self.created = asked, model, int(time.time())
 
     @abstractmethod
-    def whole(self, events: Iterable[Event]) -> Message:
+    def whole(self, events: Iterable[Event]) -> JsonObject:
         """The answer."""
 
     @abstractmethod
-    def begin(self) -> list[Message]:
+    def begin(self) -> list[JsonObject]:
         """What a stream begins with."""
 
     @abstractmethod
-    def add(self, event: Event) -> list[Message]:
+    def add(self, event: Event) -> list[JsonObject]:
         """What a stream has of one event."""
 
-    def failed(self, message: str, status: int) -> list[Message]:
+    def failed(self, message: str, status: int) -> list[JsonObject]:
         """What a stream has of an error, which ends it."""
         return [error_body(message, status)]
 
@@ -47,7 +47,7 @@ class Choices(Form):
 
     whole_kind = chunk_kind = "text_completion"
 
-    def made(self, kind: str, choices: list[Message], end: End | None = None) -> Message:
+    def made(self, kind: str, choices: list[JsonObject], end: End | None = None) -> JsonObject:
         """An answer or a chunk, with the counts of tokens where an end is given."""
         head = {"id": self.asked.request_id, "object": kind, "created": self.created, "model": self.model}
         if end is None:
@@ -55,11 +55,11 @@ class Choices(Form):
         counts = {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens}
         return {**head, "choices": choices, "usage": {**counts, "total_tokens": end.prompt_tokens + end.tokens}}
 
-    def chunk(self, end: End | None = None, **choice: Any) -> Message:
+    def chunk(self, end: End | None = None, **choice: Any) -> JsonObject:
         """A chunk with a choice of these fields."""
         return self.made(self.chunk_kind, [{"index": 0, "finish_reason": None, **choice}], end)
 
-    def ended(self, end: End, **choice: Any) -> list[Message]:
+    def ended(self, end: End, **choice: Any) -> list[JsonObject]:
         """The last chunk, with the counts unless the request says where it wants them."""
         usage = self.asked.usage
         last = self.chunk(end if usage is None else None, **{**choice, "finish_reason": end.reason})
@@ -72,8 +72,8 @@ class ChatForm(Choices):
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     calls = 0
 
-    def _delta(self, event: Event) -> Message:
-        if isinstance(event, Call):
+    def _delta(self, event: Event) -> JsonObject:
+        if isinstance(event, ToolCall):
             function = {"name": event.name, "arguments": event.arguments}
             self.calls += 1
             name = f"{self.asked.request_id}_tool_call_{self.calls - 1}"
@@ -83,9 +83,9 @@ class ChatForm(Choices):
             return {}
         return {"reasoning_content" if isinstance(event, Reasoning) else "content": event.text}
 
-    def whole(self, events: Iterable[Event]) -> Message:
+    def whole(self, events: Iterable[Event]) -> JsonObject:
         """The message that the chunks come to."""
-        found: Message = {}
+        found: JsonObject = {}
         for event in events:
             for name, value in self._delta(event).items():
                 found[name] = found[name] + value if name in found else value
@@ -95,11 +95,11 @@ class ChatForm(Choices):
         message = {"role": "assistant", "content": None if "tool_calls" in found else "", **found}
         return self.made(self.whole_kind, [{"index": 0, "message": message, "finish_reason": event.reason}], event)
 
-    def begin(self) -> list[Message]:
+    def begin(self) -> list[JsonObject]:
         """The role."""
         return [self.chunk(delta={"role": "assistant", "content": ""})]
 
-    def add(self, event: Event) -> list[Message]:
+    def add(self, event: Event) -> list[JsonObject]:
         """A chunk."""
         delta = self._delta(event)
         return self.ended(event, delta=delta) if isinstance(event, End) else [self.chunk(delta=delta)]
@@ -108,22 +108,22 @@ class ChatForm(Choices):
 class CompletionForm(Choices):
     """Form of `/v1/completions`, whose chunks are of the kind of the whole answer."""
 
-    def whole(self, events: Iterable[Event]) -> Message:
+    def whole(self, events: Iterable[Event]) -> JsonObject:
         """The text that the chunks come to."""
         *texts, end = events
         assert isinstance(end, End)
-        text = "".join(each.text for each in texts if isinstance(each, Text))
+        text = "".join(each.text for each in texts if isinstance(each, Content))
         return self.chunk(end, text=text, logprobs=None, finish_reason=end.reason)
 
-    def begin(self) -> list[Message]:
+    def begin(self) -> list[JsonObject]:
         """Nothing."""
         return []
 
-    def add(self, event: Event) -> list[Message]:
+    def add(self, event: Event) -> list[JsonObject]:
         """A chunk."""
         if isinstance(event, End):
             return self.ended(event, text="", logprobs=None)
-        return [self.chunk(text=event.text, logprobs=None)] if isinstance(event, Text) else []
+        return [self.chunk(text=event.text, logprobs=None)] if isinstance(event, Content) else []
 
 
 class ResponseForm(Form):
@@ -131,32 +131,32 @@ class ResponseForm(Form):
 
     done = False
 
-    def __init__(self, asked: Asked, model: str) -> None:
+    def __init__(self, asked: AnswerRequest, model: str) -> None:
         super().__init__(asked, model)
-        self.items: list[Message] = []
+        self.items: list[JsonObject] = []
         self.inside: type[Event] | None = None
         """Kind of the text that the last item is still given."""
         self.text, self.sent = "", 0
 
-    def whole(self, events: Iterable[Event]) -> Message:
+    def whole(self, events: Iterable[Event]) -> JsonObject:
         """The response that a stream ends with."""
         for event in merged(events):
             messages = self.add(event)
-        response: Message = messages[-1]["response"]
+        response: JsonObject = messages[-1]["response"]
         return response
 
-    def begin(self) -> list[Message]:
+    def begin(self) -> list[JsonObject]:
         """A response without items."""
         return [self._message(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")]
 
-    def add(self, event: Event) -> list[Message]:
+    def add(self, event: Event) -> list[JsonObject]:
         """The messages of one event; another kind than the last one's closes its item."""
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []
-        if isinstance(event, Call):
+        if isinstance(event, ToolCall):
             return messages + self._call(event)
         if isinstance(event, End):
             if all(item["type"] == "reasoning" for item in self.items):
-                messages += self._open(Text) + self._close()
+                messages += self._open(Content) + self._close()
             status = "incomplete" if event.reason == "length" else "completed"
             return [*messages, self._message(status, response=self._response(status, event))]
         if self.inside is None:
@@ -166,24 +166,24 @@ class ResponseForm(Form):
             return [*messages, self._within("reasoning_text.delta", content_index=0, delta=event.text)]
         return [*messages, self._within("output_text.delta", content_index=0, delta=event.text, logprobs=[])]
 
-    def failed(self, message: str, status: int) -> list[Message]:
+    def failed(self, message: str, status: int) -> list[JsonObject]:
         """The error, and the response with it."""
         error = {"code": "server_error", "message": message}
         self.sent += 1
         first = {"type": "error", "sequence_number": self.sent - 1, "param": None, **error}
         return [first, self._message("failed", response=self._response("failed", error=error))]
 
-    def _open(self, kind: type[Event]) -> list[Message]:
+    def _open(self, kind: type[Event]) -> list[JsonObject]:
         self.inside, self.text = kind, ""
         if kind is Reasoning:
             return [self._item("added", "rs", type="reasoning", summary=[], content=[])]
         added = self._item("added", "msg", type="message", role="assistant", content=[])
         return [added, self._within("content_part.added", content_index=0, part=self._part())]
 
-    def _part(self) -> Message:
+    def _part(self) -> JsonObject:
         return {"type": "output_text", "text": self.text, "annotations": []}
 
-    def _close(self) -> list[Message]:
+    def _close(self) -> list[JsonObject]:
         kind, self.inside = self.inside, None
         if kind is Reasoning:
             done = self._within("reasoning_text.done", content_index=0, text=self.text)
@@ -194,7 +194,7 @@ class ResponseForm(Form):
             self._item("done", content=[self._part()]),
         ]
 
-    def _call(self, call: Call) -> list[Message]:
+    def _call(self, call: ToolCall) -> list[JsonObject]:
         name = f"{self.asked.request_id}_tool_call_{len(self.items)}"
         return [
             self._item("added", "fc", type="function_call", call_id=name, name=call.name, arguments=""),
@@ -203,11 +203,11 @@ class ResponseForm(Form):
             self._item("done", arguments=call.arguments),
         ]
 
-    def _message(self, kind: str, **more: Any) -> Message:
+    def _message(self, kind: str, **more: Any) -> JsonObject:
         self.sent += 1
         return {"type": f"response.{kind}", "sequence_number": self.sent - 1, **more}
 
-    def _item(self, kind: str, prefix: str = "", **fields: Any) -> Message:
+    def _item(self, kind: str, prefix: str = "", **fields: Any) -> JsonObject:
         """A message that adds an item, or closes the last one."""
         if kind == "added":
             name = f"{prefix}_{self.asked.request_id}_{len(self.items)}"
@@ -216,11 +216,11 @@ class ResponseForm(Form):
             self.items[-1] = {**self.items[-1], "status": "completed", **fields}
         return self._message(f"output_item.{kind}", output_index=len(self.items) - 1, item=self.items[-1])
 
-    def _within(self, kind: str, **more: Any) -> Message:
+    def _within(self, kind: str, **more: Any) -> JsonObject:
         """A message within the last item."""
         return self._message(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **more)
 
-    def _response(self, status: str, end: End | None = None, **more: Any) -> Message:
+    def _response(self, status: str, end: End | None = None, **more: Any) -> JsonObject:
         if end is not None:
             more["usage"] = {
                 "input_tokens": end.prompt_tokens,

@@ -66,7 +66,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnswerRequest:
     """A request that was read: the text that it goes on from, or the conversation with the tools and variables of the
     model's template, and how the answer is to be made and given."""
 
@@ -164,7 +164,7 @@ def config_of(body: Body, settings: Body | None, model: Any) -> GenerationConfig
     return config
 
 
-def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: str, model: Any) -> Asked:
+def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: str, model: Any) -> AnswerRequest:
     """Read a request for the model of this name. Raises Refused for what cannot be answered, which it names."""
     if not isinstance(body, dict):
         raise Refused("the body is not a JSON object")
@@ -194,7 +194,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         messages = [] if route is COMPLETION else as_messages(_conversation(body))
     except Unsupported as error:
         raise Refused(str(error) if route is CHAT else f"{route.needs}: {error}") from error
-    return Asked(
+    return AnswerRequest(
         request_id,
         body["prompt"] if route is COMPLETION else None,
         messages,

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.hf.ends import end_tokens, stop_criterion
-from fastspec.programs.serving.answers import AnswerReader, End, Event, Reasoning, ResponseParser, Text, merged
+from fastspec.programs.serving.answers import AnswerReader, Content, End, Event, Reasoning, ResponseParser, merged
 from fastspec.programs.serving.batch import Sent, Served
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
-from fastspec.programs.serving.requests import NEW_TOKENS, Asked, Limits, Refused, too_many
+from fastspec.programs.serving.requests import NEW_TOKENS, AnswerRequest, Limits, Refused, too_many
 from fastspec.programs.serving.templates import response_template
 
 LONG = 16
@@ -42,14 +42,20 @@ class FinishReason:
         return "stop" if any(string in text for string in self.stop) else "length"
 
 
-class Answer:
+class ServedAnswer:
     """Answer that a batch decodes: its tokens are measured, and its events posted to `queue`, an error as itself.
 
     It is the streamer's reader of a `Served`.
     """
 
     def __init__(
-        self, asked: Asked, prompt_tokens: int, reason: FinishReason, reader: AnswerReader, metrics: Metrics, mail: Mail
+        self,
+        asked: AnswerRequest,
+        prompt_tokens: int,
+        reason: FinishReason,
+        reader: AnswerReader,
+        metrics: Metrics,
+        mail: Mail,
     ) -> None:
         self.asked, self.prompt_tokens, self.reason = asked, prompt_tokens, reason
         self.reader, self.metrics, self.mail = reader, metrics, mail
@@ -71,7 +77,7 @@ class Answer:
             self._post(self.reader.add(tokens), urgent=first)
 
     def _post(self, events: list[Event], urgent: bool = False) -> None:
-        self.called = self.called or any(not isinstance(event, (Text, Reasoning)) for event in events)
+        self.called = self.called or any(not isinstance(event, (Content, Reasoning)) for event in events)
         if events:
             self.mail.post(self.queue, events, urgent)
 
@@ -130,7 +136,7 @@ class Server:
         self._turns, self._moved = -1, 0.0
         tokenizer("", add_special_tokens=False)  # sets padding and truncation, which threads could not beside others
 
-    async def ask(self, read: Callable[[], Asked]) -> Answer:
+    async def ask(self, read: Callable[[], AnswerRequest]) -> ServedAnswer:
         """Hand a request to the batch, which has taken it when this returns; `read` reads it, in a thread. Raises
         Refused: 400 for what cannot be answered, 429 where too many wait, 503 where the batch takes nothing any
         more."""
@@ -146,7 +152,7 @@ class Server:
         if self.mail is None or self.mail.loop is not loop:
             self.mail = Mail(loop)
         reason = FinishReason(asked.config, self.batch.model.generation_config, self.tokenizer, asked.stop)
-        answer = Answer(asked, len(ids), reason, reader, self.metrics, self.mail)
+        answer = ServedAnswer(asked, len(ids), reason, reader, self.metrics, self.mail)
         if not self._open:
             self._moved = time.monotonic()
         sent = self.batch.send(ids, asked.config, answer.put_tokens, asked.seed)
@@ -156,7 +162,7 @@ class Server:
         self.metrics.prompt_tokens.inc(len(ids))
         return answer
 
-    def _read(self, asked: Asked) -> tuple[Asked, list[int], AnswerReader]:
+    def _read(self, asked: AnswerRequest) -> tuple[AnswerRequest, list[int], AnswerReader]:
         """(a request, the tokens of its prompt, the reader of its answer). Texts are tokenized by a call that lets go
         of the interpreter."""
         if asked.prompt is not None:
@@ -189,7 +195,7 @@ class Server:
                 raise Refused(f"the prompt has {count} tokens or more, and this server takes {most - 1} at most")
         return ids(text)
 
-    def _fit(self, asked: Asked, length: int) -> None:
+    def _fit(self, asked: AnswerRequest, length: int) -> None:
         """Say how long the answer may get. Raises Refused for a prompt that has no room, and where too many wait."""
         batch, config = self.batch, asked.config
         room = min(batch.max_length - length, self.limits.tokens)
