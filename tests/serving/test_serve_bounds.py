@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.training import small_target, small_tokenizer
 
-from fastspec.programs.serving.fields import SEQUENCES, STOP_LENGTH
+from fastspec.programs.serving.fields import HARMLESS, KNOWN, NEUTRAL, SEQUENCES, SETTINGS, STOP_LENGTH
 from fastspec.programs.serving.requests import (
     CHAT,
     COMPLETION,
@@ -91,6 +91,19 @@ def test_sequences_of_tokens_are_a_thousand_at_most(model: Any) -> None:
         asked(model, generation_config=json.dumps({name: [each] * SEQUENCES}))
         with pytest.raises(Refused, match=name):
             asked(model, generation_config=json.dumps({name: [each] * (SEQUENCES + 1)}))
+
+
+def test_every_setting_of_transformers_is_taken_or_refused_by_name(model: Any) -> None:
+    """One that is not heeded is taken where it changes no token."""
+    for name in KNOWN:
+        heeded = name in SETTINGS or name in HARMLESS
+        for value in (None, False, NEUTRAL.get(name), {"odd": [5]}):
+            config = json.dumps({name: value})
+            if name not in SETTINGS and (heeded or not value or value == NEUTRAL.get(name)):
+                asked(model, generation_config=config)
+            elif value == {"odd": [5]}:
+                with pytest.raises(Refused, match=name):
+                    asked(model, generation_config=config)
 
 
 def test_every_field_of_openai_is_taken_or_refused_by_name(model: Any) -> None:

@@ -200,10 +200,18 @@ SETTINGS: dict[str, Check] = {
 """Settings of a generation_config that are heeded, and what they may hold; they may be null too."""
 NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
-    **dict.fromkeys(("length_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), 1.0),
     "use_cache": True,
 }
 """Settings that are not heeded -> the value that changes nothing, besides null, false and 0."""
+HARMLESS = frozenset(
+    (
+        *("transformers_version", "early_stopping", "length_penalty", "low_memory", "disable_compile"),
+        *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    )
+)
+"""Settings that change no token of an answer, of beams and of what `generate` returns."""
 KNOWN = frozenset(name for name in GenerationConfig().to_dict() if name[0] != "_")
 """Settings of transformers' GenerationConfig."""
 OF_TOKENS = (

@@ -19,6 +19,7 @@ from fastspec.errors import Unsupported
 from fastspec.files import parse_json
 from fastspec.programs.serving.fields import (
     ACCEPTED,
+    HARMLESS,
     KNOWN,
     LENGTHS,
     NEUTRAL,
@@ -116,7 +117,7 @@ def settings_of(text: str, size: int) -> Body:
     for name, value in found.items():
         if name not in KNOWN:
             raise Refused(f"generation_config has {name!r}, which transformers' GenerationConfig does not know")
-        if name not in SETTINGS and name != "transformers_version" and value and value != NEUTRAL.get(name):
+        if name not in SETTINGS and name not in HARMLESS and value and value != NEUTRAL.get(name):
             raise Refused(f"{name} of generation_config is not heeded: it must be left out")
         if name in SETTINGS and value is not None:
             _check_setting(name, value, size)
