@@ -32,6 +32,8 @@ MODULES = {
     "fastspec.programs.training.acceptance": "it is part of fastspec.programs.training.trainer",
     "fastspec.programs.training.card": "it is part of fastspec.programs.training.save",
     "fastspec.programs.training.compiled": "it is part of fastspec.programs.training.ttt",
+    "fastspec.programs.serving.handlers": "routes are in fastspec.programs.serving.app, fields in its fields",
+    "fastspec.programs.serving.manager": "it is fastspec.programs.serving.server",
     "fastspec.serving": "it is fastspec.programs.serving",
     "fastspec.training": "it is fastspec.programs.training",
     "fastspec.kernels.drafting.fused_phases": "it is fastspec.kernels.drafting.fused.phases",

@@ -155,6 +155,8 @@ class Continuous:
         """Counts since the batch was opened."""
         before = session.before(model, "generate")
         self._original = type(model).generate.__get__(model) if before is ABSENT else before
+        self.turns = 0
+        """Turns of the rounds that have ended, which read prompts, decode rows, or do both."""
         self._arrived: deque[PreparedPrompt] = deque()
         self._changed = threading.Condition()
         self._closing = self._left = False
@@ -382,6 +384,7 @@ class Continuous:
                 try:
                     with self.session.turn.taken(device_of(self.model)):
                         self._widths.turn()
+                        self.turns += 1
                 except Exception as error:
                     self._recover(error)
                 if self._dead is not None:

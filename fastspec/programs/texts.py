@@ -14,7 +14,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of every line that is not blank. Raises Unsupported for a file that cannot be read
     or is no UTF-8, and for a line that is no JSON object."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise Unsupported(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -37,6 +37,53 @@ def first_turn(row: dict[str, Any]) -> Any:
     return row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
 
 
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a message's content that are texts."""
+
+
+def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation as chat templates read it: contents are texts, arguments of calls objects, and fields that are
+    null are left out. Raises Unsupported, by the message's number, for a content that is no text."""
+    return [_as_message(f"messages[{number}]", message) for number, message in enumerate(talk)]
+
+
+def _as_message(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    found = {field: value for field, value in message.items() if value is not None}
+    content = found.get("content", "")
+    if not isinstance(found.get("role"), str):
+        raise Unsupported(f"{name}.role must be a text")
+    if isinstance(content, list):
+        fits = all(isinstance(part, dict) and part.get("type") in TEXT_PARTS for part in content)
+        if not fits or not all(isinstance(part.get("text"), str) for part in content):
+            raise Unsupported(f"{name}.content has a part that is no text: parts of type text are accepted")
+        content = " ".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise Unsupported(f"{name}.content must be a text, or a list of parts of type text")
+    found["content"] = content
+    if "tool_calls" in found:
+        found["tool_calls"] = _as_calls(f"{name}.tool_calls", found["tool_calls"])
+    return found
+
+
+def _as_calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise Unsupported(f"{name} must be a list")
+    found = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Unsupported(f"{name}[{number}] must be an object with a function that has a name and arguments")
+        arguments = function.get("arguments")
+        try:  # a call without arguments has an empty text in some programs
+            arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
+        except ValueError as error:
+            raise Unsupported(f"{name}[{number}].function.arguments is no JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise Unsupported(f"{name}[{number}].function.arguments must be a JSON text of an object")
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
 def encode(
     tokenizer: Any, prompt: str | list[dict[str, Any]], device: Any = "cpu", *, chat: bool = True
 ) -> dict[str, Any]:
@@ -44,7 +91,7 @@ def encode(
     T]. With `chat` False, and for a tokenizer without a template, a prompt is the text itself. Raises Unsupported for a
     conversation there."""
     if chat and getattr(tokenizer, "chat_template", None) is not None:
-        talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         return dict(tokenizer.apply_chat_template(talk, **options).to(device))
     if isinstance(prompt, list):

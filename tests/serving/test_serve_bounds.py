@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import HTTPException
-from helpers.training import small_tokenizer
-from transformers import GenerationConfig
+from helpers.training import small_target, small_tokenizer
 
-from fastspec.programs.serving import handlers
-from fastspec.programs.serving.requests import GREEDY_BELOW, STOP_LENGTH, Limits, read
+from fastspec.programs.serving.fields import HARMLESS, KNOWN, NEUTRAL, SEQUENCES, SETTINGS, STOP_LENGTH
+from fastspec.programs.serving.requests import (
+    CHAT,
+    COMPLETION,
+    GREEDY_BELOW,
+    RESPONSE,
+    AnswerRequest,
+    Limits,
+    Refused,
+    read,
+)
+from fastspec.programs.serving.server import Server
 
 BOUNDS: list[tuple[str, Any, Any]] = [
     ("max_tokens", 1, 0),
@@ -40,45 +47,141 @@ BOUNDS: list[tuple[str, Any, Any]] = [
 ]
 
 
+NEEDS: dict[Any, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "w5"}]},
+    COMPLETION: {"prompt": "w5"},
+    RESPONSE: {"input": "w5"},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_target()
+
+
+def asked(model: Any, route: Any = COMPLETION, **fields: Any) -> AnswerRequest:
+    return read({**NEEDS[route], **fields}, route, "id", Limits(tokens=50), "small", model)
+
+
 @pytest.mark.parametrize(("name", "last", "first"), BOUNDS)
-def test_what_a_field_may_hold_ends_where_it_says(name: str, last: Any, first: Any) -> None:
-    read({"prompt": "w5", name: last}, "id", Limits(tokens=50), "prompt")
-    with pytest.raises(HTTPException) as refused:
-        read({"prompt": "w5", name: first}, "id", Limits(tokens=50), "prompt")
-    assert refused.value.status_code == 400
+def test_what_a_field_may_hold_ends_where_it_says(model: Any, name: str, last: Any, first: Any) -> None:
+    for route in NEEDS:
+        if name in route.fields:
+            asked(model, route, **{name: last})
+            with pytest.raises(Refused, match=r"50" if first == 51 else name) as refused:
+                asked(model, route, **{name: first})
+            assert refused.value.status == 400
+    assert any(name in route.fields for route in NEEDS)
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"])
-def test_shares_in_a_generation_config_are_from_0_to_1(name: str) -> None:
+def test_shares_in_a_generation_config_are_from_0_to_1(model: Any, name: str) -> None:
     for value, fits in ((0, True), (1, True), (-0.01, False), (1.01, False)):
-        body = {"prompt": "w5", "generation_config": json.dumps({name: value})}
+        config = json.dumps({name: value})
         if fits:
-            read(body, "id", Limits(), "prompt")
+            asked(model, generation_config=config)
         else:
-            with pytest.raises(HTTPException) as refused:
-                read(body, "id", Limits(), "prompt")
-            assert name in refused.value.detail
+            with pytest.raises(Refused, match=name):
+                asked(model, generation_config=config)
 
 
-def test_a_prompt_of_all_the_room_leaves_none_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "LONG", 10)
-    batch = SimpleNamespace(max_length=20)
-    made = SimpleNamespace(tokenizer=small_tokenizer(), model_manager=SimpleNamespace(batch=batch))
-    asyncio.run(handlers.Checked._check_length(made, ["w5 " * 21]))  # 2 may join with what stands around the text
-    with pytest.raises(HTTPException, match="has 20 tokens or more, and this server takes 19 at most"):
-        asyncio.run(handlers.Checked._check_length(made, ["w5 " * 22]))
+def test_sequences_of_tokens_are_a_thousand_at_most(model: Any) -> None:
+    """The scores of each are looked up at every token."""
+    for name, each in (("bad_words_ids", [5]), ("sequence_bias", [[5], 1.0])):
+        asked(model, generation_config=json.dumps({name: [each] * SEQUENCES}))
+        with pytest.raises(Refused, match=name):
+            asked(model, generation_config=json.dumps({name: [each] * (SEQUENCES + 1)}))
 
 
-def test_the_vocabulary_ends_before_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=30))
-    made = handlers.Completions.__new__(handlers.Completions)
-    made.model_manager = SimpleNamespace(batch=SimpleNamespace(model=SimpleNamespace(config=config)))
-    monkeypatch.setattr(handlers.CompletionHandler, "_build_generation_config", lambda *_, **__: GenerationConfig())
-    for token, fits in (("0", True), ("29", True), ("30", False)):
-        body = {"logit_bias": {token: 1}, "temperature": GREEDY_BELOW}
+def test_every_setting_of_transformers_is_taken_or_refused_by_name(model: Any) -> None:
+    """One that is not heeded is taken where it changes no token."""
+    for name in KNOWN:
+        heeded = name in SETTINGS or name in HARMLESS
+        for value in (None, False, NEUTRAL.get(name), {"odd": [5]}):
+            config = json.dumps({name: value})
+            if name not in SETTINGS and (heeded or not value or value == NEUTRAL.get(name)):
+                asked(model, generation_config=config)
+            elif value == {"odd": [5]}:
+                with pytest.raises(Refused, match=name):
+                    asked(model, generation_config=config)
+
+
+def test_every_field_of_openai_is_taken_or_refused_by_name(model: Any) -> None:
+    """And none is ignored that might change an answer."""
+    taken = set()
+    for route in NEEDS:
+        for name in route.fields - {route.needs}:
+            try:
+                read({**NEEDS[route], name: {"odd": [5]}}, route, "id", Limits(), "small", model)
+                taken.add(name)
+            except Refused as refused:
+                assert name in str(refused) and refused.status in (400, 404), name
+    assert taken == {
+        *("metadata", "user", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "chat_template_kwargs"),
+    }
+
+
+def test_the_vocabulary_ends_before_its_size(model: Any) -> None:
+    size = model.config.vocab_size
+    for token, fits in (("0", True), (str(size - 1), True), (str(size), False)):
+        given = {"logit_bias": {token: 1}, "temperature": GREEDY_BELOW}
         if fits:
-            assert made._build_generation_config(body, GenerationConfig()).do_sample
+            assert asked(model, **given).config.do_sample
         else:
-            with pytest.raises(HTTPException, match="tokens are 0 to 29"):
-                made._build_generation_config(body, GenerationConfig())
-    assert not made._build_generation_config({"temperature": GREEDY_BELOW / 2}, GenerationConfig()).do_sample
+            with pytest.raises(Refused, match=f"tokens are 0 to {size - 1}"):
+                asked(model, **given)
+    assert not asked(model, temperature=GREEDY_BELOW / 2).config.do_sample
+
+
+def test_no_tools_are_given_where_none_may_be_chosen(model: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    flat = {"type": "function", "name": "f", "parameters": {}}
+    for route, given in ((CHAT, tool), (RESPONSE, flat)):
+        assert asked(model, route, tools=[given]).tools == [tool]
+        assert asked(model, route, tools=[given], tool_choice="none").tools is None
+
+
+def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
+    """Reasoning and calls are parts of the assistant's message beside them."""
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "w5"}, {"type": "input_text", "text": "w6"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "w7"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""},
+        {"type": "function_call", "call_id": "d", "name": "g", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "w8"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "w9"}]},
+    ]
+    calls = [
+        {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+        for name, function, arguments in (("c", "f", {}), ("d", "g", {"a": 1}))
+    ]
+    assert asked(model, RESPONSE, input=items, instructions="w4").messages == [
+        {"role": "system", "content": "w4"},
+        {"role": "user", "content": "w5 w6"},
+        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "w7"},
+        {"role": "tool", "tool_call_id": "c", "content": "w8"},
+        {"role": "assistant", "content": "w9"},
+    ]
+    both = [{"role": "system", "content": "w6"}, {"role": "user", "content": "w5"}]
+    assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
+    for number, odd in enumerate(({"type": "function_call_output"}, {"type": "item_reference", "id": "x"}, {})):
+        with pytest.raises(Refused, match=f"input: item {number} is no message"):
+            asked(model, RESPONSE, input=[*[{"role": "user", "content": "w5"}] * number, odd])
+    parts = [{"type": "input_text", "text": "w5"}]
+    assert asked(model, RESPONSE, input=parts).messages == [{"role": "user", "content": "w5"}]
+
+
+def test_a_prompt_of_all_the_room_leaves_none_for_an_answer(model: Any) -> None:
+    batch = SimpleNamespace(max_length=20, model=model, waiting=0)
+    made = Server(batch, small_tokenizer(), "small", Limits())  # type: ignore[arg-type]
+    for length, fits in ((19, True), (20, False)):
+        _, ids, _ = made._read(asked(model, prompt="w5 " * length))
+        assert len(ids) == length
+        if fits:
+            made._fit(asked(model), length)
+        else:
+            with pytest.raises(Refused, match="has 20 tokens, and this server takes 19 at most"):
+                made._fit(asked(model), length)
+    with pytest.raises(Refused, match="has 107 tokens or more, and this server takes 19 at most"):
+        made._read(asked(model, prompt="w5 " * 10_000))

@@ -66,4 +66,4 @@ def test_the_program_with_rounds_in_a_process_of_their_own_makes_a_server(tmp_pa
     assert "uvicorn.run(build_app(" in text
     (tmp_path / "server.py").write_text(text.replace("uvicorn.run(build_app(", "print(build_app("))
     done = subprocess.run([sys.executable, "server.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "Gate object" in done.stdout, done.stderr
+    assert done.returncode == 0 and "RequestMiddleware object" in done.stdout, done.stderr

@@ -3,31 +3,34 @@ next."""
 
 from __future__ import annotations
 
-import asyncio
+import http.client
 import json
 import threading
 from typing import Any
 
 import pytest
-from helpers.serve import MARKS, NAME, Served, openai, post, served
+from helpers.serve import MARKS, NAME, SECONDS, Served, openai, post, served
 from helpers.training import small_target, small_tokenizer
 from transformers import GenerationConfig
 
 import fastspec
-from fastspec.programs.serving import handlers
-from fastspec.programs.serving.manager import FinishReason
-from fastspec.programs.serving.requests import texts_of
+from fastspec.programs.serving import server as serving
+from fastspec.programs.serving.server import FinishReason
 
 pytestmark = MARKS
 
 ONE, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TALK = [{"role": "user", "content": "w5 w6"}]
+CALL = {"function": {"name": "f", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}
 MALFORMED: list[tuple[str, bytes, int, str]] = [
     (ONE, b"{not json", 400, "JSON"),
     (ONE, b"[1, 2]", 400, "JSON"),
     (ONE, b"", 400, "JSON"),
     (ONE, b"[" * 3000, 400, "body"),
+    (ONE, b'{"metadata": ' + b"[" * 600 + b"]" * 600 + b"}", 400, "inside each other"),
+    (ONE, b'{"prompt": "w5 \\ud800"}', 400, "surrogates"),
+    (ONE, b'{"prompt": "w5", "user": "\\udfff"}', 400, "surrogates"),
     (ONE, b"\xff\xfe", 400, "JSON"),
     (ONE, b'{"prompt": "' + b"w" * 5000 + b'"}', 413, "longer"),
     (ONE, b'{"prompt": "w5", "temperature": NaN}', 400, "temperature"),
@@ -38,7 +41,15 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
 FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (ONE, {}, 400, "prompt is missing"),
     (ONE, {"prompt": None}, 400, "prompt is missing"),
-    (ONE, {"model": "other"}, 400, "pinned to"),
+    (ONE, {"model": "other"}, 404, "the model 'other' does not exist"),
+    (CHAT, {"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+    (CHAT, {"verbosity": "low"}, 400, "verbosity"),
+    (CHAT, {"prediction": {"type": "content", "content": "w5"}}, 400, "prediction"),
+    (CHAT, {"moderation": {"model": "x"}}, 400, "moderation"),
+    (CHAT, {"stream_options": {"include_usage": 1}}, 400, "stream_options"),
+    (RESPONSE, {"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+    (RESPONSE, {"text": {"verbosity": "high"}}, 400, "verbosity"),
+    (RESPONSE, {"context_management": [{"type": "x"}]}, 400, "context_management"),
     (ONE, {"prompt": ["w5", "w6"]}, 400, "one text"),
     (ONE, {"prompt": [5, 6]}, 400, "one text"),
     (ONE, {"prompt": ""}, 400, "one token"),
@@ -72,8 +83,10 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     *(
         (ONE, {"generation_config": text}, 400, words)
         for text, words in (
-            ('{"max_new_tokens": NaN}', "no number of JSON"),
-            ('{"max_length": Infinity}', "no number of JSON"),
+            ('{"max_new_tokens": NaN}', "max_new_tokens of generation_config must be a whole number"),
+            ('{"max_length": Infinity}', "max_length of generation_config must be a whole number"),
+            (f'{{"bad_words_ids": {"[" * 600}{"]" * 600}}}', "inside each other"),
+            ('{"stop_strings": ["\\ud800"]}', "surrogates"),
             ('{"max_new_tokens": 1.5}', "max_new_tokens"),
             ('{"max_new_tokens": true}', "max_new_tokens"),
             ('{"max_time": "x"}', "max_time"),
@@ -91,13 +104,34 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
             ({"begin_suppress_tokens": [-1]}, "tokens are 0 to"),
             ({"bad_words_ids": [[5, 9999]]}, "tokens are 0 to"),
             ({"forced_eos_token_id": 9999}, "tokens are 0 to"),
-            ({"forced_bos_token_id": "w5"}, "must be token numbers, not 'w5'"),
-            ({"suppress_tokens": {"5": 1}}, "must be token numbers"),
-            ({"suppress_tokens": [True]}, "must be token numbers"),
+            ({"forced_bos_token_id": "w5"}, "must be a token number, not 'w5'"),
+            *(
+                ({name: value}, f"{name} of generation_config")
+                for name, value in (
+                    ("encoder_no_repeat_ngram_size", 10**9),
+                    ("encoder_repetition_penalty", 1.5),
+                    ("watermarking_config", {"bias": 2.0}),
+                    ("top_h", 0.5),
+                    ("penalty_alpha", 0.6),
+                    ("num_return_sequences", 2),
+                    ("guidance_scale", 2),
+                    ("use_cache", 5),
+                    ("do_sample", "yes"),
+                    ("eos_token_id", "w5"),
+                    ("no_repeat_ngram_size", 10**9),
+                    ("exponential_decay_length_penalty", "w5"),
+                    ("renormalize_logits", [1]),
+                    ("bad_words_ids", [5]),
+                )
+            ),
+            ({"suppress_tokens": {"5": 1}}, "must be a list of token numbers"),
+            ({"suppress_tokens": [True]}, "must be a list of token numbers"),
+            ({"begin_suppress_tokens": 5}, "must be a list of token numbers"),
             ({"sequence_bias": [[[5, 9999], 1.0]]}, "sequence_bias of generation_config names"),
-            ({"sequence_bias": 5}, "each with a bias"),
-            ({"sequence_bias": [[5]]}, "each with a bias"),
-            ({"sequence_bias": {"5": 1.0}}, "must be token numbers"),
+            ({"sequence_bias": 5}, "with a bias"),
+            ({"sequence_bias": [[5]]}, "with a bias"),
+            ({"sequence_bias": {"5": 1.0}}, "with a bias"),
+            ({"sequence_bias": [[["w5"], 1.0]]}, "with a bias"),
         )
     ),
     (ONE, {"logit_bias": {"\u0663": 1}}, 400, "logit_bias"),
@@ -108,6 +142,14 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, 400, "arguments"),
+    *(
+        (CHAT, {"messages": [*TALK, {"role": "assistant", "tool_calls": [CALL, {"function": function}]}]}, 400, words)
+        for function, words in (
+            ({"name": "f", "arguments": '{"a": '}, "messages[1].tool_calls[1].function.arguments is no JSON"),
+            ({"name": "f", "arguments": "[1]"}, "messages[1].tool_calls[1].function.arguments must be a JSON text"),
+            ({"arguments": "{}"}, "messages[1].tool_calls[1] must be an object with a function that has a name"),
+        )
+    ),
     (CHAT, {"top_logprobs": 3}, 400, "top_logprobs"),
     (CHAT, {"reasoning_effort": "low"}, 400, "chat_template_kwargs"),
     (CHAT, {"audio": {"voice": "x"}}, 400, "audio"),
@@ -153,7 +195,10 @@ def test_every_refusal_names_what_is_wrong_and_the_next_request_is_answered(serv
         got, answer = post(server, path, body)
         error = answer["error"]
         assert (
-            got == status == error["code"] and words in error["message"] and error["type"] == "invalid_request_error"
+            got == status
+            and error["code"] in (status, "model_not_found")
+            and words in error["message"]
+            and error["type"] == "invalid_request_error"
         ), (body, answer)
     assert post(server, ONE, b'{"prompt": "w5", "max_tokens": 2}')[0] == 200
 
@@ -186,7 +231,14 @@ def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> 
         "n": 1,
         "presence_penalty": 0,
         "stop": [],
+        "logit_bias": {},
         "stream": None,
+        "stream_options": None,
+        "parallel_tool_calls": True,
+        "verbosity": "medium",
+        "store": False,
+        "metadata": {"a": "b"},
+        "generation_config": json.dumps({"num_beams": 1, "use_cache": True, "encoder_no_repeat_ngram_size": 0}),
         "user": "me",
         "tools": None,
     }
@@ -197,7 +249,7 @@ def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> 
         "include": [],
         "background": False,
         "truncation": "disabled",
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "max_output_tokens": 4,
     }
     assert post(server, RESPONSE, json.dumps({"input": "w5", **more}).encode())[0] == 200
@@ -228,7 +280,7 @@ def test_logit_bias_holds_for_both_routes(server: Served) -> None:
 
 def test_stop_strings_are_prepared_beside_the_servers_own_thread(server: Served, monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr(handlers, "stop_criterion", lambda *given: seen.append((threading.current_thread(), given[1])))
+    monkeypatch.setattr(serving, "stop_criterion", lambda *given: seen.append((threading.current_thread(), given[1])))
     for more in ({"stop": "w9"}, {"generation_config": '{"stop_strings": ["w9"], "max_new_tokens": 3}'}):
         post(server, ONE, json.dumps({"prompt": "w5", "max_tokens": 3, **more}).encode())
     assert [strings for _, strings in seen] == [("w9",), ("w9",)] and not any(
@@ -237,14 +289,17 @@ def test_stop_strings_are_prepared_beside_the_servers_own_thread(server: Served,
 
 
 @pytest.mark.parametrize("path", [ONE, CHAT, RESPONSE])
-def test_a_long_prompt_is_counted_beside_the_servers_own_thread_and_refused(
-    server: Served, monkeypatch, path: str
+def test_a_prompt_far_above_the_room_is_refused_by_its_first_tokens(
+    server: Served, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Where its texts alone leave no room: blanks at their ends, which a template may drop, do not count."""
-    counted: list[Any] = []
-    beside = asyncio.to_thread
-    monkeypatch.setattr(handlers, "LONG", 100)
-    monkeypatch.setattr(handlers.asyncio, "to_thread", lambda call, *rest: counted.append(call) or beside(call, *rest))
+    """Whatever part of the request it comes from; texts are read beside the server's own thread."""
+    threads: list[threading.Thread] = []
+    read = serving.Server._ids
+    monkeypatch.setattr(
+        serving.Server,
+        "_ids",
+        lambda *given, **more: threads.append(threading.current_thread()) or read(*given, **more),
+    )
 
     def asked(text: str) -> list[dict[str, Any]]:
         talk = [{"role": "user", "content": text}]
@@ -252,30 +307,16 @@ def test_a_long_prompt_is_counted_beside_the_servers_own_thread_and_refused(
         bodies = {
             ONE: [{"prompt": text}],
             CHAT: [{"messages": talk}, {"messages": parts}],
-            RESPONSE: [{"input": text}, {"input": talk}],
+            RESPONSE: [{"input": text}, {"input": talk}, {"input": "w5", "instructions": text}],
         }
         return [{**body, "max_output_tokens" if path == RESPONSE else "max_tokens": 2} for body in bodies[path]]
 
-    for body in asked("w6 " * 200):
+    for body in asked("w6 " * 600):
         got, answer = post(server, path, json.dumps(body).encode())
-        assert (
-            got == 400
-            and answer["error"]["message"] == "the prompt has 198 tokens or more, and this server takes 79 at most"
-        )
-    assert len(counted) == len(asked(""))
-    for body in asked("w6" + " " * 200):
+        assert got == 400 and "tokens or more, and this server takes 79 at most" in answer["error"]["message"]
+    for body in asked("w6" + " " * 2000):
         assert post(server, path, json.dumps(body).encode())[0] == 200
-
-
-def test_earlier_answers_are_no_part_of_what_is_counted() -> None:
-    parts, last = [{"type": "text", "text": "c"}], {"type": "function_call_output", "output": "f"}
-    talk = [
-        {"role": "assistant", "content": "a" * 99},
-        {"role": "user", "content": "b"},
-        {"role": "tool", "content": parts},
-    ]
-    assert texts_of({"messages": talk, "prompt": "d"}) == ["d", "b", "c"]
-    assert texts_of({"input": [{"type": "input_text", "text": "e"}, last], "instructions": "g"}) == ["g", "e"]
+    assert len(threads) == 2 * len(asked("")) and server.thread not in threads
 
 
 def test_nearly_no_temperature_is_none(server: Served) -> None:
@@ -311,12 +352,12 @@ def test_a_stop_string_at_the_end_of_the_room_ends_an_answer() -> None:
 
     config, models = GenerationConfig(max_new_tokens=3), GenerationConfig(eos_token_id=[7, 8])
     ending = FinishReason(config, models, Words(), ("3 4",))
-    cut = {(1, 2, 5): True, (2, 3, 4): False, (1, 2, 8): False, (1, 2): False}
-    assert all(ending.cut_off([*tokens]) is wanted for tokens, wanted in cut.items())
-    assert FinishReason(config, models, Words(), ()).cut_off([2, 3, 4])
+    ends = {(1, 2, 5): "length", (2, 3, 4): "stop", (1, 2, 8): "stop", (1, 2): "stop"}
+    assert all(ending.of([*tokens]) == wanted for tokens, wanted in ends.items())
+    assert FinishReason(config, models, Words(), ()).of([2, 3, 4]) == "length"
 
 
-def test_an_error_of_our_own_is_openais_json_too(server: Served, monkeypatch) -> None:
+def test_an_error_of_our_own_is_openais_json_too_and_keeps_the_connection(server: Served, monkeypatch) -> None:
     def failing(self: Any, *rest: Any, **more: Any) -> Any:
         raise AttributeError("no luck")
 
@@ -325,3 +366,13 @@ def test_an_error_of_our_own_is_openais_json_too(server: Served, monkeypatch) ->
     assert got == answer["error"]["code"] == 500 and answer["error"]["message"] == "AttributeError: no luck"
     with pytest.raises(openai.InternalServerError, match="no luck"):
         server.client().completions.create(model=NAME, prompt="w5")
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), SECONDS)
+    for status in (500, 500, 200):
+        if status == 200:
+            monkeypatch.undo()
+        connection.request("POST", ONE, b'{"prompt": "w5", "max_tokens": 2}', {"Content-Type": "application/json"})
+        answered = connection.getresponse()
+        answered.read()
+        assert answered.status == status and not answered.will_close
+    connection.close()

@@ -95,6 +95,19 @@ def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
     assert answers(raw)[0]["text"] == emitted(small, "w5 w6", chat=False)[0]
 
 
+def test_conversations_that_the_server_takes_are_answered(small, tmp_path):
+    """Contents as parts, or null, as it is beside a call, and a byte order mark before the first line."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    call = {"type": "function", "function": {"name": "f", "arguments": ""}}
+    parts = [{"type": "text", "text": "w5"}, {"type": "text", "text": "w6"}]
+    given = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    plain = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": ""}]
+    more = {"role": "tool", "content": "w9"}
+    file.write_text(json.dumps({"messages": [*given, more]}), encoding="utf-8-sig")
+    assert answer_file(*small, file, out, assistant=TREE, rows=1, max_new_tokens=5) == Done(0, 1, 0)
+    assert answers(out)[0]["text"] == emitted(small, [*plain, more], 5)[0]
+
+
 def test_a_configuration_that_transformers_unsets_in_part(small, tmp_path, monkeypatch):
     """Gemma 2 and 3 are published with it."""
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
@@ -253,15 +266,19 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
 
 
 def test_a_prompt_that_no_tokenizer_or_template_takes_ends_no_other(small, tmp_path):
-    """Half of a character, which JSON may name, and a message without content."""
+    """Half of a character, which JSON may name, and a message whose content is no text."""
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    rows = [{"prompt": "\ud83c w5"}, {"messages": [{"role": "user"}]}, {"prompt": "w5 w6"}]
+    rows = [{"prompt": "\ud83c w5"}, {"messages": [{"role": "user", "content": 5}]}, {"prompt": "w5 w6"}]
     file.write_text("\n".join(map(json.dumps, rows)))
     for _ in range(2):  # and again, when the file has a line of each
         assert answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3).failed == 2
     found = answers(out)
     assert [row["line"] for row in found] == [1, 1, 2, 2, 3] and found[0]["prompt"] == rows[0]["prompt"]
-    assert "error" in found[0] and "error" in found[2] and found[4]["text"] == emitted(small, "w5 w6", 3)[0]
+    assert (
+        "error" in found[0]
+        and "messages[0].content must be a text" in found[2]["error"]
+        and found[4]["text"] == emitted(small, "w5 w6", 3)[0]
+    )
 
 
 def test_files_that_cannot_be_read_or_written_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):

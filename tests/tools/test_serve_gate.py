@@ -90,6 +90,10 @@ def test_who_is_not_let_in_is_told_why():
     told(413, "longer than 5 bytes", Client([b"hello!"]), **key)
     told(413, "longer than 5 bytes", Client([b"hel", b"lo!"]), **key)
     told(413, "longer than 5 bytes", Client([b""]), **{"content-length": str(5 * DRAINED + 1)}, **key)
+    told(401, "API key", Client([b"hello"]), authorization="Basic se cret")
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        open_ = RequestMiddleware(echo, ("/v1/completions",), 5, "se cret")
+        assert asked(open_, Client([b"hello"]), authorization=f"{scheme} se cret")[0] == 200
     long = Client([b"hello!"] * 9)
     told(413, "longer than 5 bytes", long, **key)
     assert not long.parts  # or the client would not read the answer
@@ -99,6 +103,22 @@ def test_who_is_not_let_in_is_told_why():
     assert asked(RequestMiddleware(echo, ("/health",), 5, "secret"), Client([b""]), path="/health")[0] == 200
     gate, most = RequestMiddleware(echo, ("/v1/completions",), 5, None), {"content-length": str(5 * DRAINED)}
     assert asked(gate, Client([b"hello"]), **most)[0] == 200  # what is said is not held to the limit: what comes is
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        *((name, True) for name in ("127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000", "127.0.0.2")),
+        *((name, False) for name in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "")),
+    ],
+)
+def test_a_page_of_another_name_does_not_reach_a_server_of_this_machine_without_a_key(host, here):
+    """A browser's, whose name was made to lead here."""
+    for key, loopback in ((None, True), (None, False), ("secret", True)):
+        gate = RequestMiddleware(echo, ("/v1/completions",), 5, key)
+        gate.loopback = loopback
+        status, _ = asked(gate, Client([b"hello"]), host=host, authorization="Bearer secret")
+        assert status == (403 if key is None and loopback and not here else 200)
 
 
 def test_half_a_body_is_no_request():

@@ -67,6 +67,13 @@ MADE_OF = {
 }
 """The processors and criteria that are made of settings, which `generate` finds by their names, and how they work."""
 
+REFUSED_PROCESSORS: dict[str, tuple[Any, str]] = {
+    "encoder_no_repeat_ngram_size": (0, "EncoderNoRepeatNGramLogitsProcessor"),
+    "encoder_repetition_penalty": (1.0, "EncoderRepetitionPenaltyLogitsProcessor"),
+    "watermarking_config": (None, "WatermarkLogitsProcessor"),
+}
+"""Settings -> the value that changes nothing, and the processor of any other."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedSettings:
@@ -263,6 +270,17 @@ def _made(
     )
 
 
+def _refuse_processors(model: Any, given: dict[str, Any]) -> None:
+    """Refuse settings whose processors an open batch does not take before transformers makes these: one of them makes
+    as many copies of the prompt as its setting says."""
+    configs = (given.get("generation_config"), model.generation_config)
+    for name, (neutral, processor) in REFUSED_PROCESSORS.items():
+        held = (given.get(name), *(getattr(config, name, None) for config in configs))
+        value = next((each for each in held if each is not None), neutral)
+        if value != neutral:
+            raise Unsupported(f"{name}={str(value)[:80]}: an open batch does not take {processor}: ask generate")
+
+
 def _rule(processors: LogitsProcessorList, ids: Tensor, sample: bool, seed: int | None) -> Rule:
     read = read_processors(processors, ids, sample)
     history = None if read.process_at is None else ids[0]
@@ -325,6 +343,7 @@ def prepare(
             "assistant= belongs to fastspec.continuous: all prompts of an open batch are decoded with the same one"
         )
     refuse_arguments(model, given)
+    _refuse_processors(model, given)
     told, mask = given.get("streamer"), given.get("attention_mask")  # a custom loop is not handed the streamer
 
     def custom(

@@ -1,78 +1,54 @@
-"""The server: transformers' own, built of handlers and managers that share one open batch."""
+"""The server's routes as an ASGI application, and the program that runs it."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 import socket
 import time
-from importlib.util import find_spec
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.transcription import TranscriptionHandler
-from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import Continuous
 from fastspec.programs.serving.batch import Here, Served
-from fastspec.programs.serving.handlers import Chats, Completions, Responses, handler
-from fastspec.programs.serving.manager import BatchManager, BatchState
-from fastspec.programs.serving.metrics import Metrics
+from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
 from fastspec.programs.serving.middleware import RequestMiddleware, error_body
 from fastspec.programs.serving.remote import Remote
-from fastspec.programs.serving.requests import Limits
+from fastspec.programs.serving.requests import (
+    CHAT,
+    COMPLETION,
+    RESPONSE,
+    AnswerRequest,
+    Limits,
+    Refused,
+    Route,
+    parse,
+    read,
+)
+from fastspec.programs.serving.server import ServedAnswer, Server
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics")
-"""What is served; transformers' other routes load and drop models, or need managers of other kinds."""
+ANSWERED: dict[str, tuple[Route, type[Form]]] = {
+    "/v1/chat/completions": (CHAT, ChatForm),
+    "/v1/completions": (COMPLETION, CompletionForm),
+    "/v1/responses": (RESPONSE, ResponseForm),
+}
+PATHS = (*ANSWERED, "/v1/models", "/health", "/metrics")
+REQUEST_ID = "x-request-id"
+HEADER = 1 << 16
+"""Bytes of a request's line and headers at most."""
 log = logging.getLogger("fastspec.serve")
-
-
-class OneModel(ModelManager):
-    """Gives every request the model of an open batch."""
-
-    def __init__(self, name: str, tokenizer: Any, batch: Served) -> None:
-        self.name, self.tokenizer, self.batch = name, tokenizer, batch
-        self.since = int(time.time())
-        super().__init__(force_model=name)
-
-    @staticmethod
-    def process_model_name(model_id: str) -> str:
-        """The name as it is: there are no revisions to choose from."""
-        return model_id
-
-    def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """(model, tokenizer)."""
-        return self.batch.model, self.tokenizer
-
-    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """The one model, as `/v1/models` lists it."""
-        return [{"id": self.name, "object": "model", "created": self.since, "owned_by": "fastspec"}]
-
-    get_gen_models = (
-        list_models  # the method's name before transformers 5.24: delete it when that is the oldest version
-    )
-
-    def shutdown(self) -> None:
-        """The server stops: requests that are still there are let go of."""
-        self.batch.close()
-
-
-def _later_handlers(manager: ModelManager, state: BatchState) -> dict[str, Any]:
-    """Handlers that transformers' server asks for since 5.20, of routes that are not served here."""
-    if find_spec("transformers.cli.serving.systemone") is None:
-        return {}
-    from transformers.cli.serving.systemone import SystemOneHandler
-
-    return {"systemone_handler": SystemOneHandler(manager, state)}
 
 
 def build_app(
@@ -90,43 +66,106 @@ def build_app(
             f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True"
         )
     served: Served = Here(batch, tokenizer) if isinstance(batch, Continuous) else batch
-    limits, metrics = limits or Limits(), Metrics(served)
-    manager, state = OneModel(name, tokenizer, served), BatchState(BatchManager(served, tokenizer, limits, metrics))
-    chats, completions, responses = (
-        handler(kind, tokenizer, limits, manager, state) for kind in (Chats, Completions, Responses)
-    )
-    app: FastAPI = build_server(
-        manager,
-        chats,
-        completion_handler=completions,
-        response_handler=responses,
-        transcription_handler=TranscriptionHandler(manager, state),
-        generation_state=state,
-        **_later_handlers(manager, state),
-    )
+    server = Server(served, tokenizer, name, limits or Limits())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        server.close()
+
+    app = FastAPI(lifespan=lifespan)
+    for path, (route, form) in ANSWERED.items():
+        app.add_api_route(path, _answering(server, route, form), methods=["POST"])
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        only = {"id": name, "object": "model", "created": server.since, "owned_by": "fastspec"}
+        return JSONResponse({"object": "list", "data": [only]})
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        reason = server.ill()
+        if reason is not None:
+            return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
+        return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
     def metrics_page() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.exception_handler(HTTPException)  # starlette's own, of which FastAPI's is one
+    @app.exception_handler(HTTPException)  # starlette's own, of a route that has no such method
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
 
-    @app.exception_handler(CBWorkerDeadError)
-    async def stopped(request: Request, error: CBWorkerDeadError) -> JSONResponse:
-        return JSONResponse(error_body(str(error), 503), 503)
+    return RequestMiddleware(app, PATHS, server.limits.body, api_key)
 
-    @app.exception_handler(Exception)  # which is logged too
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(f"{type(error).__name__}: {error}", 500), 500)
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        said = "; ".join(str(each.get("msg", each)) for each in error.errors())
-        return JSONResponse(error_body(f"the body is not a JSON object: {said}", 400), 400)
+def _answering(server: Server, route: Route, kind: type[Form]) -> Any:
+    """The endpoint of a route whose answers have this form."""
 
-    return RequestMiddleware(app, PATHS, limits.body, api_key)
+    async def answer(request: Request) -> Response:
+        name = request.headers.get(REQUEST_ID) or str(uuid.uuid4())
+        try:
+            made = await _answer(server, route, kind, name, await request.body())
+        except Exception as error:
+            made = _failed(error, name)
+        made.headers[REQUEST_ID] = name
+        return made
+
+    return answer
+
+
+async def _answer(server: Server, route: Route, kind: type[Form], name: str, body: bytes) -> Response:
+    arrived = time.perf_counter()
+
+    def asked() -> AnswerRequest:
+        try:
+            found = parse(body.decode("utf-8-sig"))
+        except ValueError as error:
+            raise Refused(f"the body is not a JSON object: {error}") from error
+        return replace(read(found, route, name, server.limits, server.name, server.batch.model), arrived=arrived)
+
+    answer = await server.ask(asked)
+    form = kind(answer.asked, server.name)
+    if answer.asked.stream:
+        return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
+    return JSONResponse(form.whole([event async for part in answer.events() for event in part]))
+
+
+async def _stream(answer: ServedAnswer, form: Form) -> AsyncIterator[str]:
+    """The lines of a streamed answer; an error ends them."""
+    first = _lines(form.begin())
+    if first:
+        yield first
+    try:
+        async for events in answer.events():
+            yield _lines([message for event in events for message in form.add(event)])
+    except Exception as error:
+        yield _lines(form.failed(*_told(error)[:2]))
+        return
+    if form.done:
+        yield "data: [DONE]\n\n"
+
+
+def _lines(messages: list[JsonObject]) -> str:
+    """Messages as events of a server, named where they have a type of their own."""
+    named = [(f"event: {message['type']}\n" if "type" in message else "", message) for message in messages]
+    return "".join(f"{name}data: {json.dumps(message)}\n\n" for name, message in named)
+
+
+def _told(error: Exception) -> tuple[str, int, str | None, dict[str, str] | None]:
+    """(message, status, code, headers) of an error."""
+    if isinstance(error, Refused):
+        return str(error), error.status, error.code, error.headers
+    return f"{type(error).__name__}: {error}", 500, None, None
+
+
+def _failed(error: Exception, name: str) -> JSONResponse:
+    """The answer of a request that has none; what is no refusal is logged."""
+    message, status, code, headers = _told(error)
+    if status == 500:
+        log.error("%s failed", name, exc_info=error)
+    return JSONResponse(error_body(message, status, code), status, headers)
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -151,10 +190,13 @@ def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: st
     _log_to_stderr(log_level)
     transformers_logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
     host, port = listener.getsockname()[:2]
-    if app.key is None and not _is_loopback(host):
+    app.loopback = ipaddress.ip_address(host).is_loopback
+    if app.key is None and not app.loopback:
         log.warning("anyone who reaches %s may ask: --api-key asks for a key", host)
     log.info("serving on http://%s:%d, Ctrl-C ends it", f"[{host}]" if ":" in host else host, port)
-    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=grace)
+    # httptools has no bound of its own, and keeps a header that never ends
+    http: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": HEADER}
+    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=grace, **http)
     uvicorn.Server(config).run([listener])
 
 
@@ -164,7 +206,3 @@ def _log_to_stderr(level: str) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [handler], False
     log.setLevel(level.upper())
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback

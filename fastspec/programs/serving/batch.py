@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fastspec.errors import FastSpecError, Unsupported
@@ -14,19 +16,30 @@ from fastspec.patches.continuous import Continuous
 
 REFUSALS = (Unsupported, ValueError, FastSpecError)
 """What a batch raises for a prompt that it does not take; FastSpecError where it takes none any more."""
+PutTokens = Callable[[list[int]], None]
+"""Takes a round's tokens of one answer."""
 
 
-class TokenReader(Protocol):
-    """Who gets an answer's tokens."""
+@dataclass(frozen=True, slots=True)
+class TokenStreamer:
+    """Streamer of an open batch that hands on a round's tokens and nothing else."""
+
+    put_tokens: PutTokens
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt [1, T]."""
-
-    def put_tokens(self, tokens: list[int]) -> None:
-        """Take a round's tokens."""
+        """The prompt, which who asks has."""
 
     def end(self) -> None:
-        """The answer is over."""
+        """The end, which the answer's future tells."""
+
+
+def submit(
+    batch: Continuous, tokenizer: Any, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None
+) -> Future[Tensor]:
+    """Hand a prompt to an open batch of this process."""
+    row = torch.tensor([ids], device="cpu")
+    options = {"seed": seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
+    return batch.submit(row, config, TokenStreamer(put_tokens), **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +49,7 @@ class Sent:
     taken: Future[None] = field(default_factory=Future)
     """Done when it is decided whether the batch decodes it; raises what refuses it."""
     answer: Future[Any] = field(default_factory=Future)
-    """Done when the answer is over, whose tokens its reader has by then. To cancel it lets go of the prompt."""
+    """Done when the answer is over, whose tokens were handed on by then. To cancel it lets go of the prompt."""
 
 
 class Served(Protocol):
@@ -44,7 +57,7 @@ class Served(Protocol):
 
     @property
     def model(self) -> Any:
-        """Something with the `config`, `generation_config` and `device` of what it decodes with."""
+        """Something with the `config` and `generation_config` of what it decodes with."""
 
     @property
     def max_length(self) -> int:
@@ -52,7 +65,11 @@ class Served(Protocol):
 
     @property
     def stats(self) -> Stats:
-        """Counts since it was opened."""
+        """Counts since it was opened; a warm-up begins them anew."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the rounds that have ended."""
 
     @property
     def running(self) -> int:
@@ -66,8 +83,8 @@ class Served(Protocol):
     def alive(self) -> bool:
         """Whether it takes prompts."""
 
-    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: TokenReader, seed: int | None) -> Sent:
-        """Ask for the answer to one prompt, ids and mask [1, T], with a GenerationConfig of its own."""
+    def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:
+        """Ask for the answer to one prompt with a GenerationConfig of its own; `put_tokens` takes its tokens."""
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
         """What stop strings come to, before a prompt that has them is sent."""
@@ -77,37 +94,23 @@ class Served(Protocol):
 
 
 class Here:
-    """An open batch of this process."""
+    """An open batch of this process, as a server uses it."""
 
     def __init__(self, batch: Continuous, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
         self.model, self.max_length = batch.model, batch.max_length
 
-    @property
-    def stats(self) -> Stats:
-        """See `Served`; a warm-up begins them anew."""
-        return self.batch.stats
+    stats = property(lambda self: self.batch.stats)
+    turns = property(lambda self: self.batch.turns)
+    running = property(lambda self: self.batch.running)
+    waiting = property(lambda self: self.batch.waiting)
+    alive = property(lambda self: self.batch.alive)
 
-    @property
-    def running(self) -> int:
-        """See `Served`."""
-        return self.batch.running
-
-    @property
-    def waiting(self) -> int:
-        """See `Served`."""
-        return self.batch.waiting
-
-    @property
-    def alive(self) -> bool:
-        """See `Served`."""
-        return self.batch.alive
-
-    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: TokenReader, seed: int | None) -> Sent:
-        """See `Served`."""
+    def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:
+        """Submit the prompt, which takes or refuses it at once."""
         taken: Future[None] = Future()
         try:
-            answer = self.batch.submit(ids, config, reader, seed=seed, tokenizer=self.tokenizer, attention_mask=mask)
+            answer = submit(self.batch, self.tokenizer, ids, config, put_tokens, seed)
         except REFUSALS as error:
             taken.set_exception(error)
             return Sent(taken)
@@ -115,8 +118,8 @@ class Here:
         return Sent(taken, answer)
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
-        """See `Served`; who made it has kept it."""
+        """Nothing: who made it has kept it."""
 
     def close(self) -> None:
-        """See `Served`."""
+        """Cancel the prompts, and end the batch's thread."""
         self.batch.close(cancel=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,16 +22,19 @@ class Rate:
 
     def __init__(self) -> None:
         self.seen: deque[tuple[float, int]] = deque()
+        self.lock = threading.Lock()
 
     def add(self, count: int) -> None:
         """So many tokens came now."""
-        self.seen.append((time.monotonic(), count))
-        self._forget()
+        with self.lock:
+            self.seen.append((time.monotonic(), count))
+            self._forget()
 
     def value(self) -> float:
         """The rate now."""
-        self._forget()
-        return sum(count for _, count in tuple(self.seen)) / WINDOW
+        with self.lock:
+            self._forget()
+            return sum(count for _, count in self.seen) / WINDOW
 
     def _forget(self) -> None:
         while self.seen and self.seen[0][0] < time.monotonic() - WINDOW:

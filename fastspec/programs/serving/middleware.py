@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -23,12 +25,12 @@ DRAINED = 16
 """Times the longest body that is read of one that is too long."""
 
 
-def error_body(message: str, status: int) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's form; its code is the status where it has none of its own."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
 
 
 class ClientGone(Exception):
@@ -38,6 +40,10 @@ class ClientGone(Exception):
 class RequestMiddleware:
     """ASGI middleware around `app`, outside all else. A request whose client goes away is cancelled, streamed or
     not."""
+
+    loopback = False
+    """Whether it listens to this machine alone: without a key a page of another name, which a browser here shows and
+    whose name was made to lead here, must not ask."""
 
     def __init__(self, app: App, paths: tuple[str, ...], body: int, key: str | None) -> None:
         self.app, self.paths, self.body, self.key = app, paths, body, key
@@ -65,9 +71,11 @@ class RequestMiddleware:
         if scope["path"] not in self.paths:
             return 404, f"{scope['path']} is not served: there are {', '.join(self.paths)}"
         if self.key is not None and scope["path"] not in OPEN:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self.key.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.key.encode()):
                 return 401, "the API key is missing or wrong: send Authorization: Bearer KEY"
+        if self.key is None and self.loopback and not _is_here(headers.get(b"host", b"")):
+            return 403, "the Host is none of this machine's own names: use 127.0.0.1, or serve with an API key"
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > DRAINED * self.body:
             return 413, f"the body is longer than {self.body} bytes"
@@ -131,6 +139,15 @@ class RequestMiddleware:
             watching.cancel()
             for let_go in held if gone.is_set() or not completed else ():
                 let_go()
+
+
+def _is_here(host: bytes) -> bool:
+    """Whether a Host is a name of this machine for itself, with or without a port."""
+    name = re.sub(r":\d+$", "", host.decode("latin-1")).strip("[]").lower()
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 async def _answer(send: Send, status: int, message: str) -> None:

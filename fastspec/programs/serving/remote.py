@@ -10,19 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fastspec.errors import FastSpecError
-from fastspec.generation.stats import Stats
 from fastspec.patches.hf.ends import KEPT
-from fastspec.programs.serving.batch import Sent, TokenReader
+from fastspec.programs.serving.batch import PutTokens, Sent
 from fastspec.programs.serving.rounds_process import (
     Cancelled,
     Close,
@@ -31,11 +26,11 @@ from fastspec.programs.serving.rounds_process import (
     Opened,
     PromptMessage,
     Ready,
-    Taken,
+    State,
     Tokens,
     run_rounds,
 )
-from fastspec.programs.serving.wire import Failure, Packed, Wire
+from fastspec.programs.serving.wire import Failure, Wire
 
 PATIENCE = 6.0
 """Seconds that the process has to end, when it is asked to and when it says nothing any more."""
@@ -43,18 +38,9 @@ TOLD = KEPT // 2
 """Sets of stop strings that the process is taken to know."""
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What transformers' handlers ask of a model."""
-
-    config: Any
-    generation_config: Any
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable; prompts stay there until the other process has them
-
-
 class Remote:
     """The batch that `build` opens in a process of its own; `build` is pickled, and returns the batch and its
-    tokenizer. See `Served`.
+    tokenizer.
 
     Returns when the batch is open. Raises what `build` raises, and FastSpecError where the process ends before. The
     process ends with this one, however that ends.
@@ -69,13 +55,13 @@ class Remote:
         theirs.close()
         self.wire = Wire(ours)
         self._numbers = itertools.count()
-        self._asked: dict[int, tuple[Sent, TokenReader]] = {}
+        self._asked: dict[int, tuple[Sent, PutTokens]] = {}
         self._told: dict[tuple[str, ...], bool] = {}
         """The sets of stop strings that the process knows, by their last use."""
         self._lock = threading.Lock()
         self._gone: str | None = None
         """Why it takes no prompts any more."""
-        self.running, self.stats, self._lives = 0, Stats(), True
+        self.state = State()
         self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
         self._parcels = self.wire.parcels()
@@ -84,8 +70,7 @@ class Remote:
         except BaseException as error:
             self._end_process(PATIENCE if isinstance(error, Exception) else 0.0)
             raise
-        self.tokenizer, self.max_length = ready.tokenizer, ready.max_length
-        self.model = Described(ready.config, ready.generation_config)
+        self.model, self.tokenizer, self.max_length = ready, ready.tokenizer, ready.max_length
         self._thread = threading.Thread(target=self._read, name="fastspec-remote", daemon=True)
         self._thread.start()
         self._at_exit = Finalize(
@@ -96,7 +81,7 @@ class Remote:
         for messages, state in self._parcels:
             if messages and isinstance(messages[0], Failure):
                 raise messages[0].arrived()
-            self._note(state)
+            self.state = state
             if messages:
                 assert isinstance(messages[0], Ready)
                 return messages[0]
@@ -105,39 +90,35 @@ class Remote:
             f"the process of the rounds has ended with status {self.process.exitcode} before its batch was open"
         )
 
+    stats = property(lambda self: self.state.stats)
+    turns = property(lambda self: self.state.turns)
+    running = property(lambda self: self.state.running)
+
     @property
     def waiting(self) -> int:
-        """See `Served`."""
+        """Prompts that were sent and are in no row."""
         return max(0, len(self._asked) - self.running)
 
     @property
     def alive(self) -> bool:
-        """See `Served`."""
-        return self._gone is None and self._lives
+        """Whether the process and its batch take prompts."""
+        return self._gone is None and self.state.alive
 
-    def send(self, ids: Tensor, mask: Tensor | None, config: Any, reader: TokenReader, seed: int | None) -> Sent:
-        """See `Served`."""
+    def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:
+        """Send a prompt to the process, which takes or refuses it later."""
         sent, number = Sent(), next(self._numbers)
-        try:
-            prompt = Packed.of(
-                PromptMessage(number, ids[0].tolist(), None if mask is None else mask[0].tolist(), config, seed)
-            )
-        except ValueError as error:
-            sent.taken.set_exception(error)
-            return sent
-        reader.put(ids)
         with self._lock:
             if self._gone is not None:
                 sent.taken.set_exception(FastSpecError(self._gone))
                 return sent
-            self._asked[number] = sent, reader
+            self._asked[number] = sent, put_tokens
         sent.answer.add_done_callback(lambda answer: self._forget(number, answer))
-        self.wire.post(prompt)
+        self.wire.post(PromptMessage(number, ids, config, seed))
         return sent
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
-        """See `Served`: a table as long as the vocabulary, which is sent once for the sets of strings that the other
-        process keeps."""
+        """Send what stop strings come to, a table as long as the vocabulary, once for the sets of strings that the
+        other process keeps."""
         with self._lock:
             told = self._told.pop(strings, False)
             self._told[strings] = True
@@ -147,7 +128,7 @@ class Remote:
             self.wire.post(Criterion(strings, criterion))
 
     def close(self) -> None:
-        """See `Served`; the process ends."""
+        """Cancel the prompts, and end the process."""
         self._end("this batch is closed", cancel=True)
         self.wire.post(Close())
         self.wire.end()
@@ -179,43 +160,27 @@ class Remote:
         """Take what the process says, until it has gone."""
         try:
             for messages, state in self._parcels:
-                self._note(state)
+                self.state = state
                 for message in messages:
-                    sent, reader = self._asked.get(message.number, (None, None))
-                    if sent is not None and reader is not None:  # else it was cancelled
-                        self._take(message, sent, reader)
+                    if message.number in self._asked:  # else it was cancelled
+                        self._take(message, *self._asked[message.number])
         finally:  # without this thread nobody would hear of anything again
             _end(self.process, PATIENCE)
             self._end(f"the process of the rounds has ended with status {self.process.exitcode}", cancel=False)
 
-    def _note(self, state: tuple[Any, ...]) -> None:
-        self.running, self._lives, counts = state
-        stats = self.stats
-        (
-            stats.assistant,
-            stats.rows,
-            stats.rounds,
-            stats.row_rounds,
-            stats.round_tokens,
-            stats.drafted,
-            stats.accepted,
-        ) = counts
-
-    def _take(self, message: Any, sent: Sent, reader: TokenReader) -> None:
+    def _take(self, message: Any, sent: Sent, put_tokens: PutTokens) -> None:
         if isinstance(message, Tokens):
             try:
-                reader.put_tokens(message.tokens)
+                put_tokens(message.tokens)
             except BaseException as raised:
                 self.wire.post(Cancelled(message.number))
                 self._drop(message.number)
                 _settle(sent.answer, raised)
-        elif isinstance(message, Taken):
-            if message.failure is not None:
-                self._drop(message.number)
-            _settle(sent.taken, None if message.failure is None else message.failure.arrived())
-        elif isinstance(message, Ended):
+            return
+        error = None if message.failure is None else message.failure.arrived()
+        if isinstance(message, Ended) or error is not None:
             self._drop(message.number)
-            _settle(sent.answer, None if message.failure is None else message.failure.arrived(), reader.end)
+        _settle(sent.answer if isinstance(message, Ended) else sent.taken, error)
 
     def _drop(self, number: int) -> None:
         with self._lock:
@@ -235,17 +200,11 @@ class Remote:
             _settle(sent.taken, FastSpecError(reason))
 
 
-def _settle(future: Future[Any], error: BaseException | None, last: Callable[[], object] = lambda: None) -> None:
-    """A future is done, with an error, or without one behind `last`, whose error is its own; not where it is already,
-    or was cancelled. It cannot be cancelled any more before `last`."""
+def _settle(future: Future[Any], error: BaseException | None) -> None:
+    """A future is done, with or without an error; not where it is already, or was cancelled."""
     with suppress(InvalidStateError, RuntimeError):  # of another thread that settles it meanwhile
         if future.done() or not future.set_running_or_notify_cancel():
             return
-        try:
-            if error is None:
-                last()
-        except BaseException as raised:
-            error = raised
         if error is None:
             future.set_result(None)
         else:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fastspec.generation.stats import Stats
 from fastspec.patches.continuous import Continuous
 from fastspec.patches.hf.ends import keep_criterion
-from fastspec.programs.serving.wire import Failure, Packed, Wire
+from fastspec.programs.serving.batch import submit
+from fastspec.programs.serving.wire import Failure, Wire
 
 Opened = tuple[Continuous, Any]
 """An open batch and its tokenizer."""
@@ -27,11 +29,10 @@ Opened = tuple[Continuous, Any]
 
 @dataclass(frozen=True, slots=True)
 class PromptMessage:
-    """A prompt that is asked for: ids and mask as lists, a GenerationConfig, and a seed."""
+    """A prompt that is asked for: its tokens, a GenerationConfig, and a seed."""
 
     number: int
     ids: list[int]
-    mask: list[int] | None
     config: Any
     seed: int | None
 
@@ -90,21 +91,18 @@ class Ended:
     failure: Failure | None
 
 
-class Courier:
-    """A streamer that sends an answer's tokens to the other process."""
+@dataclass(frozen=True, slots=True)
+class State:
+    """State of the batch, which goes beside messages."""
 
-    def __init__(self, wire: Wire, number: int) -> None:
-        self.wire, self.number = wire, number
+    running: int = 0
+    alive: bool = True
+    turns: int = 0
+    stats: Stats = field(default_factory=Stats)
+    """The counts that a server shows."""
 
-    def put(self, value: Tensor) -> None:
-        """The prompt, which the other process has."""
 
-    def put_tokens(self, tokens: list[int]) -> None:
-        """Send a round's tokens."""
-        self.wire.post(Tokens(self.number, tokens))
-
-    def end(self) -> None:
-        """See `Ended`."""
+COUNTS = "assistant", "rows", "rounds", "row_rounds", "round_tokens", "drafted", "accepted"
 
 
 @contextmanager
@@ -132,12 +130,13 @@ def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
     except BaseException as error:  # a command's exit, too, is the other process's to make
         _fail(connection, error)
         return
+    ready = Ready(tokenizer, batch.model.config, batch.model.generation_config, batch.max_length)
     try:
-        model = batch.model
-        ready = Packed.of(Ready(tokenizer, model.config, model.generation_config, batch.max_length))
-    except ValueError as error:
+        pickle.dumps(ready)
+    except Exception as error:
         batch.close()
-        _fail(connection, error)
+        said = f"{type(error).__name__}: {error}"
+        _fail(connection, ValueError(f"the batch's model and tokenizer cannot be handed to another process ({said})"))
         return
     with batch, left_alone_by_the_collector():
         BatchEnd(connection, batch, tokenizer).run(ready)
@@ -165,7 +164,7 @@ class BatchEnd:
         self.answers: dict[int, Future[Tensor]] = {}
         self.wire = Wire(connection, self._state)
 
-    def run(self, ready: Packed) -> None:
+    def run(self, ready: Ready) -> None:
         """Say that the batch is open, and take what comes."""
         self.wire.post(ready)
         for messages, _ in self.wire.parcels():
@@ -187,39 +186,29 @@ class BatchEnd:
 
     def _submit(self, prompt: PromptMessage) -> None:
         """Hand a prompt to the batch, and say what became of it."""
-        ids = torch.tensor([prompt.ids], device="cpu")
-        mask = None if prompt.mask is None else torch.tensor([prompt.mask], device="cpu")
+        number = prompt.number
         try:
-            answer = self.batch.submit(
-                ids,
+            answer = submit(
+                self.batch,
+                self.tokenizer,
+                prompt.ids,
                 prompt.config,
-                Courier(self.wire, prompt.number),
-                seed=prompt.seed,
-                tokenizer=self.tokenizer,
-                attention_mask=mask,
+                lambda tokens: self.wire.post(Tokens(number, tokens)),
+                prompt.seed,
             )
         except Exception as error:
-            self.wire.post(Taken(prompt.number, Failure.of(error)))
+            self.wire.post(Taken(number, Failure.of(error)))
             return
-        self.wire.post(Taken(prompt.number, None))
-        self.answers[prompt.number] = answer
-        answer.add_done_callback(lambda done: self._ended(prompt.number, done))
+        self.wire.post(Taken(number, None))
+        self.answers[number] = answer
+        answer.add_done_callback(lambda done: self._ended(number, done))
 
     def _ended(self, number: int, answer: Future[Tensor]) -> None:
         self.answers.pop(number, None)
         error = None if answer.cancelled() else answer.exception()
         self.wire.post(Ended(number, None if error is None else Failure.of(error)))
 
-    def _state(self) -> tuple[Any, ...]:
-        """What goes beside messages."""
-        batch, stats = self.batch, self.batch.stats
-        counts = (
-            stats.assistant,
-            stats.rows,
-            stats.rounds,
-            stats.row_rounds,
-            stats.round_tokens,
-            stats.drafted,
-            stats.accepted,
-        )
-        return batch.running, batch.alive, counts
+    def _state(self) -> State:
+        batch = self.batch
+        counts = {name: getattr(batch.stats, name) for name in COUNTS}
+        return State(batch.running, batch.alive, batch.turns, Stats(**counts))

@@ -51,25 +51,10 @@ class Failure:
         return self.error
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A message as its bytes."""
-
-    whole: bytes
-
-    @classmethod
-    def of(cls, message: Any) -> Packed:
-        """Raises ValueError for one that cannot be pickled, such as one of lists in lists in lists."""
-        try:
-            return cls(pickle.dumps(message))
-        except Exception as error:
-            raise ValueError(f"it cannot be handed to another process ({type(error).__name__}: {error})") from error
-
-
 class Wire:
     """One end of a connection. What is posted goes in its order from a thread of its own, all that waits as one parcel,
     and with it what `beside` says then; where that has changed a while later it goes alone. A message that cannot be
-    pickled ends the connection for both ends: what may be one is `packed` first."""
+    pickled ends the connection for both ends."""
 
     def __init__(self, connection: Connection, beside: Callable[[], Any] = lambda: None) -> None:
         self.connection, self.beside = connection, beside
@@ -90,7 +75,7 @@ class Wire:
             except (EOFError, OSError, TypeError):  # the last where this end is closed meanwhile
                 return
             messages, beside = pickle.loads(parcel)
-            yield [pickle.loads(each.whole) if isinstance(each, Packed) else each for each in messages], beside
+            yield messages, beside
 
     def end(self) -> None:
         """Post nothing more: the thread ends when all that was posted is sent."""

@@ -179,6 +179,12 @@ def models() -> Iterator[tuple[Any, Any, Any]]:
         yield plain, model, batch
 
 
+def test_a_processor_that_is_refused_is_never_made(models: Any) -> None:
+    """One of n-grams makes n copies of the prompt: 10^9 of them take all memory."""
+    with pytest.raises(Unsupported, match="encoder_no_repeat_ngram_size=1000000000"):
+        models[2].submit(prompts(9)["input_ids"], max_new_tokens=2, encoder_no_repeat_ngram_size=10**9)
+
+
 @pytest.fixture
 def ways(models, monkeypatch, tmp_path) -> Callable[[dict[str, Any]], dict[str, Callable[[], Any]]]:
     """The ways to ask for an answer, with the settings of a file."""

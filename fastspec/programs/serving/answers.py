@@ -1,0 +1,265 @@
+"""Events of an answer, in the order in which its text has them: the one list that whole and streamed answers of all
+routes are written from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import regex
+
+from fastspec.programs.serving.requests import parse
+
+BEGUN = "\ufffd"
+"""Stands in a decoded text for bytes that are no character, or not yet."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a response template's field for reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Call of a tool; `arguments` is a JSON text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End of the answer, with the tokens of the prompt and its own."""
+
+    reason: Literal["stop", "length", "tool_calls"]
+    prompt_tokens: int
+    tokens: int
+
+
+Event = Content | Reasoning | ToolCall | End
+
+
+def merged(events: Iterable[Event]) -> Iterator[Event]:
+    """The events, neighbouring texts of one kind as one."""
+    held: Content | Reasoning | None = None
+    for event in events:
+        if held is not None and type(event) is type(held):
+            held = type(held)(held.text + event.text)
+            continue
+        if held is not None:
+            yield held
+        held = event if isinstance(event, (Content, Reasoning)) else None
+        if held is None:
+            yield event
+    if held is not None:
+        yield held
+
+
+class Detokenizer:
+    """Text of tokens that come in pieces. The pieces of text are together what all tokens decode to; a character whose
+    bytes are not all there comes with its last one, or at the end as U+FFFD."""
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self.tokenizer, self.skip = tokenizer.backend_tokenizer, skip_special_tokens
+        self.tokens: list[int] = []
+        """The last ones: what a token decodes to depends on the one before it."""
+        self.known = self.said = 0
+        """Tokens, and characters of what `tokens` decode to, that have been given."""
+
+    def _decode(self, tokens: list[int]) -> str:
+        found: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip)
+        return found
+
+    def add(self, tokens: list[int]) -> str:
+        """The text that is certain with these tokens."""
+        self.tokens += tokens
+        text = self._decode(self.tokens)
+        certain = text.rstrip(BEGUN)
+        new, self.said = certain[self.said :], max(self.said, len(certain))
+        if certain == text and new:
+            self.tokens = self.tokens[self.known :]
+            self.known, self.said = len(self.tokens), len(self._decode(self.tokens))
+        return new
+
+    def finish(self) -> str:
+        """The rest."""
+        return self._decode(self.tokens)[self.said :]
+
+
+class Field:
+    """Field of a response template: how its part of a text opens and closes."""
+
+    def __init__(self, name: str, spec: dict[str, Any]) -> None:
+        self.name = name
+        self.opens, self.opens_at_once = _delimiter(spec, "open")
+        self.closes, self.closes_at_once = _delimiter(spec, "close")
+        self.strips = spec.get("content_args", {}).get("strip", True)
+
+
+def _delimiter(spec: dict[str, Any], name: str) -> tuple[Any, bool]:
+    """(a compiled pattern or None, whether a match at the end of a text cannot become longer)."""
+    texts = spec.get(name)
+    if texts is not None:
+        texts = sorted([texts] if isinstance(texts, str) else texts, key=len, reverse=True)
+        return regex.compile("|".join(map(regex.escape, texts))), len(texts) == 1
+    pattern = spec.get(f"{name}_pattern")
+    return (None if pattern is None else regex.compile(pattern, regex.DOTALL)), False
+
+
+class ResponseParser:
+    """Parser of an answer's text by a response template, whatever pieces it comes in.
+
+    Calls of tools are parsed where `tools` are given; a text that is none although it opens as one is content, as it
+    stands. Blanks around content and reasoning are left out. `prompt` is the text before the answer, of which templates
+    write a part (`<think>`).
+    """
+
+    def __init__(
+        self, template: dict[str, Any], tokenizer: Any, tools: list[dict[str, Any]] | None, prompt: str
+    ) -> None:
+        fields = [Field(name, spec) for name, spec in template["fields"].items() if tools or name != "tool_calls"]
+        self.template, self.tokenizer, self.tools = template, tokenizer, tools
+        self.opening = [field for field in fields if field.opens is not None]
+        self.rest = next((field for field in fields if field.opens is None), None)
+        self.inside = self.rest
+        self.text, self.at, self.began = "", 0, 0
+        """All text, how much of it has been read, and where the part that it is in began."""
+        self.blanks: dict[type[Content] | type[Reasoning], str | None] = {Content: None, Reasoning: None}
+        """Blanks at the end of what was given, which are left out if nothing follows; None before anything was."""
+        anchor, _ = _delimiter(template, "start_anchor")
+        ends = [found.end() for found in anchor.finditer(prompt)]
+        if ends:
+            self.add(prompt[ends[-1] :])
+            self.blanks = dict.fromkeys(self.blanks)
+
+    def add(self, text: str) -> list[Event]:
+        """The events that are certain with this text."""
+        self.text += text
+        return list(self._events(ending=False))
+
+    def finish(self) -> list[Event]:
+        """The rest."""
+        found = list(self._events(ending=True))
+        return found + list(self._leave(len(self.text)))
+
+    def _events(self, ending: bool) -> Iterator[Event]:
+        while True:
+            match, field, certain = self._next(ending)
+            yield from self._give(certain)
+            if match is None:
+                return
+            self.at = match.end()
+            if field is not self.inside:
+                yield from self._leave(match.start())
+                self.inside, self.began = field, match.start()
+            else:
+                yield from self._leave(match.end())
+                self.inside = self.rest
+                if match.end() == match.start():
+                    return
+
+    def _next(self, ending: bool) -> tuple[Any, Field | None, int]:
+        """(the next delimiter, its field, where the text before it ends); None, None and how far a text is certain to
+        hold none."""
+        inside, best, certain = self.inside, None, len(self.text)
+        watched = [(inside, inside.closes, inside.closes_at_once)] if inside and inside.closes is not None else []
+        if inside is self.rest:
+            watched = [(field, field.opens, field.opens_at_once) for field in self.opening] + watched
+        for field, pattern, at_once in watched:
+            found = pattern.search(self.text, self.at, partial=not ending)
+            if found is None:
+                continue
+            if not ending and (found.partial or (found.end() == len(self.text) and not at_once)):
+                certain = min(certain, found.start())
+            elif best is None or (found.start(), -found.end()) < (best[0].start(), -best[0].end()):
+                best = found, field
+        if best is None or (best[0].start() >= certain and certain < len(self.text)):
+            return None, None, certain
+        return *best, best[0].start()
+
+    def _give(self, end: int) -> Iterator[Event]:
+        """The text up to there, which is part of what it is in; that of a call waits for its end."""
+        text, self.at = self.text[self.at : end], max(self.at, end)
+        if self.inside is not None and self.inside.name in REASONING:
+            yield from self._stripped(Reasoning, text, self.inside.strips)
+        elif self.inside is not None and self.inside.name == "content":
+            yield from self._stripped(Content, text, self.inside.strips)
+
+    def _leave(self, end: int) -> Iterator[Event]:
+        """What was held back of a part that ends there."""
+        if self.inside is not None and self.inside.name == "tool_calls":
+            raw = self.text[self.began : end]
+            calls = self._calls(raw)
+            if calls:
+                yield from calls
+            else:
+                yield from self._stripped(Content, raw, True)
+
+    def _stripped(self, kind: type[Content] | type[Reasoning], text: str, strips: bool) -> Iterator[Event]:
+        before = self.blanks[kind]
+        text = (before or "") + text
+        if strips and before is None:
+            text = text.lstrip()
+        kept = text.rstrip() if strips else text
+        if kept:
+            yield kind(kept)
+        self.blanks[kind] = text[len(kept) :] if kept or before is not None else None
+
+    def _calls(self, raw: str) -> list[ToolCall]:
+        """The calls in a text that opens as one; none where it does not parse."""
+        fields = {"tool_calls": self.template["fields"]["tool_calls"]}
+        try:
+            found = self.tokenizer.parse_response(raw, self.template | {"fields": fields}, prefix="", tools=self.tools)
+            calls = [each for held in _listed(found["tool_calls"]) for each in _listed(held)]
+            return [_call(each["function"]) for each in calls]
+        except (ValueError, KeyError, TypeError, RecursionError):  # of a model's own text, which may be anything
+            return []
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _call(function: dict[str, Any]) -> ToolCall:
+    """Raises KeyError, TypeError or ValueError for what a conversation could not go on from: a call without a name, or
+    without arguments that are an object."""
+    name, arguments = function["name"], function["arguments"]
+    text = arguments or "{}" if isinstance(arguments, str) else json.dumps(arguments)
+    if not isinstance(name, str) or not isinstance(parse(text), dict):
+        raise TypeError(name)
+    name.encode()
+    return ToolCall(name, text)
+
+
+class AnswerReader:
+    """Reader of an answer's tokens, which come in pieces, into its events but the end. `ends` are special tokens that
+    end an answer, and are no text."""
+
+    def __init__(self, tokenizer: Any, parser: ResponseParser | None, ends: frozenset[int] = frozenset()) -> None:
+        self.parser, self.texts = parser, Detokenizer(tokenizer, skip_special_tokens=parser is None)
+        self.ends = ends
+
+    def add(self, tokens: list[int]) -> list[Event]:
+        """The events that are certain with these tokens."""
+        text = self.texts.add([token for token in tokens if token not in self.ends])
+        return self.parser.add(text) if self.parser is not None else [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        """The rest."""
+        text = self.texts.finish()
+        if self.parser is None:
+            return [Content(text)] if text else []
+        return self.parser.add(text) + self.parser.finish()

@@ -1,0 +1,60 @@
+"""Mail from the batch's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+PACE = 0.001
+"""Seconds for every reader of one delivery that pass before the next: to send a chunk takes the event loop some tenths
+of a millisecond, for which the rounds' thread waits."""
+LONGEST_PACE = 0.04
+
+
+class Mail:
+    """Brings what the batch's thread says to the event loop: all that waits in one wake-up. With many readers wake-ups
+    are `PACE` for each of them apart."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.waiting: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self.called = False
+
+    def post(self, queue: asyncio.Queue[Any], item: Any, urgent: bool = False) -> None:
+        """From any thread; what one thread posts to a queue keeps its order. What is `urgent` waits for no pace."""
+        self.waiting.append((queue, item))
+        if not self.called:
+            self.called = True
+            self.loop.call_soon_threadsafe(self._bring)
+        elif urgent:
+            self.loop.call_soon_threadsafe(self._deliver)
+
+    def _bring(self) -> None:
+        readers = self._deliver()
+        if readers > 1:
+            self.loop.call_later(
+                min(LONGEST_PACE, PACE * readers), self._bring
+            )  # called still: who posts meanwhile waits for that
+            return
+        self.called = False
+        if self.waiting:  # posted before that line, by who saw that it was called
+            self.called = True
+            self.loop.call_soon(self._bring)
+
+    def _deliver(self) -> int:
+        """Bring what waits -> to how many readers."""
+        readers: set[int] = set()
+        while self.waiting:
+            queue, item = self.waiting.popleft()
+            readers.add(id(queue))
+            queue.put_nowait(item)
+        return len(readers)
+
+
+async def all_of(queue: asyncio.Queue[Any]) -> list[Any]:
+    """What has come; waits where nothing has."""
+    found = [await queue.get()]
+    while not queue.empty():
+        found.append(queue.get_nowait())
+    return found

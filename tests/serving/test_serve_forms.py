@@ -1,0 +1,218 @@
+"""Answers of all routes in OpenAI's forms, read by the `openai` client: whole and streamed ones are the same."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from helpers.serve import MARKS, NAME, SECONDS, Served, post, served, talk
+from helpers.training import END, small_target, small_tokenizer
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import fastspec
+from fastspec.programs.serving.templates import TEMPLATES
+
+pytestmark = MARKS
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+FIRST = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bergen"}}\n</tool_call>'
+ANSWERS = {
+    "a call": FIRST,
+    "all": f"<think>\nHm, 5 < 6.\n</think>\n\nTwo é€:\n{FIRST}\n{SECOND}\nThat is all. ",
+    "no name": '<tool_call>\n{"arguments": {}}\n</tool_call>',
+    "a mention": "Write <tool_call> before a call.",
+    "blanks": "\n\n Hi \n you \n",
+}
+
+
+def saying(text: str) -> tuple[Any, PreTrainedTokenizerFast]:
+    """A model that answers every turn with a text, and its tokenizer: each token is there once, and the one behind it
+    follows from it alone. Tokens are bytes, and may end within a character."""
+    spelt = "".join(part for part, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text))
+    pieces: list[str] = []
+    while spelt:
+        count = next((count for count in range(1, len(spelt) + 1) if spelt[:count] not in pieces), 0)
+        if not count:  # no other token is left for the end
+            pieces[-1] += spelt
+            break
+        pieces.append(spelt[:count])
+        spelt = spelt[count:]
+    words = dict.fromkeys(["<start>", "<end>", "<user>", "<bot>", *pieces])
+    words = {word: number for number, word in enumerate(words)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<start>"))
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.WhitespaceSplit(), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", unk_token="<start>")
+    tokenizer.chat_template = small_tokenizer().chat_template
+    tokenizer.response_template = {**TEMPLATES[0][1], "start_anchor": "<bot>"}
+    model = small_target()
+    model.lm_head.weight.zero_()
+    for before, after in pairwise([words["<bot>"], *(words[piece] for piece in pieces), END]):
+        model.lm_head.weight[after] = model.model.embed_tokens.weight[before]
+    for layer in model.model.layers:  # the last token alone decides
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    return fastspec.patch(model), tokenizer
+
+
+@pytest.fixture(scope="module", params=ANSWERS)
+def said(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
+    """(an answer, a server whose model says it)."""
+    with torch.no_grad():
+        model, tokenizer = saying(ANSWERS[request.param])
+    with served(model, rows=2, assistant="autoregressive", tokenizer=tokenizer) as server:
+        yield request.param, server
+
+
+def asked(tools: bool, limit: int = 200, **more: Any) -> dict[str, Any]:
+    given = {"model": NAME, "messages": talk("hello"), "temperature": 0, "max_tokens": limit, **more}
+    return {**given, "tools": [{"type": "function", "function": TOOL}]} if tools else given
+
+
+def chat(server: Served, stream: bool, **given: Any) -> tuple[Any, ...]:
+    """(content, reasoning, calls, finish reason, new tokens)."""
+    create = server.client().chat.completions.create
+    if not stream:
+        answer = create(**given)
+        message = answer.choices[0].message
+        calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+        reasoning = getattr(message, "reasoning_content", "")
+        return message.content or "", reasoning, calls, answer.choices[0].finish_reason, answer.usage.completion_tokens
+    content, reasoning, calls = "", "", []
+    for chunk in create(**given, stream=True):
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", "")
+        calls += [(call.function.name, call.function.arguments) for call in delta.tool_calls or []]
+        assert [call.index for call in delta.tool_calls or []] in ([], [len(calls) - 1])
+    return content, reasoning, calls, chunk.choices[0].finish_reason, chunk.usage.completion_tokens
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_whole_and_streamed_chats_are_the_same_wherever_they_are_cut(said: tuple[str, Served], tools: bool) -> None:
+    name, server = said
+    whole = chat(server, False, **asked(tools))
+    for limit in (200, 9, whole[4] // 2):
+        if limit > 0:
+            assert chat(server, True, **asked(tools, limit)) == chat(server, False, **asked(tools, limit))
+    content, reasoning, calls, reason, _ = whole
+    parsed = [json.loads(arguments)["city"] for _, arguments in calls]
+    assert (reason == "tool_calls") == bool(calls)
+    if not tools:
+        assert not calls and content == ANSWERS[name].split("</think>")[-1].strip()
+    elif name == "all":
+        assert (content, reasoning, parsed) == ("Two é€:\nThat is all.", "Hm, 5 < 6.", ["Oslo", "Bergen"])
+    elif name == "a call":
+        assert (content, reasoning, parsed) == ("", "", ["Oslo"])
+    else:
+        assert (content, reasoning, calls) == (ANSWERS[name].strip(), "", [])
+
+
+def test_no_tool_is_called_where_none_may_be_chosen(said: tuple[str, Served]) -> None:
+    assert chat(said[1], False, **asked(True, tool_choice="none")) == chat(said[1], False, **asked(False))
+
+
+def test_whole_and_streamed_completions_are_the_same(said: tuple[str, Served]) -> None:
+    """The text as it stands, with the tail of a character that was cut."""
+    name, server = said
+    create, given = server.client().completions.create, {"model": NAME, "prompt": "<bot>", "temperature": 0}
+    for limit in (200, *(range(1, 60, 6) if name == "all" else [9])):
+        whole = create(**given, max_tokens=limit)
+        chunks = list(create(**given, max_tokens=limit, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        assert chunks[-1].usage == whole.usage and chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        if limit == 200:
+            assert whole.choices[0].text == ANSWERS[name]
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_responses_have_items_of_their_own_index(said: tuple[str, Served], tools: bool) -> None:
+    """Read by the client's accumulator, which refuses two items of one; a whole answer is what a stream ends with."""
+    name, server = said
+    client = server.client()
+    flat = {"tools": [{"type": "function", **TOOL}]} if tools else {}
+    given = {"model": NAME, "input": "hello", "temperature": 0, **flat}
+    for limit in (200, 9):
+        with client.responses.stream(**given, max_output_tokens=limit) as stream:
+            events = list(stream)
+        whole = client.responses.create(**given, max_output_tokens=limit)
+        last = events[-1].response
+
+        def shown(response: Any) -> Any:
+            fields = ("name", "arguments", "content", "status")
+            items = [{field: getattr(item, field, None) for field in fields} for item in response.output]
+            return json.loads(json.dumps(items, default=lambda part: part.text)), response.status
+
+        assert shown(last) == shown(whole) and last.usage == whole.usage
+        cut = limit < whole.usage.output_tokens or (limit == 9 and whole.usage.output_tokens == 9)
+        assert whole.status == ("incomplete" if cut and limit == 9 else "completed")
+        assert (whole.incomplete_details is not None) == (whole.status == "incomplete")
+    kinds = [item.type for item in whole.output if item.type != "message"]
+    if limit == 200 and tools and name == "all":
+        assert kinds == ["reasoning", "function_call", "function_call"]
+
+
+@pytest.mark.parametrize("said", ["all"], indirect=True)
+def test_all_that_is_written_has_openais_types(said: tuple[str, Served]) -> None:
+    server, events = said[1], TypeAdapter(ResponseStreamEvent)
+    given = {"temperature": 0, "tools": [{"type": "function", **TOOL}]}
+    nested = {**given, "tools": [{"type": "function", "function": TOOL}], "messages": talk("hello")}
+    lines = raw(server, RESPONSES, {**given, "input": "hello", "stream": True}).strip().split("\n\n")
+    for number, line in enumerate(lines):
+        named, data = line.split("\n")
+        event = events.validate_json(data.removeprefix("data: "))
+        assert named == f"event: {event.type}" and event.sequence_number == number
+    assert event.type == "response.completed"
+    Response.model_validate_json(raw(server, RESPONSES, {**given, "input": "hello"}))
+    ChatCompletion.model_validate_json(raw(server, CHAT, nested))
+    Completion.model_validate_json(raw(server, COMPLETIONS, {"prompt": "<bot>", "temperature": 0}))
+    for line in raw(server, CHAT, {**nested, "stream": True}).strip().split("\n\n")[:-1]:
+        ChatCompletionChunk.model_validate_json(line.removeprefix("data: "))
+
+
+def raw(server: Served, path: str, body: dict[str, Any]) -> str:
+    """The text of a streamed answer."""
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        return answer.read().decode()
+
+
+@pytest.mark.parametrize("said", ["blanks"], indirect=True)
+def test_streams_end_with_done_and_counts_come_where_they_are_asked_for(said: tuple[str, Served]) -> None:
+    server = said[1]
+    for path, prompt in ((CHAT, {"messages": talk("hello")}), (COMPLETIONS, {"prompt": "<bot>"})):
+        body = {**prompt, "temperature": 0, "stream": True}
+        for options, chunks in ((None, 1), ({"include_usage": False}, 0), ({"include_usage": True}, 1)):
+            *lines, done = raw(server, path, {**body, "stream_options": options}).strip().split("\n\n")
+            assert done == "data: [DONE]"
+            found = [json.loads(line.removeprefix("data: ")) for line in lines]
+            counted = [chunk for chunk in found if chunk.get("usage")]
+            assert len(counted) == chunks and counted == found[len(found) - chunks :]
+            alone = options == {"include_usage": True}
+            assert all(bool(chunk["choices"]) for chunk in found[: len(found) - alone])
+            assert found[-1]["choices"] == [] if alone else found[-1]["choices"][0]["finish_reason"]
+
+
+def test_an_answer_says_nothing_that_was_not_asked() -> None:
+    """A history whose call has no arguments goes on; tools without a template's field are text."""
+    with torch.no_grad():
+        model, tokenizer = saying("Hi")
+    with served(model, rows=1, assistant="nasd", tokenizer=tokenizer) as server:
+        call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ""}}
+        history = [
+            *talk("hello"),
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "rain"},
+        ]
+        status, answer = post(server, CHAT, json.dumps({"messages": history, "temperature": 0}).encode())
+        assert status == 200 and answer["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
