@@ -293,6 +293,35 @@ def test_a_shared_storage_learns_from_call_to_call(pair, make):
     assert stats(pair[1]).rounds == rounds[0]
 
 
+class Wild:
+    """A storage that knows one token, after every text."""
+
+    token = 300
+
+    def start(self) -> int:
+        return 0
+
+    def feed(self, cursor: int, token: int, fillers: Any = ()) -> int:
+        return cursor
+
+    step = feed
+
+    def look(self, cursor: int) -> tuple[int, list[tuple[int, int]]]:
+        return 1, [(self.token, 1)]
+
+    def reset(self) -> None:
+        """It keeps nothing."""
+
+
+def test_a_storage_of_ones_own_that_drafts_no_tokens_of_the_model_is_named(pair):
+    storage = Wild()
+    for storage.token in (300, -1):
+        with pytest.raises(fastspec.FastSpecError, match=rf"Wild.look gave the token {storage.token}, .* end at 96"):
+            pair[1].generate(**prompts(5), assistant=fastspec.Nasd(storage=storage), max_new_tokens=4, do_sample=False)
+    storage.token = 7
+    same(pair, fastspec.Nasd(storage=storage), prompts(5), max_new_tokens=4)
+
+
 def test_rows_of_a_batch_do_not_learn_from_each_other(pair):
     """By default every row has its own storage: a row takes the rounds that it takes alone. A shared one serves equal
     rows at once."""

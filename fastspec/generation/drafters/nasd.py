@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import Nasd
-from fastspec.errors import Unsupported
+from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import Cursor, NgramStorage, Storage, SuffixStorage
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, pause_after
@@ -136,10 +136,15 @@ class NasdDrafter(HostDrafter):
     """
 
     def __init__(
-        self, config: Nasd, storages: list[Storage], device: torch.device, weight_bytes: int = SMOLLM2_BYTES
+        self,
+        config: Nasd,
+        storages: list[Storage],
+        device: torch.device,
+        weight_bytes: int = SMOLLM2_BYTES,
+        vocabulary: int | None = None,
     ) -> None:
         cost = COSTS.get(device.type, COSTS["cuda"])
-        self.config, self.storages, self.device = config, storages, device
+        self.config, self.storages, self.device, self.vocabulary = config, storages, device, vocabulary
         self.nodes = cost.nodes if config.total_tokens is None else config.total_tokens
         self.max_path = min(config.gamma + 1, self.nodes)
         smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
@@ -194,6 +199,9 @@ class NasdDrafter(HostDrafter):
             else Growth([root], [0], [0.0])
             for storage, cursor, root, active in zip(self.storages, self.cursors, self.roots, self.active, strict=True)
         ]
+        if self.vocabulary is not None:
+            for storage, growth in zip(self.storages, growths, strict=True):
+                check_drafts(storage, growth.tokens, self.vocabulary)
         size = best_size(growths, self.costs)
         return lay_out(growths, size, min(size, self.max_path), self.device)
 
@@ -236,21 +244,35 @@ def check_tokens(storage: Storage | str, vocabulary: int) -> None:
         )
 
 
+def check_drafts(storage: Storage, tokens: list[int], vocabulary: int) -> None:
+    """Raise FastSpecError where a storage that is not one of ours drafts tokens that a model of so many does not
+    have."""
+    if isinstance(storage, (NgramStorage, SuffixStorage)):  # what they hold was checked, what they are fed is real
+        return
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            who = f"{type(storage).__name__}.look gave the token {token}"
+            raise FastSpecError(f"Nasd: {who}, and the model's tokens end at {vocabulary - 1}")
+
+
 @dataclass(frozen=True, slots=True)
 class NasdDecoding(Decoding):
     """Decoding with n-grams; by default every row of every call has a storage of its own. `weight_bytes` are those
-    that a pass of the target reads: what several nodes cost beside one depends on them."""
+    that a pass of the target reads: what several nodes cost beside one depends on them. `vocabulary` bounds the tokens
+    of storages that are not ours."""
 
     continuous: ClassVar[bool] = True
     config: Nasd
     weight_bytes: int = SMOLLM2_BYTES
+    vocabulary: int | None = None
     name: str = "nasd"
     taps: None = None
 
     def drafter(
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
-        return NasdDrafter(self.config, [self._storage() for _ in range(rows)], torch.device(device), self.weight_bytes)
+        storages = [self._storage() for _ in range(rows)]
+        return NasdDrafter(self.config, storages, torch.device(device), self.weight_bytes, self.vocabulary)
 
     def _storage(self) -> Storage:
         kind, n = self.config.storage, self.config.n

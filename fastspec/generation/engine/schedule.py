@@ -1,11 +1,12 @@
 """Who runs the phases of a round, chosen by where they run. None of these knows how a round drafts.
 
-captured | draft  | verify | schedule no       | any    | any    | Eager           one phase after another yes      |
-DEVICE | DEVICE | WholeGraph      one graph, asynchronous where nothing is read but tokens yes      | DEVICE | HOST   |
-SplitGraph      a graph on either side of the host's decision yes      | HOST   | DEVICE | GraphFromScore  the host
-drafts, and what follows is a graph for each shape of the tree yes      | HOST   | HOST   | GraphOfScore    the host
-drafts and decides, and scoring alone is a graph; so too where drafts bring
-                                            distributions, which a larger graph would have to copy
+captured  draft   verify  schedule
+no        any     any     Eager           one phase after another
+yes       DEVICE  DEVICE  WholeGraph      one graph, asynchronous where nothing is read but tokens
+yes       DEVICE  HOST    SplitGraph      a graph on either side of the host's decision
+yes       HOST    DEVICE  GraphFromScore  the host drafts; what follows is a graph for each shape of the tree
+yes       HOST    HOST    GraphOfScore    the host drafts and decides, and scoring alone is a graph; so too where
+                                          drafts bring distributions, which a larger graph would have to copy
 """
 
 from __future__ import annotations

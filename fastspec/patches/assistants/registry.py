@@ -257,8 +257,9 @@ def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> 
 
 
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
-    check_tokens(config.storage, vocabulary(model))
-    return NasdDecoding(config, sum(weight.nbytes for weight in read_parameters(model)))
+    size = vocabulary(model)
+    check_tokens(config.storage, size)
+    return NasdDecoding(config, sum(weight.nbytes for weight in read_parameters(model)), size)
 
 
 def _cascade(resources: dict[str, Any]) -> Any:
