@@ -27,6 +27,7 @@ ASSISTANTS: dict[str, Any] = {
     "a chain": fastspec.Eagle3(depth=3, top_k=1, total_tokens=4),
     "a head of the first form": "eagle",
     "n-grams": "nasd",
+    "first layers, the likeliest tokens": fastspec.Speculative(early_exit=1, gamma=3, branches=2),
     "rows in turns": fastspec.ContinuousBatch("eagle3", rows=2),
 }
 
