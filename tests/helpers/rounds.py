@@ -48,10 +48,14 @@ class Counting:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.seated: list[tuple[list[int], list[int]]] = []
 
     def first(self, logits: Tensor, text: tuple[Tensor, Tensor], prompts: list[int]) -> tuple[Tensor, Tensor]:
         self.asked.append((logits.tolist(), text[0].tolist(), text[1].tolist(), list(prompts)))
         return text[1].clone(), logits + 0.5
+
+    def seat(self, rows: list[int], prompts: list[int]) -> None:
+        self.seated.append((list(rows), list(prompts)))
 
 
 class Waiting:

@@ -317,11 +317,11 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
             request.context if request.context is not None and not features.shape[-1] else (first.prompts, first.counts)
         )
         root, scores = verifier.first(logits, text, batch.places)
+        verifier.seat(range(len(root)), batch.places)
         begun = root.clamp(min=0)  # of a row without a token the call hears below
         if drafter is not None and request.answers is None:
             drafter.begin(*text, features, begun)
         engine.begin(begun)
-        verifier.seat(range(len(begun)), batch.places)
         firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
     for row, token in enumerate(firsts):
         one = slice(row, row + 1)
