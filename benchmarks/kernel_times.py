@@ -363,7 +363,7 @@ def cases(prefixes: list[int], models: list[str]) -> Iterator[Case]:
         yield picked(nodes, vocab, False)
         yield picked(nodes, vocab, True)
         yield from (processed(nodes, vocab, drawn) for drawn in DRAWN if nodes > 1)
-    yield from (multiplied(rows, *weight) for rows, weight in product((1, 8, 60), WEIGHTS))
+    yield from (multiplied(rows, *weight) for rows, weight in product((1, 8, 60, 2048), WEIGHTS))
     yield from (product_and_norm(*sizes) for sizes in PRODUCTS)
     yield from (frontier(576), frontier(4096))
     for sizes in MIXTURES:

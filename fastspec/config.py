@@ -203,7 +203,7 @@ class _DynamicTree:
 
     @property
     def is_default(self) -> bool:
-        """Whether the tree is left to the device, the number of rows and the temperature."""
+        """True where the tree is left to the device, the number of rows and the temperature."""
         return self.depth is None and self.top_k is None and self.total_tokens is None
 
     def batched(self, device_type: str) -> tuple[tuple[int, TreeShape], ...]:

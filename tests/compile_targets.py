@@ -69,6 +69,7 @@ def pretend(target: int | str) -> None:
     of AMD's."""
     from fastspec.kernels import launch
     from fastspec.kernels.attention import hopper as hopper_attention
+    from fastspec.kernels.attention import ordered as ordered_attention
     from fastspec.kernels.attention import tree as tree_attention
     from fastspec.kernels.drafting import topk_expand
     from fastspec.kernels.linear import experts, linear
@@ -80,7 +81,7 @@ def pretend(target: int | str) -> None:
     for module in (linear, topk_expand):
         module.has_descriptors = launch._capable
     launch.shared_memory = lambda device: limit_of(target)
-    for module in (hopper_attention, hopper_linear, experts):
+    for module in (hopper_attention, hopper_linear, ordered_attention, experts):
         module.is_hopper = lambda device: capability == 90
     tree_attention.processors = lambda device: 108
 
@@ -131,6 +132,7 @@ def whole(*shape: int) -> Tensor:
 def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each op of a round on a model of this shape: its name, and a call."""
     from fastspec.kernels.attention import layout as tree_layout
+    from fastspec.kernels.attention import ordered as ordered_attention
     from fastspec.kernels.attention import tree as tree_attention
     from fastspec.kernels.attention.reference import Span
     from fastspec.kernels.cache import commit
@@ -138,7 +140,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.drafting import inputs, topk_expand, tree_build
     from fastspec.kernels.layer import norms as rms_norm
     from fastspec.kernels.layer import rope_cache
-    from fastspec.kernels.linear import linear, swiglu
+    from fastspec.kernels.linear import linear, ordered, swiglu
     from fastspec.kernels.linear import linear as linear_parts
     from fastspec.kernels.linear.reference import DeferredProduct
     from fastspec.kernels.parallel import joins, reduced_norm
@@ -240,7 +242,18 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             f"tree_attention, {rows} rows, wide heads",
             lambda n=rows, k=wide, to=layout: tree_attention.tree_attention(few(1, n, heads, 512), k, k, to, 1.0),
         )
+        for case, bits in (("chain", None), ("tree", None if rows == 1 else whole(1, rows, 1))):
+
+            def in_order(n: int = rows, k: Tensor = keys, bits: Tensor | None = bits) -> Tensor:
+                layout = ordered_attention.attention_layout(whole(1), bits, n, n, 4000, group)
+                return ordered_attention.tree_attention(few(1, n, heads, size), k, k, layout, size**-0.5)
+
+            yield f"ordered attention, {case}, {rows} rows", in_order
+        yield f"ordered linear, {rows} rows", lambda n=rows: ordered.linear(few(1, n, inner), few(hidden, inner), None)
+        yield f"ordered gate_up, {rows} rows", lambda x=x: ordered.gate_up(x, few(2 * inner, hidden), None)
         logits = few(1, rows, vocab)
+        depths = whole(1, rows)
+        yield f"draws, {rows} rows", lambda d=depths: posterior_eval.draws(whole(1), whole(1), d)
         yield f"pick, {rows} rows", lambda x=logits: posterior_eval.pick(x, None)
         drawn = floats(1, rows, dtype=torch.float32)
         yield f"pick, drawn, {rows} rows", lambda x=logits, u=drawn: posterior_eval.pick(x, u)

@@ -245,3 +245,12 @@ def test_files_that_the_pages_name_are_there_and_hold_what_is_said_to_be_in_them
             ):
                 wrong.append(f"{page.name} looks for {what} in {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_one_class_name_is_one_thing():
+    found: dict[str, list[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

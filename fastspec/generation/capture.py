@@ -116,7 +116,7 @@ class Captured(Generic[Result]):
         return self.result  # type: ignore[return-value]
 
     def ready(self, key: Hashable) -> bool:
-        """Whether a call with this key is a replay."""
+        """True where a call with this key is a replay."""
         return key == self.key and self.graph is not None
 
     def _capture(self, program: Callable[[], Result]) -> None:

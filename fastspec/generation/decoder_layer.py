@@ -72,7 +72,7 @@ def turn(weight: Tensor) -> list[Tensor]:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether a parameter is a part of a larger storage, or lies turned in its own."""
+    """True where a parameter is a part of a larger storage, or lies turned in its own."""
     return parameter.untyped_storage().nbytes() != parameter.nbytes or not parameter.is_contiguous()
 
 
@@ -153,11 +153,11 @@ class FullAttention(SequenceMixer):
     offset: float | None = None
     """Of the norms of queries and keys, as in `rms_norm`."""
     norms_values: bool = False
-    """Whether values are normed too, without a weight."""
+    """True where values are normed too, without a weight."""
     ties_values: bool = False
-    """Whether values are the keys, before these are normed and rotated."""
+    """True where values are the keys, before these are normed and rotated."""
     owns: bool = True
-    """Whether the layer has keys and values of its own; else `qkv` gives queries alone, for another layer's."""
+    """True where the layer has keys and values of its own; else `qkv` gives queries alone, for another layer's."""
     layout: LayoutKey = FULL_LAYOUT
     rotary: str | None = None
     """The layer's rotary tables."""
@@ -166,9 +166,9 @@ class FullAttention(SequenceMixer):
     cap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     gated: bool = False
-    """Whether every head's queries are followed by as many gates, whose sigmoids its output is multiplied by."""
+    """True where every head's queries are followed by as many gates, whose sigmoids its output is multiplied by."""
     interleaved: bool = False
-    """Whether neighbouring channels are rotated with each other, as in `rope_cache`."""
+    """True where neighbouring channels are rotated with each other, as in `rope_cache`."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         """Read of the text by attention, after the nodes' keys and values are written."""
@@ -276,7 +276,7 @@ class Linears:
     ops: Ops
     layers: tuple[Weights, ...]
     parts: bool
-    """Whether the result goes to a norm, which takes the parts of a product."""
+    """True where the result goes to a norm, which takes the parts of a product."""
     packed: tuple[Tensor, Tensor | None] | None
     """Weight and bias of all as one product, where they lie so."""
 
@@ -331,12 +331,12 @@ def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Activation
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a module is torch's own class of this kind, and its forward neither hooked nor replaced."""
+    """True where a module is torch's own class of this kind, and its forward neither hooked nor replaced."""
     hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     return type(module) is kind and type(module.weight) is nn.Parameter and not hooks and _is_torchs_own(kind)
 
 
 def _is_torchs_own(kind: type[nn.Module]) -> bool:
-    """Whether a class's `forward` and `__call__` are torch's, wherever `functools.wraps` says that they are from."""
+    """True where a class's `forward` and `__call__` are torch's, wherever `functools.wraps` says that they are from."""
     methods = kind.forward, kind.__call__
     return all(isinstance(each, FunctionType) and each.__globals__["__name__"].startswith("torch.") for each in methods)

@@ -64,8 +64,8 @@ class Ops:
     drafts_in: torch.dtype | None = None
     """The dtype in which an EAGLE head drafts for a model in fp32; None: the model's."""
     captures: bool = False
-    """Whether passes and rounds are captured as CUDA graphs."""
+    """True where passes and rounds are captured as CUDA graphs."""
     packs: bool = False
-    """Whether weights that read one input are laid one after another, and multiplied as one."""
+    """True where weights that read one input are laid one after another, and multiplied as one."""
     exact: bool = False
-    """Whether products and attention sum in an order that neither other rows nor the way a text was read changes."""
+    """True where products and attention sum in an order that neither other rows nor the way a text was read changes."""

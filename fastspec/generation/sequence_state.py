@@ -89,7 +89,8 @@ class SequenceState:
         return self.slots - self.tail
 
     def fits(self, committed: int) -> bool:
-        """Whether the buffers have room for this many committed tokens per row, or for all that the call may reach."""
+        """True where the buffers have room for this many committed tokens per row, or for all that the call
+        may reach."""
         return min(committed, self.limit) <= self.bound
 
     def reserve(self, committed: int) -> int:

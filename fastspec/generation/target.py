@@ -26,7 +26,7 @@ class Buffered:
         return committed
 
     def fits(self, committed: int) -> bool:
-        """Whether there is room for so many already."""
+        """True where there is room for so many already."""
         return True
 
     @property
@@ -39,7 +39,7 @@ class Target(Buffered, ABC):
     """A model with a cache that nobody else writes to; draft models are targets too, of trees that are chains."""
 
     captures: bool = False
-    """Whether `score` and `commit` may be captured: they work on tensors that stay, and wait for nothing."""
+    """True where `score` and `commit` may be captured: they work on tensors that stay, and wait for nothing."""
 
     @property
     @abstractmethod

@@ -149,7 +149,7 @@ class Steps(Protocol):
     """Plain decoding's own step: it processes scores, chooses a token per row and asks the criteria."""
 
     over: bool
-    """Whether the call has ended."""
+    """True where the call has ended."""
     lengths: list[int | None]
     """Tokens of each row when it ended, from when on it emits `pad_token`; None for a row that goes on."""
     pad_token: int

@@ -225,7 +225,7 @@ def _restored(program: Callable[[], object]) -> Iterator[None]:
 
 
 def _is_kept(key: str) -> bool:
-    """Whether Triton's cache has a kernel."""
+    """True where Triton's cache has a kernel."""
     folder = getattr(get_cache_manager(hashlib.sha256(key.encode("utf-8")).hexdigest()), "cache_dir", None)
     return folder is not None and any(Path(folder).glob("__grp__*.json"))
 

@@ -162,7 +162,7 @@ class Continuous:
         self._closing = self._left = False
         self._dead: BaseException | None = None
         self._stale = False
-        """Whether the model is not what the rounds were made of."""
+        """True where the model is not what the rounds were made of."""
         self._settled = SettingsCache()
         device = device_of(model)
         self._batch = OpenBatch(rows, self.stats, device)
@@ -276,7 +276,7 @@ class Continuous:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes prompts."""
+        """True where it takes prompts."""
         return self._dead is None and not self._closing and self._thread.is_alive()
 
     def close(self, *, cancel: bool = False) -> None:

@@ -14,6 +14,7 @@ from fastspec.patches.call.prompts import compact
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import is_wrapped, mode_for, not_patched
+from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import session_of
 
 NODES = 64
@@ -37,8 +38,8 @@ def log_probs(
     bits of what `generate(..., output_logits=True)` returns for the same text; else, and in fp32, they are equal but
     for rounding.
 
-    Raises Unsupported for an unpatched model, an encoder-decoder, a model that reads more than tokens, and a mask with
-    a hole.
+    Raises Unsupported for an unpatched model, an encoder-decoder, a model that reads more than tokens or that several
+    processes hold, a mask with a hole, and a temperature that is not above 0.
     """
     model = unwrapped(model)
     session = session_of(model)
@@ -46,6 +47,10 @@ def log_probs(
         raise Unsupported(not_patched(model, "its texts are scored after fastspec.patch(model)"))
     if model.config.is_encoder_decoder or is_wrapped(model):
         raise Unsupported(f"log_probs reads texts of tokens alone, and {type(model).__name__} reads more than these")
+    if group_of(model) is not None:
+        raise Unsupported(f"log_probs is for one process, and several hold this {type(model).__name__}")
+    if not temperature > 0:
+        raise Unsupported(f"log_probs: temperature={temperature} must be above 0")
     device = device_of(model)
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ids, keep = input_ids.to(device), keep.to(device).bool()
@@ -66,9 +71,7 @@ def _scored(model: Any, ops: Any, texts: Tensor, counts: Tensor, temperature: fl
     """Log-probabilities [B, T - 1] of texts [B, T], padding on the right."""
     rows, longest = texts.shape
     nodes = max(1, min(NODES, longest - 1, SCORES // (rows * model.config.get_text_config().vocab_size)))
-    target = language_model(
-        model, None, rows=rows, capacity=longest + nodes, tail=nodes, taps=None, ops=ops, first=longest + nodes
-    )
+    target = language_model(model, None, rows=rows, capacity=longest, tail=nodes, taps=None, ops=ops, first=longest)
     logits, _ = target.prefill(texts[:, :1], torch.ones_like(counts))
     parts, active = [_taken(logits[:, None], texts[:, 1:2], temperature)], torch.ones_like(counts, dtype=torch.bool)
     for at in range(1, longest - 1, nodes):

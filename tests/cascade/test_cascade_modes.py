@@ -32,7 +32,7 @@ from fastspec.generation.drafters.staged import StagedDrafter, drafted, room
 from fastspec.generation.engine.call import Outcome, Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import decode
-from fastspec.generation.engine.verifier import Rule
+from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
@@ -150,7 +150,7 @@ def test_greedy_calls_give_the_mixtures_tokens(data, rule, seed, gamma, process)
     counts = torch.tensor([len(text) for text in texts])
     ids = torch.tensor([text + [0] * (int(counts.max()) - len(text)) for text in texts])
     drafter = MixedDrafter(small, gamma, partial(mixed, rule, alpha), vocab=vocab, draft_vocab=vocab, ops=TORCH)
-    engine = Engine(large, drafter, TORCH, Rule(process=process), rows=len(texts))
+    engine = Engine(large, drafter, TORCH, ChoiceRule(process=process), rows=len(texts))
     found = decode(engine, Request(ids, counts, list(ids), limit, frozenset(), None), "mixed").tokens
     for prompt, emitted in zip(texts, found, strict=True):
         text = list(prompt)
@@ -169,7 +169,7 @@ def test_what_cannot_be_mixed_is_refused():
     target, drafter = make(1, TORCH)
     asked = replace(request(1, 3), process_at=lambda rows, texts, scores: scores)
     with pytest.raises(Unsupported, match="takes no processors that look at the tokens so far"):
-        decode(Engine(target, drafter, TORCH, Rule(sample=True), rows=1), asked, "mixed")
+        decode(Engine(target, drafter, TORCH, ChoiceRule(sample=True), rows=1), asked, "mixed")
 
 
 # The chain
@@ -308,7 +308,7 @@ def test_batches_keep_every_stages_distributions(seed, stages, gamma, sample, da
     target, drafter = chained(seed, vocab, gamma, stages, process)(len(texts), TORCH)
     drafter.models[-1].name = "target"  # so all its drafts are accepted, while its own stage below is mostly refused
     torch.manual_seed(seed)
-    engine = Engine(target, drafter, TORCH, Rule(sample=sample, process=process), rows=len(texts))
+    engine = Engine(target, drafter, TORCH, ChoiceRule(sample=sample, process=process), rows=len(texts))
     outcome = decode(engine, Request(ids, counts, list(ids), limit, ends, None), "staged")
     for row, (prompt, emitted) in enumerate(zip(texts, outcome.tokens, strict=True)):
         text = list(prompt)
@@ -344,7 +344,7 @@ def run(
         target = HFModel(
             large, adapter_for(large), rows=rows, capacity=capacity, tail=drafter.nodes, taps=None, ops=TORCH
         )
-        engine = Engine(target, drafter, TORCH, Rule(sample=sample, process=process), rows=rows)
+        engine = Engine(target, drafter, TORCH, ChoiceRule(sample=sample, process=process), rows=rows)
         return decode(engine, Request(ids, counts, list(ids), limit, frozenset(ends), None), "cascade")
 
 

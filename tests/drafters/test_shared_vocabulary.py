@@ -33,7 +33,7 @@ from fastspec.generation.drafters.retokenized import SHARE, SharedDrafter, TextD
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import decode
-from fastspec.generation.engine.verifier import Rule
+from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.patches.assistants.speculative import Pair, TextDecoding
 from fastspec.patches.backends import TORCH
 
@@ -215,7 +215,7 @@ def run(make: Make, texts: list[list[int]], limit: int, process: Any, ends: Any 
     ids = torch.tensor([text + [0] * (int(counts.max()) - len(text)) for text in texts])
     target, drafter = make(len(texts), TORCH)
     torch.manual_seed(seed)
-    engine = Engine(target, drafter, TORCH, Rule(sample=True, process=process), rows=len(texts))
+    engine = Engine(target, drafter, TORCH, ChoiceRule(sample=True, process=process), rows=len(texts))
     return decode(engine, Request(ids, counts, list(ids), limit, ends, None), "shared")
 
 

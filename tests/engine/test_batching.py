@@ -21,7 +21,7 @@ import fastspec
 from fastspec.generation.engine.batching import ASYNCHRONOUS_AFTER, Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.round_program import Scored
-from fastspec.generation.engine.verifier import Choice, InLockstep, MixedChoice, Rule
+from fastspec.generation.engine.verifier import Choice, ChoiceRule, InLockstep, MixedChoice
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure
@@ -166,10 +166,10 @@ def test_rows_in_lockstep_are_cut_at_their_ends_and_all_go_on_until_the_call_is_
 @pytest.mark.parametrize("mixes", [True, False])
 def test_a_drafter_that_mixes_its_own_distribution_in_gives_the_scores_of_the_steps(mixes):
     tree, logits = TokenTree.root_only(torch.tensor([1, 2])), torch.randn(2, 1, 5)
-    choice = Choice(TORCH, Rule(process=lambda scores: scores * 2))
+    choice = Choice(TORCH, ChoiceRule(process=lambda scores: scores * 2))
     if mixes:
         drafter: Any = SimpleNamespace(mix=lambda drafts, raw, scores: raw + scores if drafts is tree else None)
-        choice = MixedChoice(TORCH, drafter, Rule(process=choice.rule.process))
+        choice = MixedChoice(TORCH, drafter, ChoiceRule(process=choice.rule.process))
     shown: list[Any] = []
 
     def steps(raw: torch.Tensor, scores: torch.Tensor | None = None) -> list[int]:

@@ -20,7 +20,7 @@ from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import Rounds, decode
-from fastspec.generation.engine.verifier import Choice, Rule
+from fastspec.generation.engine.verifier import Choice, ChoiceRule
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 
@@ -149,7 +149,7 @@ def distributions(
         monkeypatch.setattr(Choice, "first", named)
         monkeypatch.setattr(Batch, "__init__", known)
         target, drafter = one(ROWS)
-        engine = Engine(target, drafter, ops, Rule(sample=True, process=process), rows=ROWS)
+        engine = Engine(target, drafter, ops, ChoiceRule(sample=True, process=process), rows=ROWS)
         turns.state = engine.state
         ids = torch.tensor([PROMPTS[kind] for kind in turns.kinds])
         request = Request(ids, torch.full((len(ids),), 2), list(ids), LIMIT, frozenset(), None, rows=ROWS, entry=one)

@@ -16,7 +16,7 @@ from fastspec.generation.engine import batching
 from fastspec.generation.engine import rounds as loop
 from fastspec.generation.engine.call import Outcome, Request, RoundState
 from fastspec.generation.engine.round_program import Committed, Round, Scored, VerifiedTree
-from fastspec.generation.engine.verifier import Choice, InLockstep, Rule, WithHistory
+from fastspec.generation.engine.verifier import Choice, ChoiceRule, InLockstep, WithHistory
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure, walk
 from fastspec.patches.backends import TORCH
@@ -77,7 +77,7 @@ class Script:
 
     def __init__(self, rows: int, drafter: Any = None, wide: int = 0, sample: bool = False) -> None:
         self.target, self.drafter, self.state = Reader(wide), drafter, RoundState(rows, CPU)
-        self.choice = Choice(TORCH, Rule(sample=sample))
+        self.choice = Choice(TORCH, ChoiceRule(sample=sample))
         self.main, self.in_flight, self.given = SimpleNamespace(longest=NODES), False, None
         self.holds, self.generated, self.log, self.rounds = list(range(rows)), [1] * rows, [], 0
         self.verifiers: set[type] = set()

@@ -17,10 +17,10 @@ from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.round_program import Scored
 from fastspec.generation.engine.verifier import (
     Choice,
+    ChoiceRule,
     Draws,
     InLockstep,
     MixedChoice,
-    Rule,
     Verifier,
     WithHistory,
     verifier_of,
@@ -90,7 +90,7 @@ def same(got: Verdict, want: Verdict) -> bool:
 @pytest.mark.parametrize("process", [None, shifted])
 def test_first_tokens_are_the_likeliest_or_drawn_from_what_the_processors_leave(sample, process):
     logits = scored(half=True).logits[:, 0]
-    choice = Choice(TORCH, Rule(sample=sample, process=process), draws_of(sample))
+    choice = Choice(TORCH, ChoiceRule(sample=sample, process=process), draws_of(sample))
     tokens, scores = seeded(choice, logits, TEXT, range(ROWS))
     left = logits if process is None else shifted(logits.float())
     assert torch.equal(tokens, pick(left, firsts() if sample else None)) and tokens.shape == (ROWS,)
@@ -102,7 +102,7 @@ def test_first_tokens_are_the_likeliest_or_drawn_from_what_the_processors_leave(
 @pytest.mark.parametrize("process", [None, shifted])
 def test_a_tree_is_walked_by_choices_at_all_nodes_or_judged_by_what_its_drafts_were_drawn_from(q, sample, process):
     given = scored(q)
-    judged = seeded(Choice(TORCH, Rule(sample=sample, process=process), draws_of(sample)), given)
+    judged = seeded(Choice(TORCH, ChoiceRule(sample=sample, process=process), draws_of(sample)), given)
     uniform, left = uniforms(given.tree), given.logits
     if process is not None:
         left = shifted(left.flatten(0, 1)).view(left.shape)
@@ -122,7 +122,7 @@ def test_settings_choose_from_the_logits_unless_drafts_bring_a_distribution():
         calls.append(len(scores))
         return shifted(scores)
 
-    choice = Choice(TORCH, Rule(sample=True, process=process, settings=settings), draws_of(True))
+    choice = Choice(TORCH, ChoiceRule(sample=True, process=process, settings=settings), draws_of(True))
     judged, uniform = seeded(choice, plain), uniforms(plain.tree)
     want = walk(plain.tree, pick(plain.logits, uniform, settings), TORCH)
     assert same(judged.verdict, want) and torch.equal(judged.scores, plain.logits) and calls == []
@@ -151,7 +151,7 @@ class Mixing:
 
 def mixed(sample: bool, process: Any = shifted) -> tuple[MixedChoice, Mixing]:
     drafter: Any = Mixing()
-    return MixedChoice(TORCH, drafter, Rule(sample=sample, process=process), draws_of(sample)), drafter
+    return MixedChoice(TORCH, drafter, ChoiceRule(sample=sample, process=process), draws_of(sample)), drafter
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -175,9 +175,9 @@ def test_a_mixture_chooses_from_what_its_drafter_makes_of_raw_and_processed_scor
 
 def test_only_plain_choices_may_stay_on_the_device():
     """A mixture calls its drafter, and the others run Python between two launches."""
-    choice = Choice(TORCH, Rule())
+    choice = Choice(TORCH, ChoiceRule())
     assert choice.place is Place.DEVICE and mixed(False)[0].place is Place.HOST
-    assert Choice(TORCH, Rule(place=Place.HOST)).place is Place.HOST
+    assert Choice(TORCH, ChoiceRule(place=Place.HOST)).place is Place.HOST
     nothing: Any = None
     assert WithHistory(choice, nothing, [], nothing).place is InLockstep(choice, nothing).place is Place.HOST
 
@@ -205,7 +205,7 @@ class AtRows:
 
 def test_first_tokens_with_a_history_are_those_of_the_prompts_that_are_named():
     process = AtRows()
-    choice = Choice(TORCH, Rule())
+    choice = Choice(TORCH, ChoiceRule())
     verifier = WithHistory(choice, process, asked().history, Batch(asked(), Stats()))
     logits = torch.zeros(2, VOCAB, dtype=torch.half)
     tokens, scores = seeded(verifier, logits, TEXT, (2, 1))
@@ -215,7 +215,7 @@ def test_first_tokens_with_a_history_are_those_of_the_prompts_that_are_named():
 
 def test_first_tokens_with_a_history_are_drawn_where_the_call_samples():
     verifier = WithHistory(
-        Choice(TORCH, Rule(sample=True), draws_of(True)),
+        Choice(TORCH, ChoiceRule(sample=True), draws_of(True)),
         lambda rows, texts, scores: scores,
         [torch.tensor([1])] * ROWS,
         None,
@@ -233,7 +233,7 @@ def test_a_walk_with_a_history_is_that_of_the_prompts_that_the_rows_hold():
     process, request = AtRows(), asked(rows=2)
     batch = Batch(request, Stats())
     batch.places, batch.out.tokens = [2, 0], [[7], [], [8, 9]]
-    verifier = WithHistory(Choice(TORCH, Rule()), process, request.history, batch)
+    verifier = WithHistory(Choice(TORCH, ChoiceRule()), process, request.history, batch)
     given = Scored(chain([9, 2, 0], [7, 1, 1]), torch.zeros(2, 3, VOCAB), torch.zeros(2, 3, 0))
     judged = seeded(verifier, given)
     assert process.seen == [(2, [40, 8, 9]), (0, [20, 21, 7]), (2, [40, 8, 9, 2]), (2, [40, 8, 9, 2, 0])]
@@ -259,7 +259,7 @@ def test_a_walk_with_a_history_goes_no_further_than_the_answer(change, want):
     process, request = AtRows(), asked(rows=1, **change)
     batch = Batch(request, Stats())
     batch.places, batch.out.tokens = [2], [[], [], [8]]
-    verifier = WithHistory(Choice(TORCH, Rule()), process, request.history, batch)
+    verifier = WithHistory(Choice(TORCH, ChoiceRule()), process, request.history, batch)
     judged = seeded(verifier, Scored(chain([8, 1, 2]), torch.zeros(1, 3, VOCAB), torch.zeros(1, 3, 0)))
     assert judged.verdict.accepted.tolist() == [want] and len(process.seen) == want + 1
     batch.active[2] = False
@@ -271,7 +271,7 @@ def test_a_walk_with_a_history_draws_by_one_number_a_node():
     generator = torch.Generator().manual_seed(2)
     tree, logits = drawn_tree(3, NODES, generator), torch.randn(3, NODES, VOCAB, generator=generator)
     verifier = WithHistory(
-        Choice(TORCH, Rule(sample=True), draws_of(True, 3)),
+        Choice(TORCH, ChoiceRule(sample=True), draws_of(True, 3)),
         lambda rows, texts, scores: scores,
         asked().history,
         Batch(asked(), Stats()),
@@ -297,7 +297,7 @@ class Following:
 def test_first_tokens_in_lockstep_are_the_steps(mixes):
     """From raw logits; a mixture's log-probabilities stand in for the scores."""
     steps: Any = Following()
-    choice, drafter = mixed(True) if mixes else (Choice(TORCH, Rule(sample=True, process=shifted)), None)
+    choice, drafter = mixed(True) if mixes else (Choice(TORCH, ChoiceRule(sample=True, process=shifted)), None)
     logits = torch.tensor([[0.5, 0.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.half)
     tokens, scores = seeded(InLockstep(choice, steps), logits, TEXT, [0, 1])
     ((raw, shown),) = steps.seen
@@ -317,7 +317,7 @@ def test_first_tokens_in_lockstep_are_the_steps(mixes):
 @pytest.mark.parametrize("mixes", [False, True])
 def test_rows_in_lockstep_take_the_steps_down_their_trees(mixes):
     steps: Any = Following()
-    choice, drafter = mixed(True) if mixes else (Choice(TORCH, Rule(sample=True, process=shifted)), None)
+    choice, drafter = mixed(True) if mixes else (Choice(TORCH, ChoiceRule(sample=True, process=shifted)), None)
     likely = 4.0 * torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [2, 1, 1]]), VOCAB)
     given = Scored(chain([0, 2, 0], [1, 2, 2]), likely, likely[..., :0])
     judged = seeded(InLockstep(choice, steps), given)
@@ -334,7 +334,7 @@ def test_rows_in_lockstep_take_the_steps_down_their_trees(mixes):
 
 
 def test_a_call_is_decided_by_its_steps_else_its_history_else_its_choice():
-    plain, steps, process = Choice(TORCH, Rule()), SimpleNamespace(lengths=()), AtRows()
+    plain, steps, process = Choice(TORCH, ChoiceRule()), SimpleNamespace(lengths=()), AtRows()
     request = asked(process_at=process)
     batch = Batch(request, Stats())
     assert verifier_of(plain, asked(), batch) is plain
@@ -360,4 +360,4 @@ def test_a_mixture_takes_no_processors_with_a_history_and_no_answers():
     for changes in ({"process_at": AtRows()}, {"answers": [[1], [2], [3]]}):
         with pytest.raises(Unsupported, match="a mixture of two models' distributions takes no processors"):
             verifier_of(choice, asked(**changes), batch)
-    assert isinstance(verifier_of(Choice(TORCH, Rule()), asked(answers=[[1]] * 3), batch), Choice)
+    assert isinstance(verifier_of(Choice(TORCH, ChoiceRule()), asked(answers=[[1]] * 3), batch), Choice)

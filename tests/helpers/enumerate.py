@@ -17,7 +17,7 @@ from torch import Tensor
 from fastspec.generation.engine.call import Request, RoundState
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import decode
-from fastspec.generation.engine.verifier import Rule
+from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
@@ -172,7 +172,7 @@ def enumerated(make: Make, process: Any, limit: int, together: int = 10**6, comp
         scripts = Scripts(batch, companions)
         ops = replace(TORCH, pick=scripts.pick)
         target, drafter = make(scripts.rows, ops)
-        engine = Engine(target, drafter, ops, Rule(sample=True, process=process), rows=scripts.rows)
+        engine = Engine(target, drafter, ops, ChoiceRule(sample=True, process=process), rows=scripts.rows)
         scripts.state = engine.state
         with scripts.playing():
             outcome = decode(engine, request(scripts.rows, limit), "enumerated")

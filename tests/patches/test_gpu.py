@@ -15,7 +15,7 @@ import fastspec
 from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafter
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.schedule import Eager, WholeGraph
-from fastspec.generation.engine.verifier import Rule
+from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import choose, walk, walk_drawn
@@ -236,7 +236,11 @@ def test_the_host_reads_back_once_a_round(device, drafts, backend):
     made.begin()
     drawn = drafts == "drawn"
     engine = Engine(
-        made.target, made.drafter, made.ops, Rule(sample=drawn, process=likeliest if drawn else None), rows=made.rows
+        made.target,
+        made.drafter,
+        made.ops,
+        ChoiceRule(sample=drawn, process=likeliest if drawn else None),
+        rows=made.rows,
     )
     engine.begin(made.drafter.root)
     longest, stats = 9, Stats()

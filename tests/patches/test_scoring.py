@@ -41,6 +41,15 @@ def test_a_text_scores_as_in_the_models_own_pass(kind: str) -> None:
         assert fastspec.log_probs(model, ids[:, :1], mask[:, :1]).shape == (4, 0)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_text_may_be_as_long_as_the_model_takes(kind: str) -> None:
+    name = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+    model, given = tiny_model(kind, **{name: 70}), prompts(70, 66)
+    wanted = by_the_model(model, **{"ids": given["input_ids"], "mask": given["attention_mask"]})
+    with fastspec.patched(model):
+        assert (fastspec.log_probs(model, **given) - wanted).abs().max() < 1e-3
+
+
 def test_what_was_generated_scores_as_when_it_was() -> None:
     """In fp32 but for rounding: tests on a GPU compare bits."""
     model, given = tiny_model(), prompts(8, 5)
@@ -69,5 +78,7 @@ def test_what_cannot_be_scored_is_refused() -> None:
         fastspec.log_probs(model, ids)
     with fastspec.patched(model), pytest.raises(Unsupported, match="side by side"):
         fastspec.log_probs(model, ids, torch.tensor([[1, 1, 0, 1, 1, 1]]))
+    with fastspec.patched(model), pytest.raises(Unsupported, match="above 0"):
+        fastspec.log_probs(model, ids, temperature=0.0)
     with fastspec.patched(tiny_seq2seq("t5")) as other, pytest.raises(Unsupported, match="tokens alone"):
         fastspec.log_probs(other, ids)

@@ -43,7 +43,7 @@ def why_uncallable(method: Callable[..., object], positions: Sequence[str], name
 
 
 def is_size(value: object) -> bool:
-    """Whether a value can be a number of nodes."""
+    """True where a value can be a number of nodes."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -120,12 +120,12 @@ class Traits:
     place: Place = Place.HOST
     """Place of `propose` and `observe`."""
     reusable: bool = False
-    """Whether `open` begins a later call of the same kind; others are made anew for every call."""
+    """True where `open` begins a later call of the same kind; others are made anew for every call."""
     reads_logits: bool = True
-    """Whether the drafter reads the target's logits; else `observe` may be given the likeliest tokens in their place
+    """True where the drafter reads the target's logits; else `observe` may be given the likeliest tokens in their place
     (`Target.score`)."""
     draws: bool = False
-    """Whether drafts are drawn at random, from distributions that trees bring as `TokenTree.q`."""
+    """True where drafts are drawn at random, from distributions that trees bring as `TokenTree.q`."""
 
 
 class Drafter(Buffered, ABC):
@@ -177,7 +177,7 @@ class Drafter(Buffered, ABC):
 
     @property
     def moves(self) -> bool:
-        """Whether rows move from one to another."""
+        """True where rows move from one to another."""
         return type(self).move_row is not Drafter.move_row
 
     def pause(self) -> int:
@@ -237,11 +237,11 @@ class Decoding(ABC):
     taps: tuple[int, ...] | None
     """Transformers' hidden states that the drafter reads; None for no features, () for the last after the norm."""
     continuous: ClassVar[bool] = False
-    """Whether its drafters take a new prompt in place of a row that has ended (`Drafter.copy_row`). It is asked for a
-    drafter of a single row besides, and where rows move (`Drafter.move_row`) and passes are captured for others of 2, 4
-    and 8 rows, in which prompts begin together."""
+    """True where its drafters take a new prompt in place of a row that has ended (`Drafter.copy_row`). It is asked for
+    a drafter of a single row besides, and where rows move (`Drafter.move_row`) and passes are captured for others of
+    2, 4 and 8 rows, in which prompts begin together."""
     reads_source: ClassVar[bool] = False
-    """Whether its drafters read the source of an encoder-decoder model themselves (`reading`)."""
+    """True where its drafters read the source of an encoder-decoder model themselves (`reading`)."""
 
     @abstractmethod
     def drafter(
@@ -255,7 +255,7 @@ class Decoding(ABC):
 
     @property
     def before_norm(self) -> bool:
-        """Whether a tap after the last layer is before the final norm, unlike transformers' hidden states."""
+        """True where a tap after the last layer is before the final norm, unlike transformers' hidden states."""
         return False
 
     def reading(self, source: Source) -> Decoding:

@@ -39,7 +39,7 @@ class GivenText(Drafter):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a row is still in its text, and has more of it."""
+        """True where a row is still in its text, and has more of it."""
         return any(self.following)
 
     def propose(self, extent: int) -> TokenTree:

@@ -35,7 +35,7 @@ class Cost:
     reread: float = 1.5
     """The host's milliseconds for encoding a round's text anew for a draft model, and its drafts back; estimated."""
     asynchronous: bool = False
-    """Whether rounds without look-ups are asynchronous, and so do not wait for the host."""
+    """True where rounds without look-ups are asynchronous, and so do not wait for the host."""
 
     def of(self, nodes: int, weight_bytes: int) -> float:
         """Milliseconds of a round of so many nodes, of all rows together."""
@@ -132,7 +132,7 @@ class DraftBudget:
     def __init__(self, rounds: int, device: torch.device, granted: float) -> None:
         self.rounds, self.left = rounds, torch.full((), granted, device=device)
         self.due = False
-        """Whether the next round tries drafts again, whatever is left."""
+        """True where the next round tries drafts again, whatever is left."""
 
     def pause(self) -> int:
         """Rounds that go without drafts from here on; asked before every round that may have some. One read-back."""
@@ -163,8 +163,8 @@ class AdaptiveLength:
         self.confidence, self.chance, self.hoped = 0.0, 1.0, 0.0
 
     def allows(self, survival: Tensor) -> bool:
-        """Whether one more token is drafted: `survival` [B] are the products of the highest probabilities so far, this
-        token's included. One read-back where the length is adaptive."""
+        """True where one more token is drafted: `survival` [B] are the products of the highest probabilities so far,
+        this token's included. One read-back where the length is adaptive."""
         if not self.length.cost:
             return True
         self.confidence, delivered = torch.stack((survival.sum() / self.rows, self.delivered)).tolist()

@@ -34,8 +34,8 @@ class Batch:
         self.active = [True] * rows
         """Of each prompt, whether its answer goes on; also of those that wait."""
         self.alone = bool(request.ends) or request.rows is not None
-        """Whether `stop` ends an answer by itself. Otherwise all answers go on until each of them was stopped once, as
-        in transformers."""
+        """True where `stop` ends an answer by itself. Otherwise all answers go on until each of them was stopped once,
+        as in transformers."""
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
         self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
         self.uncounted: list[tuple[Stats, int, int, int, int, int, bool]] = []
@@ -43,7 +43,7 @@ class Batch:
         was called with."""
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
         self.reads_together = True
-        """Whether one pass may read several of the prompts that wait; not where one could not."""
+        """True where one pass may read several of the prompts that wait; not where one could not."""
 
     @property
     def running(self) -> list[bool]:
@@ -64,7 +64,7 @@ class Batch:
         return prompt, self.request.prompts[prompt : prompt + 1, : self.counts[prompt]]
 
     def expects(self, row: int) -> bool:
-        """Whether the prompt that is on its way into a row is still wanted there."""
+        """True where the prompt that is on its way into a row is still wanted there."""
         return True
 
     def seat(self, row: int, prompt: int, count: int) -> None:
@@ -139,21 +139,21 @@ class Batch:
         return [False] * len(self.places) if steps is None else [length is not None for length in steps.lengths]
 
     def stopped(self, prompt: int, answer: list[int]) -> bool:
-        """Whether `stop` ends a prompt at this answer; it is asked once, by the walk or after it."""
+        """True where `stop` ends a prompt at this answer; it is asked once, by the walk or after it."""
         key = prompt, len(answer)
         if self.request.stop is not None and key not in self.asked:
             self.asked[key] = self.request.stop(prompt, list(answer))
         return self.asked.get(key, False)
 
     def over(self, prompt: int, more: list[int]) -> bool:
-        """Whether an answer ends after `more` tokens of this round, the last of which is new."""
+        """True where an answer ends after `more` tokens of this round, the last of which is new."""
         return more[-1] in self.ends[prompt] or (self.alone and self.stopped(prompt, self.out.tokens[prompt] + more))
 
     def goes_on(self, longest: int) -> bool:
-        """Whether the round after the next one may be launched before the next one is read. It may if the call asks for
-        nothing but tokens, and if some row cannot reach its limit in the next round, which emits `longest` tokens at
-        most. A round that nobody needs takes as long as any, so the first ASYNCHRONOUS_AFTER rounds of a call are read
-        one by one."""
+        """True where the round after the next one may be launched before the next one is read. It may if the call asks
+        for nothing but tokens, and if some row cannot reach its limit in the next round, which emits `longest` tokens
+        at most. A round that nobody needs takes as long as any, so the first ASYNCHRONOUS_AFTER rounds of a call are
+        read one by one."""
         request = self.request
         plain = request.watch is None and not (request.keep_scores or request.keep_logits or request.measure)
         if not plain or self.stats.rounds < ASYNCHRONOUS_AFTER:

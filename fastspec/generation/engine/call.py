@@ -74,7 +74,7 @@ class Request:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether more of the target's logits is asked for than which tokens they make the likeliest."""
+        """True where more of the target's logits is asked for than which tokens they make the likeliest."""
         kept = self.keep_scores or self.keep_logits or self.measure
         return kept or any(each is not None for each in (self.process_at, self.steps, self.watch))
 
@@ -144,7 +144,7 @@ class Fallback:
         self.left, self.missed = 0, []
 
     def is_next(self, drafter: Drafter | None) -> bool:
-        """Whether the next round is such a round; the drafter is asked before every round that it may draft for."""
+        """True where the next round is such a round; the drafter is asked before every round that it may draft for."""
         if not self.left and drafter is not None:
             self.left = drafter.pause()
         return self.left > 0

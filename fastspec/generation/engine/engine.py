@@ -15,7 +15,7 @@ from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine.call import Fallback, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
 from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
-from fastspec.generation.engine.verifier import Choice, Draws, MixedChoice, Rule, Verifier
+from fastspec.generation.engine.verifier import Choice, ChoiceRule, Draws, MixedChoice, Verifier
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Clock, Stats
 from fastspec.generation.target import Target
@@ -35,7 +35,7 @@ class Engine(Generic[TargetT]):
         target: TargetT,
         drafter: Drafter | None,
         ops: Ops,
-        rule: Rule,
+        rule: ChoiceRule,
         *,
         rows: int,
         measures: bool = False,

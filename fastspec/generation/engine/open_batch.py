@@ -45,7 +45,7 @@ class Rule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the likeliest token, of scores that nothing changes."""
+        """True where it is the likeliest token, of scores that nothing changes."""
         return not self.sample and self.process is None and self.process_at is None
 
 
@@ -71,7 +71,7 @@ class Prompt(Protocol):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """True where nobody waits for the answer any more."""
 
 
 class OpenBatch(Batch):

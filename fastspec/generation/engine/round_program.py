@@ -151,7 +151,7 @@ class RoundProgram:
 
     @property
     def draws(self) -> bool:
-        """Whether drafts bring distributions of their own."""
+        """True where drafts bring distributions of their own."""
         return self.drafter is not None and self.drafter.traits.draws
 
     @property
@@ -176,7 +176,7 @@ class RoundProgram:
         return extent
 
     def fits(self, committed: int) -> bool:
-        """Whether there is room for so many already."""
+        """True where there is room for so many already."""
         return self.target.fits(committed) and (self.drafter is None or self.drafter.fits(committed))
 
     def mark(self, name: str) -> None:

@@ -126,7 +126,7 @@ class Rounds(Generic[TargetT]):
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
 
     def _lets_in(self) -> bool:
-        """Whether prompts that wait take rows now."""
+        """True where prompts that wait take rows now."""
         free = len(self.batch.free())
         gathered = self.gathered if self.batch.reads_together else 1
         return free > 0 and (free >= len(self.batch.ahead(gathered)) or not any(self.batch.running))

@@ -57,7 +57,7 @@ class Schedule(ABC):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round was launched before the one in front of it was read."""
+        """True where a round was launched before the one in front of it was read."""
         return False
 
     def drain(self) -> None:  # noqa: B027
@@ -169,7 +169,7 @@ class WholeGraph(Schedule):
         return self.graph.graph
 
     def _ready(self, longest: int) -> bool:
-        """Whether a round can be launched without a wait: from its graph, in the buffers as they are."""
+        """True where a round can be launched without a wait: from its graph, in the buffers as they are."""
         program = self.program
         return (
             program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest + program.longest))

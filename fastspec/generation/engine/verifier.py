@@ -73,8 +73,8 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """Rule that a call chooses tokens by: the likeliest, or with `sample` one draw.
+class ChoiceRule:
+    """ChoiceRule that a call chooses tokens by: the likeliest, or with `sample` one draw.
 
     `process` maps scores [R, V] as the call's processors do, None without any. Where temperature, top-k, top-p and
     min-p are all that they do, `settings` holds these: tokens are then drawn under them from the logits, and no scores
@@ -91,7 +91,7 @@ class Rule:
 class Choice(Verifier):
     """The target's own choice at all nodes at once, by a rule; it draws by `draws`, where it samples."""
 
-    def __init__(self, ops: Ops, rule: Rule, draws: Draws | None = None) -> None:
+    def __init__(self, ops: Ops, rule: ChoiceRule, draws: Draws | None = None) -> None:
         self.ops, self.rule, self.draws, self.place = ops, rule, draws, rule.place
 
     def uniform(self, tree: TokenTree) -> Tensor | None:
@@ -141,7 +141,7 @@ class Choice(Verifier):
 class MixedChoice(Choice):
     """The choice from a mixture of the target's distribution and the drafter's, on the host."""
 
-    def __init__(self, ops: Ops, drafter: MixingDrafter, rule: Rule, draws: Draws | None = None) -> None:
+    def __init__(self, ops: Ops, drafter: MixingDrafter, rule: ChoiceRule, draws: Draws | None = None) -> None:
         super().__init__(ops, rule, draws)
         self.drafter, self.place = drafter, Place.HOST
 

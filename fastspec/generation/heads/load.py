@@ -101,7 +101,7 @@ def _embedding(checkpoint: HeadCheckpoint, target: TargetParts) -> nn.Module | N
 
 
 def is_copy(own: Tensor, shared: Tensor) -> bool:
-    """Whether a head's embedding is the target's, in whichever of the two dtypes it was rounded to."""
+    """True where a head's embedding is the target's, in whichever of the two dtypes it was rounded to."""
     own, shared = own.to(shared.device), shared.detach()
     if own.shape != shared.shape:
         return False

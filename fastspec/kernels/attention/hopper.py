@@ -423,7 +423,7 @@ def _hopper_kernel(
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, rows: int, extent: int) -> bool:
-    """Whether this kernel takes q [B, N, Hq, D], k, v [B, Hkv, C, D] with so many matrix rows and slots: by device,
+    """True where this kernel takes q [B, N, Hq, D], k, v [B, Hkv, C, D] with so many matrix rows and slots: by device,
     dtype and strides.
 
     Of spans, sinks and caps it knows nothing: attention with any of these is the kernel's of tree.py, and is not to be

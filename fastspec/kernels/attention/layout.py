@@ -32,7 +32,7 @@ class TreeLayout:
 
     @property
     def chain(self) -> bool:
-        """Whether node n sees the first n + 1 slots of the tail."""
+        """True where node n sees the first n + 1 slots of the tail."""
         return self.words is None or self.tail == 0
 
     def reach(self, extent: int) -> int:

@@ -37,7 +37,7 @@ from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.layout import attention_layout as tree_layout
 from fastspec.kernels.attention.parts import LOG2E, first_seen, tanh, wrapped
 from fastspec.kernels.attention.reference import Span
-from fastspec.kernels.launch import dependent, stages_within, wait_for_previous
+from fastspec.kernels.launch import dependent, is_hopper, stages_within, wait_for_previous
 
 FIRST_RUN, FEW_RUNS = 256, 8
 """Positions of the first runs, and how many of these there are."""
@@ -586,7 +586,9 @@ class OrderedLaunches:
     chain: OrderedLaunch
 
 
-def launches_for(element: int, block_d: int, rows: int, reach: int, whole: bool, pairs: int) -> OrderedLaunches:
+def launches_for(
+    element: int, block_d: int, rows: int, reach: int, whole: bool, pairs: int, hopper: bool
+) -> OrderedLaunches:
     """The launches of so many rows of each of the pairs: found on an H100 over keys that were not in the L2."""
     few = rows <= 16
     if block_d > 128 or element == 4:
@@ -599,7 +601,9 @@ def launches_for(element: int, block_d: int, rows: int, reach: int, whole: bool,
         runs = chain = OrderedLaunch(16, 128, 4, 2 if crowded else 3)
     else:
         runs = OrderedLaunch(128, 64, 8, 3) if long else OrderedLaunch(64, 32, 4, 3)
-        chain = OrderedLaunch(64, 32, 4, 3) if rows <= LONG_CHAIN else OrderedLaunch(128, 64, 8, 3)
+        chain = OrderedLaunch(64, 32, 8, 3)
+        if rows > LONG_CHAIN:
+            chain = OrderedLaunch(128, 64 if hopper else 32, 8, 3)  # wider blocks take more registers than there are
     return OrderedLaunches(runs, OrderedLaunch(16, 128, 4, 3) if whole else OrderedLaunch(16, 32, 4, 2), chain)
 
 
@@ -630,7 +634,7 @@ def tree_attention(
     grain = 64 if q.dtype == torch.float16 else 16
     reach = tree.reach(extent)
     whole = reach <= short
-    made = launches or launches_for(q.element_size(), block_d, rows, reach, whole, pairs)
+    made = launches or launches_for(q.element_size(), block_d, rows, reach, whole, pairs, is_hopper(q.device))
     about = {
         "S_K": k.stride(2),
         "S_V": v.stride(2),

@@ -24,7 +24,7 @@ class Span:
     chunk: bool = False
 
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Whether queries at these positions see keys at these, both int64 and broadcast -> bool."""
+        """True where queries at these positions see keys at these, both int64 and broadcast -> bool."""
         return queries // self.size == keys // self.size if self.chunk else queries - keys < self.size
 
 

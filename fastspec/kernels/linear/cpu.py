@@ -73,8 +73,8 @@ SMALL = 2**20
 
 
 def available() -> bool:
-    """Whether this torch carries oneDNN and the operator that takes a plain weight. Delete when `F.linear` takes this
-    path itself."""
+    """True where this torch carries oneDNN and the operator that takes a plain weight. Delete when `F.linear` takes
+    this path itself."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

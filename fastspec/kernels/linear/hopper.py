@@ -175,7 +175,7 @@ def _hopper_linear(
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether x [R, K] and weight [M, K], of one dtype, are what this kernel reads: on Hopper, of 16 bits, lines
+    """True where x [R, K] and weight [M, K], of one dtype, are what this kernel reads: on Hopper, of 16 bits, lines
     aligned to 16 bytes."""
     if x.element_size() != 2 or not x.is_floating_point() or not is_hopper(x.device):
         return False

@@ -104,7 +104,7 @@ class LaunchRule(Generic[AnyLaunch]):
     wide: bool = False
 
     def holds(self, channels: int, depth: int, gated: bool) -> bool:
-        """Whether it is the rule of x [..., depth] times `channels` output channels."""
+        """True where it is the rule of x [..., depth] times `channels` output channels."""
         few = self.weights is None or channels * depth * (1 + gated) <= self.weights
         return (
             gated == self.gated
@@ -121,7 +121,7 @@ def first_of(rules: Iterable[LaunchRule[AnyLaunch]], channels: int, depth: int, 
 
 
 PDL = True
-"""Whether launches that `launch_for` chooses start before the kernel in front of them has finished."""
+"""True where launches that `launch_for` chooses start before the kernel in front of them has finished."""
 MOST_TUNED = 64
 """Rows of products whose launch may be tuned: what a Launch holds at once."""
 
@@ -238,7 +238,7 @@ def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -
 
 
 def _few_weights(rows: int, channels: int, depth: int, swiglu: bool = False) -> bool:
-    """Whether a product of many rows is of so few weights that it is cut into tiles of rows: only so it fills the
+    """True where a product of many rows is of so few weights that it is cut into tiles of rows: only so it fills the
     device, and weights that are read again come from the L2."""
     shape = min(channels, depth) >= 512 and depth <= (2048 if channels < 1024 else 1024)
     return 16 < rows <= MAX_ROWS and shape and channels * depth * (1 + swiglu) < FEW_WEIGHTS

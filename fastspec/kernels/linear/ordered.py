@@ -70,14 +70,16 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, kind: 
     if graded or not rows or not channels or {each.dtype for each in operands} not in HALVES:
         return None
     flat = x.reshape(rows, depth)
-    hopper = takes(flat, weight)
+    hopper = takes(weight, weight)  # not by the rows: the parts follow from the weight alone
     if rows > MAX_ROWS and not (hopper and parts_of(channels, depth, gated) > 1):
         return None
     out = x.new_empty(*x.shape[:-1], channels)
     if hopper:
         launch = hopper_launch(rows, channels, depth, gated)
-        if launch.side > 1 and not (flat.is_contiguous() and weight.is_contiguous()):
+        if launch.side > 1 and not weight.is_contiguous():
             launch = hopper_launch(WIDEST, channels, depth, gated)
+        if not takes(flat, weight) or (launch.side > 1 and not flat.is_contiguous()):
+            flat = flat.clone(memory_format=torch.contiguous_format)
         hopper_linear(flat, weight, bias, out, launch, gated, kind)
         return out
     lines = out.view(rows, channels)

@@ -158,9 +158,9 @@ class Routing:
 
     choices: int
     sigmoid: bool = False
-    """Whether an expert's score is the sigmoid of its logit by itself, else the softmax over all."""
+    """True where an expert's score is the sigmoid of its logit by itself, else the softmax over all."""
     normalised: bool = False
-    """Whether the chosen scores are divided by their sum."""
+    """True where the chosen scores are divided by their sum."""
     scale: float = 1.0
     """What they are multiplied by in the end."""
     groups: int = 1
@@ -168,7 +168,7 @@ class Routing:
     """With several groups, E / groups neighbours each, experts of the `kept` best are chosen; a group counts as its two
     best experts."""
     rounded: bool = True
-    """Whether shares are rounded to the dtype of the logits, else fp32."""
+    """True where shares are rounded to the dtype of the logits, else fp32."""
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -201,13 +201,13 @@ class Expert:
     """How one expert computes: down((up + offset) * opened(gate)); the defaults are SwiGLU."""
 
     interleaved: bool = False
-    """Whether the rows of gate and up take turns, else the gate's come first."""
+    """True where the rows of gate and up take turns, else the gate's come first."""
     gate: Activation = SILU
     offset: float = 0.0
     limit: float | None = None
     """The gate is at most this before it is used, and the up part within plus and minus this."""
     scales_input: bool = False
-    """Whether a share multiplies what its expert reads, else what it gives."""
+    """True where a share multiplies what its expert reads, else what it gives."""
 
 
 SWIGLU = Expert()

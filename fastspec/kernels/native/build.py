@@ -87,7 +87,7 @@ def library_name() -> str:
 
 
 def whole(path: Path) -> bool:
-    """Whether a library is there as it was written: one that was cut off would end the process at its first call.
+    """True where a library is there as it was written: one that was cut off would end the process at its first call.
     Behind the library, where a loader does not look, lies its digest."""
     if not path.is_file():
         return False

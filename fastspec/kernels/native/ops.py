@@ -35,7 +35,7 @@ ENDINGS = {torch.float32: "", torch.bfloat16: build.BF16}
 
 
 def plain(*tensors: Tensor) -> bool:
-    """Whether these are of one dtype that has kernels, on the CPU, and need no gradients."""
+    """True where these are of one dtype that has kernels, on the CPU, and need no gradients."""
     dtype = tensors[0].dtype
     return dtype in ENDINGS and all(x.dtype is dtype and x.is_cpu for x in tensors) and not torch.is_grad_enabled()
 
@@ -70,7 +70,7 @@ class Native:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._kernels = {name: getattr(library, f"fastspec_{name}") for name in build.SIGNATURES}
         self.pairs = bool(library.fastspec_has_pairs())
-        """Whether the processor multiplies pairs of bfloat16 numbers itself (AVX512-BF16)."""
+        """True where the processor multiplies pairs of bfloat16 numbers itself (AVX512-BF16)."""
         self.by_kernel: Way = self.product
         """`product`, the same object every time."""
         ways = (F.linear, by_onednn, self.by_kernel) if cpu.available() else (F.linear, self.by_kernel)
@@ -349,7 +349,7 @@ class Native:
         return run(kernel, table, places, total, positions, taps, x, self.pairs)
 
     def _multiplies(self, table: StackTable, rows: int) -> bool:
-        """Whether the kernel is what `linear` would take for every product of a table's layers."""
+        """True where the kernel is what `linear` would take for every product of a table's layers."""
         if table.dtype is torch.bfloat16:
             return True
         key = rows, torch.get_num_threads()

@@ -102,7 +102,7 @@ class StackTable:
         return [(tensor.data_ptr(), tensor.numel(), tensor.stride(), tensor.dtype) for tensor in self.tensors]
 
     def _takes(self, layer: PlainLayer, number: int) -> bool:
-        """Whether a layer has the sizes of the first, and each of its tensors the shape that the kernels read."""
+        """True where a layer has the sizes of the first, and each of its tensors the shape that the kernels read."""
         depth = self.depth if number == 0 and layer.norm is None else self.width
         shaped = [
             self._shaped(layer.qkv, self.channels, depth, 3),

@@ -56,8 +56,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @cache
 def reachable(group: dist.ProcessGroup) -> bool:
-    """Whether the group's processes are on one host, each with a GPU of its own, and these see each other's memory. The
-    processes ask each other, so that all go the same way: every one of them at its first sum, which is not captured."""
+    """True where the group's processes are on one host, each with a GPU of its own, and these see each other's memory.
+    The processes ask each other, so that all go the same way: every one of them at its first sum, which is not
+    captured."""
     mine = torch.cuda.current_device()
     peers = [
         other

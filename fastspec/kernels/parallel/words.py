@@ -45,7 +45,7 @@ class Space(NamedTuple):
 
 
 def fits(shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether [..., H] are rows that one launch sums."""
+    """True where [..., H] are rows that one launch sums."""
     size = shape[-1]
     rows = shape.numel() // size if size else 0
     whole = dtype == torch.float32 or (dtype in (torch.bfloat16, torch.float16) and size % 2 == 0)

@@ -39,7 +39,7 @@ def _shifted(x, BY: tl.constexpr):
     return (x.to(tl.uint64, bitcast=True) >> BY).to(tl.int64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "s_d"])
 def _draws_kernel(p_streams, p_lengths, p_depths, p_out, nodes, s_d, BN: tl.constexpr, PDL: tl.constexpr):
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -49,7 +49,7 @@ def _draws_kernel(p_streams, p_lengths, p_depths, p_out, nodes, s_d, BN: tl.cons
     b_x = (b_x ^ _shifted(b_x, _SHIFT_1)) * _FACTOR_1
     b_x = (b_x ^ _shifted(b_x, _SHIFT_2)) * _FACTOR_2
     b_x = _shifted(b_x ^ _shifted(b_x, _LAST_SHIFT), 40)
-    tl.store(p_out + row * nodes + o_n, b_x.to(tl.float32) * 5.9604644775390625e-08, mask=o_n < nodes)
+    tl.store(p_out + row * nodes + o_n, b_x.to(tl.float32) * 2.0**-24, mask=o_n < nodes)
 
 
 def draws(streams: Tensor, lengths: Tensor, depths: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class SamplingSettings:
 
     @property
     def filters(self) -> bool:
-        """Whether it removes tokens."""
+        """True where it removes tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.engine.verifier import Rule
+from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Clock, Profile, Stats
 from fastspec.generation.verify import choose
@@ -158,7 +158,7 @@ class _Trial:
         drafter.begin(request.prompts, request.counts, self.features, self.root)
         drafter.nodes = size
         rows, profile = request.prompts.shape[0], Profile()
-        engine = Engine(target, drafter, self.ops, Rule(), rows=rows)
+        engine = Engine(target, drafter, self.ops, ChoiceRule(), rows=rows)
         engine.profile(Clock(profile, target.lengths.device))
         engine.begin(self.root)
         longest, stats = int(self.lengths.max()), Stats()

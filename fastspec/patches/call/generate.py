@@ -151,7 +151,7 @@ INSTEAD = (
 
 
 _turned_off: ContextVar[bool] = ContextVar("_turned_off", default=False)
-"""Whether the call of `generate_batch` around says that it wants no assistant."""
+"""True where the call of `generate_batch` around says that it wants no assistant."""
 
 
 def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> Any:

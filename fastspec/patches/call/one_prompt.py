@@ -139,7 +139,7 @@ def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
 
 
 def _is_transformers_own(model: Any, original: Any) -> bool:
-    """Whether nobody else has a part in preparing a call."""
+    """True where nobody else has a part in preparing a call."""
     kind, own = type(model), vars(model)
     return (
         getattr(original, "__func__", None) is GenerationMixin.generate
@@ -153,14 +153,14 @@ def _is_transformers_own(model: Any, original: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is wholly told by its text: not so a tensor, nor an object of someone's."""
+    """True where a value is wholly told by its text: not so a tensor, nor an object of someone's."""
     if type(value) in (dict, list, tuple):
         return all(map(_is_text, value.values() if type(value) is dict else value))
     return value is None or type(value) in (bool, int, float, str)
 
 
 def settles(processors: Sequence[Any], criteria: Iterable[Any], settings: SamplingSettings | None) -> bool:
-    """Whether nothing of what `generate` made is the prompt's own but the length; `settings` are all that processors
+    """True where nothing of what `generate` made is the prompt's own but the length; `settings` are all that processors
     do, None if more."""
     lengths = (MaxLengthCriteria, EosTokenCriteria)
     return (settings is not None or not processors) and all(type(each) in lengths for each in criteria)
@@ -197,7 +197,7 @@ class PreparedPrompt:
 
     @property
     def stop(self) -> Callable[[list[int]], bool] | None:
-        """Whether criteria besides length and end tokens end the answer."""
+        """True where criteria besides length and end tokens end the answer."""
         return None if self.ending is None or self.ending.stop is None else self._stop
 
     def _stop(self, answer: list[int]) -> bool:
@@ -228,7 +228,7 @@ class PreparedPrompt:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the future was cancelled."""
+        """True where the future was cancelled."""
         return self.future.cancelled()
 
 

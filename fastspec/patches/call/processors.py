@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import (
 
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.drafters.base import Place, Process
-from fastspec.generation.engine.verifier import Rule
+from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.generation.verify import RowProcessor
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.session import plain_value
@@ -190,10 +190,10 @@ class Processing:
         return self.process if self.sample else None
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> ChoiceRule:
         """The rule that rounds choose tokens by, on the host where a processor waits for the device."""
         waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
-        return Rule(self.sample, self.process, self.settings, Place.HOST if waits else Place.DEVICE)
+        return ChoiceRule(self.sample, self.process, self.settings, Place.HOST if waits else Place.DEVICE)
 
     @property
     def signature(self) -> Hashable:

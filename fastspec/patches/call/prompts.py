@@ -71,7 +71,7 @@ def besides_tokens(model_kwargs: dict[str, Any]) -> set[str]:
 
 
 def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
-    """Whether a model lets a prompt's tokens see others than those before them, so that its own pass must read every
+    """True where a model lets a prompt's tokens see others than those before them, so that its own pass must read every
     prompt. Raises Unsupported as `check_trust`."""
     besides = is_wrapped(model) or may_see_ahead(model)
     checked = besides if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
@@ -187,8 +187,8 @@ def refuse_holes(model: Any, keep: Tensor, past: int, limit: int, dropped: Seque
 
 
 def _differs(slots: Tensor, begin: int, limit: int, span: Span) -> bool:
-    """Whether a row's queries from number `begin` on, `limit` new tokens included, see other tokens by their slots than
-    by their numbers. Behind the last hole both go on alike: two spans show all that there is."""
+    """True where a row's queries from number `begin` on, `limit` new tokens included, see other tokens by their slots
+    than by their numbers. Behind the last hole both go on alike: two spans show all that there is."""
     new = torch.arange(min(max(limit - 1, 0), 2 * span.size), device="cpu")  # the last new token is never read
     slots = torch.cat((slots, slots[-1] + 1 + new))
     number = torch.arange(len(slots), device="cpu")

@@ -48,7 +48,7 @@ class Ranks:
         self.group, self.device = group, device
 
     def differ(self, *parts: object) -> bool:
-        """Whether the processes have not all called this with the same tensors and values; waits for the device."""
+        """True where the processes have not all called this with the same tensors and values; waits for the device."""
         told = hashlib.sha256()
         for part in parts:
             told.update(part.cpu().numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
@@ -163,7 +163,7 @@ class LocalCall:
         """Raise Unsupported for a decoding that cannot run here."""
 
     def agree(self, able: bool) -> bool:
-        """Whether all processes are able to go on with an assistant."""
+        """True where all processes are able to go on with an assistant."""
         return able
 
 
@@ -215,7 +215,7 @@ class SynchronizedCall(LocalCall):
             )
 
     def _is_cut(self) -> bool:
-        """Whether embeddings or LM head are cut behind a pass."""
+        """True where embeddings or LM head are cut behind a pass."""
         self._pass()
         ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         return any(isinstance(getattr(end, "weight", None), DTensor) for end in ends)

@@ -183,7 +183,7 @@ class StageModel:
 
     @property
     def loaded(self) -> bool:
-        """Whether the model is in memory."""
+        """True where the model is in memory."""
         return self.held is not None
 
     @property
@@ -238,7 +238,7 @@ class StageModel:
 
     @property
     def foreign(self) -> bool:
-        """Whether the stage reads other tokens than the large model."""
+        """True where the stage reads other tokens than the large model."""
         if self._own is None:
             return False
         self._check_tokenizers()  # the stage's own may have come with its model

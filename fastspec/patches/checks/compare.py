@@ -105,7 +105,7 @@ class Problem(NamedTuple):
 
 
 def has_kernel(ops: Ops, op: str) -> bool:
-    """Whether a backend has something of its own for an op."""
+    """True where a backend has something of its own for an op."""
     return getattr(ops, op) is not None and getattr(ops, op) is not getattr(TORCH, op)
 
 

@@ -82,7 +82,7 @@ class ModuleSettings:
         self.other = self._others()
 
     def hold(self) -> bool:
-        """Whether all of it is as it was. False may be wrong, for an equal value in another object, True is not."""
+        """True where all of it is as it was. False may be wrong, for an equal value in another object, True is not."""
         now = [held.get(name) for held, name in self.places]
         return (
             all(map(is_, now, self.plain))
@@ -174,7 +174,7 @@ class Identities:
         self.outside = self._outside()
 
     def holds(self) -> bool:
-        """Whether the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread
+        """True where the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread
         adds a module."""
         same = (
             not self.switched
@@ -320,7 +320,7 @@ def _switches(name: str, module: nn.Module) -> Hashable:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, or lists and dictionaries of these."""
+    """True where a value is a number, a text, or lists and dictionaries of these."""
     if isinstance(value, (bool, int, float, str)):
         return True
     if isinstance(value, dict):

@@ -105,7 +105,7 @@ def _expert(row: Mixture, held: Any) -> Expert:
 
 
 def are_plain(held: Any, *, act: bool = True) -> bool:
-    """Whether experts are plain weights of one dtype, or this process's part of such, with an activation that the op
+    """True where experts are plain weights of one dtype, or this process's part of such, with an activation that the op
     has (or, without `act`, one that is told otherwise), and nobody else having a say in them."""
     weights = dict(held.named_parameters())
     if weights.keys() not in (WEIGHTS, WEIGHTS | BIASES) or not is_own(held) or (act and _act(held) not in ACTIVATIONS):
@@ -115,8 +115,8 @@ def are_plain(held: Any, *, act: bool = True) -> bool:
 
 
 def is_mixture(row: Mixture, mlp: Any) -> bool:
-    """Whether a feed-forward is the mixture that a row describes, of plain weights or this process's part of them, with
-    nobody else having a say in it."""
+    """True where a feed-forward is the mixture that a row describes, of plain weights or this process's part of them,
+    with nobody else having a say in it."""
     names = {name for name, _ in mlp.named_children()}
     if names != {"experts", row.router, *filter(None, (row.shared, row.shared_gate))} or not is_own(mlp):
         return False
@@ -139,7 +139,7 @@ def is_mixture(row: Mixture, mlp: Any) -> bool:
 
 
 def _is_addend(side: Any, cut: bool) -> bool:
-    """Whether a shared expert is of plain weights, or, beside experts that are cut, may be so too: its parts add up
+    """True where a shared expert is of plain weights, or, beside experts that are cut, may be so too: its parts add up
     with theirs."""
     inner, last = (side.gate_proj, side.up_proj), side.down_proj
     if all(map(is_plain, (*inner, last))):
@@ -149,8 +149,8 @@ def _is_addend(side: Any, cut: bool) -> bool:
 
 
 def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
-    """Whether a feed-forward, or a layer with experts beside one, runs the experts' own module, which reads its routing
-    back: no graph can hold that.
+    """True where a feed-forward, or a layer with experts beside one, runs the experts' own module, which reads its
+    routing back: no graph can hold that.
 
     Transformers' `grouped_mm` multiplies on the device in bf16 alone, its `batched_mm` always, its `eager` never.
     Kernels of others, for weights packed in bytes, are taken to read it.
@@ -177,7 +177,7 @@ def _act(module: Any, name: str = "act_fn") -> str:
 
 
 def is_own(module: nn.Module) -> bool:
-    """Whether nobody else has a say in what a feed-forward or its parts compute, beside transformers, which may have
+    """True where nobody else has a say in what a feed-forward or its parts compute, beside transformers, which may have
     cut experts."""
     parts = (each for each in module.modules() if type(each) is not nn.Linear)
     return not any(is_foreign(each) for each in parts if parallel_style(each) is not ParallelStyle.EXPERTS)

@@ -23,15 +23,15 @@ class Mixture:
     """The router's numbers of groups of experts and of those to choose from, and the factor of its shares, where it has
     them."""
     rounded: bool = True
-    """Whether shares are rounded to the dtype of the logits, else fp32."""
+    """True where shares are rounded to the dtype of the logits, else fp32."""
     wide: bool = False
-    """Whether logits are computed in fp32 whatever the weights' dtype."""
+    """True where logits are computed in fp32 whatever the weights' dtype."""
     shared: str = ""
     shared_gate: str = ""
     shared_act: str = "act_fn"
     """An expert that every token goes to, what it is gated by, and its activation."""
     transposed: bool = False
-    """Whether the experts' weights are [E, in, out], else [E, out, in]."""
+    """True where the experts' weights are [E, in, out], else [E, out, in]."""
     interleaved: bool = False
     offset: float = 0.0
     scales_input: bool = False
@@ -77,10 +77,10 @@ class PositionFactor:
     used_if: str = ""
     """The setting that says whether there is such a factor at all."""
     unrotated: bool = False
-    """Whether only the layers have it that rotate nothing, and padding in front of a text counts among its
+    """True where only the layers have it that rotate nothing, and padding in front of a text counts among its
     positions."""
     rounded: bool = False
-    """Whether the factor is rounded to the model's dtype, else fp32."""
+    """True where the factor is rounded to the model's dtype, else fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +104,26 @@ class Adapter:
     """Norms of what attention and feed-forward add, where there are any; a family without norms of what they read has
     "" for those."""
     qk_norm: bool = False
-    """Whether each head's queries and keys are normed."""
+    """True where each head's queries and keys are normed."""
     heads_norm: str = ""
     """The norm of an attention that has no weight, for every head's queries and keys, where there is one. It stands
     behind the rotation, which leaves a mean square as it is."""
     normed_if: str = ""
     """The attribute of an attention that says whether they are, where not all models do so."""
     wide_qk_norm: bool = False
-    """Whether all heads' queries are normed together, and so all keys."""
+    """True where all heads' queries are normed together, and so all keys."""
     eps: str = "variance_epsilon"
     """The attribute of a norm that is added to the mean square; "" for norms of another kind, which run as they are."""
     offset: float | None = None
     """What a norm adds to its weight, which it applies in fp32; None: it applies the weight to the rounded norm."""
     rotary_by_kind: bool = False
-    """Whether the kinds of layers (`layer_types`) have rotary tables of their own."""
+    """True where the kinds of layers (`layer_types`) have rotary tables of their own."""
     angles_once: bool = False
-    """Whether the rotary module gives each angle once; others repeat them for both halves of a head."""
+    """True where the rotary module gives each angle once; others repeat them for both halves of a head."""
     angles_twice: bool = False
-    """Whether it gives each angle twice in a row."""
+    """True where it gives each angle twice in a row."""
     interleaved: bool = False
-    """Whether neighbouring channels are rotated with each other; in the others those of the two halves of a head."""
+    """True where neighbouring channels are rotated with each other; in the others those of the two halves of a head."""
     position_factor: PositionFactor | None = None
     rotates: str = ""
     """The attribute of an attention that says whether it rotates at all, where some do not."""
@@ -133,7 +133,7 @@ class Adapter:
     """The attribute of an attention that is the product of queries, keys and values, where it is one."""
     out: str = "o_proj"
     parallel: bool = False
-    """Whether the feed-forward reads what the attention reads."""
+    """True where the feed-forward reads what the attention reads."""
     residual_scale: str = ""
     """The attribute of a layer that what its parts add is multiplied by."""
     embed_scale: str = ""
@@ -150,7 +150,7 @@ class Adapter:
     final_cap: str = ""
     """The setting that logits are soft-capped with, None for no cap."""
     norms_values: bool = False
-    """Whether values are normed, without a weight."""
+    """True where values are normed, without a weight."""
     layer_input: str = ""
     """The module of a layer that opens a gate for the layer's own input of every token, which goes through
     `layer_input_out` and `layer_input_norm`; some models have none."""
@@ -168,13 +168,13 @@ class Adapter:
     hides: tuple[str, ...] = ()
     """Settings of the model around a decoder that name tokens which it shows the decoder as padding."""
     gated_attention: bool = False
-    """Whether q_proj gives every head's queries and as many gates, which what the head reads is multiplied by."""
+    """True where q_proj gives every head's queries and as many gates, which what the head reads is multiplied by."""
     recurrent: str = ""
     """The Gated DeltaNet of a layer that has one in place of attention, and its parts."""
     recurrent_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     """Products of queries, keys and values, of the norm's gates, and of b and a, which make rates and decays."""
     grouped_inputs: bool = False
-    """Whether these hold everything of one key head side by side."""
+    """True where these hold everything of one key head side by side."""
     recurrent_norm: str = "norm"
     recurrent_out: str = "out_proj"
     doubles: str = ""
@@ -182,7 +182,7 @@ class Adapter:
     recurrent_row: Adapter | None = None
     """The row of the layers that have one, where their norms stand elsewhere than in the others."""
     gated_mlp: bool = True
-    """Whether a dense `mlp` is down_proj(act(gate_proj(x)) * up_proj(x))."""
+    """True where a dense `mlp` is down_proj(act(gate_proj(x)) * up_proj(x))."""
     gate_up: str = ""
     """The attribute of such an `mlp` that is the product of both, where it is one."""
     act: str = "act_fn"
@@ -380,14 +380,14 @@ class Seq2Seq:
 
     model_type: str
     relative: bool = False
-    """Whether blocks take a bias by distance (T5) instead of embedded positions."""
+    """True where blocks take a bias by distance (T5) instead of embedded positions."""
     counted: bool = False
-    """Whether padding tokens have no position (fairseq's tables)."""
+    """True where padding tokens have no position (fairseq's tables)."""
     scale: str = ""
     """What embeddings are multiplied by, where `embed_tokens` does not do it."""
     embed_norm: str = ""
     norm_first: bool = False
-    """Whether `embed_norm` comes before positions are added."""
+    """True where `embed_norm` comes before positions are added."""
     final: str = ""
     scaled_if: str = ""
     """The setting that says whether the last hidden state is multiplied by width**-0.5."""

@@ -86,7 +86,7 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
 
 
 def _has_sections(rotary: Any, config: Any) -> bool:
-    """Whether a rotary module takes three positions of a token, in time, height and width, each for a section of a
+    """True where a rotary module takes three positions of a token, in time, height and width, each for a section of a
     head.
 
     Its forward takes one position for all three since transformers 5.20; until then it did not.
@@ -397,9 +397,9 @@ def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
 
 
 def reads_outliers(module: nn.Module) -> bool:
-    """Whether a module is bitsandbytes' LLM.int8 layer with a threshold, whose forward asks on the host which columns
-    of its input lie above that (Dettmers et al., arXiv 2208.07339): no graph can hold that. Its 4-bit layers ask
-    nothing."""
+    """True where a module is bitsandbytes' LLM.int8 layer with a threshold, whose forward asks on the host which
+    columns of its input lie above that (Dettmers et al., arXiv 2208.07339): no graph can hold that. Its 4-bit layers
+    ask nothing."""
     named = any(kind.__name__ == "Linear8bitLt" for kind in type(module).__mro__)
     state: Any = module.state if named else None
     return named and state.threshold > 0

@@ -112,8 +112,8 @@ def dropped_spans(model: Any, cache: Any = None) -> tuple[Span | None, ...]:
 
 
 DROPS_CACHES = Version(transformers.__version__) < Version("5.20")
-"""Whether Phi's `prepare_inputs_for_generation` takes a text's cache away where longer rotary frequencies begin, if it
-has such or not: padded texts go on with other tokens than they would from the cache."""
+"""True where Phi's `prepare_inputs_for_generation` takes a text's cache away where longer rotary frequencies begin, if
+it has such or not: padded texts go on with other tokens than they would from the cache."""
 
 
 @dataclass(frozen=True, slots=True)

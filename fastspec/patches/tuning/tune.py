@@ -65,7 +65,7 @@ def call_times(model: Any, names: Sequence[str], rows: Sequence[int], length: in
 
 
 def in_rounds(op: str, about: Sequence[Any]) -> bool:
-    """Whether rounds ask for a place, as `candidates.trial` describes it, and not prompts alone."""
+    """True where rounds ask for a place, as `candidates.trial` describes it, and not prompts alone."""
     return op not in ATTENTION or about[1] == 1 or not about[6]
 
 

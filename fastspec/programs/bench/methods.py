@@ -27,7 +27,7 @@ READERS = {"eagle3": ("eagle3",), "eagle": ("eagle", "eagle2")}
 
 
 def is_peer(name: str) -> bool:
-    """Whether a row's method is somebody else's."""
+    """True where a row's method is somebody else's."""
     return name in PEERS or name.startswith(ENGINES)
 
 
@@ -47,7 +47,7 @@ class Method:
 
     @property
     def compiles(self) -> bool:
-        """Whether the first calls with prompts of a size compile kernels or capture graphs on CUDA."""
+        """True where the first calls with prompts of a size compile kernels or capture graphs on CUDA."""
         return not self.peer or self.name == COMPILED
 
 

@@ -49,7 +49,7 @@ class Peer:
             )
 
     def is_installed(self) -> bool:
-        """Whether that Python finds the engine, which is not imported."""
+        """True where that Python finds the engine, which is not imported."""
         look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.engine!r}) is None)"
         try:
             return subprocess.run([self.python, "-c", look], capture_output=True).returncode == 0

@@ -81,7 +81,7 @@ class Served(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether it takes prompts."""
+        """True where it takes prompts."""
 
     def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:
         """Ask for the answer to one prompt with a GenerationConfig of its own; `put_tokens` takes its tokens."""

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 Check = tuple[Callable[[Any], bool], str]
-"""Whether a field may hold a value, and what it may hold in words."""
+"""True where a field may hold a value, and what it may hold in words."""
 STOP_LENGTH = 256
 """Characters of a request's stop strings: transformers compares each with every token of the vocabulary first."""
 SEQUENCES = 1024

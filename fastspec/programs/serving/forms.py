@@ -20,7 +20,7 @@ class Form(ABC):
     """Form of one answer."""
 
     done = True
-    """Whether a stream ends with `[DONE]`."""
+    """True where a stream ends with `[DONE]`."""
 
     def __init__(self, asked: AnswerRequest, model: str) -> None:
         self.asked, self.model, self.created = asked, model, int(time.time())

@@ -42,7 +42,7 @@ class RequestMiddleware:
     not."""
 
     loopback = False
-    """Whether it listens to this machine alone: without a key a page of another name, which a browser here shows and
+    """True where it listens to this machine alone: without a key a page of another name, which a browser here shows and
     whose name was made to lead here, must not ask."""
 
     def __init__(self, app: App, paths: tuple[str, ...], body: int, key: str | None) -> None:
@@ -142,7 +142,7 @@ class RequestMiddleware:
 
 
 def _is_here(host: bytes) -> bool:
-    """Whether a Host is a name of this machine for itself, with or without a port."""
+    """True where a Host is a name of this machine for itself, with or without a port."""
     name = re.sub(r":\d+$", "", host.decode("latin-1")).strip("[]").lower()
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback

@@ -101,7 +101,7 @@ class Remote:
 
     @property
     def alive(self) -> bool:
-        """Whether the process and its batch take prompts."""
+        """True where the process and its batch take prompts."""
         return self._gone is None and self.state.alive
 
     def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:

@@ -80,10 +80,10 @@ class AnswerRequest:
     seed: int | None
     stop: tuple[str, ...]
     limited: bool
-    """Whether it says how many new tokens it wants."""
+    """True where it says how many new tokens it wants."""
     stream: bool
     usage: bool | None
-    """Whether a stream ends with a chunk of the counts alone; None where it does not say."""
+    """True where a stream ends with a chunk of the counts alone; None where it does not say."""
     arrived: float = field(default_factory=time.perf_counter)
 
 

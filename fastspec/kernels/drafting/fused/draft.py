@@ -330,7 +330,7 @@ class DraftSpace:
 
 
 def supports(config: Any) -> bool:
-    """Whether the kernel runs heads of this HeadConfig."""
+    """True where the kernel runs heads of this HeadConfig."""
     plain = not (config.attention_bias or config.mlp_bias or config.fc_bias or config.qk_norm or config.input_norm)
     size = config.head_dim
     widths = (config.hidden_size, config.target_hidden_size, config.intermediate_size)
