@@ -249,7 +249,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
                 return ordered_attention.tree_attention(few(1, n, heads, size), k, k, layout, size**-0.5)
 
             yield f"ordered attention, {case}, {rows} rows", in_order
-        yield f"ordered linear, {rows} rows", lambda n=rows: ordered.linear(few(1, n, inner), few(hidden, inner), None)
+        yield f"ordered product, {rows} rows", lambda n=rows: ordered.linear(few(1, n, inner), few(hidden, inner), None)
         yield f"ordered gate_up, {rows} rows", lambda x=x: ordered.gate_up(x, few(2 * inner, hidden), None)
         logits = few(1, rows, vocab)
         depths = whole(1, rows)
