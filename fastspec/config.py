@@ -184,7 +184,7 @@ class ContinuousBatch:
 
 @dataclass(frozen=True, slots=True)
 class _DynamicTree:
-    """The sizes of EAGLE-2's and EAGLE-3's dynamic trees."""
+    """The sizes of dynamic trees."""
 
     depth: int | None = None
     top_k: int | None = None
@@ -256,6 +256,14 @@ class Eagle2(_DynamicTree):
     """EAGLE-2 drafting (arXiv 2406.16858, section 4): the sizes and dynamic trees of `Eagle3` on an EAGLE-1/2 head."""
 
     name: ClassVar[str] = "eagle2"
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp(_DynamicTree):
+    """Drafting with the multi-token prediction layer that a model's own checkpoint brings (DeepSeek-V3, arXiv
+    2412.19437, section 2.2), fed its own state and grown to the dynamic trees of `Eagle3`."""
+
+    name: ClassVar[str] = "mtp"
 
 
 Ranks = tuple[int, ...]

@@ -15,9 +15,10 @@ from fastspec.cascade.memory import MemoryStats
 from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.heads.module import EagleHead
+from fastspec.generation.heads.module import EagleHead, MtpHead
 from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.heads import load_heads
+from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
 from fastspec.patches.assistants.speculative import check_draft
 from fastspec.patches.assistants.tree_size import TreeChoice
@@ -81,6 +82,7 @@ def patch(
     eagle: Source = None,
     eagle2: Source = None,
     eagle3: Source = None,
+    mtp: str | Path | bool | MtpHead | None = None,
     speculative: Any = None,
     cascade: Cascade | None = None,
     assistant: Any = None,
@@ -90,16 +92,18 @@ def patch(
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
     `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
 
-    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of
-    a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
-    `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer
-    a tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models
-    of a cascade whose last stage is this one: they are patched, where they are not yet, when a call first needs them.
-    `assistant` is the default of every `generate` call that names none: a call that it cannot serve runs transformers'
-    own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact` every
-    assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed order (see
-    docs/exact.md); what has none is refused by name. Only this instance is changed, and nothing in
-    its forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
+    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the
+    name of a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
+    `mtp` is the draft layer that a model's own checkpoint brings: True reads the files that the model was loaded
+    from, now and not when the assistant is first asked for, a directory or hub id those of another copy.
+    `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another
+    tokenizer a tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the
+    smaller models of a cascade whose last stage is this one: they are patched, where they are not yet, when a call
+    first needs them. `assistant` is the default of every `generate` call that names none: a call that it cannot
+    serve runs transformers' own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact`
+    every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed
+    order (see docs/exact.md); what has none is refused by name. Only this instance is changed, and nothing in its
+    forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
     one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
     values, names and shapes stay.
 
@@ -115,6 +119,9 @@ def patch(
     for name in (name for name, source in heads.items() if source is not None):
         refuse_heads(name, model)
     resources: dict[str, Any] = {**load_heads(heads, model)}
+    if mtp is not None and mtp is not False:
+        refuse_heads("mtp", model)
+        resources["mtp"] = load_mtp(mtp, model)
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:

@@ -21,7 +21,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
 from fastspec.generation.drafters.base import Drafter, Place, Process, Traits
-from fastspec.generation.drafters.head_program import Cut, HeadProgram
+from fastspec.generation.drafters.head_program import Cut, program_of
 from fastspec.generation.heads.bound import BoundHead, follow
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
@@ -61,7 +61,7 @@ class HeadDrafter(Drafter):
         self.state = SequenceState(
             [self.attention], rows=rows, capacity=capacity, tail=max(grown, max_path), device=weight.device
         )
-        self.head, self.ops, self.program = head, ops, HeadProgram(head, ops, self.attention, cut)
+        self.head, self.ops, self.program = head, ops, program_of(head, ops, self.attention, cut)
         self.nodes, self.max_path, self.grown = nodes, max_path, grown
         self.tables = self.program.tables(self.state.slots)
         self.last, self.readout = (
@@ -135,6 +135,12 @@ class HeadDrafter(Drafter):
         self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
     ) -> None:
         """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those after the committed ones."""
+        found = self._read(tokens, features, extent, steps)
+        self.ops.keep_last(*found, counts, self.last, self.readout, self.state.lengths, self.state.bound)
+
+    def _read(
+        self, tokens: Tensor, features: Tensor, extent: int | None, steps: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         width, slots = tokens.shape[1], self.state.slots
         if steps is None:
             steps = self.state.lengths[:, None] + self.place[:width]
@@ -144,8 +150,11 @@ class HeadDrafter(Drafter):
             self.state.lengths, None, width, width, slots if extent is None else extent, self.group
         )
         x, residual = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
-        found = self._step(x, residual, steps, steps, layout)
-        self.ops.keep_last(*found, counts, self.last, self.readout, self.state.lengths, self.state.bound)
+        return self._step(x, residual, steps, steps, layout)
+
+    def readouts(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """What the LM head reads after each of the pairs of a text, [B, T, H]; none of them is kept."""
+        return self._read(tokens, features, self.reserve(tokens.shape[1]), None)[1]
 
     def _step(
         self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object

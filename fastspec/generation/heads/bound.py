@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastspec.errors import CheckpointError, Unsupported
-from fastspec.generation.decoder_layer import is_plain
-from fastspec.generation.heads.module import FLOATS, Binding, EagleHead, HeadConfig, RMSNorm
+from fastspec.generation.decoder_layer import LayerFamily, is_plain
+from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm
 
 SAME = 0.01
 """Relative distance up to which a product in half precision is taken for the one that it was made of."""
@@ -40,6 +40,8 @@ class TargetParts:
     device: torch.device
     dtype: torch.dtype
     lm_head_device: torch.device
+    family: LayerFamily | None = None
+    """What runs a layer of the target's kind; None where only the target's own forward does."""
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -74,15 +76,15 @@ class BoundHead:
     those of the target's embedding and LM head when it was bound, `source` the head that a twin in a lower precision
     is of."""
 
-    module: EagleHead
+    module: DraftHead
     binding: Binding
     rows: tuple[int, int]
     source: BoundHead | None = None
     derived: Derived = field(default_factory=Derived)
 
     @classmethod
-    def of(cls, module: EagleHead) -> BoundHead:
-        """A module as `EagleHead.bind` bound it. Raises RuntimeError for one that is not bound."""
+    def of(cls, module: DraftHead) -> BoundHead:
+        """A module as `DraftHead.bind` bound it. Raises RuntimeError for one that is not bound."""
         binding, count = module.bound, module.config.vocab_size
         return cls(module, binding, (count, count))
 
@@ -91,7 +93,7 @@ class BoundHead:
         """Sizes and switches of the head."""
         return self.module.config
 
-    def as_module(self) -> EagleHead:
+    def as_module(self) -> DraftHead:
         """A module that shares the head's weights and has this binding; the head's own module stays as it is."""
         module = copy.copy(self.module)
         module.binding = self.binding
@@ -104,7 +106,7 @@ class BoundHead:
         if module.lm_head is not None:
             return module.lm_head
         assert lm_head is not None
-        if module.lm_head_map is None:
+        if not module.config.target_rows:
             return lm_head
         made, like = self.derived.readout, module.fc.weight
         if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
@@ -119,12 +121,12 @@ class BoundHead:
         """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed,
         which one vector's product shows. A target's LM head without readable rows leaves it."""
         made, lm_head, between = self.derived.readout, self.binding.lm_head, self.module.lm_head_map
-        if made is None or between is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
+        if made is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
             return
         assert lm_head is not None
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(made.weight.shape[1], generator=generator, device="cpu").to(made.weight)
-        mapped = between.weight.float() @ probe.to(between.weight.device).float()
+        mapped = probe.float() if between is None else between.weight.float() @ probe.to(between.weight.device).float()
         whole = cast(Tensor, lm_head.weight).detach()
         if whole.dtype is torch.float32 and not isinstance(whole, DTensor):  # a third of the time of gathering rows
             now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]
@@ -140,25 +142,27 @@ class BoundHead:
     def _product(self, lm_head: nn.Module) -> Tensor:
         module, matrix = self.module, self.module.lm_head_map
         _check_rows(module, lm_head)
-        rows = module.target_rows(lm_head).float()
-        assert matrix is not None
-        product: Tensor = (rows @ matrix.weight.to(rows.device, torch.float32)).to(module.fc.weight)
-        return product
+        rows = module.target_rows(lm_head)
+        if matrix is not None:
+            rows = rows.float() @ matrix.weight.to(rows.device, torch.float32)
+        return rows.to(module.fc.weight)
 
 
-def bind(module: EagleHead, embedding: nn.Module | None, target: TargetParts) -> BoundHead:
+def bind(module: DraftHead, embedding: nn.Module | None, target: TargetParts) -> BoundHead:
     """A head bound to a target: `embedding` is the head's own, None for the target's. Raises CheckpointError where the
     LM head has no rows to give, Unsupported where it would run on another device."""
-    borrows = module.lm_head is None
-    if borrows and module.lm_head_map is None and target.lm_head_device != target.device:
+    borrows, rows = module.lm_head is None, module.config.target_rows
+    if borrows and not rows and target.lm_head_device != target.device:
         raise Unsupported(
             f"this head drafts with the LM head of {target.name}, which is on {target.lm_head_device}, and would run "
             f"on {target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
         )
-    if module.lm_head_map is not None:
+    if rows:
         _check_rows(module, target.lm_head)
     own = embedding is not None
-    binding = Binding(target.embedding if embedding is None else embedding, target.lm_head if borrows else None, own)
+    binding = Binding(
+        target.embedding if embedding is None else embedding, target.lm_head if borrows else None, own, target.family
+    )
     return BoundHead(module, binding, target.rows)
 
 
@@ -226,7 +230,7 @@ def _moved(head: BoundHead, target: TargetParts) -> BoundHead:
     return BoundHead(module, binding, head.rows)
 
 
-def _check_rows(module: EagleHead, lm_head: nn.Module) -> None:
+def _check_rows(module: DraftHead, lm_head: nn.Module) -> None:
     reason = no_rows(lm_head, module.d2t, module.config.hidden_size)
     if reason is not None:
         raise CheckpointError(
@@ -258,7 +262,8 @@ def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
     """
     module = head.module
     borrows = module.lm_head is None and module.lm_head_map is None
-    if dtype is None or module.fc.weight.dtype is not torch.float32 or borrows or not _is_weights(module):
+    own = isinstance(module, EagleHead) and not borrows and _is_weights(module)
+    if dtype is None or module.fc.weight.dtype is not torch.float32 or not own:
         head.derived.lowered = None
         return head
     twin = head.derived.lowered
@@ -302,12 +307,13 @@ def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead | None:
     return BoundHead(twin.eval(), head.binding, head.rows, source=head)
 
 
-def _take(twin: EagleHead, head: EagleHead) -> None:
+def _take(twin: DraftHead, head: DraftHead) -> None:
     """Share the buffers."""
+    assert isinstance(twin, EagleHead) and isinstance(head, EagleHead)
     twin.d2t, twin.inv_freq, twin.rope_scale = head.d2t, head.inv_freq, head.rope_scale
 
 
-def _is_weights(head: EagleHead) -> bool:
+def _is_weights(head: DraftHead) -> bool:
     """True where what a head computes follows from its class and its weights."""
     for module in head.modules():
         if isinstance(module, nn.Linear):
@@ -322,6 +328,6 @@ def _is_weights(head: EagleHead) -> bool:
     return True
 
 
-def _weights(head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+def _weights(head: DraftHead) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its name, one that two modules share under both."""
     return head.named_parameters(remove_duplicate=False)

@@ -16,6 +16,7 @@ from fastspec.config import (
     Eagle1,
     Eagle2,
     Eagle3,
+    Mtp,
     Nasd,
     Speculative,
     TreeShape,
@@ -32,6 +33,7 @@ from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.assistants.heads import parts_of
+from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of
@@ -53,13 +55,13 @@ class Plain(Decoding):
 
 @dataclass(frozen=True, slots=True)
 class EagleDecoding(Decoding):
-    """Decoding with an EAGLE head and a dynamic tree."""
+    """Decoding with a head and a dynamic tree."""
 
     continuous: ClassVar[bool] = True
     name: str
     head: BoundHead
     shape: TreeShape
-    auto: Eagle2 | Eagle3 | None = None
+    auto: Eagle2 | Eagle3 | Mtp | None = None
     """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
     batched: tuple[tuple[int, TreeShape], ...] = ()
     """(rows, the tree in batches of so many and more), ascending; `shape` in smaller ones."""
@@ -226,6 +228,8 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
     none."""
     refuse_heads(name, model)
     head: BoundHead | None = resources.get(name)
+    if head is None and name == Mtp.name:
+        head = resources[name] = load_mtp(True, model)
     if head is None:
         raise Unsupported(
             f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it"
@@ -246,7 +250,7 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
     return StaticDecoding(config, head, cut=cut_over(head.module, group_of(model)))
 
 
-def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
+def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: Any) -> EagleDecoding:
     shape, batched = config.shape(device_of(model).type), config.batched(device_of(model).type)
     auto = config if config.total_tokens == "auto" else None
     head = _head(config.name, resources, model, max(each.top_k for each in (shape, *(tree for _, tree in batched))))
@@ -276,6 +280,7 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Eagle1: _eagle,
     Eagle2: _dynamic,
     Eagle3: _dynamic,
+    Mtp: _dynamic,
     Nasd: _nasd,
     Speculative: resolve_speculative,
     Cascade: lambda config, resources, model: _cascade(resources).decoding(config),
