@@ -54,6 +54,7 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "generation.decoder_layer.is_plain",
     "patches.api",
     "patches.assistants.heads",
+    "patches.assistants.mtp.inspect_mtp",
     "patches.assistants.probe",
     "patches.assistants.speculative.read_parameters",
     "patches.cascade",

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import MtpModel
+from typer.testing import CliRunner
 
 import fastspec
 from fastspec import CheckpointError, Unsupported
@@ -26,6 +27,7 @@ from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.session import session_of
+from fastspec.programs.cli.app import app
 
 TREE = fastspec.Mtp(depth=3, top_k=3, total_tokens=12)
 NEW = 24
@@ -204,7 +206,7 @@ def test_another_copy_has_what_a_conversion_lost(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_the_targets_lm_head_is_not_held_twice(tmp_path: Path) -> None:
-    model, made = loaded("glm4_moe", tmp_path)
+    model, _ = loaded("glm4_moe", tmp_path)
     copies = {
         "model.layers.3.shared_head.head.weight": model.lm_head.weight.detach().clone(),
         "model.layers.3.embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
@@ -268,3 +270,13 @@ def test_unpatching_frees_the_layer(tmp_path: Path) -> None:
     assert {name for name, _ in model.named_parameters()} == before
     fastspec.unpatch(model)
     assert not session.resources or session_of(model) is None
+
+
+def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:
+    loaded("glm4_moe", tmp_path / "with")
+    target("glm4_moe").save_pretrained(tmp_path / "without")
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "with")])
+    assert shown.exit_code == 0 and "MTP, in the checkpoint" in shown.output
+    assert ("glm4_moe", 'assistant="mtp", by the adapter glm4_moe') in mtp.inspect_mtp(tmp_path / "with")
+    assert mtp.inspect_mtp(tmp_path / "without") is None
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "without")]).exit_code != 0

@@ -1,6 +1,6 @@
 """MTP heads: the draft layer in a model's own checkpoint, which transformers leaves out when it loads the model.
 
-Names of its tensors by family: transformers' conversion_mapping.py ("MtpModel") and vLLM's `*_mtp.py`.
+Names of its tensors by family: transformers' conversion mapping of `MtpModel`, and vLLM's models of this name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from fastspec import files
@@ -32,7 +32,7 @@ from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import layer_shapes
-from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -119,29 +119,71 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
 def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tuple[MtpForm, dict[str, Tensor]]:
     """The MTP layer in the checkpoint of a model of so many layers, under the names of `MtpHead`; nothing else is read.
     Raises CheckpointError where there is none, or one for every draft."""
-    patterns = [re.compile(form.prefix.replace("N", rf"(?:{num_layers}|{num_layers + 1})")) for form in FORMS]
-    for form, pattern in zip(FORMS, patterns, strict=True):
-        state: dict[str, Tensor] = {}
-        steps = set[str | None]()
-        for path, keys in _files(where, revision):
-            mine = {key: found for key in keys if (found := pattern.search(key)) is not None}
-            steps |= {found["step"] for found in mine.values()}
-            if not mine:
-                continue
-            with safe_open(path(), framework="pt", device="cpu") as file:
-                for key, found in mine.items():
-                    state[_renamed(form, key[found.end() :])] = file.get_tensor(key)
-        if len(steps - {None}) > 1:
-            raise CheckpointError(
-                f"{where} has an MTP layer for each draft ({len(steps - {None})} of them), and fastspec runs one that "
-                "is fed its own state: use 'nasd' or 'speculative'"
-            )
-        if state:
-            return form, _together(state)
-    raise CheckpointError(
-        f"{where} holds no MTP weights: its publisher gave none, or a conversion lost them; fastspec.patch(model, "
-        "mtp=PATH) takes those of another copy"
-    )
+    found = _found(where, num_layers, revision)
+    if found is None:
+        raise CheckpointError(
+            f"{where} holds no MTP weights: its publisher gave none, or a conversion lost them; fastspec.patch(model, "
+            "mtp=PATH) takes those of another copy"
+        )
+    form, by_file, steps = found
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{where} has an MTP layer for each draft ({len(steps)} of them), and fastspec runs one, fed its own state: "
+            "use 'nasd' or 'speculative'"
+        )
+    state: dict[str, Tensor] = {}
+    for path, names in by_file:
+        with safe_open(path(), framework="pt", device="cpu") as file:
+            state |= {name: file.get_tensor(key) for key, name in names.items()}
+    return form, _together(state)
+
+
+ByFile = list[tuple[Callable[[], str], dict[str, str]]]
+"""Of each file, a call that gives its path, and its MTP tensors: the names that they have there, and in `MtpHead`."""
+
+
+def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, ByFile, set[str]] | None:
+    """The form of a checkpoint's MTP layers, their tensors, and the numbers of the layers; None where it has none."""
+    stored = list(_files(where, revision))
+    for form in FORMS:
+        pattern = re.compile(form.prefix.replace("N", rf"(?:{num_layers}|{num_layers + 1})"))
+        by_file, steps = ByFile(), set[str]()
+        for path, keys in stored:
+            mine = {key: match for key in keys if (match := pattern.search(key)) is not None}
+            steps |= {match["step"] for match in mine.values() if match["step"] is not None}
+            if mine:
+                by_file.append((path, {key: _renamed(form, key[match.end() :]) for key, match in mine.items()}))
+        if any("token_norm.weight" in names.values() for _, names in by_file):
+            return form, by_file, steps
+    return None
+
+
+def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
+    """What the MTP layer of a model's checkpoint is and how it is read, to print; None where `source` is no model's
+    checkpoint, or has none."""
+    try:
+        config = AutoConfig.from_pretrained(source).get_text_config()
+        found = _found(str(source), config.num_hidden_layers, None)
+    except (OSError, ValueError, AttributeError, CheckpointError):  # a head's directory, or none: `inspect_head` says
+        return None
+    if found is None:
+        return None
+    form, by_file, steps = found
+    row = ADAPTERS.get(config.model_type)
+    runs = "refused: fastspec runs one that is fed its own state" if len(steps) > 1 else "refused: it has no adapter"
+    if len(steps) < 2 and row is not None:
+        runs = f'assistant="mtp", by the adapter {row.model_type}'
+    side = "after the target's final norm"
+    return [
+        ("source", str(source)),
+        ("kind", "MTP, in the checkpoint of a model"),
+        ("layers", str(max(1, len(steps)))),
+        ("tensors", str(sum(len(names) for _, names in by_file))),
+        ("hidden states", f"{side}, unless a probe shows otherwise" if form.disputed else side),
+        ("order", "state, embedding" if form.states_first else "embedding, state"),
+        ("norm before the LM head", "yes" if form.final else "no"),
+        (config.model_type, runs),
+    ]
 
 
 def _renamed(form: MtpForm, key: str) -> str:
