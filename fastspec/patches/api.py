@@ -18,7 +18,7 @@ from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead, MtpHead
 from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.heads import load_heads
-from fastspec.patches.assistants.mtp import load_mtp
+from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
 from fastspec.patches.assistants.speculative import check_draft
 from fastspec.patches.assistants.tree_size import TreeChoice
@@ -138,6 +138,8 @@ def patch(
         for method in (generate_batch, init_continuous_batching):
             if hasattr(model, method.__name__):
                 session.set(model, method.__name__, types.MethodType(method, model))
+        if "mtp" in resources:
+            session.set(model, "save_pretrained", types.MethodType(save_with_mtp, model))
         session.pack(model, mode)
         if exact:
             language_model(model, None, rows=1, capacity=1, tail=1, taps=None, ops=session.ops(model, mode))

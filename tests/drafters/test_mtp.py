@@ -23,6 +23,7 @@ from fastspec import CheckpointError, Unsupported
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.patches.assistants import mtp
+from fastspec.patches.assistants.draft_vocab import read_list, with_vocabulary
 from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import CACHE
@@ -270,6 +271,69 @@ def test_unpatching_frees_the_layer(tmp_path: Path) -> None:
     assert {name for name, _ in model.named_parameters()} == before
     fastspec.unpatch(model)
     assert not session.resources or session_of(model) is None
+
+
+def test_a_draft_vocabulary_bounds_what_is_drafted_and_follows_the_texts(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    ids = torch.tensor([[590, 591, 592, 593, 590, 591]])
+    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    narrow = fastspec.Mtp(depth=3, top_k=3, total_tokens=12, draft_vocab=256)
+    with fastspec.patched(model):
+        whole = load_mtp(True, model)
+        head = with_vocabulary(whole, narrow, model)
+        assert with_vocabulary(whole, narrow, model) is head and head.config.draft_vocab_size == 256
+        assert head.module.drafted().unique().numel() == 256 and head.module.drafted()[:240].tolist() == [*range(240)]
+        head.hear(ids, torch.tensor([6]))
+        assert head.module.drafted()[240:244].tolist() == [590, 591, 592, 593]
+        rows = model.lm_head.weight[head.module.drafted()]
+        assert torch.equal(head.readout().weight, rows) and head.module.drafted().unique().numel() == 256
+        head.hear(ids[:, 4:5], torch.tensor([0]))  # nothing of it is real
+        assert head.module.drafted()[240:244].tolist() == [590, 591, 592, 593]
+        assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant=narrow))
+        assert with_vocabulary(whole, fastspec.Mtp(), model) is whole  # small enough
+        assert with_vocabulary(whole, fastspec.Mtp(draft_vocab="full"), model) is whole
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2.0)
+        assert torch.equal(with_vocabulary(whole, narrow, model).readout().weight, 2 * rows)
+    with pytest.raises(Unsupported, match="draft_vocab"):
+        fastspec.Mtp(draft_vocab=1.5)
+
+
+@pytest.mark.parametrize("form", ["json", "ids.pt", "d2t.pt", "t2d.safetensors"])
+def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_path: Path) -> None:
+    ids = torch.tensor([3, 4, 9, 20])
+    mask = torch.zeros(30, dtype=torch.bool).index_fill_(0, ids, True)
+    path = tmp_path / f"list.{form}"
+    write = {
+        "json": lambda: path.write_text(str(ids.tolist())),
+        "ids.pt": lambda: torch.save(ids.tolist(), path),
+        "d2t.pt": lambda: torch.save({"d2t": ids - torch.arange(4), "t2d": mask}, path),
+        "t2d.safetensors": lambda: save_file({"t2d": mask}, path),
+    }
+    write[form]()
+    assert torch.equal(read_list(path, 30), ids)
+    with pytest.raises(CheckpointError, match="from 3 to 20, and the model has 20"):
+        read_list(path, 20)
+    path.write_bytes(b"no list")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_list(path, 30)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_saving_the_model_keeps_its_layer(lazily: bool, tmp_path: Path) -> None:
+    """Into one file, and into several that an index names."""
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    with fastspec.patched(model, mtp=None if lazily else True):
+        if lazily:
+            model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant="mtp")
+        model.save_pretrained(tmp_path / "one")
+        model.save_pretrained(tmp_path / "several", max_shard_size="50KB")
+    assert "save_pretrained" not in vars(model)
+    held = load_mtp(tmp_path / "first", model).module.state_dict()
+    for name in ("one", "several"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        mine = load_mtp(True, again).module.state_dict()
+        assert mine.keys() == held.keys() and all(torch.equal(mine[key], held[key]) for key in held)
 
 
 def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class HeadDrafter(Drafter):
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs of ids [B, T], counts [B] real tokens, with features [B, T, F]; root [B] follows."""
         self.root.copy_(root)
+        self.head.hear(ids, counts)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
         self.reserve(ids.shape[1])
@@ -122,7 +123,10 @@ class HeadDrafter(Drafter):
     ) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
         taken, counts, steps = self._pairs(features, verdict, active)
-        self._extend(verdict.tokens(tree), taken, counts, self.reserve(extent) + self.max_path, steps)
+        tokens = verdict.tokens(tree)
+        if self.head.derived.vocabulary is not None:
+            self.head.derived.vocabulary.count(tokens, counts)
+        self._extend(tokens, taken, counts, self.reserve(extent) + self.max_path, steps)
 
     def _pairs(
         self, features: Tensor, verdict: Verdict, active: Tensor, out: tuple[Tensor, Tensor] | None = None

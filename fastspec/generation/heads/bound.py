@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +15,8 @@ from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.decoder_layer import LayerFamily, is_plain
 from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm
 
+ONCE, FADES = 1 << 10, 10
+"""A token's count of one occurrence, and the part of it, one in so many, that goes whenever another text begins."""
 SAME = 0.01
 """Relative distance up to which a product in half precision is taken for the one that it was made of."""
 
@@ -60,14 +62,44 @@ class TargetParts:
 
 @dataclass
 class Derived:
-    """Modules derived from a bound head: the LM head of `BoundHead.readout`, and the head in a lower precision
-    (`lowered`). Copies and pickles of the head begin without them."""
+    """What is derived from a bound head: the LM head of `BoundHead.readout`, the head in a lower precision (`lowered`),
+    the head with a draft vocabulary (`narrowed`), and that vocabulary. Copies and pickles of the head begin without
+    them."""
 
     readout: nn.Linear | None = None
     lowered: BoundHead | None = None
+    narrowed: tuple[Hashable, BoundHead] | None = None
+    vocabulary: DraftVocabulary | None = None
 
     def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
         return Derived, ()
+
+
+class DraftVocabulary:
+    """The drafted tokens of a head that reads rows of its target's LM head: those it was made with, and in the last
+    `free` places tokens that texts brought besides, the most frequent ones first."""
+
+    def __init__(self, ids: Tensor, free: int, size: int, device: torch.device) -> None:
+        self.ids, self.free = ids.to(device), free
+        self.base = torch.zeros(size, dtype=torch.bool, device=device).index_fill_(0, self.ids, True)
+        self.counts = torch.zeros(size, dtype=torch.int64, device=device)
+        """In units of 1 / ONCE, whole numbers: processes that hold a model together make the same of them."""
+
+    def count(self, tokens: Tensor, counts: Tensor) -> None:
+        """Count the first counts [B] of tokens [B, T]. Waits for nothing."""
+        real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+        self.counts.index_add_(0, tokens.flatten(), real.flatten() * ONCE)
+
+    def renew(self, d2t: Tensor, rows: Tensor, lm_head: Tensor) -> None:
+        """Give the free places to the tokens that were counted most, in place: offsets d2t [V_d], and rows [V_d, H] of
+        lm_head [V, H]. What was counted long ago fades. Waits for nothing."""
+        size = len(self.counts)
+        order = torch.where(self.base, -1, self.counts) * size - torch.arange(size, device=d2t.device)  # without ties
+        tokens = torch.topk(order, self.free).indices
+        places = torch.arange(len(d2t) - self.free, len(d2t), device=d2t.device)
+        d2t[places] = tokens - places
+        rows[places] = lm_head[tokens].to(rows)
+        self.counts.sub_(self.counts // FADES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,16 +149,32 @@ class BoundHead:
         return made
 
     @torch.no_grad()
+    def hear(self, ids: Tensor, counts: Tensor) -> None:
+        """Begin texts whose first counts [B] of ids [B, T] are real: their tokens join a draft vocabulary that has free
+        places."""
+        vocabulary, made, lm_head = self.derived.vocabulary, self.derived.readout, self.binding.lm_head
+        if vocabulary is not None and made is not None and lm_head is not None:
+            vocabulary.count(ids, counts)
+            vocabulary.renew(self.module.d2t, made.weight, cast(Tensor, lm_head.weight))
+
+    @torch.no_grad()
     def renew(self) -> None:
         """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed,
-        which one vector's product shows. A target's LM head without readable rows leaves it."""
+        which one vector's product shows, or without a matrix some of the rows. A target's LM head without readable rows
+        leaves it."""
         made, lm_head, between = self.derived.readout, self.binding.lm_head, self.module.lm_head_map
         if made is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
             return
         assert lm_head is not None
+        if between is None:
+            few = slice(None, None, max(1, len(made.weight) // 64))
+            rows = cast(Tensor, lm_head.weight).detach()[self.module.drafted()[few].to(made.weight.device)]
+            if not torch.equal(rows.to(made.weight), made.weight[few]):
+                made.weight.copy_(self._product(lm_head))
+            return
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(made.weight.shape[1], generator=generator, device="cpu").to(made.weight)
-        mapped = probe.float() if between is None else between.weight.float() @ probe.to(between.weight.device).float()
+        mapped = between.weight.float() @ probe.to(between.weight.device).float()
         whole = cast(Tensor, lm_head.weight).detach()
         if whole.dtype is torch.float32 and not isinstance(whole, DTensor):  # a third of the time of gathering rows
             now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]
@@ -146,6 +194,29 @@ class BoundHead:
         if matrix is not None:
             rows = rows.float() @ matrix.weight.to(rows.device, torch.float32)
         return rows.to(module.fc.weight)
+
+
+def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: int) -> BoundHead:
+    """The head with a draft vocabulary of the target's ids that are `made`, ascending, and `free` places for those that
+    its texts bring; the same one as long as its key is. Raises CheckpointError where the target's LM head has no rows
+    to give."""
+    known = head.derived.narrowed
+    if known is not None and known[0] == key:
+        known[1].renew()
+        return known[1]
+    ids, whole, device = made(), head.config, head.module.fc.weight.device
+    others = torch.ones(whole.vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, False).nonzero().flatten()
+    places = torch.cat((ids, others[:free])).to(device)
+    module = copy.copy(head.module)
+    module._buffers = dict(module._buffers) | {"d2t": places - torch.arange(len(places), device=device)}
+    module.config = replace(whole, draft_vocab_size=len(places), target_rows=True)
+    assert head.binding.lm_head is not None
+    _check_rows(module, head.binding.lm_head)
+    twin = BoundHead(module, head.binding, head.rows)
+    twin.readout()
+    twin.derived.vocabulary = DraftVocabulary(ids, free, whole.vocab_size, device)
+    head.derived.narrowed = key, twin
+    return twin
 
 
 def bind(module: DraftHead, embedding: nn.Module | None, target: TargetParts) -> BoundHead:

@@ -317,6 +317,8 @@ class MtpHead(DraftHead):
         self.lm_head_map = None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64, device="cpu"), False)
         self.binding = None
+        self.source: tuple[str, str | None] | None = None
+        """The directory or hub id, and the revision there, that holds the weights."""
 
 
 class EagleHead(DraftHead):

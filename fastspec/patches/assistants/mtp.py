@@ -6,6 +6,7 @@ Names of its tensors by family: transformers' conversion mapping of `MtpModel`, 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -34,8 +36,9 @@ from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
+from fastspec.patches.session import session_of
 
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, WHOLE, OWN_FILE = "model.safetensors.index.json", "model.safetensors", "mtp.safetensors"
 WRAPPED = r"^(?:model\.|language_model\.)*"
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
@@ -112,7 +115,7 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
         )
     revision = getattr(model.config, "_commit_hash", None) if source is True else None
     form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
-    head = _built(form, state, where, model, mode.adapter, target)
+    head = _built(form, state, (where, revision), model, mode.adapter, target)
     return _probed(head, model, where) if form.disputed else head
 
 
@@ -128,7 +131,7 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
     form, by_file, steps = found
     if len(steps) > 1:
         raise CheckpointError(
-            f"{where} has an MTP layer for each draft ({len(steps)} of them), and fastspec runs one, fed its own state: "
+            f"{where} has an MTP layer for each draft ({len(steps)}), and fastspec runs one, fed its own state; "
             "use 'nasd' or 'speculative'"
         )
     state: dict[str, Tensor] = {}
@@ -260,12 +263,43 @@ def _needed(where: str, name: str, revision: str | None) -> str:
     return found
 
 
+def save_with_mtp(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
+    """A model's `save_pretrained` that keeps the MTP layer in its files, which transformers would lose."""
+    type(model).save_pretrained(model, save_directory, *args, **options)
+    session = session_of(model)
+    head = None if session is None else session.resources.get("mtp")
+    if head is None or head.module.source is None or not options.get("is_main_process", True):
+        return
+    where, revision = head.module.source
+    found = _found(where, head_layers := model.config.get_text_config().num_hidden_layers, revision)
+    if found is None:
+        raise CheckpointError(
+            f"{where} held an MTP layer behind {head_layers} layers when it was read, and does no more"
+        )
+    tensors: dict[str, Tensor] = {}
+    for path, names in found[1]:
+        with safe_open(path(), framework="pt", device="cpu") as file:
+            tensors |= {key: file.get_tensor(key) for key in names}
+    folder = Path(save_directory)
+    save_file(tensors, folder / OWN_FILE, metadata={"format": "pt"})
+    index = folder / INDEX
+    if index.exists():  # several files: those that are not in it are read by nobody
+        told = files.parse_json(index.read_text())
+        told["weight_map"] |= dict.fromkeys(tensors, OWN_FILE)
+        index.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+
+
 def _built(
-    form: MtpForm, state: dict[str, Tensor], where: str, model: Any, adapter: Adapter, target: TargetParts
+    form: MtpForm,
+    state: dict[str, Tensor],
+    source: tuple[str, str | None],
+    model: Any,
+    adapter: Adapter,
+    target: TargetParts,
 ) -> BoundHead:
     """The head of these tensors. Raises CheckpointError, naming them, for any that are missing, unknown or of another
     shape."""
-    layers = getattr(decoder_of(model), adapter.layers)
+    where, layers = source[0], getattr(decoder_of(model), adapter.layers)
     number = _like(state, layers, adapter)
     if number is None or adapter.embed_scale or adapter.layer_scale or adapter.parallel:
         raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
@@ -307,7 +341,7 @@ def _built(
     left = [name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta]
     if left:
         raise CheckpointError(f"{where}: {', '.join(left)} of an MTP layer of this {target.name} are in no file")
-    head.d2t = head.d2t.to(target.device)
+    head.d2t, head.source = head.d2t.to(target.device), source
     own = None
     if embedding is not None:
         own = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype), freeze=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -31,13 +32,15 @@ from fastspec.generation.drafters.nasd import NasdDecoding, check_tokens
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
+from fastspec.patches.assistants.draft_vocab import with_vocabulary
 from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.assistants.heads import parts_of
-from fastspec.patches.assistants.mtp import load_mtp
+from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style, share_of
+from fastspec.patches.session import session_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +233,8 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
     head: BoundHead | None = resources.get(name)
     if head is None and name == Mtp.name:
         head = resources[name] = load_mtp(True, model)
+        if (session := session_of(model)) is not None:
+            session.set(model, "save_pretrained", MethodType(save_with_mtp, model))
     if head is None:
         raise Unsupported(
             f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it"
@@ -254,6 +259,7 @@ def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: An
     shape, batched = config.shape(device_of(model).type), config.batched(device_of(model).type)
     auto = config if config.total_tokens == "auto" else None
     head = _head(config.name, resources, model, max(each.top_k for each in (shape, *(tree for _, tree in batched))))
+    head = with_vocabulary(head, config, model) if isinstance(config, Mtp) else head
     cut = None if config.fused else cut_over(head.module, group_of(model))
     drafts = fused_drafter if config.fused else EagleDrafter
     cpp = CPP_TREE if config == Eagle3() else None
