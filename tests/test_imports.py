@@ -58,6 +58,7 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "patches.assistants.probe",
     "patches.assistants.speculative.read_parameters",
     "patches.cascade",
+    "patches.hf.changes.weights_digest",
     "patches.continuous",
     "patches.hf.cache.CACHE",
     "patches.hf.cache.kept_cache",
