@@ -52,6 +52,7 @@ def made() -> dict[str, tuple[Any, Any]]:
     return pairs
 
 
+@pytest.mark.each_value
 @EACH
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 @pytest.mark.parametrize("lengths", [(7,), (3, 12, 1, 7)])
@@ -71,6 +72,7 @@ def test_what_a_head_knows_is_accepted(made, assistant):
         assert reached > 4.0
 
 
+@pytest.mark.each_value
 @EACH
 @pytest.mark.parametrize(
     "options",
