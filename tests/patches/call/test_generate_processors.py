@@ -20,6 +20,7 @@ from fastspec.patches.call.processors import read_settings
 from fastspec.patches.session import session_of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,6 +88,7 @@ class Parity(LogitsProcessor):
         return scores
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("processor", [Shift, Parity])
 def test_user_processors(pair, assistant, processor):
     same(pair, assistant, prompts(5, 9, 2), logits_processor=LogitsProcessorList([processor()]))
@@ -155,6 +157,7 @@ def test_processors_see_no_prefix_that_plain_decoding_does_not_show_them(pair, l
     assert stats(pair[1]).rounds <= rows + max(emitted) // 7  # each end of a row but the last cuts a round
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
 @pytest.mark.parametrize("place", [1, 4, 7])
 def test_processors_see_nothing_behind_what_a_users_criterion_stopped(pair, lengths, place):
@@ -254,6 +257,7 @@ def test_sampled_rounds_process_no_scores(pair, assistant, distributions, monkey
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [

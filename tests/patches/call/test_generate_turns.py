@@ -31,6 +31,7 @@ def two_turns(
     return [one.sequences.tolist(), two.sequences.tolist(), widths]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(5,), (2, 9, 4)])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("count", [3, 17])

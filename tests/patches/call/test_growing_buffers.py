@@ -14,7 +14,7 @@ from fastspec.generation import sequence_state
 from fastspec.generation.engine.round_program import EXTENT_BUCKET
 from fastspec.generation.layer_state import FullAttentionState
 
-NEW = 30
+NEW = 18
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
 FIRST = sequence_state.FIRST_SLOTS
 KINDS = "llama", "mistral", "gemma3_text", "qwen3_5_text", "gpt2"
@@ -24,6 +24,7 @@ def made(kind: str, seed: int = 0) -> Any:
     return tiny_model(kind, seed, num_hidden_layers=3, max_position_embeddings=2048)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("rows", "captured"),
     [

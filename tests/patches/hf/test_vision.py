@@ -263,6 +263,7 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [
