@@ -44,7 +44,7 @@ def test_every_assistant_without_a_head(make, tables):
     for assistant in ("autoregressive", "nasd", "speculative"):
         assert model.generate(**prompts(9), max_new_tokens=6, do_sample=False, assistant=assistant).tolist() == want
     with fastspec.continuous(model, "nasd", rows=1) as batch:
-        assert batch.submit(prompts(9)["input_ids"], max_new_tokens=6, do_sample=False).result(30).tolist() == want
+        assert batch.submit(prompts(9)["input_ids"], max_new_tokens=6, do_sample=False).result(300).tolist() == want
 
 
 def test_a_quantised_draft_model():
