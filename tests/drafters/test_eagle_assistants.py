@@ -91,7 +91,7 @@ def test_a_sample_of_one_token_is_the_greedy_text(made, kind, assistant, options
 @pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC])
 def test_every_family(kind):
     model = tiny_model(kind, **SHALLOW)
-    inputs, options = prompts(9, 3, 6), {"max_new_tokens": 9, "do_sample": False}
+    inputs, options = prompts(9, 3, 6), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs, **options)
     head = eagle_head(model)
     with fastspec.patched(model, eagle=head, eagle2=head):

@@ -105,7 +105,10 @@ def test_prompts_with_images_and_without(kind: str, assistants: tuple[Any, ...],
     assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTED else "generic")
 
 
-@pytest.mark.parametrize("kind", ADAPTED + GENERIC)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in WHOLE else pytest.mark.slow) for kind in ADAPTED + GENERIC],
+)
 def test_a_single_prompt_without_padding(kind: str) -> None:
     """PaliGemma's tokens see all of such a prompt, and no other."""
     skip_what_raises(kind)
