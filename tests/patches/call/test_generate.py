@@ -44,6 +44,7 @@ def test_end_tokens_at_every_place_of_a_round(pair, assistant, place):
     same(pair, assistant, {k: v[:1] for k, v in inputs.items()}, eos_token_id=ends)
 
 
+@pytest.mark.each_value
 def test_min_new_tokens_holds_the_end_back(pair, assistant):
     inputs = prompts(5, 3)
     ends = [row[2] for row in free(pair[0], inputs)]
@@ -111,6 +112,7 @@ def test_a_seed_decides_the_sample(pairs, assistant, options):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.each_value
 def test_a_generation_config_and_inputs_by_name(pair, assistant):
     plain, patched = pair
     ids = prompts(7)["input_ids"]
@@ -122,6 +124,7 @@ def test_a_generation_config_and_inputs_by_name(pair, assistant):
     assert patched.generate(ids, config, assistant=assistant).tolist() == expected
 
 
+@pytest.mark.each_value
 def test_padding_is_inferred_from_the_pad_token(pair, assistant):
     inputs = prompts(4, 9)
     same(pair, assistant, {"input_ids": inputs["input_ids"]}, eos_token_id=NEVER)
@@ -135,6 +138,7 @@ def test_prompts_of_several_prefill_chunks(pair, assistant, chunk, monkeypatch):
     same(pair, assistant, prompts(33, 5, 17), eos_token_id=NEVER)
 
 
+@pytest.mark.each_value
 def test_texts_longer_than_a_bucket_of_attended_slots(pair, assistant):
     same(pair, assistant, prompts(120, 3), max_new_tokens=40, eos_token_id=NEVER)
 

@@ -64,6 +64,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3", pad_token="w0", eos_token="w5")
 
 
+@pytest.mark.each_value
 def test_stop_strings(pair, assistant, tokenizer):
     inputs = prompts(5, 3)
     texts = free(pair[0], inputs)
@@ -95,6 +96,7 @@ def test_streamer_is_fed_as_by_transformers(pair, assistant, lengths):
     assert streamed(pair[1], Recorder(), inputs, eos_token_id=ends, assistant=assistant).events == expected
 
 
+@pytest.mark.each_value
 def test_text_streamer_prints_the_same(pair, assistant, tokenizer, capsys):
     streamed(pair[0], TextStreamer(tokenizer, skip_prompt=True), prompts(5))
     expected = capsys.readouterr().out

@@ -31,6 +31,7 @@ def quantised(model: Any, tables: bool = False) -> Any:
     return quantize_dynamic(model, TABLES if tables else {nn.Linear})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tables", [False, True])
 @pytest.mark.parametrize("make", [bigram, lambda: tiny_model("gpt2", num_hidden_layers=2)], ids=["adapter", "generic"])
 def test_every_assistant_without_a_head(make, tables):
