@@ -397,7 +397,7 @@ def work(
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE, timeout=datetime.timedelta(seconds=300))
     found: dict[str, Any] = {}
     for name, run, kind in jobs:
         try:
