@@ -228,7 +228,7 @@ def _launch(x: Tensor, weight: StoredWeight, bias: Tensor | None, out: Tensor, l
         ON_SUMS=weight.on_sums,
         BIAS=bias is not None,
         EVEN_K=depth % launch.depth == 0,
-        DTYPE=DTYPES[weight.dtype],
+        DTYPE=DTYPES[weight.dtype or x.dtype],
         STAGES=stages,
         enable_fp_fusion=False,  # a nested scale is a product and a sum, each rounded
         **options,

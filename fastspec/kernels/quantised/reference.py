@@ -77,8 +77,8 @@ class StoredWeight:
     """(m, k): weights that share a scale."""
     depth: int
     """K."""
-    dtype: torch.dtype
-    """What its library dequantises to."""
+    dtype: torch.dtype | None
+    """What its library dequantises to; None: the activations' dtype."""
     zeros: Tensor | None = None
     """Zero points, contiguous: int8 [M, G], or codes [ceil(M / c), G] int32 with those of c = 32 / bits lines in a
     word, the first line's lowest, which stand for themselves less `Codes.less`."""
@@ -141,25 +141,25 @@ def zeros(weight: StoredWeight) -> Tensor | None:
     if points.dtype == torch.int8:
         return points.float()
     lines, per = torch.arange(weight.shape[0], device=weight.device), 32 // kind.bits
-    codes = (points[lines // per] >> (lines % per * kind.bits)[:, None]) & (2**kind.bits - 1)
+    codes: Tensor = (points[lines // per] >> (lines % per * kind.bits)[:, None]) & (2**kind.bits - 1)
     return codes.float() - kind.less
 
 
-def dequantised(weight: StoredWeight) -> Tensor:
-    """[M, K] in its own dtype."""
+def dequantised(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """[M, K], rounded to its own dtype, in this one."""
     count, depth = weight.shape
     lines = torch.arange(count, device=weight.device) // weight.block[0]
     columns = torch.arange(depth, device=weight.device) // weight.block[1] if weight.groups is None else weight.groups
     values, offsets = numbers(weight), zeros(weight)
     if offsets is not None:
         values -= offsets[lines][:, columns]
-    return values.mul_(scales(weight)[lines][:, columns]).to(weight.dtype)
+    return values.mul_(scales(weight)[lines][:, columns]).to(weight.dtype or dtype).to(dtype)
 
 
 def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype."""
     if not weight.on_sums:
-        return F.linear(x, dequantised(weight).to(x.dtype), bias)
+        return F.linear(x, dequantised(weight, x.dtype), bias)
     sums = F.linear(x.float(), numbers(weight)) * scales(weight)[:, 0]
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
