@@ -228,10 +228,14 @@ def test_a_plain_call_unpacks_and_assisted_calls_go_on(plain):
         assert bool(fastspec.report(model).stored) == (model._forward_pre_hooks != {})
 
 
-def test_what_is_not_read_is_unpacked(plain):
-    """3 bits beside 4: all of it, by its library, and `report` says so."""
-    model = compressed(only={"down_proj": 3}, num_bits=4, strategy="group", group_size=32)(plain)
+@pytest.mark.parametrize("why", ["3 bits", "a hook"])
+def test_what_is_not_read_is_unpacked(plain, why):
+    """3 bits beside 4, or generic mode: all of it, by its library, and `report` says so."""
+    other = {"down_proj": 3} if why == "3 bits" else {}
+    model = compressed(only=other, num_bits=4, strategy="group", group_size=32)(plain)
     dense = copy.deepcopy(model)
+    if why == "a hook":
+        model.model.layers[0].register_forward_hook(lambda *args: None)
     fastspec.patch(model, stored=True)
     told = fastspec.report(model)
     assert not told.stored and {why.partition(":")[0] for why in told.own_forward} == {"compressed-tensors"}

@@ -80,8 +80,8 @@ class StoredWeight:
     dtype: torch.dtype | None
     """What its library dequantises to; None: the activations' dtype."""
     zeros: Tensor | None = None
-    """Zero points, contiguous: int8 [M, G], or codes [ceil(M / c), G] int32 with those of c = 32 / bits lines in a
-    word, the first line's lowest, which stand for themselves less `Codes.less`."""
+    """Zero points, contiguous, where m is 1: int8 [M, G], or codes [ceil(M / c), G] int32 with those of c = 32 / bits
+    lines in a word, the first line's lowest, which stand for themselves less `Codes.less`."""
     groups: Tensor | None = None
     """Scale [K] int32 of every input channel, where their order was changed (act-order); else they come in turn."""
     table: Tensor | None = None
@@ -147,19 +147,23 @@ def zeros(weight: StoredWeight) -> Tensor | None:
 
 def dequantised(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
     """[M, K], rounded to its own dtype, in this one."""
-    count, depth = weight.shape
-    lines = torch.arange(count, device=weight.device) // weight.block[0]
-    columns = torch.arange(depth, device=weight.device) // weight.block[1] if weight.groups is None else weight.groups
-    values, offsets = numbers(weight), zeros(weight)
-    if offsets is not None:
-        values -= offsets[lines][:, columns]
-    return values.mul_(scales(weight)[lines][:, columns]).to(weight.dtype or dtype).to(dtype)
+    (count, depth), (m, k) = weight.shape, weight.block
+    values, offsets, factors = numbers(weight), zeros(weight), scales(weight)
+    if weight.groups is None and m == 1 and depth % k == 0:
+        values, offsets = values.unflatten(1, (-1, k)), None if offsets is None else offsets[..., None]
+        factors = factors[..., None]
+    else:
+        lines, columns = torch.arange(count, device=weight.device) // m, weight.groups
+        columns = torch.arange(depth, device=weight.device) // k if columns is None else columns
+        offsets, factors = None if offsets is None else offsets[:, columns], factors[lines][:, columns]
+    values = values if offsets is None else values.sub_(offsets)
+    return values.mul_(factors).view(count, depth).to(weight.dtype or dtype).to(dtype)
 
 
 def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype."""
     if not weight.on_sums:
-        return F.linear(x, dequantised(weight, x.dtype), bias)
+        return F.linear(x, dequantised(weight, x.dtype), None if bias is None else bias.to(x.dtype))
     sums = F.linear(x.float(), numbers(weight)) * scales(weight)[:, 0]
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
 

@@ -34,6 +34,13 @@ def by_blocks(layer: nn.Linear, size: int | None) -> nn.Module:
     return made
 
 
+def by_powers(layer: nn.Linear) -> nn.Module:
+    """The layer in FP8 by blocks of 16, whose scales are powers of 2 (ue8m0)."""
+    made = by_blocks(layer, 16)
+    made.weight_scale_inv = nn.Parameter(made.weight_scale_inv.data.to(torch.float8_e8m0fnu), requires_grad=False)
+    return made
+
+
 def by_lines(layer: nn.Linear) -> nn.Module:
     """The layer in FP8 with a scale for each line."""
     made = CompressedTensorsFP8Linear(layer.in_features, layer.out_features, has_bias=layer.bias is not None)
@@ -58,11 +65,10 @@ def pair(make: Any, only: str = "", **over: Any) -> tuple[Any, Any]:
     return model.eval(), dense.eval()
 
 
-@pytest.mark.parametrize("make", [lambda x: by_blocks(x, 16), lambda x: by_blocks(x, None), by_lines])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_assisted_calls_say_what_the_dequantised_model_says(make, family):
-    """Modules that run nowhere here by themselves: their own forward needs a GPU."""
-    model, dense = pair(make, model_type=family)
+@pytest.mark.parametrize("make", [lambda x: by_blocks(x, 16), lambda x: by_blocks(x, None), by_powers, by_lines])
+def test_assisted_calls_say_what_the_dequantised_model_says(make):
+    """Modules that run nowhere here by themselves: their own forward needs a GPU. Attention has biases."""
+    model, dense = pair(make, model_type="qwen2", num_hidden_layers=3)
     head, before = tiny_head(dense), snapshot(model)
     fastspec.patch(model, eagle3=head, stored=True)
     inputs = prompts(3, 7)
@@ -79,7 +85,7 @@ def test_assisted_calls_say_what_the_dequantised_model_says(make, family):
 
 @pytest.mark.parametrize("only", ["up_proj", "down_proj", "k_proj", "mlp"])
 def test_some_modules_are_quantised(only):
-    model, dense = pair(by_lines, only)
+    model, dense = pair(by_lines, only, num_hidden_layers=3)
     fastspec.patch(model, stored=True)
     found = model.generate(**prompts(5), **OPTIONS, assistant="nasd")
     assert torch.equal(found, dense.generate(**prompts(5), **OPTIONS))
@@ -88,10 +94,15 @@ def test_some_modules_are_quantised(only):
 def test_the_triton_kernel_says_it_too():
     """In the interpreter, on a model of two layers."""
     model, dense = pair(lambda x: by_blocks(x, 16), num_hidden_layers=2)
+    inputs, options, tree = (
+        prompts(4),
+        OPTIONS | {"max_new_tokens": 2},
+        fastspec.Eagle3(depth=1, top_k=2, total_tokens=3),
+    )
     with fastspec.patched(model, eagle3=tiny_head(dense), backend="triton", stored=True):
-        found = model.generate(**prompts(4), **OPTIONS | {"max_new_tokens": 3}, assistant=SMALL)
+        found = model.generate(**inputs, **options, assistant=tree)
         assert fastspec.report(model).kernels["stored_linears"]
-    assert torch.equal(found, dense.generate(**prompts(4), **OPTIONS | {"max_new_tokens": 3}))
+    assert torch.equal(found, dense.generate(**inputs, **options))
 
 
 def test_a_weight_that_is_replaced_is_read_anew():
