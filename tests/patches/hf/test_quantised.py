@@ -68,7 +68,7 @@ def pair(make: Any, only: str = "", **over: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("make", [lambda x: by_blocks(x, 16), lambda x: by_blocks(x, None), by_powers, by_lines])
 def test_assisted_calls_say_what_the_dequantised_model_says(make):
     """Modules that run nowhere here by themselves: their own forward needs a GPU. Attention has biases."""
-    model, dense = pair(make, model_type="qwen2", num_hidden_layers=3)
+    model, dense = pair(make, model_type="qwen2", num_hidden_layers=2)
     head, before = tiny_head(dense), snapshot(model)
     fastspec.patch(model, eagle3=head, stored=True)
     inputs = prompts(3, 7)
@@ -85,7 +85,7 @@ def test_assisted_calls_say_what_the_dequantised_model_says(make):
 
 @pytest.mark.parametrize("only", ["up_proj", "down_proj", "k_proj", "mlp"])
 def test_some_modules_are_quantised(only):
-    model, dense = pair(by_lines, only, num_hidden_layers=3)
+    model, dense = pair(by_lines, only, num_hidden_layers=2)
     fastspec.patch(model, stored=True)
     found = model.generate(**prompts(5), **OPTIONS, assistant="nasd")
     assert torch.equal(found, dense.generate(**prompts(5), **OPTIONS))
@@ -106,7 +106,7 @@ def test_the_triton_kernel_says_it_too():
 
 
 def test_a_weight_that_is_replaced_is_read_anew():
-    model, dense = pair(by_lines)
+    model, dense = pair(by_lines, num_hidden_layers=2)
     fastspec.patch(model, stored=True)
     model.generate(**prompts(5), **OPTIONS, assistant="nasd")
     for each, name in ((model, "weight_scale"), (dense, "weight")):
@@ -118,7 +118,7 @@ def test_a_weight_that_is_replaced_is_read_anew():
 
 def test_why_a_module_runs_by_its_own_forward():
     """Without the switch all of them; with it a hooked one, one whose forward is replaced, and other tensors."""
-    model, _ = pair(lambda x: by_blocks(x, 16))
+    model, _ = pair(lambda x: by_blocks(x, 16), num_hidden_layers=2)
     with fastspec.patched(model):
         assert fastspec.report(model).own_forward == {
             "fine-grained FP8: patch(model, stored=True) was not asked for": 7 * model.config.num_hidden_layers
@@ -137,6 +137,6 @@ def test_why_a_module_runs_by_its_own_forward():
 
 
 def test_exact_is_refused_by_name():
-    model, _ = pair(by_lines)
+    model, _ = pair(by_lines, num_hidden_layers=2)
     with pytest.raises(Unsupported, match="exact=True"):
         fastspec.patch(model, stored=True, exact=True)
