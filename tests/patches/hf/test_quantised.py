@@ -105,6 +105,16 @@ def test_the_triton_kernel_says_it_too():
     assert torch.equal(found, dense.generate(**inputs, **options))
 
 
+def test_an_open_batch_multiplies_them_too():
+    model, dense = pair(by_lines, num_hidden_layers=2)
+    fastspec.patch(model, stored=True)
+    with fastspec.continuous(model, "nasd", rows=2) as batch:
+        found = [batch.submit(prompts(length)["input_ids"], **OPTIONS) for length in (4, 7)]
+        answers = [each.result() for each in found]
+    for length, answer in zip((4, 7), answers, strict=True):
+        assert torch.equal(answer, dense.generate(**prompts(length), **OPTIONS))
+
+
 def test_a_weight_that_is_replaced_is_read_anew():
     model, dense = pair(by_lines, num_hidden_layers=2)
     fastspec.patch(model, stored=True)
