@@ -129,6 +129,32 @@ def whole(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.int64)
 
 
+def stored_weights(channels: int, depth: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Weights [channels, depth] as quantisers store them."""
+    from fastspec.kernels.quantised.reference import E4M3, INT8, PACKED4, TABLE4, Nested, StoredWeight
+
+    def octets(width: int) -> Tensor:
+        return torch.zeros(channels, width, dtype=torch.uint8)
+
+    def single(*shape: int) -> Tensor:
+        return floats(*shape, dtype=torch.float32)
+
+    blocks = -(-channels // 128), -(-depth // 128)
+    zeros, groups = torch.zeros(channels // 8, depth // 32, dtype=torch.int32), torch.zeros(depth, dtype=torch.int32)
+    four = octets(depth // 2), PACKED4, floats(channels, depth // 32, dtype=dtype), (1, 32), depth, dtype
+    nested = Nested(single(256), single(channels * depth // 2**14), single(1)[0], 256)
+    places = torch.zeros(channels, depth // 64, dtype=torch.uint8)
+    return {
+        "nested nf4": StoredWeight(
+            octets(depth // 2), TABLE4, places, (1, 64), depth, dtype, table=single(16), nested=nested
+        ),
+        "int8 on sums": StoredWeight(octets(depth), INT8, single(channels, 1), (1, depth), depth, dtype, on_sums=True),
+        "e4m3 in blocks": StoredWeight(octets(depth), E4M3, single(*blocks), (128, 128), depth, dtype),
+        "4 bits by groups": StoredWeight(*four, zeros=zeros),
+        "4 bits by order": StoredWeight(*four, zeros=zeros, groups=groups),
+    }
+
+
 def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each op of a round on a model of this shape: its name, and a call."""
     from fastspec.kernels.attention import layout as tree_layout
@@ -145,6 +171,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.linear.reference import DeferredProduct
     from fastspec.kernels.parallel import joins, reduced_norm
     from fastspec.kernels.parallel.words import ROWS, Space, words_of
+    from fastspec.kernels.quantised import linear as quantised
     from fastspec.kernels.verification import posterior_eval
     from fastspec.kernels.verification.reference import SamplingSettings
 
@@ -251,6 +278,11 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             yield f"ordered attention, {case}, {rows} rows", in_order
         yield f"ordered product, {rows} rows", lambda n=rows: ordered.linear(few(1, n, inner), few(hidden, inner), None)
         yield f"ordered gate_up, {rows} rows", lambda x=x: ordered.gate_up(x, few(2 * inner, hidden), None)
+        for kind, weight in stored_weights(hidden, inner, dtype).items():
+            yield (
+                f"stored product of {kind}, {rows} rows",
+                lambda n=rows, w=weight: quantised.linear(few(1, n, inner), w, None),
+            )
         logits = few(1, rows, vocab)
         depths = whole(1, rows)
         yield f"draws, {rows} rows", lambda d=depths: posterior_eval.draws(whole(1), whole(1), d)

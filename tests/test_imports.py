@@ -15,7 +15,7 @@ import fastspec
 ROOT = Path(__file__).parent.parent / "fastspec"
 KNOWS_TRANSFORMERS = ("patches", "programs", "models.py")
 HEAVY = {"torch", "triton", "transformers", "accelerate", "safetensors", "numpy", "huggingface_hub"}
-GROUPS = "attention", "cache", "drafting", "layer", "linear", "recurrent", "verification"
+GROUPS = "attention", "cache", "drafting", "layer", "linear", "quantised", "recurrent", "verification"
 REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),

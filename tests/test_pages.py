@@ -109,7 +109,8 @@ def test_the_marks_are_known_and_few() -> None:
         "docs/clients.md",
         "docs/serving.md",
         "docs/recipes.md",
-    }  # by test_page.py, test_serve_page.py and test_recipes.py
+        "docs/quantised.md",
+    }  # by test_page.py, test_serve_page.py, test_recipes.py and test_stored.py
     assert {str(snippet.page) for snippet in marked if "clients" in snippet.needs} <= tested
     unmarked = [
         snippet.name

@@ -19,6 +19,7 @@ from fastspec.generation.layer_state import DeltaState, FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.linear.reference import SILU, Activation, DeferredSum, Parts
+from fastspec.kernels.quantised.reference import StoredWeight
 from fastspec.kernels.recurrent.reference import DecayRates
 
 
@@ -324,6 +325,29 @@ class Gated:
         return self.out(ops.gate_up(x, *one, self.kind))
 
 
+class StoredLayer(Protocol):
+    """A linear layer whose weight [M, K] is multiplied as a quantiser stored it: its weight and bias [M]."""
+
+    @property
+    def weight(self) -> StoredWeight: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinears:
+    """Linear layers of stored weights over one input, their outputs side by side; with a kind, of a gate and an up
+    part, opened(gate) * up."""
+
+    multiply: Callable[..., Tensor]
+    """The backend's `Ops.stored_linears`."""
+    layers: tuple[StoredLayer, ...]
+    kind: Activation | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(x, [each.weight for each in self.layers], [each.bias for each in self.layers], self.kind)
+
+
 def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Linears:
     """Plain linear layers over one input, their outputs side by side; one product where their weights are packed."""
     weight = joint([layer.weight for layer in layers])
@@ -346,7 +370,8 @@ def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Activation
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """True where a module is torch's own class of this kind, and its forward neither hooked nor replaced."""
     hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    return type(module) is kind and type(module.weight) is nn.Parameter and not hooks and _is_torchs_own(kind)
+    weight = getattr(module, "weight", None)  # which a packed layer has not
+    return type(module) is kind and type(weight) is nn.Parameter and not hooks and _is_torchs_own(kind)
 
 
 def _is_torchs_own(kind: type[nn.Module]) -> bool:

@@ -57,6 +57,8 @@ class Ops:
     """Whole layers in one call, where nothing stands in its way: else it gives None. None: layer by layer."""
     experts: Callable[..., Tensor] | None = None
     """A mixture of experts; None leaves it to the model's own module."""
+    stored_linears: Callable[..., Tensor] | None = None
+    """`linears` of weights as a quantiser stored them; None leaves these layers to their own forward."""
     most_children: int | None = None
     """The most children of a node that `topk_expand` takes; None: any number."""
     most_candidates: int | None = None

@@ -30,6 +30,7 @@ from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.exact import why_inexact
 from fastspec.patches.hf.factory import language_model
+from fastspec.patches.hf.layers import told_formats
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
 from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
 from fastspec.patches.tuning.store import tables_of
@@ -88,6 +89,7 @@ def patch(
     assistant: Any = None,
     backend: str = "auto",
     exact: bool = False,
+    stored: bool = False,
 ) -> Any:
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
     `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
@@ -102,8 +104,9 @@ def patch(
     first needs them. `assistant` is the default of every `generate` call that names none: a call that it cannot
     serve runs transformers' own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact`
     every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed
-    order (see docs/exact.md); what has none is refused by name. Only this instance is changed, and nothing in its
-    forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
+    order (see docs/exact.md); what has none is refused by name. With `stored` assisted calls multiply quantised
+    weights as they are stored, where their format is read (docs/quantised.md); else such layers run by their own
+    forward. Only this instance is changed, and nothing in its forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
     one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
     values, names and shapes stay.
 
@@ -129,7 +132,7 @@ def patch(
     mode = mode_for(model)
     choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
     session = PatchSession(
-        backend, resources, exact, has_capturing_hooks(model), default=_default(assistant, resources, model)
+        backend, resources, exact, stored, has_capturing_hooks(model), default=_default(assistant, resources, model)
     )
     try:
         session.set(model, STATE, session)
@@ -260,6 +263,10 @@ class Report:
     why_inexact: str | None = None
     """Why drafts may change a near-tie in bfloat16 and float16: `exact=True` was not asked for, or cannot be had here;
     None where it holds."""
+    stored: dict[str, int] = field(default_factory=dict)
+    """Formats of quantised layers whose weights assisted calls multiply as stored -> how many layers do."""
+    own_forward: dict[str, int] = field(default_factory=dict)
+    """Format, and why its layers run by their own forward -> how many do."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
 
@@ -281,6 +288,8 @@ class Report:
         lines += [] if self.tables == "none" else [f"  launch tables: {self.tables}"]
         lines += [] if self.why_torch is None else [f"  plain torch on the CPU: {self.why_torch}"]
         lines += [] if not self.exact else ["  exact: every assistant gives the bits of autoregressive"]
+        lines += [f"  {count} layers multiply weights as stored: {name}" for name, count in self.stored.items()]
+        lines += [f"  {count} layers run by their own forward: {why}" for why, count in self.own_forward.items()]
         if self.default is not None:
             lines[0] += (
                 "; default: "
@@ -339,12 +348,15 @@ def report(model: Any) -> Report:
         raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
     mode, device, dtype = mode_for(model), device_of(model), dtype_of(model)
     ops = session.ops(model, mode)
+    stored, own_forward = told_formats(model, session.stored)
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),
         backend=ops.name,
         tables=tables_of(ops, dtype, device),
         why_torch=session.why_torch(model, mode),
+        stored=stored,
+        own_forward=own_forward,
         why_inexact=None if session.exact else why_inexact(ops, dtype),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),

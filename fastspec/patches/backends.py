@@ -28,6 +28,7 @@ from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native
 from fastspec.kernels.parallel import reference as parallel_reference
 from fastspec.kernels.parallel import symmetric
+from fastspec.kernels.quantised import reference as quantised_reference
 from fastspec.kernels.recurrent import reference as recurrent_reference
 from fastspec.kernels.verification import reference as verification_reference
 
@@ -77,6 +78,7 @@ TORCH = Ops(
     look_up=parallel_reference.look_up,
     likeliest=parallel_reference.likeliest,
     all_gather=parallel_reference.all_gather,
+    stored_linears=quantised_reference.linears,
 )
 
 TORCH_ONEDNN = replace(
@@ -152,6 +154,7 @@ def triton_ops() -> Ops:
         from fastspec.kernels.layer import norms, rope_cache
         from fastspec.kernels.linear import experts, linear
         from fastspec.kernels.parallel import joins, reduced_norm
+        from fastspec.kernels.quantised import linear as quantised
         from fastspec.kernels.recurrent import conv, delta
         from fastspec.kernels.verification import posterior_eval
     except ImportError as error:
@@ -200,6 +203,7 @@ def triton_ops() -> Ops:
         look_up=joins.look_up,
         likeliest=joins.likeliest,
         experts=experts.experts,
+        stored_linears=quantised.linears,
         captures=torch.cuda.is_available(),
         packs=torch.cuda.is_available(),
     )

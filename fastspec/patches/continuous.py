@@ -39,7 +39,6 @@ from fastspec.patches.hf.compat import (
     is_shared_out,
     position_limit,
     processes_of,
-    unpack_weights,
     unwrapped,
 )
 from fastspec.patches.hf.ends import end_tokens
@@ -446,7 +445,7 @@ class Continuous:
     def _settle(self) -> None:
         """Bring weights to where the rounds read them, and say how the model runs. What the rounds are made of is noted
         before they are: a change meanwhile is seen by the next prompt."""
-        unpack_weights(self.model)
+        self.session.unpack(self.model)
         mode = mode_for(self.model)
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)

@@ -28,9 +28,17 @@ from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.changes import ModuleSettings
-from fastspec.patches.hf.compat import device_of, dtype_of, every_module, hooks_of, is_unpacking_hook, local_part
+from fastspec.patches.hf.compat import (
+    device_of,
+    dtype_of,
+    every_module,
+    hooks_of,
+    is_unpacking_hook,
+    local_part,
+    unpack_weights,
+)
 from fastspec.patches.hf.exact import refuse_device
-from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.layers import pack_model, reads_packed
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.on_cpu import named, why_torch
 from fastspec.patches.tuning.store import use_tuned
@@ -177,6 +185,8 @@ class PatchSession:
     resources: dict[str, Any]
     exact: bool = False
     """True where every assistant is held to the bits of plain decoding."""
+    stored: bool = False
+    """True where weights that a quantiser stored are multiplied as they are."""
     captured: bool = False
     """True where transformers had its capturing hooks on the model before the patch; else they go with it."""
     log: list[Change] = field(default_factory=list)
@@ -216,9 +226,11 @@ class PatchSession:
             name != self.backend
         ):  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
             ops = replace(ops, packs=False)
+        if not self.stored:
+            ops = replace(ops, stored_linears=None)
         if self.exact:
             refuse_device(ops, dtype_of(model))
-            ops = exact_ops()
+            ops = replace(exact_ops(), stored_linears=ops.stored_linears)
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):
@@ -240,11 +252,16 @@ class PatchSession:
         on_cpu = self.backend == "auto" and device_of(model).type == "cpu"
         return why_torch(dtype_of(model), mode.adapter is not None) if on_cpu else None
 
+    def unpack(self, model: Any) -> None:
+        """Let compressed-tensors unpack a model's weights, unless passes read all of them as stored."""
+        if any(map(is_unpacking_hook, hooks_of(model))) and not (self.stored and reads_packed(model)):
+            unpack_weights(model)
+
     def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> None:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the
         model was moved. Those that compressed-tensors has yet to unpack wait for that. `ops` are the session's for this
         mode, where they are known."""
-        if any(map(is_unpacking_hook, hooks_of(model))):
+        if any(map(is_unpacking_hook, hooks_of(model))) and not (self.stored and reads_packed(model)):
             return
         ops = ops or self.ops(model, mode)
         if ops.packs and not self._is_laid(model, mode):

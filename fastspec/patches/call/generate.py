@@ -26,7 +26,6 @@ from fastspec.patches.hf.compat import (
     own_stop_strings,
     plain_decoding,
     processes_of,
-    unpack_weights,
 )
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
@@ -56,7 +55,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
         assistant, named = chosen(given.get("generation_config"), self.generation_config, session.default)
     if assistant is None or assistant == "none" or (not named and given.get("custom_generate") is not None):
         return original(*args, **kwargs)
-    unpack_weights(self)
+    session.unpack(self)
     shared = is_shared_out(self)
     if shared and given.get("synced_gpus") is False:  # the others need not call at all, so that they cannot be asked
         apart = Unsupported(

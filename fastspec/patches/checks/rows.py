@@ -15,6 +15,7 @@ from torch import Tensor
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, Expert, Routing
+from fastspec.kernels.quantised.reference import E4M3, INT8, PACKED4, TABLE4, Codes, Nested, StoredWeight
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.checks.inputs import Draw, LayoutArguments, layers, tree
@@ -66,6 +67,32 @@ def apart(rows: int, channels: Sequence[int], depth: int, kind: Activation | Non
         return (draw.floats(1, rows, depth), weights, biases, kind), {}
 
     return make
+
+
+def stored(rows: int, kind: Codes, block: tuple[int, int], **more: bool) -> Callable[[Draw], Inputs]:
+    """x [rows, 256] times two weights of 48 channels as a quantiser stores them, with scales of blocks; `more` says
+    which of `zeros`, `nested` and `on_sums` they have."""
+
+    def weight(draw: Draw) -> StoredWeight:
+        groups = 256 // block[1]
+        codes = draw.whole(256 if kind != E4M3 else 112, 48, 256 * kind.bits // 8).to(torch.uint8)
+        scales = (draw.uniform(-(-48 // block[0]), groups) + 0.5) / 256
+        inner = Nested(draw.uniform(256), draw.uniform(1) / 16, draw.uniform(1)[0] / 16, 256)
+        nested = inner if more.get("nested") else None
+        return StoredWeight(
+            codes,
+            kind,
+            scales if nested is None else draw.whole(256, 48, groups).to(torch.uint8),
+            block,
+            256,
+            None,
+            zeros=draw.whole(2**31, 48 * kind.bits // 32, groups).to(torch.int32) if more.get("zeros") else None,
+            table=draw.single(16) if kind == TABLE4 else None,
+            nested=nested,
+            on_sums=more.get("on_sums", False),
+        )
+
+    return lambda draw: ((draw.floats(1, rows, 256), [weight(draw), weight(draw)], [None, draw.floats(48)]), {})
 
 
 def attention(
@@ -348,6 +375,10 @@ CHECKS: tuple[Check, ...] = (
     Check("linears", "5 rows", apart(5, (96, 32, 32), 256)),
     Check("linears", "20 rows, a gate", apart(20, (64, 64), 256, SILU)),
     Check("linears", "5 rows, a gate of GELU", apart(5, (48, 48), 256, GELU_TANH)),
+    Check("stored_linears", "int8 by lines, one row", stored(1, INT8, (1, 256), on_sums=True)),
+    Check("stored_linears", "e4m3 in blocks, 5 rows", stored(5, E4M3, (16, 128))),
+    Check("stored_linears", "4 bits, zero points, 20 rows", stored(20, PACKED4, (1, 32), zeros=True)),
+    Check("stored_linears", "a table, nested scales, 80 rows", stored(80, TABLE4, (1, 64), nested=True)),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
     Check("gate_up", "5 rows", products(5, 2 * 48, 256)),
     Check("gate_up", "5 rows, GELU", products(5, 2 * 48, 256, kind=GELU_TANH)),

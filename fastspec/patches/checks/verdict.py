@@ -62,6 +62,7 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[
         if wanted == "auto" and (device.type != "cuda" or name in MEASURED):
             return
         made = {"portable": str(PORTABLE)} | ({"exact": "True"} if ops.exact else {})
+        made |= {} if ops.stored_linears is None else {"stored": "True"}
     dtype = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
     about = {"device": name, "dtype": str(dtype).removeprefix("torch."), **made, **files.versions()}
     about |= {} if drafts is None else {"drafter": drafts.__name__}

@@ -32,6 +32,7 @@ from fastspec.patches.hf.compat import (
     device_of,
     every_module,
     has_global_hooks,
+    held_tensors,
     hooks_of,
     is_capturing_hook,
     local_part,
@@ -139,7 +140,7 @@ def weight_places(model: nn.Module) -> Hashable:
     changed: list[Hashable] = []
     kinds: list[type[nn.Module]] = []
     for index, module in enumerate(every_module(model)):
-        places += [local_part(parameter).data_ptr() for parameter in own_parameters(module).values()]
+        places += [held.data_ptr() for each in own_parameters(module).values() for held in held_tensors(each)]
         kinds.append(type(module))
         held = module.__dict__
         hooks = not all(map(is_capturing_hook, hooks_of(module)))
@@ -168,7 +169,11 @@ class Identities:
         self.filled = [(held, tuple(held.values())) for held in self.dicts if held]
         self.own = [(own, name, own[name]) for own in self.owns for name in OWN_PARTS if name in own]
         self.parameters = [
-            local_part(each) for own in self.owns for each in own["_parameters"].values() if each is not None
+            held
+            for own in self.owns
+            for each in own["_parameters"].values()
+            if each is not None
+            for held in held_tensors(each)
         ]
         self.places = list(map(Tensor.data_ptr, self.parameters))
         self.each = list(dict(zip(self.kinds, self.modules, strict=True)).values())

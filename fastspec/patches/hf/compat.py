@@ -111,6 +111,18 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
+def held_tensors(parameter: Tensor) -> list[Tensor]:
+    """Tensors with a parameter's values: itself or what this process has of it, or those inside a wrapper such as
+    torchao's, which has no address of its own."""
+    local: Any = local_part(parameter)
+    return [getattr(local, name) for name in local.__tensor_flatten__()[0]] if is_wrapper(local) else [local]
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """True of a tensor whose values are in other tensors that it holds."""
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
+
+
 def processes_of(model: Any) -> int:
     """Over how many processes transformers has cut a model."""
     return getattr(model, "_tp_size", None) or 1

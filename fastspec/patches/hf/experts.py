@@ -176,8 +176,13 @@ def _act(module: Any, name: str = "act_fn") -> str:
     return type(getattr(module, name, None)).__name__
 
 
-def is_own(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """True of torch's own linear layer."""
+    return type(module) is nn.Linear
+
+
+def is_own(module: nn.Module, known: Callable[[nn.Module], bool] = is_linear) -> bool:
     """True where nobody else has a say in what a feed-forward or its parts compute, beside transformers, which may have
-    cut experts."""
-    parts = (each for each in module.modules() if type(each) is not nn.Linear)
+    cut experts; parts that are `known` are not asked about."""
+    parts = (each for each in module.modules() if not known(each))
     return not any(is_foreign(each) for each in parts if parallel_style(each) is not ParallelStyle.EXPERTS)

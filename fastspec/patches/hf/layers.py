@@ -3,6 +3,7 @@ forward."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
@@ -22,6 +23,7 @@ from fastspec.generation.decoder_layer import (
     Product,
     RmsNorm,
     Rotary,
+    StoredLinears,
     Summed,
     gated,
     gated_as_one,
@@ -35,10 +37,11 @@ from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.patches.hf.compat import attention_name, device_of, dtype_of, local_part
-from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
+from fastspec.patches.hf.experts import experts_of, gate_of, is_linear, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
+from fastspec.patches.hf.quantised import format_of, read, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
 
 NO_ROTATION = "none"
@@ -274,9 +277,13 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
     shares = [share for share in map(share_of, modules) if share is not None]
     if len(shares) == len(modules):
         return product_of_shares(shares, ops, parts=parts)
+    layers = None if ops.stored_linears is None else stored_layers(modules)
+    if layers is not None and ops.stored_linears is not None:
+        return StoredLinears(ops.stored_linears, layers)
     if len(modules) == 1:
         return modules[0]
-    return lambda x: torch.cat([module(x) for module in modules], -1)
+    each = [product_of((module,), ops) for module in modules]
+    return lambda x: torch.cat([run(x) for run in each], -1)
 
 
 def normed_together(attn: Any, ops: Ops) -> Linear:
@@ -350,6 +357,8 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         gate, up, down = (product_of((layer,), ops) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         act = getattr(mlp, parts.act)
         return lambda x: down(act(gate(x)) * up(x))
+    if dense and ops.stored_linears is not None and _holds_stored(mlp):
+        return _stored_mlp(parts, mlp, ops)
     if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
         kind = gate_of(mlp, parts.act)
         if kind is not None:
@@ -362,6 +371,75 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         return mixed[0].view_as(x) if isinstance(mixed, tuple) else mixed
 
     return run
+
+
+def _holds_stored(mlp: Any) -> bool:
+    """True of a dense feed-forward with a quantised layer that is read as stored, and nothing of others' beside."""
+    layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    return is_own(mlp, lambda each: is_linear(each) or format_of(each) is not None) and any(
+        not isinstance(read(layer), str) for layer in layers
+    )
+
+
+def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
+    kind, inner = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
+    down, act = product_of((mlp.down_proj,), ops), getattr(mlp, parts.act)
+    if kind is not None and inner is not None and ops.stored_linears is not None:
+        opened = StoredLinears(ops.stored_linears, inner, kind)
+        return lambda x: down(opened(x))
+    gate, up = product_of((mlp.gate_proj,), ops), product_of((mlp.up_proj,), ops)
+    return lambda x: down(act(gate(x)) * up(x))
+
+
+def product_slots(model: Any) -> list[Any]:
+    """Modules of a decoder whose products `product_of` makes: projections of attention and of recurrent layers, dense
+    feed-forwards, and the LM head."""
+    parts = adapter_for(model)
+    if parts is None:
+        return []
+    slots: list[Any] = [lm_head_of(model, parts)]
+    for layer in getattr(decoder_of(model), parts.layers):
+        attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
+        if attn is None:
+            row, net = parts.recurrent_row or parts, getattr(layer, parts.recurrent)
+            slots += [getattr(net, name) for name in (*row.recurrent_inputs, row.recurrent_out)]
+        else:
+            slots += [*_projections(parts, attn), getattr(attn, parts.out)]
+        if parts.gated_mlp and hasattr(mlp, "gate_proj") and _holds_stored(mlp):
+            slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return slots
+
+
+def reads_packed(model: Any) -> bool:
+    """True where passes over a model with an adapter read all weights as stored that its library would unpack at the
+    first forward pass."""
+    slots = set(map(id, product_slots(model)))
+    packed = [module for module in model.modules() if (row := format_of(module)) is not None and row.unpacked]
+    return all(id(module) in slots and not isinstance(read(module), str) for module in packed)
+
+
+def told_formats(model: Any, stored: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """For `report`: formats of quantised layers that are multiplied as stored -> how many are, and reasons for which
+    others keep their own forward -> how many do."""
+    slots, together = set(map(id, product_slots(model))), stored and reads_packed(model)
+    held: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    for module in model.modules():
+        row = format_of(module)
+        if row is None:
+            continue
+        found = read(module)
+        if isinstance(found, str):
+            kept[f"{row.name}: {found}"] += 1
+        elif not stored:
+            kept[f"{row.name}: patch(model, stored=True) was not asked for"] += 1
+        elif id(module) not in slots:
+            kept[f"{row.name}: it is a part of a module that runs by its own forward"] += 1
+        elif row.unpacked and not together:
+            kept[f"{row.name}: other layers have to be unpacked, and all are at once"] += 1
+        else:
+            held[row.name] += 1
+    return dict(held), dict(kept)
 
 
 def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:

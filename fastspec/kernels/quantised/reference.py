@@ -1,0 +1,175 @@
+"""Products with stored weights in plain torch: what the kernel beside it computes, and its specification.
+
+A weight [M, K] is dequantised, (code - zero) * scale in fp32, rounded to the dtype that its library dequantises to, and
+multiplied in the activations' dtype with fp32 accumulation. Nothing is repacked: codes, scales and zero points are
+views of the tensors that a quantiser wrote.
+
+K input channels, M output channels, G = ceil(K / k) scales of a line, for blocks of m x k weights.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.linear.reference import Activation
+
+
+class Numbers(enum.IntEnum):
+    """How the bits of a code are read."""
+
+    UNSIGNED = 0
+    """Whole numbers from 0, less `Codes.less`."""
+    SIGNED = 1
+    """Whole numbers in two's complement."""
+    E4M3 = 2
+    """Floating point of 4 exponent and 3 mantissa bits, finite (torch.float8_e4m3fn)."""
+    TABLE = 3
+    """Places in a table of 16 values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Codes of a weight: `bits` of each (8, or 4 with two to a byte) and what they stand for."""
+
+    bits: int
+    numbers: Numbers
+    less: int = 0
+    high_first: bool = False
+    """True where the high half of a byte comes before the low one."""
+
+
+INT8 = Codes(8, Numbers.SIGNED)
+PACKED8 = Codes(8, Numbers.UNSIGNED, less=128)
+PACKED4 = Codes(4, Numbers.UNSIGNED, less=8)
+E4M3 = Codes(8, Numbers.E4M3)
+TABLE4 = Codes(4, Numbers.TABLE, high_first=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """Scales that are codes themselves: table[scale] * factors[place // block] + offset, by the place of a scale among
+    all. table [256], factors [ceil(scales / block)], offset [] fp32."""
+
+    table: Tensor
+    factors: Tensor
+    offset: Tensor
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight [M, K] as stored."""
+
+    codes: Tensor
+    """[M, at least K * bits / 8] uint8."""
+    kind: Codes
+    scales: Tensor
+    """[ceil(M / m), G], contiguous; uint8 with `nested`."""
+    block: tuple[int, int]
+    """(m, k): weights that share a scale."""
+    depth: int
+    """K."""
+    dtype: torch.dtype | None
+    """What its library dequantises to; None: the activations' dtype."""
+    zeros: Tensor | None = None
+    """Zero points, contiguous, where m is 1: int8 [M, G], or codes [ceil(M / c), G] int32 with those of c = 32 / bits
+    lines in a word, the first line's lowest, which stand for themselves less `Codes.less`."""
+    groups: Tensor | None = None
+    """Scale [K] int32 of every input channel, where their order was changed (act-order); else they come in turn."""
+    table: Tensor | None = None
+    """[16] fp32 for codes that are places in it."""
+    nested: Nested | None = None
+    on_sums: bool = False
+    """True where scales, one for a line, multiply the sums, as the library's own forward does."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[M, K]."""
+        return torch.Size((self.codes.shape[0], self.depth))
+
+    @property
+    def device(self) -> torch.device:
+        """The codes'."""
+        return self.codes.device
+
+
+def halves(codes: Tensor, kind: Codes) -> Tensor:
+    """Codes one by one: bytes [M, B] -> [M, 2 * B] of 4 bits, or [M, B] of 8."""
+    if kind.bits == 8:
+        return codes
+    low, high = codes & 15, codes >> 4
+    return torch.stack((high, low) if kind.high_first else (low, high), -1).flatten(-2)
+
+
+def numbers(weight: StoredWeight) -> Tensor:
+    """What the codes stand for before zero points and scales: [M, K] fp32."""
+    codes = halves(weight.codes, weight.kind)[:, : weight.depth]
+    match weight.kind.numbers:
+        case Numbers.UNSIGNED:
+            return codes.float() - weight.kind.less
+        case Numbers.SIGNED:
+            return codes.view(torch.int8).float()
+        case Numbers.E4M3:
+            return codes.view(torch.float8_e4m3fn).float()
+        case Numbers.TABLE:
+            assert weight.table is not None
+            return weight.table.float()[codes.long()]
+
+
+def scales(weight: StoredWeight) -> Tensor:
+    """Scales as numbers: [ceil(M / m), G] fp32."""
+    nested = weight.nested
+    if nested is None:
+        return weight.scales.float()
+    places = torch.arange(weight.scales.numel(), device=weight.device).view(weight.scales.shape)
+    return nested.table.float()[weight.scales.long()] * nested.factors.float()[places // nested.block] + nested.offset
+
+
+def zeros(weight: StoredWeight) -> Tensor | None:
+    """Zero points as numbers: [M, G] fp32, or None where all are zero."""
+    points, kind = weight.zeros, weight.kind
+    if points is None:
+        return None
+    if points.dtype == torch.int8:
+        return points.float()
+    lines, per = torch.arange(weight.shape[0], device=weight.device), 32 // kind.bits
+    codes: Tensor = (points[lines // per] >> (lines % per * kind.bits)[:, None]) & (2**kind.bits - 1)
+    return codes.float() - kind.less
+
+
+def dequantised(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """[M, K], rounded to its own dtype, in this one."""
+    (count, depth), (m, k) = weight.shape, weight.block
+    values, offsets, factors = numbers(weight), zeros(weight), scales(weight)
+    if weight.groups is None and m == 1 and depth % k == 0:
+        values, offsets = values.unflatten(1, (-1, k)), None if offsets is None else offsets[..., None]
+        factors = factors[..., None]
+    else:
+        lines, columns = torch.arange(count, device=weight.device) // m, weight.groups
+        columns = torch.arange(depth, device=weight.device) // k if columns is None else columns
+        offsets, factors = None if offsets is None else offsets[:, columns], factors[lines][:, columns]
+    values = values if offsets is None else values.sub_(offsets)
+    return values.mul_(factors).view(count, depth).to(weight.dtype or dtype).to(dtype)
+
+
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
+    """x [..., K] times weight [M, K] transposed, plus bias [M] -> [..., M] in x's dtype."""
+    if not weight.on_sums:
+        return F.linear(x, dequantised(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+    sums = F.linear(x.float(), numbers(weight)) * scales(weight)[:, 0]
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)
+
+
+def linears(
+    x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Tensor | None], kind: Activation | None = None
+) -> Tensor:
+    """`linear_reference.linears` of stored weights."""
+    return partial(linear_reference.linears, product=linear)(x, weights, biases, kind)  # type: ignore[arg-type]

@@ -1,0 +1,262 @@
+"""Formats of quantised weights: which modules hold one, and where its tensors are. This is their one place: a row of
+FORMATS for each, by the class that a library gives a module, its weight or its scheme.
+
+A reader gives the weight as views of the module's own tensors, or the reason for which the module keeps its own
+forward. No library is imported, and nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.kernels.quantised.reference import (
+    E4M3,
+    INT8,
+    PACKED4,
+    PACKED8,
+    TABLE4,
+    Codes,
+    Nested,
+    StoredWeight,
+)
+from fastspec.patches.hf.compat import hooks_of, is_capturing_hook
+
+Read = StoredWeight | str
+"""A weight, or why it is not read as stored."""
+PLAIN_CODES = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
+PACKED_CODES = {4: PACKED4, 8: PACKED8}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: its name, what of a module has a class of the library (the module itself, or an attribute), and the
+    reader of such a module."""
+
+    name: str
+    library: str
+    kind: str
+    read: Callable[[Any], Read]
+    at: str = ""
+    unpacked: bool = False
+    """True where the library unpacks all weights of a model at its first forward pass."""
+
+    def holds(self, module: nn.Module) -> bool:
+        """True of a module in this format."""
+        held: Any = module
+        if self.at:
+            held = module._parameters.get(self.at) if self.at == "weight" else module.__dict__.get(self.at)
+        return type(held).__name__ == self.kind and type(held).__module__.partition(".")[0] == self.library
+
+
+def octets(codes: Tensor) -> Tensor:
+    """Codes of any dtype as bytes [M, B], in place."""
+    return codes.detach().view(torch.uint8)
+
+
+def whole(weight: StoredWeight) -> Read:
+    """The weight, where its tensors lie and have the shapes as the kernels read them."""
+    (count, depth), (m, k) = weight.shape, weight.block
+    wanted = -(-count // m), -(-depth // k)
+    columns = weight.scales.shape[1] if weight.groups is not None else wanted[1]
+    tables = [each for each in (weight.scales, weight.zeros) if each is not None]
+    if tuple(weight.scales.shape) != (wanted[0], columns):
+        return f"scales {tuple(weight.scales.shape)} of blocks {m} x {k} do not fit a weight {count} x {depth}"
+    if weight.codes.stride(-1) != 1 or not all(table.is_contiguous() for table in tables):
+        return "its tensors are not contiguous"
+    if weight.codes.shape[1] * 8 < depth * weight.kind.bits:
+        return f"{weight.codes.shape[1]} bytes a line are too few for {depth} codes"
+    return weight
+
+
+def _torchao(module: Any) -> Read:
+    weight = module.weight
+    codes, shape = weight.qdata.detach(), weight.qdata.shape
+    if codes.dim() != 2 or codes.dtype not in PLAIN_CODES:
+        return f"codes are {codes.dtype} of {codes.dim()} dimensions, not int8 or e4m3 of two"
+    if getattr(weight, "act_pre_scale", None) is not None:
+        return "activations are scaled before they are multiplied (act_pre_scale)"
+    block = tuple(weight.block_size or shape)
+    grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+    if weight.scale.numel() != grid[0] * grid[1]:
+        return f"{weight.scale.numel()} scales are not one for each block of {block[0]} x {block[1]}"
+    sums = type(weight).__name__ == "Int8Tensor" and block[1] >= shape[1]  # whose forward reads no zero points then
+    zeros = None if sums else getattr(weight, "zero_point", None)
+    if zeros is not None and zeros.dtype != torch.int8:
+        return f"zero points are {zeros.dtype}, not int8"
+    zeros = None if zeros is None else zeros.detach().reshape(grid)
+    if zeros is not None and block[0] != 1:
+        return "lines share zero points"
+    return whole(
+        StoredWeight(
+            octets(codes),
+            PLAIN_CODES[codes.dtype],
+            weight.scale.detach().reshape(grid),
+            (block[0], block[1]),
+            shape[1],
+            weight.dtype,
+            zeros=zeros,
+            on_sums=sums and block[0] in (1, shape[0]),
+        )
+    )
+
+
+def _compressed(module: Any) -> Read:
+    """compressed-tensors' module between loading and its first forward pass."""
+    args, held = module.quantization_scheme.weights, module._parameters
+    packed, scales, zeros = held.get("weight_packed"), held.get("weight_scale"), held.get("weight_zero_point")
+    codes = held.get("weight") if packed is None else packed
+    if args is None or scales is None or codes is None or held.get("weight_global_scale") is not None:
+        return "its format has other tensors than codes, scales and zero points"
+    if packed is not None and (codes.dtype != torch.int32 or args.num_bits not in PACKED_CODES or args.type != "int"):
+        return f"weights are packed as {args.type} of {args.num_bits} bits: those of 4 and 8 bits are read"
+    if packed is None and codes.dtype not in PLAIN_CODES:
+        return f"the weight is {codes.dtype}: compressed-tensors has unpacked it"
+    kind: Codes = PLAIN_CODES[codes.dtype] if packed is None else PACKED_CODES[args.num_bits]
+    count, depth, strategy = module.out_features, module.in_features, args.strategy
+    block = {"tensor": (count, depth), "channel": (1, depth), "group": (1, args.group_size)}.get(
+        strategy, tuple(args.block_structure or ())
+    )
+    if len(block) != 2:
+        return f"scales of strategy {strategy!r} are not read"
+    grid = -(-count // block[0]), -(-depth // block[1])
+    zeros = None if args.symmetric else zeros
+    if zeros is not None and block[0] != 1:
+        return "lines share zero points"
+    groups = getattr(module, "weight_g_idx", None)
+    return whole(
+        StoredWeight(
+            octets(codes),
+            kind,
+            scales.detach().reshape(grid) if scales.numel() == grid[0] * grid[1] else scales.detach(),
+            (block[0], block[1]),
+            depth,
+            scales.dtype,
+            zeros=None if zeros is None else zeros.detach(),
+            groups=None if groups is None else groups.detach().int(),
+        )
+    )
+
+
+def _float8(module: Any) -> Read:
+    """transformers' own FP8 modules, whose activations are rounded to FP8 too: here they are not."""
+    weight, fine = module.weight.detach(), hasattr(module, "weight_scale_inv")
+    scales = (module.weight_scale_inv if fine else module.weight_scale).detach()
+    if weight.dtype != torch.float8_e4m3fn:
+        return f"the weight is {weight.dtype}, not e4m3"
+    count, depth = weight.shape
+    sizes = getattr(module, "block_size", None) or ((count, depth) if scales.numel() == 1 else (1, depth))
+    grid = -(-count // sizes[0]), -(-depth // sizes[1])
+    if scales.numel() != grid[0] * grid[1]:
+        return f"{scales.numel()} scales are not one for each block of {sizes[0]} x {sizes[1]}"
+    scales = scales if scales.dtype in (torch.float32, torch.bfloat16, torch.float16) else scales.float()
+    return whole(StoredWeight(octets(weight), E4M3, scales.reshape(grid), (sizes[0], sizes[1]), depth, None))
+
+
+def _bitsandbytes(module: Any) -> Read:
+    weight, state = module.weight, getattr(module.weight, "quant_state", None) or module.quant_state
+    if state is None:
+        return "it is not quantised yet"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "bitsandbytes has laid it anew for this CPU (AVX512-BF16)"
+    count, depth = module.out_features, module.in_features
+    if tuple(state.shape) != (count, depth) or depth % state.blocksize or not weight.is_contiguous():
+        return f"blocks of {state.blocksize} go over the ends of its lines of {depth}"
+    inner = state.state2 if state.nested else None
+    return whole(
+        StoredWeight(
+            octets(weight.reshape(-1)).view(count, depth // 2),
+            TABLE4,
+            state.absmax.view(count, -1),
+            (1, state.blocksize),
+            depth,
+            state.dtype,
+            table=state.code,
+            nested=None if inner is None else Nested(inner.code, inner.absmax, state.offset, inner.blocksize),
+        )
+    )
+
+
+def _not_read(why: str) -> Callable[[Any], Read]:
+    return lambda module: why
+
+
+FORMATS = (
+    Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight"),
+    Format("torchao float8", "torchao", "Float8Tensor", _torchao, "weight"),
+    Format("torchao intx", "torchao", "IntxUnpackedToInt8Tensor", _torchao, "weight"),
+    Format(
+        "compressed-tensors",
+        "compressed_tensors",
+        "QuantizationScheme",
+        _compressed,
+        "quantization_scheme",
+        unpacked=True,
+    ),
+    Format("fine-grained FP8", "transformers", "FP8Linear", _float8),
+    Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8),
+    Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
+    Format(
+        "bitsandbytes int8",
+        "bitsandbytes",
+        "Linear8bitLt",
+        _not_read("its outliers are multiplied by themselves: load with load_in_4bit=True"),
+    ),
+    Format("optimum-quanto", "optimum", "QLinear", _not_read("its tensors are not read: torchao's int8 are")),
+)
+
+
+def format_of(module: nn.Module) -> Format | None:
+    """The format of a module's weight, or None of any that no row knows."""
+    return next((row for row in FORMATS if row.holds(module)), None)
+
+
+def read(module: Any) -> Read:
+    """A module's weight as stored, or why it keeps its own forward."""
+    row = format_of(module)
+    if row is None:
+        return "no format of fastspec.patches.hf.quantised"
+    if not all(map(is_capturing_hook, hooks_of(module))):
+        return "a hook is on it"
+    forward = module.__dict__.get("forward")
+    if forward is not None and not (row.unpacked and _is_of(forward, row.library)):
+        return "its forward is replaced"
+    return row.read(module)
+
+
+def _is_of(forward: Any, library: str) -> bool:
+    """True of a function that a library's own module defines, whatever `functools.wraps` says."""
+    code = getattr(forward, "__func__", forward)
+    return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0] == library
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """A linear layer whose weight is multiplied as stored: `weight` is read of the module as it is at the time."""
+
+    module: Any
+
+    @property
+    def weight(self) -> StoredWeight:
+        """[M, K]."""
+        found = read(self.module)
+        if isinstance(found, str):
+            raise RuntimeError(f"a weight was changed while it was read as stored: {found}")
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[M]."""
+        bias: Tensor | None = self.module.bias
+        return bias
+
+
+def stored_layers(modules: Sequence[Any]) -> tuple[StoredLinear, ...] | None:
+    """Layers whose weights are read as stored, or None where one of them is not."""
+    if any(isinstance(read(module), str) for module in modules):
+        return None
+    return tuple(map(StoredLinear, modules))

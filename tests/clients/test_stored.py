@@ -1,0 +1,268 @@
+"""Weights as the libraries store them, multiplied as they are: tiny models, loaded by transformers where it loads
+them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.clients import MARKS, QUESTIONS, asked
+from helpers.generate import prompts
+from helpers.models import tiny_head, tiny_model
+from helpers.pages import snippets
+from helpers.patch import assert_same, snapshot
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import fastspec
+from fastspec.kernels.quantised.reference import dequantised
+from fastspec.patches.hf.quantised import format_of, read
+
+pytestmark = MARKS
+OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": 1000}
+TREE = fastspec.Eagle3(depth=3, top_k=3, total_tokens=8)
+LAYERS = 3
+Load = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """A model in fp32 as a directory, its sizes multiples of 128, with biases in attention."""
+    path = tmp_path_factory.mktemp("plain")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
+    tiny_model("qwen2", **sizes).save_pretrained(path)
+    return path
+
+
+def loaded(folder: Path, config: Any = None) -> Any:
+    given = {} if config is None else {"quantization_config": config, "device_map": "cpu"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given).eval()
+
+
+def torchao(kind: str, *args: Any, **options: Any) -> Load:
+    def load(folder: Path) -> Any:
+        ao = pytest.importorskip("torchao.quantization")
+        from transformers import TorchAoConfig
+
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        return loaded(folder, TorchAoConfig(getattr(ao, kind)(*args, **made)))
+
+    return load
+
+
+def groups_of_32() -> Any:
+    from torchao.quantization import granularity
+
+    return granularity.PerGroup(32)
+
+
+def bitsandbytes(**options: Any) -> Load:
+    def load(folder: Path) -> Any:
+        pytest.importorskip("bitsandbytes")
+        from transformers import BitsAndBytesConfig
+
+        return loaded(folder, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **options))
+
+    return load
+
+
+def compressed(activations: bool = False, only: dict[str, int] | None = None, **args: Any) -> Load:
+    """Written by compressed-tensors, rounded to the nearest, and loaded; `only` gives modules by name other bits."""
+
+    def load(folder: Path) -> Any:
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import (
+            QuantizationArgs,
+            QuantizationConfig,
+            QuantizationScheme,
+            apply_quantization_config,
+        )
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        model = loaded(folder)
+        inputs = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True) if activations else None
+
+        def scheme(targets: list[str], **more: Any) -> Any:
+            given = QuantizationArgs(**args | more)
+            return QuantizationScheme(targets=targets, weights=given, input_activations=inputs)
+
+        others = {name: scheme([f"re:.*{name}"], num_bits=bits) for name, bits in (only or {}).items()}
+        rest = {"all": scheme(["Linear"])}
+        apply_quantization_config(model, QuantizationConfig(config_groups=others | rest, ignore=["lm_head"]))
+        for layer in model.modules():
+            if not hasattr(layer, "quantization_scheme"):
+                continue
+            given, weight = layer.quantization_scheme.weights, layer.weight.data
+            size = given.group_size if given.strategy == "group" else weight.shape[1]
+            parts = weight.unflatten(1, (-1, size))
+            if given.strategy == "tensor":
+                parts = weight.reshape(1, 1, -1)
+            scale, zero = calculate_qparams(parts.amin(2), parts.amax(2), given)
+            layer.weight_scale.data.copy_(scale.view_as(layer.weight_scale))
+            if hasattr(layer, "weight_zero_point"):
+                layer.weight_zero_point.data.copy_(zero.view_as(layer.weight_zero_point))
+        packer, path = ModelCompressor.from_pretrained_model(model), folder.parent / "compressed"
+        packer.compress_model(model)
+        if not args.get("symmetric", True):  # which transformers 5.24 refuses to load: it expects unpacked zero points
+            return model
+        model.save_pretrained(path)
+        packer.update_config(path)
+        return loaded(path)
+
+    return load
+
+
+KINDS: dict[str, Load] = {
+    "torchao int8": torchao("Int8WeightOnlyConfig"),
+    "torchao float8": torchao("Float8WeightOnlyConfig"),
+    "torchao int4 in int8": torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=groups_of_32),
+    "compressed-tensors w8a16": compressed(num_bits=8, strategy="channel"),
+    "compressed-tensors w8a16, groups": compressed(num_bits=8, strategy="group", group_size=32),
+    "compressed-tensors w4a16": compressed(num_bits=4, strategy="group", group_size=64),
+    "compressed-tensors w4a16, zero points": compressed(num_bits=4, strategy="group", group_size=128, symmetric=False),
+    "compressed-tensors w4a16, act-order": compressed(num_bits=4, strategy="group", group_size=32, actorder="weight"),
+    "compressed-tensors, mixed": compressed(only={"down_proj": 8}, num_bits=4, strategy="group", group_size=32),
+    "bitsandbytes nf4": bitsandbytes(bnb_4bit_quant_type="nf4"),
+    "bitsandbytes nf4, nested": bitsandbytes(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "bitsandbytes fp4": bitsandbytes(bnb_4bit_quant_type="fp4"),
+}
+ROUNDED: dict[str, Load] = {
+    "torchao int8": torchao("Int8DynamicActivationInt8WeightConfig"),
+    "compressed-tensors fp8": compressed(activations=True, num_bits=8, type="float", strategy="channel"),
+    "compressed-tensors fp8, one scale": compressed(activations=True, num_bits=8, type="float", strategy="tensor"),
+}
+
+
+def slots(model: Any) -> list[tuple[str, nn.Module]]:
+    return [(name, each) for name, each in model.named_modules() if format_of(each) is not None]
+
+
+def densified(model: Any, folder: Path) -> Any:
+    """The model in fp32 with the weights that are stored, dequantised."""
+    dense = loaded(folder)
+    for name, module in slots(model):
+        weight = read(module)
+        assert not isinstance(weight, str), f"{name}: {weight}"
+        dense.get_submodule(name).weight.data = dequantised(weight, torch.float32)
+    return dense
+
+
+def bits(model: Any) -> dict[str, list[bytes]]:
+    """The bytes of a model's state, of all tensors that a wrapper of several holds."""
+    found = {}
+    for name, value in model.state_dict().items():
+        parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+        tensors = [getattr(value, part) for part in parts] or [value]
+        found[name] = [each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors]
+    return found
+
+
+def trace(model: Any) -> dict[str, Any]:
+    """What `unpatch` leaves as it was, without the addresses of what bitsandbytes makes for each state_dict."""
+    found, own = snapshot(model, values=False), dict(model.named_parameters())
+    found["storage"] = {name: value for name, value in found["storage"].items() if name in own}
+    return found
+
+
+def check(model: Any, dense: Any) -> None:
+    """Assisted calls say what the dequantised model says, all weights as stored, and `unpatch` leaves no trace."""
+    before, values, count = trace(model), bits(model), len(slots(model))
+    inputs = prompts(4, 9)
+    expected = dense.generate(**inputs, **OPTIONS)
+    fastspec.patch(model, eagle3=tiny_head(dense), stored=True)
+    for assistant in ("autoregressive", TREE):
+        assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
+    report = fastspec.report(model)
+    assert sum(report.stored.values()) == count >= 7 * LAYERS and not report.own_forward
+    fastspec.unpatch(model)
+    assert_same(before, trace(model))
+    assert bits(model) == values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_multiplied_as_stored(plain, kind):
+    """The library's own answers, too: in fp32 it multiplies the same numbers."""
+    model = KINDS[kind](plain)
+    check(model, densified(model, plain))
+    own, inputs = KINDS[kind](plain), prompts(4, 9)
+    dense = densified(own, plain)
+    assert torch.equal(own.generate(**inputs, **OPTIONS), dense.generate(**inputs, **OPTIONS))
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_activations_are_not_rounded(plain, kind):
+    model = ROUNDED[kind](plain)
+    check(model, densified(model, plain))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layout_dequantises_as_its_library_does(plain, kind):
+    """Bit for bit, by the product of ones: the library's own forward, or what it unpacks."""
+    model = KINDS[kind](plain)
+    found = {name: dequantised(read(module), torch.float32) for name, module in slots(model)}
+    model(torch.tensor([[1]]))  # compressed-tensors unpacks
+    for name, weight in found.items():
+        module = model.get_submodule(name)
+        held = module.weight
+        if kind.startswith("bitsandbytes"):
+            import bitsandbytes
+
+            wanted = bitsandbytes.functional.dequantize_4bit(held.data, held.quant_state)
+        else:
+            wanted = held.dequantize() if hasattr(held, "qdata") else held.data
+        assert torch.equal(weight, wanted), name
+
+
+def test_a_plain_call_unpacks_and_assisted_calls_go_on(plain):
+    """compressed-tensors' weights are unpacked by the first call without an assistant, as before `patch`."""
+    model = KINDS["compressed-tensors w4a16"](plain)
+    inputs, expected = prompts(5), densified(model, plain).generate(**prompts(5), **OPTIONS)
+    fastspec.patch(model, stored=True)
+    for assistant in ("nasd", None, "nasd"):
+        assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
+        assert bool(fastspec.report(model).stored) == (model._forward_pre_hooks != {})
+
+
+@pytest.mark.parametrize("why", ["3 bits", "a hook"])
+def test_what_is_not_read_is_unpacked(plain, why):
+    """3 bits beside 4, or generic mode: all of it, by its library, and `report` says so."""
+    other = {"down_proj": 3} if why == "3 bits" else {}
+    model = compressed(only=other, num_bits=4, strategy="group", group_size=32)(plain)
+    dense = copy.deepcopy(model)
+    if why == "a hook":
+        model.model.layers[0].register_forward_hook(lambda *args: None)
+    fastspec.patch(model, stored=True)
+    told = fastspec.report(model)
+    assert not told.stored and {why.partition(":")[0] for why in told.own_forward} == {"compressed-tensors"}
+    found = model.generate(**prompts(5), **OPTIONS, assistant="nasd")
+    assert torch.equal(found, dense.generate(**prompts(5), **OPTIONS))
+
+
+def test_the_pages_snippet_drafts_and_says_what_the_model_says(smollm2, tokenizer):
+    """SmolLM2 in int8, 24 tokens: the answer of its own forward."""
+    pytest.importorskip("torchao")
+    names = {"model": copy.deepcopy(smollm2[0]), "inputs": asked(tokenizer, QUESTIONS[0])}
+    (snippet,) = snippets(Path("docs/quantised.md"))
+    exec(compile(snippet.text, snippet.name, "exec"), names)
+    model, report = names["model"], fastspec.report(names["model"])
+    assert (
+        report.stored == {"torchao int8": 7 * model.config.num_hidden_layers + 1} and report.last.acceptance_length > 2
+    )
+    fastspec.unpatch(model)
+    plain = model.generate(**names["inputs"], max_new_tokens=24, do_sample=False)
+    assert torch.equal(names["answer"], plain)
+
+
+def test_the_triton_kernel_reads_them_too(plain):
+    """In the interpreter, one format of each library."""
+    for kind in ("torchao int8", "compressed-tensors w4a16, zero points", "bitsandbytes nf4, nested"):
+        model = KINDS[kind](plain)
+        expected = densified(model, plain).generate(**prompts(4), **OPTIONS | {"max_new_tokens": 2})
+        with fastspec.patched(model, backend="triton", stored=True):
+            found = model.generate(**prompts(4), **OPTIONS | {"max_new_tokens": 2}, assistant="autoregressive")
+        assert torch.equal(found, expected), kind

@@ -1,0 +1,110 @@
+"""Weights in the layouts of quantisers, written by hand, and the same weights dequantised."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.quantised.reference import (
+    E4M3,
+    INT8,
+    PACKED4,
+    PACKED8,
+    TABLE4,
+    Nested,
+    StoredWeight,
+)
+
+NF4 = torch.tensor(
+    (
+        (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0),
+        (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+    )
+).flatten()
+"""Values of 4-bit NormalFloat (Dettmers et al., arXiv 2305.14314, appendix E), rounded to 8 digits."""
+Written = tuple[StoredWeight, Tensor]
+"""A weight as stored, and dequantised [M, K]."""
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Codes [M, K] from 0 on, 32 / bits to a word along K, the first lowest -> int32 [M, ceil(K * bits / 32)]."""
+    per = 32 // bits
+    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % per)).view(len(codes), -1, per)
+    return sum(padded[..., i] << (bits * i) for i in range(per)).to(torch.int32)  # type: ignore[union-attr]
+
+
+def spread(values: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """A value of each block for each weight: [ceil(M / m), G] -> [M, K]."""
+    return values.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def rows8(count: int, depth: int, dtype: torch.dtype, on_sums: bool = False) -> Written:
+    """int8 in two's complement, a scale for each line: torchao's."""
+    codes = torch.randint(-128, 128, (count, depth))
+    scales = torch.rand(count, 1) / 64 + 0.001
+    weight = StoredWeight(
+        codes.to(torch.int8).view(torch.uint8), INT8, scales, (1, depth), depth, dtype, on_sums=on_sums
+    )
+    return weight, (codes * scales).to(torch.float32 if on_sums else dtype)
+
+
+def packed(
+    bits: int, group: int | None, count: int, depth: int, dtype: torch.dtype, zeros: bool = False, ordered: bool = False
+) -> Written:
+    """Whole numbers packed into words, with a scale and a zero point for each group of a line: compressed-tensors'."""
+    half, size = 2 ** (bits - 1), group or depth
+    codes, columns = torch.randint(0, 2 * half, (count, depth)), -(-depth // size)
+    scales, points = (torch.rand(count, columns) / half).to(dtype), torch.randint(0, 2 * half, (count, columns))
+    of = torch.arange(depth) // size
+    of = of[torch.randperm(depth)] if ordered else of
+    dense = (codes - (points if zeros else torch.full_like(points, half))[:, of]).to(dtype) * scales[:, of]
+    weight = StoredWeight(
+        words(codes, bits).view(torch.uint8),
+        PACKED4 if bits == 4 else PACKED8,
+        scales,
+        (1, size),
+        depth,
+        dtype,
+        zeros=words(points.T, bits).T.contiguous() if zeros else None,
+        groups=of.int() if ordered else None,
+    )
+    return weight, dense
+
+
+def grouped8(group: int, count: int, depth: int, dtype: torch.dtype) -> Written:
+    """int8 with plain zero points: torchao's portable weights of few bits."""
+    codes, columns = torch.randint(-8, 8, (count, depth)), -(-depth // group)
+    scales, points = torch.rand(count, columns), torch.randint(-8, 8, (count, columns))
+    block = 1, group
+    dense = (codes - spread(points, block, codes.shape)) * spread(scales, block, codes.shape)
+    stored, zeros = codes.to(torch.int8).view(torch.uint8), points.to(torch.int8)
+    return StoredWeight(stored, INT8, scales, block, depth, dtype, zeros=zeros), dense.to(dtype)
+
+
+def float8(block: tuple[int, int] | None, count: int, depth: int, dtype: torch.dtype) -> Written:
+    """e4m3 with a scale for each block, for each line (None), or for all: fine-grained FP8, and per channel."""
+    block = block or (1, depth)
+    codes = torch.randint(0, 256, (count, depth), dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x81  # no NaN, but subnormal numbers
+    scales = torch.rand(-(-count // block[0]), -(-depth // block[1])) / 100
+    dense = codes.view(torch.float8_e4m3fn).float() * spread(scales, block, codes.shape)
+    return StoredWeight(codes, E4M3, scales, block, depth, dtype), dense.to(dtype)
+
+
+def table4(count: int, depth: int, dtype: torch.dtype, nested: bool = False) -> Written:
+    """Places in a table of 16, the high half of a byte first, in blocks of 64: bitsandbytes' nf4."""
+    codes = torch.randint(0, 16, (count, depth))
+    scales: Tensor = torch.rand(count, depth // 64)
+    values = NF4.to(codes.device)
+    dense, inner = values[codes], None
+    if nested:
+        places = torch.randint(0, 256, scales.shape)
+        factors, table = torch.rand(-(-places.numel() // 256)), torch.rand(256) * 2 - 1
+        inner = Nested(table, factors, torch.tensor(0.7), 256)
+        scales = table[places] * factors[(torch.arange(places.numel()) // 256).view_as(places)] + inner.offset
+        dense = dense * spread(scales, (1, 64), codes.shape)
+        scales = places.to(torch.uint8)
+    else:
+        dense = dense * spread(scales, (1, 64), codes.shape)
+    halves = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+    return StoredWeight(halves, TABLE4, scales, (1, 64), depth, dtype, table=values, nested=inner), dense.to(dtype)
