@@ -106,9 +106,9 @@ def patch(
     every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed
     order (see docs/exact.md); what has none is refused by name. With `stored` assisted calls multiply quantised
     weights as they are stored, where their format is read (docs/quantised.md); else such layers run by their own
-    forward. Only this instance is changed, and nothing in its forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
-    one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
-    values, names and shapes stay.
+    forward. Only this instance is changed, and nothing in its forward pass; without an assistant it does what it
+    did. On CUDA and with "cpp" the weights of layers that read one input (query, key and value; gate and up) are
+    laid one after another: the parameters become views, and their values, names and shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
