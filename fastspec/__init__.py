@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastspec.cascade.config import Cascade, Stage
-from fastspec.config import Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Nasd, Speculative, TreeShape
+from fastspec.config import Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Mtp, Nasd, Speculative, TreeShape
 from fastspec.errors import CheckpointError, FastSpecError, NoDistribution, PatchConflict, Unsupported
 from fastspec.removed import RemovedModules
 
@@ -75,6 +75,7 @@ __all__ = [
     "Eagle2",
     "Eagle3",
     "FastSpecError",
+    "Mtp",
     "Nasd",
     "NgramStorage",
     "NoDistribution",

@@ -258,6 +258,13 @@ class Eagle2(_DynamicTree):
     name: ClassVar[str] = "eagle2"
 
 
+@dataclass(frozen=True, slots=True)
+class Mtp(_DynamicTree):
+    """Drafting with the draft layers that come with a model, as the dynamic trees of `Eagle3`: a Gemma 4 assistant."""
+
+    name: ClassVar[str] = "mtp"
+
+
 Ranks = tuple[int, ...]
 # EAGLE-1's published tree (arXiv 2401.15077; `mc_sim_7b_63` in its authors' code): 25 nodes below the root, 5 draft
 # tokens deep.

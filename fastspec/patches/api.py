@@ -13,10 +13,11 @@ from typing import Any
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
 from fastspec.distribution import warn_of_stranger
-from fastspec.errors import PatchConflict, Unsupported
+from fastspec.errors import CheckpointError, PatchConflict, Unsupported
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.stats import Profile, Stats
+from fastspec.patches.assistants.gemma4_assistant import gemma4_assistant
 from fastspec.patches.assistants.heads import load_heads
 from fastspec.patches.assistants.registry import NAMES, resolve
 from fastspec.patches.assistants.speculative import check_draft
@@ -81,6 +82,7 @@ def patch(
     eagle: Source = None,
     eagle2: Source = None,
     eagle3: Source = None,
+    mtp: Any = None,
     speculative: Any = None,
     cascade: Cascade | None = None,
     assistant: Any = None,
@@ -92,6 +94,7 @@ def patch(
 
     `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of
     a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
+    `mtp` is a Gemma 4 assistant (`google/gemma-4-*-it-assistant`), as a directory, a hub id or a module.
     `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer
     a tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models
     of a cascade whose last stage is this one: they are patched, where they are not yet, when a call first needs them.
@@ -115,6 +118,8 @@ def patch(
     for name in (name for name, source in heads.items() if source is not None):
         refuse_heads(name, model)
     resources: dict[str, Any] = {**load_heads(heads, model)}
+    if mtp is not None:
+        resources["mtp"] = load_mtp(mtp, model)
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:
@@ -138,6 +143,15 @@ def patch(
         session.undo(force=True)
         raise
     return given
+
+
+def load_mtp(source: Any, model: Any) -> Any:
+    """The draft layers that `mtp=` names. Raises CheckpointError for what holds none."""
+    found = gemma4_assistant(source, model)
+    if found is None:
+        shown = source if isinstance(source, (str, Path)) else f"a {type(source).__name__}"
+        raise CheckpointError(f"mtp={shown} holds no draft layers that fastspec runs: accepted is a Gemma 4 assistant")
+    return found
 
 
 def _default(assistant: Any, resources: dict[str, Any], model: Any) -> Any:

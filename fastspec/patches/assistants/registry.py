@@ -16,6 +16,7 @@ from fastspec.config import (
     Eagle1,
     Eagle2,
     Eagle3,
+    Mtp,
     Nasd,
     Speculative,
 )
@@ -29,6 +30,7 @@ from fastspec.generation.engine.call import Outcome
 from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.fused import fused_drafter
+from fastspec.patches.assistants.gemma4_assistant import SharedCacheDecoding, gemma4_decoding, is_assistant
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
@@ -233,6 +235,12 @@ def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> 
     )
 
 
+def _mtp(config: Mtp, resources: dict[str, Any], model: Any) -> SharedCacheDecoding:
+    if is_assistant(resources.get("mtp")):
+        return gemma4_decoding(config, resources, model)
+    raise Unsupported("assistant 'mtp' has no draft layers: fastspec.patch(model, mtp=path_or_hub_id) supplies them")
+
+
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
     size = vocabulary(model)
     check_tokens(config.storage, size)
@@ -253,6 +261,7 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Eagle1: _eagle,
     Eagle2: _dynamic,
     Eagle3: _dynamic,
+    Mtp: _mtp,
     Nasd: _nasd,
     Speculative: resolve_speculative,
     Cascade: lambda config, resources, model: _cascade(resources).decoding(config),
