@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.models.gemma4_assistant import Gemma4AssistantConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from helpers.models import tiny_model
 
@@ -51,7 +50,8 @@ def assistant_for(model: Any, seed: int = 1, *, text: dict[str, Any] | None = No
     }
     wide = own.per_layer_config[own.layer_types.index("full_attention")]
     sizes["per_layer_config"] = {3: {"head_dim": wide.head_dim, "num_key_value_heads": wide.num_key_value_heads}}
-    config = Gemma4AssistantConfig(text_config=sizes | (text or {}), backbone_hidden_size=own.hidden_size, **over)
+    kind = own.model_type.replace("text", "assistant")
+    config = CONFIG_MAPPING[kind](text_config=sizes | (text or {}), backbone_hidden_size=own.hidden_size, **over)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     assistant = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
