@@ -44,7 +44,7 @@ def committed(model: Any, assistant: Any, shape: TreeShape, lengths: tuple[int, 
     """A target that has read prompts of these lengths, a drafter behind them, and the prompts."""
     inputs, counts = prompts(*lengths), torch.tensor(lengths)
     ids = torch.stack([row.roll(int(count) - len(row)) for row, count in zip(inputs["input_ids"], counts, strict=True)])
-    decoding = SharedCacheDecoding(name="mtp", shape=shape, assistant=assistant, model=model)
+    decoding = SharedCacheDecoding(name="mtp", shape=shape, assistant=assistant)
     sizes = {"rows": len(lengths), "capacity": max(lengths) + 20}
     drafter = decoding.drafter(**sizes, device=ids.device, ops=TORCH, process=None)
     target = HFModel(model, adapter_for(model), **sizes, tail=drafter.nodes, taps=(), ops=TORCH)
@@ -342,10 +342,13 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Any) -> None:
     refused(
         CheckpointError, "4 heads of 8 read layers of type sliding_attention", mtp=assistant_for(gemma4(head_dim=8))
     )
+    longer = assistant_for(gemma4(sliding_window=65))
+    refused(CheckpointError, "window of 65 tokens is longer than the target's, of 64", mtp=longer)
     refused(CheckpointError, "holds no draft layers", mtp=tiny_model())
     tiny_model().save_pretrained(tmp_path / "llama")
     refused(CheckpointError, "holds no draft layers", mtp=tmp_path / "llama")
-    refused(CheckpointError, "is no directory", mtp=tmp_path / "nowhere")
+    refused(CheckpointError, "is no directory, and the hub does not give it", mtp=tmp_path / "nowhere")
+    refused(CheckpointError, "is no directory, and the hub does not give it", mtp="nobody/nothing")
     assistant.save_pretrained(tmp_path / "whole")
     (tmp_path / "broken").mkdir()
     state = assistant.state_dict()

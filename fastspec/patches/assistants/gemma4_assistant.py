@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -36,9 +37,9 @@ from fastspec.patches.hf.parallel import group_of, is_spread
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = ("gemma4_text", "gemma4_unified_text")
 """Model types of decoders whose keys and values such an assistant reads."""
-FIRST_KEY = 2
-"""Keys that a window of W lets an assistant see: transformers counts W + 1 back from the last committed token, which
-stands one before the nodes."""
+WIDER = 2
+"""Positions that a node's span is longer than the assistant's window W: transformers lets it see the last W + 1
+committed tokens, and counts from the last of them, where the node stands one behind."""
 
 
 def is_assistant(source: Any) -> bool:
@@ -53,16 +54,11 @@ def gemma4_assistant(source: Any, target: Any) -> Any:
     Raises CheckpointError for one that lacks tensors or does not fit the target, Unsupported for a target that it
     cannot draft for.
     """
-    if isinstance(source, (str, Path)):
-        found = find_head(source)
-        if _model_type(found) not in MODEL_TYPES:
-            return None
-        _check_target(target)
-        source = _load(found, target)
-    elif not is_assistant(source):
+    named = isinstance(source, (str, Path))
+    if not (_model_type(source) in MODEL_TYPES if named else is_assistant(source)):
         return None
     _check_target(target)
-    return _placed(source, target)
+    return _placed(_load(find_head(source), target) if named else source, target)
 
 
 def gemma4_decoding(config: Any, resources: dict[str, Any], model: Any) -> SharedCacheDecoding:
@@ -78,7 +74,7 @@ def gemma4_decoding(config: Any, resources: dict[str, Any], model: Any) -> Share
     scored = scored_tokens(assistant)
     if most > scored:
         raise Unsupported(f"top_k={most} children of a node exceed the {scored} tokens that the assistant scores")
-    return SharedCacheDecoding(**fields, assistant=assistant, model=model)
+    return SharedCacheDecoding(**fields, assistant=assistant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +84,6 @@ class SharedCacheDecoding(DynamicDecoding):
     continuous: ClassVar[bool] = True
     taps: tuple[int, ...] = ()
     assistant: Any
-    model: Any
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -115,7 +110,7 @@ def program_of(assistant: Any, ops: Ops, target: Target) -> SharedCacheProgram:
     places, layers, keys = _shared_places(target), [], []
     for layer, kind, span in zip(decoder.layers, config.layer_types, layer_spans(assistant), strict=True):
         state, index = places[kind]
-        seen = None if span is None else Span(span.size + FIRST_KEY)
+        seen = None if span is None else Span(span.size + WIDER)
         key = LayoutKey(seen, state.ring, config.num_attention_heads // state.k.shape[2])
         layers.append(layer_parts(parts, layer, ops, state, index, layout=key, rotary=kind))
         keys.append(key)
@@ -190,11 +185,22 @@ def scored_tokens(assistant: Any) -> int:
     return int(masked.centroid_intermediate_top_k * masked.vocab_size_per_centroid)
 
 
-def _model_type(folder: Path) -> Any:
+def _model_type(source: str | Path) -> Any:
+    """The model type in the config.json of a directory or a hub repository, of which nothing else is fetched; None
+    where a place on this machine has none. Raises CheckpointError where there is no such place."""
+    local = Path(source).expanduser()
+    at = local / "config.json"
+    if not local.exists():
+        try:
+            at = Path(hf_hub_download(str(source), "config.json"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"mtp={source} is no directory, and the hub does not give it ({error})") from error
+    if not at.is_file():
+        return None
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from error
+        return json.loads(at.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{at} cannot be read: {error}") from error
 
 
 def _load(folder: Path, target: Any) -> Any:
@@ -250,6 +256,10 @@ def _misfits(assistant: Any, target: Any) -> list[str]:
                 f"its {heads} heads of {size} read layers of type {kind}, and the target's have {held[kind][0]} key "
                 f"heads of {held[kind][1]}"
             )
+    if "sliding_attention" in own.layer_types and own.sliding_window > theirs.sliding_window:
+        found.append(
+            f"its window of {own.sliding_window} tokens is longer than the target's, of {theirs.sliding_window}"
+        )
     return found
 
 
