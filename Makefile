@@ -22,7 +22,7 @@ demo: $(VENV)/.demo  ## the main job on a real model; ARGS="--prompt '...' --max
 	$(BIN)/fastspec demo $(ARGS)
 
 test: lint  ## ruff, mypy and the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.test  ## ruff's layout and rules, and mypy
 	$(BIN)/ruff format --check --quiet .

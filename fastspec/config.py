@@ -184,7 +184,7 @@ class ContinuousBatch:
 
 @dataclass(frozen=True, slots=True)
 class _DynamicTree:
-    """The sizes of EAGLE-2's and EAGLE-3's dynamic trees."""
+    """The sizes of dynamic trees."""
 
     depth: int | None = None
     top_k: int | None = None
@@ -260,9 +260,25 @@ class Eagle2(_DynamicTree):
 
 @dataclass(frozen=True, slots=True)
 class Mtp(_DynamicTree):
-    """Drafting with the draft layers that come with a model, as the dynamic trees of `Eagle3`: a Gemma 4 assistant."""
+    """Drafting with the multi-token prediction layer that a model's own checkpoint brings (DeepSeek-V3, arXiv
+    2412.19437, section 2.2), fed its own state and grown to the dynamic trees of `Eagle3`, or with a Gemma 4 assistant.
+
+    `draft_vocab` bounds the drafted tokens, whose product is most of what drafting costs: a number of them, a file that
+    lists them (docs/mtp.md), or "full"; None is 65,536 where the model has more than twice as many. Some of the places
+    go to tokens of the prompts and answers. Raises `Unsupported` for another value.
+    """
 
     name: ClassVar[str] = "mtp"
+    draft_vocab: int | str | None = None
+
+    def __post_init__(self) -> None:
+        _DynamicTree.__post_init__(self)
+        if isinstance(self.draft_vocab, int):
+            _whole("Mtp", 256, draft_vocab=self.draft_vocab)
+        elif self.draft_vocab is not None and not isinstance(self.draft_vocab, str):
+            raise Unsupported(
+                f'Mtp: draft_vocab={self.draft_vocab!r}; accepted are a number of tokens, a file, "full" and None'
+            )
 
 
 Ranks = tuple[int, ...]

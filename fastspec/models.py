@@ -54,11 +54,14 @@ def load_smollm2(device: str = "cpu", dtype: torch.dtype | None = None) -> tuple
     return load_model(SMOLLM2, device, dtype)
 
 
-def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None, **options: Any) -> tuple[Any, Any]:
+def load_model(
+    name: str, device: str = "cpu", dtype: torch.dtype | None = None, *, tokenizer: Any = None, **options: Any
+) -> tuple[Any, Any]:
     """(model, tokenizer), the model dense, in eval mode and on `device`; decoder-only, or an encoder-decoder model.
 
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id.
-    `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. Further options
+    `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. `tokenizer` is
+    taken for a directory that holds none. Further options
     go to `from_pretrained`; with a `device_map` or a quantisation the model stays where that puts it. Transformers
     shows its progress bars on stderr meanwhile. Raises `Unsupported` when there is no such model.
     """
@@ -69,7 +72,8 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
     source, packed = source_of(name)
     try:
         with _read_once(bool(packed)):
-            tokenizer = AutoTokenizer.from_pretrained(source, **packed)
+            if tokenizer is None or _has_tokenizer(source):
+                tokenizer = AutoTokenizer.from_pretrained(source, **packed)
             given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF holds a decoder alone
             both = not packed and AutoConfig.from_pretrained(source, **given).is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
@@ -78,6 +82,13 @@ def load_model(name: str, device: str = "cpu", dtype: torch.dtype | None = None,
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     placed = {"device_map", "quantization_config"} & set(options)
     return (model if placed else model.to(device)).eval(), tokenizer
+
+
+def _has_tokenizer(source: str) -> bool:
+    """False for a directory that holds none of a tokenizer's files."""
+    folder = Path(source)
+    names = "tokenizer*", "vocab*", "merges.txt", "*.model", "*.gguf"
+    return not folder.is_dir() or any(any(folder.glob(name)) for name in names)
 
 
 def prompt_width(model: Any, ids: torch.Tensor) -> int:

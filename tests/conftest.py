@@ -30,6 +30,8 @@ if not torch.cuda.is_available():
     from helpers.interpreter import remember_builtins
 
     remember_builtins()
+    for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would be kept for one, with the stack it came by
+        device.manual_seed_all = lambda seed: None
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
@@ -53,8 +55,8 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Left to `make test-slow`: where nothing is drafted, the pair whose drafts are right, which repeats the one whose
-    drafts are wrong; and of tests with three and more axes of parameters what holds no pair of values that the others
-    have not."""
+    drafts are wrong; and of tests with three and more axes of parameters what holds no pair of values, or marked
+    `each_value` no value, that the others have not."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "bigram" in (params.get("pair"), params.get("kind")) and params.get("assistant") == "autoregressive":

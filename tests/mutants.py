@@ -429,7 +429,8 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=PROCESSES)
     asked = parser.parse_args()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # Triton is imported before conftest.py is read: by the processes that the others are forked from
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     listed, root = listing(), Path.cwd()
     sources = sources_of(listed.modules, root)
     mutants = drawn(sources, listed.count, listed.seed)

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 CASES = st.integers(1, 5).flatmap(lambda columns: st.lists(st.tuples(*[st.integers(0, 3)] * columns), max_size=30))
 
 
-@given(CASES)
-def test_every_pair_of_values_stays(cases):
-    kept = covering(cases)
+@given(CASES, st.integers(1, 2))
+def test_every_pair_of_values_stays(cases, together):
+    """Or every value."""
+    kept = covering(cases, together)
     assert kept == sorted(set(kept))
-    if cases and len(cases[0]) < 3:
+    if cases and len(cases[0]) <= together:
         assert kept == list(range(len(cases)))
-    for a, b in combinations(range(len(cases[0]) if cases else 0), 2):
-        assert {(cases[place][a], cases[place][b]) for place in kept} == {(case[a], case[b]) for case in cases}
+    for columns in combinations(range(len(cases[0]) if cases else 0), together):
+        assert {tuple(cases[place][at] for at in columns) for place in kept} == {
+            tuple(case[at] for at in columns) for case in cases
+        }
 
 
 def test_a_product_of_many_axes_shrinks_to_little_more_than_its_two_longest():
@@ -53,3 +56,4 @@ def test_what_is_given_together_is_one_axis_and_a_fixture_another():
     dropped = left_out(three)
     assert dropped and len(three) - len(dropped) >= 6
     assert left_out([Item(item.callspec.params, ["gpu"]) for item in three]) == []
+    assert len(left_out([Item(item.callspec.params, ["each_value"]) for item in three])) == len(three) - 3

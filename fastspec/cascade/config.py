@@ -285,7 +285,12 @@ def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
         raise Unsupported(f"{where} must hold keys and values; accepted keys are {', '.join(accepted)}")
     unknown = [str(key) for key in read if key not in accepted]
     if unknown:
-        raise Unsupported(f"{where}: unknown key {', '.join(unknown)}; accepted keys are {', '.join(accepted)}")
+        hint = (
+            "; `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda"
+            if "lambda" in unknown
+            else ""
+        )
+        raise Unsupported(f"{where}: unknown key {', '.join(unknown)}; accepted keys are {', '.join(accepted)}{hint}")
     return dict(read)
 
 

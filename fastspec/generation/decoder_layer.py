@@ -247,6 +247,19 @@ class LayerParts:
     """The layer's output [B, N, H], and its own input of every token [B, N, P] where it has one -> its output."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerFamily:
+    """What a target's family makes of modules of its own classes that are no part of the target."""
+
+    layer: Callable[[nn.Module, Ops, FullAttentionState], LayerParts]
+    """A layer, the first of a state."""
+    norm: Callable[[nn.Module, Ops], Norm]
+    tables: Callable[[int], tuple[Tensor, Tensor]]
+    """Number of positions P -> cos and sin [P, R / 2] of full attention."""
+    pack: Callable[[nn.Module], object]
+    """Lays the weights of a layer that read one input one after another."""
+
+
 def one_by_one(
     layers: Sequence[LayerParts], total: Tensor, own: Tensor | None, nodes: Nodes, taps: Mapping[int, Tensor]
 ) -> tuple[Summed | None, Tensor]:

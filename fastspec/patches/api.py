@@ -13,12 +13,13 @@ from typing import Any
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
 from fastspec.distribution import warn_of_stranger
-from fastspec.errors import CheckpointError, PatchConflict, Unsupported
+from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.gemma4_assistant import gemma4_assistant
 from fastspec.patches.assistants.heads import load_heads
+from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
 from fastspec.patches.assistants.speculative import check_draft
 from fastspec.patches.assistants.tree_size import TreeChoice
@@ -92,17 +93,19 @@ def patch(
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
     `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
 
-    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of
-    a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
-    `mtp` is a Gemma 4 assistant (`google/gemma-4-*-it-assistant`), as a directory, a hub id or a module.
-    `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another tokenizer
-    a tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the smaller models
-    of a cascade whose last stage is this one: they are patched, where they are not yet, when a call first needs them.
-    `assistant` is the default of every `generate` call that names none: a call that it cannot serve runs transformers'
-    own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact` every
-    assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed order (see
-    docs/exact.md); what has none is refused by name. Only this instance is changed, and nothing in
-    its forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
+    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the
+    name of a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
+    `mtp` is the draft layer that a model's own checkpoint brings: True reads the files that the model was loaded
+    from, now and not when the assistant is first asked for, a directory or hub id those of another copy; or it is
+    a Gemma 4 assistant (`google/gemma-4-*-it-assistant`), also as a module.
+    `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another
+    tokenizer a tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the
+    smaller models of a cascade whose last stage is this one: they are patched, where they are not yet, when a call
+    first needs them. `assistant` is the default of every `generate` call that names none: a call that it cannot
+    serve runs transformers' own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact`
+    every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed
+    order (see docs/exact.md); what has none is refused by name. Only this instance is changed, and nothing in its
+    forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read
     one input (query, key and value; gate and up) are laid one after another: the parameters become views, and their
     values, names and shapes stay.
 
@@ -118,8 +121,9 @@ def patch(
     for name in (name for name, source in heads.items() if source is not None):
         refuse_heads(name, model)
     resources: dict[str, Any] = {**load_heads(heads, model)}
-    if mtp is not None:
-        resources["mtp"] = load_mtp(mtp, model)
+    if mtp is not None and mtp is not False:
+        refuse_heads("mtp", model)
+        resources["mtp"] = gemma4_assistant(mtp, model) or load_mtp(mtp, model)
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:
@@ -136,6 +140,8 @@ def patch(
         for method in (generate_batch, init_continuous_batching):
             if hasattr(model, method.__name__):
                 session.set(model, method.__name__, types.MethodType(method, model))
+        if isinstance(resources.get("mtp"), BoundHead):
+            session.set(model, "save_pretrained", types.MethodType(save_with_mtp, model))
         session.pack(model, mode)
         if exact:
             language_model(model, None, rows=1, capacity=1, tail=1, taps=None, ops=session.ops(model, mode))
@@ -143,15 +149,6 @@ def patch(
         session.undo(force=True)
         raise
     return given
-
-
-def load_mtp(source: Any, model: Any) -> Any:
-    """The draft layers that `mtp=` names. Raises CheckpointError for what holds none."""
-    found = gemma4_assistant(source, model)
-    if found is None:
-        shown = source if isinstance(source, (str, Path)) else f"a {type(source).__name__}"
-        raise CheckpointError(f"mtp={shown} holds no draft layers that fastspec runs: accepted is a Gemma 4 assistant")
-    return found
 
 
 def _default(assistant: Any, resources: dict[str, Any], model: Any) -> Any:

@@ -4,6 +4,7 @@ run cut short."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from helpers.training import small_target, small_tokenizer, write_prompts
 from typer.testing import CliRunner
 
@@ -173,6 +175,94 @@ def test_bad_arguments_end_with_a_message(folder: Path, change: dict[str, str], 
         arguments[arguments.index(option) + 1] = value
     result = CliRunner().invoke(app, ["cascade", *arguments])
     assert result.exit_code == 1 and message in " ".join(result.output.split())
+
+
+def answered(folder: Path) -> None:
+    """Let there be answers, judged."""
+    if not (folder / "answers.jsonl").exists():
+        CliRunner().invoke(app, ["cascade", *training(folder)])
+        judge(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--max-new-tokens": "12"}, "limit: 16 new tokens, and it is 12 now"),
+        ({"--seed": "1"}, "seed: 0, and it is 1 now"),
+        ({"--share": "0.9"}, "share: item"),
+        ({"--model": "large={}/small"}, "models: stage 'large' had other weights"),
+        ({"--stage": "tiny={}/small"}, "stages: 'small', which is none now"),
+        ({"--dtype": "bfloat16"}, "dtype: float32, and it is bfloat16 now"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_answers_of_another_run_are_refused_by_name(folder: Path, change: dict[str, str], message: str) -> None:
+    answered(folder)
+    before = (folder / "answers.jsonl").read_bytes()
+    arguments = training(folder)
+    for option, value in change.items():
+        value = value.format(folder)
+        if option in arguments:
+            arguments[arguments.index(option) + 1] = value
+        else:
+            arguments += [option, value]
+    result = CliRunner().invoke(app, ["cascade", *arguments])
+    told = " ".join(result.output.split())
+    assert result.exit_code == 1 and message in told and "write to another file" in told, told
+    assert (folder / "answers.jsonl").read_bytes() == before
+
+
+def test_answers_to_items_that_are_not_asked_are_refused_at_the_start(folder: Path) -> None:
+    answered(folder)
+    arguments = training(folder)
+    del arguments[arguments.index("--prompts") : arguments.index("--prompts") + 2]
+    result = CliRunner().invoke(app, ["cascade", *arguments, "--share", "0.9"])
+    assert result.exit_code == 1 and "items: " in result.output and "which is not asked now" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--share", "0"], "0 of 70 items are for training"),
+        (["--most", "9"], "at least 20 are needed"),
+        (["--head", "large=x"], "--head names large, which is no --stage"),
+        (["--out", "/nowhere/p.safetensors"], "/nowhere is no directory"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+def test_what_would_fail_at_the_end_is_refused_at_the_start(
+    folder: Path, change: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastspec.models.load_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    result = CliRunner().invoke(app, ["cascade", *training(folder), *change])
+    assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
+
+
+def test_options_come_from_a_file_and_a_stage_without_tokenizer_has_the_large_ones(
+    folder: Path, tmp_path: Path
+) -> None:
+    answered(folder)
+    shutil.copytree(folder / "small", tmp_path / "small")
+    for path in tmp_path.glob("small/*token*"):
+        path.unlink()
+    settings = {
+        "stage": {"small": str(tmp_path / "small")},
+        "model": {"large": str(folder / "large")},
+        "prompts": [str(folder / "first.jsonl"), str(folder / "second.jsonl")],
+        "answers": str(folder / "answers.jsonl"),
+        "out": str(tmp_path / "other.safetensors"),
+        "max-new-tokens": 99,
+        "batch": 8,
+        "right": str(folder / "right.jsonl"),
+    }
+    (tmp_path / "training.yaml").write_text(yaml.safe_dump(settings))
+    given = ["train", "--config", str(tmp_path / "training.yaml"), "--max-new-tokens", "16"]
+    run(folder, *given, "--out", str(tmp_path / "p.safetensors"))
+    assert (tmp_path / "p.safetensors").exists() and not (tmp_path / "other.safetensors").exists()
+    for text, message in (("stages: []", "unknown key stages"), ("- a", "keys and values"), ("a: [", "as YAML")):
+        (tmp_path / "training.yaml").write_text(text)
+        result = CliRunner().invoke(app, ["cascade", *given])
+        assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
 
 
 def test_what_train_writes_is_a_cascade_s_predictor(folder: Path) -> None:

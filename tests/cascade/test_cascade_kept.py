@@ -64,6 +64,7 @@ def same_as_without(manager: CacheManager, model: Any, assistant: Any, ids: torc
     assert kept_cache(got).get_seq_length() == kept_cache(expected).get_seq_length() == got.sequences.shape[1] - 1
 
 
+@pytest.mark.each_value
 def test_a_second_turn_begins_from_the_first(model: Any, assistant: Any) -> None:
     manager = CacheManager(BIG)
     emitted = first_turn(manager, model, assistant, text(30))
@@ -85,6 +86,7 @@ def test_the_same_prompt_again_feeds_its_last_token(model: Any, assistant: Any) 
     same_as_without(manager, model, assistant, emitted[:, :30], 29)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", [16, 29, 30, 36])
 def test_a_prompt_that_parts_from_what_was_kept(model: Any, assistant: Any, place: int) -> None:
     manager = CacheManager(BIG)
@@ -94,6 +96,7 @@ def test_a_prompt_that_parts_from_what_was_kept(model: Any, assistant: Any, plac
     assert past_of(manager, 1, model, emitted) is None
 
 
+@pytest.mark.each_value
 def test_what_was_moved_to_the_cpu_and_back_or_dropped(model: Any, assistant: Any) -> None:
     bytes_of = 2 * 3 * 2 * 16 * 4 * 41  # 30 tokens and 11 of 12 new ones
     manager = CacheManager(bytes_of, host_budget=2 * bytes_of)

@@ -434,6 +434,7 @@ def test_sampled_texts_of_a_chain_follow_the_target(zoo, below):
     assert p_value(expected, texts) > SIGNIFICANCE
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule, alpha", [("token_v1", 0.1), ("opt", 0.3), ("token_v3", 0.8)])
 @pytest.mark.parametrize("small", ["near", "more tokens"])
 def test_sampled_texts_follow_the_mixture(zoo, rule, alpha, small):

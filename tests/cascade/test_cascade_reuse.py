@@ -72,6 +72,7 @@ def replace_forward(model: Any) -> None:
 CHANGES = [load_others, merge, write_data, replace_forward]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_was_kept_before_a_change_of_weights_is_not_used(change: Any, which: int) -> None:

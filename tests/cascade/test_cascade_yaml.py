@@ -66,3 +66,10 @@ def test_what_no_file_can_hold_is_refused_and_nothing_is_written(make: Any, word
     with pytest.raises(Unsupported, match=words):
         make().to_yaml(tmp_path / "a.yaml")
     assert not (tmp_path / "a.yaml").exists()
+
+
+def test_the_papers_name_of_the_trade_off_is_answered_with_ours(tmp_path: Path) -> None:
+    path = tmp_path / "cascade.yaml"
+    path.write_text("stages: [{model: a}]\nlambda: 0.5\n")
+    with pytest.raises(Unsupported, match=r"unknown key lambda.*`price`, what a bad answer costs"):
+        fastspec.Cascade.from_yaml(path)

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from helpers.clients import MARKS, drafting
 from helpers.lm_eval import answered, task
+from helpers.mtp import loaded
+
+import fastspec
 
 pytestmark = MARKS
 
@@ -48,6 +51,14 @@ def test_generated_answers_and_scores(pair, tokenizer, batch):
 def test_log_likelihoods_are_the_models_own(pair, tokenizer):
     original, served = pair
     assert evaluated(served, tokenizer, [chosen()], 4) == evaluated(original, tokenizer, [chosen()], 4)
+
+
+def test_the_draft_layer_of_a_models_own_checkpoint(tokenizer, tmp_path):
+    """`assistant="mtp"` as the default of a model that was loaded from files."""
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=len(tokenizer))
+    expected = evaluated(model, tokenizer, [answered()], 4)
+    with fastspec.patched(model, assistant="mtp"), drafting(model, calls=1):
+        assert evaluated(model, tokenizer, [answered()], 4) == expected
 
 
 def test_a_server_answers_its_local_completions_model(pair, tokenizer):

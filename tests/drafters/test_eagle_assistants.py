@@ -52,6 +52,7 @@ def made() -> dict[str, tuple[Any, Any]]:
     return pairs
 
 
+@pytest.mark.each_value
 @EACH
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 @pytest.mark.parametrize("lengths", [(7,), (3, 12, 1, 7)])
@@ -71,6 +72,7 @@ def test_what_a_head_knows_is_accepted(made, assistant):
         assert reached > 4.0
 
 
+@pytest.mark.each_value
 @EACH
 @pytest.mark.parametrize(
     "options",
@@ -89,7 +91,7 @@ def test_a_sample_of_one_token_is_the_greedy_text(made, kind, assistant, options
 @pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC])
 def test_every_family(kind):
     model = tiny_model(kind, **SHALLOW)
-    inputs, options = prompts(9, 3, 6), {"max_new_tokens": 9, "do_sample": False}
+    inputs, options = prompts(9, 3, 6), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs, **options)
     head = eagle_head(model)
     with fastspec.patched(model, eagle=head, eagle2=head):

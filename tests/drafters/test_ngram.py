@@ -259,6 +259,7 @@ def test_a_second_turn_on_a_cache_counts_the_first(pair):
 # through the front door
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(
     "options",
@@ -278,6 +279,7 @@ def test_greedy(pair, storage, options):
     same(pair, config, prompts(9), max_new_tokens=40, eos_token_id=NEVER)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [fastspec.NgramStorage, fastspec.SuffixStorage])
 def test_a_shared_storage_learns_from_call_to_call(pair, make):
     storage, inputs = make(), prompts(6)
@@ -360,6 +362,7 @@ def test_nasd_needs_nothing_and_drafts_what_repeats(pairs):
     )  # a text that depends on its last token alone runs into a loop
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.8}], ids=["rows", "history"])
 @pytest.mark.parametrize("storage", [fastspec.NgramStorage(), fastspec.SuffixStorage()], ids=["ngram", "suffix"])
 def test_sampled_texts_follow_the_distribution(options, storage):

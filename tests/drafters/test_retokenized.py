@@ -27,6 +27,7 @@ from fastspec.patches.assistants.speculative import Pair, TextDecoding, check, c
 from fastspec.patches.backends import TORCH
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("config", [Speculative(gamma=3), Speculative(most=5)], ids=str)
 @pytest.mark.parametrize("make", [shallow_model, bigram])
 def test_the_tokens_are_the_targets(make, config):

@@ -66,6 +66,7 @@ def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
     return [emitted[0][3], emitted[3][9], emitted[4][1], emitted[6][0]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
 def test_every_prompt_gives_what_it_gives_in_one_batch(device, kind, assistant):
@@ -106,6 +107,7 @@ def test_rows_are_seldom_idle(device):
     assert turns.row_rounds / (turns.rows * turns.rounds) > 0.65 > whole.row_rounds / (whole.rows * whole.rounds)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -156,6 +158,7 @@ def test_a_row_that_begins_anew_drafts_from_its_own_prompt(storage):
     assert before[0] == [7, 8, 9, 7] and before[1] == [5, 6, 5, 6]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=str)
 def test_a_criterion_ends_an_answer_where_there_are_no_end_tokens(monkeypatch, assistant, options):

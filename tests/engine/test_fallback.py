@@ -76,6 +76,7 @@ def config(kind: str) -> Any:
     return fastspec.Nasd() if kind == "nasd" else Speculative(most=3, early_exit=1 if kind == "early exit" else None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
     """By an end token, by length and by a user's criterion, in calls one after another."""
@@ -95,6 +96,7 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
     assert (ahead["launched"] > 20) == ahead["captures"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options", [{"repetition_penalty": 1.3}, {"output_scores": True, "output_logits": True}, {}], ids=str
@@ -114,6 +116,7 @@ def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
     assert ahead["fallback"] > 10 and (ahead["launched"] == 0 or not options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_gives_the_same_tokens_whether_rounds_are_asynchronous_or_not(ahead, kind, monkeypatch):
     model, emitted = drafting(kind, ahead["device"])[1], []
@@ -170,6 +173,7 @@ def test_a_pause_is_cut_short_by_the_end_of_the_call_and_not_remembered(ahead):
     assert ahead["fallback"] > 20
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["ngram", "suffix"])
 def test_a_storage_counts_what_was_emitted_all_the_same(ahead, kind, monkeypatch):
     """Every token of every row up to its end, in rounds without drafts and in others."""

@@ -61,6 +61,7 @@ def common(first: list[int], second: list[int]) -> int:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ASSISTANTS)
 @examples(2)
 @given(seed=st.integers(0, 2**31))
@@ -84,6 +85,7 @@ def test_greedy_output_is_the_plain_one_and_the_common_part_was_kept(
     assert outcome.tokens == emitted
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ASSISTANTS)
 def test_nothing_is_kept_behind_an_end(plain: Any, model: Any, name: str) -> None:
     """A given text that goes on behind the end token just as the target would."""
@@ -97,6 +99,7 @@ def test_nothing_is_kept_behind_an_end(plain: Any, model: Any, name: str) -> Non
     assert outcome.tokens == emitted and outcome.kept == list(map(len, emitted)) and len(emitted[1]) <= 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ASSISTANTS)
 def test_measures_are_those_of_the_raw_distribution(plain: Any, model: Any, name: str) -> None:
     batch = prompts(6, 4)

@@ -149,6 +149,7 @@ def stopping(plain: Any, inputs: dict[str, Tensor]) -> list[int]:
     return [row[2 + 4 * index] for index, row in enumerate(free(plain, inputs))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("lengths", "assistant"), MATRIX)
 def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assistant):
     """With end tokens, after which rows are padded, and without any, where rows go on until all have ended."""
@@ -163,6 +164,7 @@ def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assi
         agree(ours, calls)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "assistant", [*ASSISTANTS[:5], *(pytest.param(each, marks=pytest.mark.slow) for each in ASSISTANTS[5:])], ids=str
 )
@@ -357,6 +359,7 @@ def test_a_mixture_of_two_models_distributions_is_stopped_step_by_step(lengths):
         model.generate(**options, logits_processor=[Watching(log)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("assistant", ASSISTANTS[:4], ids=str)
 @pytest.mark.parametrize("who", ["processor", "criterion"])
 def test_what_is_written_into_the_tokens_stands(who, assistant):

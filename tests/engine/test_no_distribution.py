@@ -218,7 +218,7 @@ def test_an_open_batch_fails_the_prompt_alone(assistant):
             rows = [batch.submit(ids[row], **{**DRAWN, **more}, seed=7) for row in (0, 1, 0, 1, 0)]
             assert [row[len(ids[0]) :] for row in told(rows[::2])] == [clean()[0]] * 3
             for failed in rows[1::2]:
-                error = failed.exception(30)
+                error = failed.exception(300)
                 assert (
                     isinstance(error, NoDistribution)
                     and error.row is None
@@ -226,7 +226,7 @@ def test_an_open_batch_fails_the_prompt_alone(assistant):
                 )
         first = clean()[1][4]
         shown = torch.cat((ids[1], torch.tensor(clean()[1][:5])))
-        assert isinstance(batch.submit(shown, **DRAWN).exception(30), NoDistribution) and first == int(shown[-1])
+        assert isinstance(batch.submit(shown, **DRAWN).exception(300), NoDistribution) and first == int(shown[-1])
         assert told([batch.submit(shown, **GREEDY, seed=1)])[0][:8] == shown.tolist()
 
 

@@ -91,6 +91,7 @@ def visits(monkeypatch, assistant: str, options: dict) -> dict[str, Counter]:
     return {phase: Counter(room for room, _ in groupby(rooms)) for phase, rooms in found.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True, "temperature": 0.8}, {"repetition_penalty": 1.3}, SCORES], ids=str

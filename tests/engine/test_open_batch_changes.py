@@ -84,6 +84,7 @@ ATTRIBUTES = frequencies, other_frequencies, other_rotation, factor, epsilon, sc
 CHANGES = replaced, hooked, own_forward, new_parameter, new_storage, other_rotation, epsilon
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:.*generic")
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
@@ -114,7 +115,7 @@ def test_rows_that_run_end_before_the_change_takes_effect() -> None:
     gate = Gate()
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=40) as batch:
         running = batch.submit(ids[0], streamer=gate, max_new_tokens=6, **GREEDY)
-        assert gate.seen.acquire(timeout=30)
+        assert gate.seen.acquire(timeout=300)
         replaced(model)
         waiting = [batch.submit(each, max_new_tokens=6, **GREEDY) for each in ids[1:]]
         dropped = batch.submit(ids[2], max_new_tokens=6, **GREEDY)
@@ -188,7 +189,7 @@ def test_a_change_while_rounds_are_made_is_seen_by_the_next_prompt(monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setattr(RowCounts, "begin", changing)
             replaced(model)
-            batch.submit(ids, max_new_tokens=6, **GREEDY).result(30)
+            batch.submit(ids, max_new_tokens=6, **GREEDY).result(300)
         assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
         replaced(model)
         assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(changed, ids, 6)]
@@ -200,16 +201,16 @@ def test_rounds_of_other_rows_are_not_made_of_a_model_that_differs_for_a_moment(
     with fastspec.continuous(model, "autoregressive", rows=2, max_length=60) as batch:
         short = batch.submit(ids[1], max_new_tokens=1, **GREEDY)
         running = batch.submit(ids[0], streamer=gate, max_new_tokens=40, **GREEDY)
-        assert gate.seen.acquire(timeout=30) and len(told([short])[0]) == 6
+        assert gate.seen.acquire(timeout=300) and len(told([short])[0]) == 6
         whole = model.model.layers[1].mlp
         replaced(model)
         for _ in range(30):
             gate.go.release()
-            assert gate.seen.acquire(timeout=30)
+            assert gate.seen.acquire(timeout=300)
         model.model.layers[1].mlp = whole
         for _ in range(10):
             gate.go.release()
-        running.result(30)
+        running.result(300)
         for _ in range(2):
             assert told([batch.submit(each, max_new_tokens=8, **GREEDY) for each in ids]) == [
                 alone(plain, each, 8) for each in ids
@@ -225,7 +226,7 @@ def test_a_model_that_is_broken_for_a_moment_costs_the_prompts_of_that_moment_al
         whole, model.model.layers[1].mlp = model.model.layers[1].mlp, nn.Linear(64, 7)
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"size|shape"):
-                batch.submit(ids, max_new_tokens=6, **GREEDY).result(30)
+                batch.submit(ids, max_new_tokens=6, **GREEDY).result(300)
         assert batch.alive
         model.model.layers[1].mlp = whole
         assert told([batch.submit(ids, max_new_tokens=6, **GREEDY)]) == [alone(plain, ids, 6)]
@@ -254,7 +255,7 @@ def test_a_prompt_that_comes_behind_what_makes_the_model_whole_does_not_end_with
             broken = [batch.submit(ids, max_new_tokens=6, **GREEDY) for _ in range(2)]
         for each in broken:
             with pytest.raises(RuntimeError, match=r"size|shape"):
-                each.result(30)
+                each.result(300)
         assert told(later) == [alone(plain, ids, 6)]
 
 
@@ -274,7 +275,7 @@ def test_what_was_made_of_a_model_that_is_another_by_now_is_not_kept(narrows, mo
         with batch._changed:
             futures = [batch.submit(each, streamer=gates.get(at), **options) for at, each in enumerate(ids)]
         for gate, mlp in zip(gates.values(), (Doubled(whole), whole), strict=True):
-            assert gate.seen.acquire(timeout=30)
+            assert gate.seen.acquire(timeout=300)
             layer.mlp = mlp
             gate.go.release(9)
         assert told(futures[:8]) == want[:8] and len(told(futures[8:])) == 4
@@ -300,10 +301,10 @@ def test_what_was_made_in_a_turn_at_whose_end_the_model_is_whole_is_not_kept(mon
         with batch._changed:
             futures = [batch.submit(each, streamer=gates.get(at), **options) for at, each in enumerate(ids)]
         for count in range(6):
-            assert gates[0].seen.acquire(timeout=30)
+            assert gates[0].seen.acquire(timeout=300)
             layer.mlp = Doubled(whole) if count == 5 else whole
             gates[0].go.release()
-        assert gates[8].seen.acquire(timeout=30)
+        assert gates[8].seen.acquire(timeout=300)
         layer.mlp = whole
         gates[8].go.release(9)
         assert told(futures[:8]) == want[:8] and len(told(futures[8:])) == 4
@@ -336,11 +337,11 @@ def test_tables_that_grew_while_the_model_was_another_are_not_kept(monkeypatch):
         assert told([batch.submit(ids[1], max_new_tokens=12, **GREEDY)]) == want[1:]
         gate = Gate()
         future = batch.submit(ids[0], streamer=gate, max_new_tokens=40, **GREEDY)
-        assert gate.seen.acquire(timeout=30)
+        assert gate.seen.acquire(timeout=300)
         model.model.rotary_emb = Thrice(whole)
         gate.go.release(25)
         for _ in range(25):
-            assert gate.seen.acquire(timeout=30)
+            assert gate.seen.acquire(timeout=300)
         model.model.rotary_emb = whole
         gate.go.release(99)
         told([future])
@@ -381,7 +382,7 @@ def test_a_batch_that_is_opened_under_autocast_runs_as_its_thread_does(rebuilt: 
     ):
         assert batch._widths.current.engine.target.adapter is not None
         future = batch.submit(ids, max_new_tokens=6, **GREEDY)
-        future.result(30)
+        future.result(300)
     assert told([future]) == [alone(plain, ids, 6)] and rebuilt == [2]
 
 

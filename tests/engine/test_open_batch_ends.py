@@ -42,9 +42,9 @@ def test_a_streamer_that_wants_to_leave_takes_nobody_with_it(model, at):
     expected = model.generate(ids, **options).tolist()
     with fastspec.continuous(model, "autoregressive", rows=2) as batch:
         leaving, other = batch.submit(ids, streamer=Leaving(at), **options), batch.submit(ids, **options)
-        assert isinstance(leaving.exception(60), SystemExit)
-        assert other.result(60).tolist() == expected
-        assert batch.alive and batch.submit(ids, **options).result(60).tolist() == expected
+        assert isinstance(leaving.exception(300), SystemExit)
+        assert other.result(300).tolist() == expected
+        assert batch.alive and batch.submit(ids, **options).result(300).tolist() == expected
     fastspec.unpatch(model)
     fastspec.patch(model)
 
@@ -61,8 +61,8 @@ def test_a_callback_cannot_close_its_batch_and_another_thread_can(model):
 
     ids, options = prompts(5)["input_ids"], {"max_new_tokens": 4, "do_sample": False, "eos_token_id": NEVER}
     with pytest.raises(FastSpecError, match="cannot close its batch"):
-        batch.submit(ids, streamer=Closing(), **options).result(60)
-    assert batch.alive and batch.submit(ids, **options).result(60).shape == (1, 9)
+        batch.submit(ids, streamer=Closing(), **options).result(300)
+    assert batch.alive and batch.submit(ids, **options).result(300).shape == (1, 9)
     batch.close()
     batch.close()
     fastspec.unpatch(model)
@@ -78,7 +78,7 @@ def test_a_close_that_was_interrupted_may_be_called_again(model, monkeypatch):
             batch.close()
     batch.close(cancel=True)
     with pytest.raises(CancelledError):
-        future.result(60)
+        future.result(300)
     fastspec.unpatch(model)
     fastspec.patch(model)
 
@@ -89,7 +89,7 @@ def test_a_closed_batch_counts_as_a_call_and_leaves_no_hooks_behind():
     fastspec.patch(model, eagle3=tiny_head(model))
     ids, options = prompts(5)["input_ids"], {"max_new_tokens": 6, "do_sample": False, "eos_token_id": NEVER}
     with fastspec.continuous(model, TREE, rows=1) as batch:
-        answer = batch.submit(ids, **options).result(60)
+        answer = batch.submit(ids, **options).result(300)
         assert has_capturing_hooks(model) and not fastspec.report(model).calls
     assert fastspec.report(model).calls == (batch.stats,) and batch.stats.emitted == 6
     assert pickle.loads(pickle.dumps(model)).generate(ids, **options).tolist() == answer.tolist()
@@ -109,7 +109,7 @@ def test_hooks_that_the_models_own_passes_leave_go_with_the_batch(had):
     assert bool(before) == had
     fastspec.patch(model, eagle3=tiny_head(model))
     with fastspec.continuous(model, "eagle3", rows=1) as batch:
-        batch.submit(ids, max_new_tokens=4, do_sample=False).result(60)
+        batch.submit(ids, max_new_tokens=4, do_sample=False).result(300)
         assert hooks()
     assert hooks() == before
     model(ids, output_hidden_states=True)

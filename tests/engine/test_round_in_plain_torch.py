@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import tiny_model
+from helpers.generate import shallow_model
 from helpers.pages import snippets
 
 
@@ -34,7 +34,7 @@ def page() -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_pages_round_gives_the_tokens_of_generate(page: dict[str, Any], kind: str) -> None:
-    target, other = tiny_model(kind), tiny_model(kind, seed=1)
+    target, other = shallow_model(kind), shallow_model(kind, seed=1)
     generator = torch.Generator().manual_seed(0)
     for length in (2, 5, 9):
         ids = torch.randint(0, 97, (1, length), generator=generator)

@@ -47,6 +47,7 @@ def wanted(family: str) -> list[list[int]]:
     return [answer(model, {"input_ids": ids[None]}, max_new_tokens=8, **GREEDY)[0].tolist() for ids in GOOD]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_a_row_keeps_nothing_of_a_text_of_nan(family, backend):
@@ -99,6 +100,7 @@ class Odd(Oracle):
         return TokenTree.from_parents(tokens, torch.tensor(parents).expand(rows, -1), self.max_path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_a_rejected_draft_of_nan_reaches_no_other_node(family, backend):

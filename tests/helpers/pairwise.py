@@ -1,5 +1,5 @@
-"""All-pairs testing: of a test with three and more axes of parameters, a selection that has every pair of their
-values."""
+"""All-pairs testing: of a test with three and more axes of parameters, a selection that has every pair of their values;
+of one marked `each_value`, whose axes do not meet in the code, one that has every value."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from itertools import combinations
 from typing import Any
 
 
-def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Places of cases, ascending, among which is every pair of values in two columns that is among all; of fewer than
-    three columns all."""
-    if not cases or len(cases[0]) < 3:
+def covering(cases: Sequence[Sequence[Hashable]], together: int = 2) -> list[int]:
+    """Places of cases, ascending, among which is every combination of values in `together` columns that is among all;
+    of no more columns than that all."""
+    if not cases or len(cases[0]) <= together:
         return list(range(len(cases)))
-    pairs = [set(combinations(enumerate(case), 2)) for case in cases]
-    left, chosen = set().union(*pairs), []
+    found = [set(combinations(enumerate(case), together)) for case in cases]
+    left, chosen = set().union(*found), []
     while left:
-        best = max(range(len(cases)), key=lambda place: len(pairs[place] & left))  # the first of the best
+        best = max(range(len(cases)), key=lambda place: len(found[place] & left))  # the first of the best
         chosen.append(best)
-        left -= pairs[best]
+        left -= found[best]
     return sorted(chosen)
 
 
@@ -32,7 +32,8 @@ def left_out(items: Iterable[Any]) -> list[Any]:
     dropped = []
     for found in tests.values():
         axes = [axis for axis in zip(*map(values, found), strict=True) if len(set(axis)) > 1]
-        kept = set(covering(list(zip(*axes, strict=True))))
+        together = 1 if found[0].get_closest_marker("each_value") else 2
+        kept = set(covering(list(zip(*axes, strict=True)), together))
         dropped += [item for place, item in enumerate(found) if axes and place not in kept]
     return dropped
 

@@ -43,6 +43,7 @@ from helpers.vision import prompts_with_images
 SMALL = {"num_hidden_layers": 3}
 """A recurrent family's layers alternate: both kinds."""
 SEEING = "qwen2_5_vl"
+OWN_LAYER = "glm4_moe with its MTP layer"
 SIZE = 2
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 DRAWN = {"max_new_tokens": 6, "do_sample": True, "temperature": 0.8, "top_k": 30}
@@ -131,6 +132,16 @@ def drafted(load: Loader, kind: str) -> list[Any]:
         made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in assistants]
         assert all(call.acceptance_length > 1.5 for call in fastspec.report(model).calls[:3])
         return made
+
+
+def own_layer(load: Loader, kind: str) -> list[Any]:
+    """The MTP layer of a model's files, which every process has whole."""
+    del kind
+    model = load(OWN_LAYER)
+    with fastspec.patched(model, mtp=True):
+        made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", "mtp")]
+        assert fastspec.report(model).last.acceptance_length > 1.3
+        return [*made, fastspec.report(model).last.rounds]
 
 
 def cut_heads(load: Loader, kind: str) -> list[Any]:
@@ -386,7 +397,7 @@ def work(
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE, timeout=datetime.timedelta(seconds=300))
     found: dict[str, Any] = {}
     for name, run, kind in jobs:
         try:

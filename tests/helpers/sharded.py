@@ -18,7 +18,7 @@ def sharded(rank: int, port: int, path: Path) -> None:
     from helpers.generate import bigram, prompts, seer
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300))
     inputs = prompts(5, 9, seed=rank)
     expected = bigram().generate(**inputs, max_new_tokens=24, do_sample=False)
     names = {"model": fastspec.patch(bigram(), eagle3=seer(bigram()), assistant="eagle3"), "inputs": inputs}

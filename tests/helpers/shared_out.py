@@ -135,7 +135,7 @@ def work(rank: int, port: int, folder: Path) -> None:
     """One of the two processes."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300))
     torch.save(every_call(rank), folder / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()

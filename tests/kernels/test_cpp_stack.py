@@ -295,6 +295,7 @@ def assigned(model: Any) -> None:
     model.load_state_dict(state, assign=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("change", [of_query, of_output, of_norm, assigned])
 def test_parameters_that_are_replaced_are_read_by_an_open_batch(change, whole, monkeypatch) -> None:

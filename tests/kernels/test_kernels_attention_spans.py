@@ -227,6 +227,7 @@ def test_a_span_counts_positions_and_not_slots(device, nodes, span):
     assert excess(got, case.expected()) > 100
 
 
+@pytest.mark.each_value
 @EVERYWHERE
 @pytest.mark.parametrize("nodes", [1, 20])
 @pytest.mark.parametrize("splits", [1, 5])

@@ -186,6 +186,7 @@ class Noted:
         return self.kernel[grid]
 
 
+@pytest.mark.each_value
 @EVERYWHERE
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("hopper", [False, True])

@@ -20,7 +20,7 @@ from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
 from fastspec.generation.drafters.base import Drafter, Place, Process, Traits
 from fastspec.generation.drafters.dynamic_tree import TreeGrowth, refuse_wide
-from fastspec.generation.drafters.head_program import Cut, HeadProgram
+from fastspec.generation.drafters.head_program import Cut, program_of
 from fastspec.generation.heads.bound import BoundHead, follow
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
@@ -60,7 +60,7 @@ class HeadDrafter(Drafter):
         self.state = SequenceState(
             [self.attention], rows=rows, capacity=capacity, tail=max(grown, max_path), device=weight.device
         )
-        self.head, self.ops, self.program = head, ops, HeadProgram(head, ops, self.attention, cut)
+        self.head, self.ops, self.program = head, ops, program_of(head, ops, self.attention, cut)
         self.nodes, self.max_path, self.grown = nodes, max_path, grown
         self.tables = self.program.tables(self.state.slots)
         self.last, self.readout = (
@@ -93,6 +93,7 @@ class HeadDrafter(Drafter):
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs of ids [B, T], counts [B] real tokens, with features [B, T, F]; root [B] follows."""
         self.root.copy_(root)
+        self.head.hear(ids, counts)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
         self.reserve(ids.shape[1])
@@ -121,7 +122,10 @@ class HeadDrafter(Drafter):
     ) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
         taken, counts, steps = self._pairs(features, verdict, active)
-        self._extend(verdict.tokens(tree), taken, counts, self.reserve(extent) + self.max_path, steps)
+        tokens = verdict.tokens(tree)
+        if self.head.derived.vocabulary is not None:
+            self.head.derived.vocabulary.count(tokens, counts)
+        self._extend(tokens, taken, counts, self.reserve(extent) + self.max_path, steps)
 
     def _pairs(
         self, features: Tensor, verdict: Verdict, active: Tensor, out: tuple[Tensor, Tensor] | None = None
@@ -134,6 +138,12 @@ class HeadDrafter(Drafter):
         self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
     ) -> None:
         """Feed the first counts [B] pairs of each row, at slots `steps` [B, T]: those after the committed ones."""
+        found = self._read(tokens, features, extent, steps)
+        self.ops.keep_last(*found, counts, self.last, self.readout, self.state.lengths, self.state.bound)
+
+    def _read(
+        self, tokens: Tensor, features: Tensor, extent: int | None, steps: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         width, slots = tokens.shape[1], self.state.slots
         if steps is None:
             steps = self.state.lengths[:, None] + self.place[:width]
@@ -143,8 +153,11 @@ class HeadDrafter(Drafter):
             self.state.lengths, None, width, width, slots if extent is None else extent, self.group
         )
         x, residual = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
-        found = self._step(x, residual, steps, steps, layout)
-        self.ops.keep_last(*found, counts, self.last, self.readout, self.state.lengths, self.state.bound)
+        return self._step(x, residual, steps, steps, layout)
+
+    def readouts(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """What the LM head reads after each of the pairs of a text, [B, T, H]; none of them is kept."""
+        return self._read(tokens, features, self.reserve(tokens.shape[1]), None)[1]
 
     def _step(
         self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastspec.generation.decoder_layer import (
     FullAttention,
+    LayerFamily,
     LayerParts,
     Linear,
     Nodes,
@@ -27,7 +28,7 @@ from fastspec.generation.decoder_layer import (
     product,
 )
 from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.heads.module import EagleHead, Layer, RMSNorm
+from fastspec.generation.heads.module import DraftHead, EagleHead, Layer, MtpHead, RMSNorm
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.whole_layers import WholeLayers
@@ -88,14 +89,16 @@ class Cut:
         return lambda x: DeferredSum(DeferredProduct(x, weight, bias, multiply), group, ops.all_reduce)
 
 
-_cuts: WeakKeyDictionary[EagleHead, tuple[object, Cut]] = WeakKeyDictionary()
+_cuts: WeakKeyDictionary[DraftHead, tuple[object, Cut]] = WeakKeyDictionary()
 """The last cut of every head, made anew when its weights have changed."""
 
 
-def cut_over(head: EagleHead, group: dist.ProcessGroup | None) -> Cut | None:
+def cut_over(head: DraftHead, group: dist.ProcessGroup | None) -> Cut | None:
     """This process's part of a head, or None of one that stays whole: one process holds the target, the head is small,
-    or its heads or channels do not divide."""
+    its heads or channels do not divide, or its layer is of the target's own class."""
     config = head.config
+    if not isinstance(head, EagleHead):
+        return None
     modules = (*head.layers, *(() if head.lm_head is None else (head.lm_head,)))
     if group is None or sum(each.nbytes for module in modules for each in module.parameters()) < LEAST_BYTES:
         return None
@@ -148,10 +151,7 @@ class HeadProgram:
         self.head, self.binding, self.ops = head, bound.binding, ops
         self.config, self.state, self.cut = config, state, cut
         if cut is None and ops.packs:
-            for layer in cast(Iterable[Layer], head.layers):
-                attn, mlp = layer.self_attn, layer.mlp
-                pack((attn.q_proj, attn.k_proj, attn.v_proj))
-                pack((mlp.gate_proj, mlp.up_proj))
+            self._pack()
         self.layers = [self._parts(index) for index in range(config.num_hidden_layers)]
         # `feed` norms what the first layer reads
         self.whole = WholeLayers([replace(self.layers[0], input_norm=None), *self.layers[1:]], ops)
@@ -166,10 +166,20 @@ class HeadProgram:
         self.look_up: Callable[[Tensor], Tensor] | None = None
         """The embedding where several processes hold the target together; None: the bound module."""
 
-    def _layer(self, index: int) -> Layer:
-        return cast(Layer, self.head.layers[index])
+    @property
+    def _eagle(self) -> EagleHead:
+        return cast(EagleHead, self.head)
 
-    def _norm(self, module: RMSNorm) -> Norm:
+    def _layer(self, index: int) -> Layer:
+        return cast(Layer, self._eagle.layers[index])
+
+    def _pack(self) -> None:
+        for layer in cast(Iterable[Layer], self._eagle.layers):
+            attn, mlp = layer.self_attn, layer.mlp
+            pack((attn.q_proj, attn.k_proj, attn.v_proj))
+            pack((mlp.gate_proj, mlp.up_proj))
+
+    def _norm(self, module: Any) -> Norm:
         return RmsNorm(self.ops, module, module.eps)
 
     def _parts(self, index: int) -> LayerParts:
@@ -203,12 +213,12 @@ class HeadProgram:
 
     def tables(self, count: int) -> tuple[Tensor, Tensor]:
         """fp32 cos and sin [count, R / 2] of the first positions."""
-        cos, sin = self.head.rotary(torch.arange(count, device=self.head.fc.weight.device))
+        cos, sin = self._eagle.rotary(torch.arange(count, device=self.head.fc.weight.device))
         return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, F] -> hidden states [B, T, H], as `EagleHead.fuse`."""
-        head = self.head
+        head = self._eagle
         if self.config.kind == "eagle":
             return features
         if head.input_norm is not None:
@@ -307,3 +317,45 @@ class HeadProgram:
         """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with a foreign one's logits."""
         x = readout if self.weight is not None else self.logits(readout)
         return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t, out)  # type: ignore[return-value]
+
+
+class MtpProgram(HeadProgram):
+    """Passes of an MTP head, whose layer and norms its target's family runs."""
+
+    head: MtpHead
+
+    def __init__(self, bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
+        assert bound.binding.family is not None  # who makes such a head sees to it
+        self.family: LayerFamily = bound.binding.family
+        super().__init__(bound, ops, state, cut)
+        self.token_norm, self.state_norm = self._norm(self.head.token_norm), self._norm(self.head.state_norm)
+
+    def _pack(self) -> None:
+        self.family.pack(self.head.layer)
+
+    def _norm(self, module: Any) -> Norm:
+        return self.family.norm(module, self.ops)
+
+    def _parts(self, index: int) -> LayerParts:
+        return self.family.layer(self.head.layer, self.ops, self.state)
+
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        return self.family.tables(count)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def feed(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = (self.look_up or self.binding.embedding)(tokens).to(hidden.dtype)
+        parts = self.token_norm(embedded)[0], self.state_norm(hidden)[0]
+        total = self.fc(torch.cat(parts[::-1] if self.config.states_first else parts, -1))
+        norm = self.layers[0].input_norm
+        return (total, total) if norm is None else norm(total)
+
+    def _table(self, hidden: Tensor) -> None:
+        return None
+
+
+def program_of(bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None) -> HeadProgram:
+    """The program of a head."""
+    return (MtpProgram if isinstance(bound.module, MtpHead) else HeadProgram)(bound, ops, state, cut)

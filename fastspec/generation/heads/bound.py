@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastspec.errors import CheckpointError, Unsupported
-from fastspec.generation.decoder_layer import is_plain
-from fastspec.generation.heads.module import FLOATS, Binding, EagleHead, HeadConfig, RMSNorm
+from fastspec.generation.decoder_layer import LayerFamily, is_plain
+from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm
 
+ONCE, FADES = 1 << 10, 10
+"""A token's count of one occurrence, and the part of it, one in so many, that goes whenever another text begins."""
 SAME = 0.01
 """Relative distance up to which a product in half precision is taken for the one that it was made of."""
 
@@ -40,6 +42,8 @@ class TargetParts:
     device: torch.device
     dtype: torch.dtype
     lm_head_device: torch.device
+    family: LayerFamily | None = None
+    """What runs a layer of the target's kind; None where only the target's own forward does."""
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -58,14 +62,44 @@ class TargetParts:
 
 @dataclass
 class Derived:
-    """Modules derived from a bound head: the LM head of `BoundHead.readout`, and the head in a lower precision
-    (`lowered`). Copies and pickles of the head begin without them."""
+    """What is derived from a bound head: the LM head of `BoundHead.readout`, the head in a lower precision (`lowered`),
+    the head with a draft vocabulary (`narrowed`), and that vocabulary. Copies and pickles of the head begin without
+    them."""
 
     readout: nn.Linear | None = None
     lowered: BoundHead | None = None
+    narrowed: tuple[Hashable, BoundHead] | None = None
+    vocabulary: DraftVocabulary | None = None
 
     def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
         return Derived, ()
+
+
+class DraftVocabulary:
+    """The drafted tokens of a head that reads rows of its target's LM head: those it was made with, and in the last
+    `free` places tokens that texts brought besides, the most frequent ones first."""
+
+    def __init__(self, ids: Tensor, free: int, size: int, device: torch.device) -> None:
+        self.ids, self.free = ids.to(device), free
+        self.base = torch.zeros(size, dtype=torch.bool, device=device).index_fill_(0, self.ids, True)
+        self.counts = torch.zeros(size, dtype=torch.int64, device=device)
+        """In units of 1 / ONCE, whole numbers: processes that hold a model together make the same of them."""
+
+    def count(self, tokens: Tensor, counts: Tensor) -> None:
+        """Count the first counts [B] of tokens [B, T]. Waits for nothing."""
+        real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+        self.counts.index_add_(0, tokens.flatten(), real.flatten() * ONCE)
+
+    def renew(self, d2t: Tensor, rows: Tensor, lm_head: Tensor) -> None:
+        """Give the free places to the tokens that were counted most, in place: offsets d2t [V_d], and rows [V_d, H] of
+        lm_head [V, H]. What was counted long ago fades. Waits for nothing."""
+        size = len(self.counts)
+        order = torch.where(self.base, -1, self.counts) * size - torch.arange(size, device=d2t.device)  # without ties
+        tokens = torch.topk(order, self.free).indices
+        places = torch.arange(len(d2t) - self.free, len(d2t), device=d2t.device)
+        d2t[places] = tokens - places
+        rows[places] = lm_head[tokens].to(rows)
+        self.counts.sub_(self.counts // FADES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +108,15 @@ class BoundHead:
     those of the target's embedding and LM head when it was bound, `source` the head that a twin in a lower precision
     is of."""
 
-    module: EagleHead
+    module: DraftHead
     binding: Binding
     rows: tuple[int, int]
     source: BoundHead | None = None
     derived: Derived = field(default_factory=Derived)
 
     @classmethod
-    def of(cls, module: EagleHead) -> BoundHead:
-        """A module as `EagleHead.bind` bound it. Raises RuntimeError for one that is not bound."""
+    def of(cls, module: DraftHead) -> BoundHead:
+        """A module as `DraftHead.bind` bound it. Raises RuntimeError for one that is not bound."""
         binding, count = module.bound, module.config.vocab_size
         return cls(module, binding, (count, count))
 
@@ -91,7 +125,7 @@ class BoundHead:
         """Sizes and switches of the head."""
         return self.module.config
 
-    def as_module(self) -> EagleHead:
+    def as_module(self) -> DraftHead:
         """A module that shares the head's weights and has this binding; the head's own module stays as it is."""
         module = copy.copy(self.module)
         module.binding = self.binding
@@ -104,7 +138,7 @@ class BoundHead:
         if module.lm_head is not None:
             return module.lm_head
         assert lm_head is not None
-        if module.lm_head_map is None:
+        if not module.config.target_rows:
             return lm_head
         made, like = self.derived.readout, module.fc.weight
         if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
@@ -115,13 +149,29 @@ class BoundHead:
         return made
 
     @torch.no_grad()
+    def hear(self, ids: Tensor, counts: Tensor) -> None:
+        """Begin texts whose first counts [B] of ids [B, T] are real: their tokens join a draft vocabulary that has free
+        places."""
+        vocabulary, made, lm_head = self.derived.vocabulary, self.derived.readout, self.binding.lm_head
+        if vocabulary is not None and made is not None and lm_head is not None:
+            vocabulary.count(ids, counts)
+            vocabulary.renew(self.module.d2t, made.weight, cast(Tensor, lm_head.weight))
+
+    @torch.no_grad()
     def renew(self) -> None:
         """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed,
-        which one vector's product shows. A target's LM head without readable rows leaves it."""
+        which one vector's product shows, or without a matrix some of the rows. A target's LM head without readable rows
+        leaves it."""
         made, lm_head, between = self.derived.readout, self.binding.lm_head, self.module.lm_head_map
-        if made is None or between is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
+        if made is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
             return
         assert lm_head is not None
+        if between is None:
+            few = slice(None, None, max(1, len(made.weight) // 64))
+            rows = cast(Tensor, lm_head.weight).detach()[self.module.drafted()[few].to(made.weight.device)]
+            if not torch.equal(rows.to(made.weight), made.weight[few]):
+                made.weight.copy_(self._product(lm_head))
+            return
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(made.weight.shape[1], generator=generator, device="cpu").to(made.weight)
         mapped = between.weight.float() @ probe.to(between.weight.device).float()
@@ -140,25 +190,50 @@ class BoundHead:
     def _product(self, lm_head: nn.Module) -> Tensor:
         module, matrix = self.module, self.module.lm_head_map
         _check_rows(module, lm_head)
-        rows = module.target_rows(lm_head).float()
-        assert matrix is not None
-        product: Tensor = (rows @ matrix.weight.to(rows.device, torch.float32)).to(module.fc.weight)
-        return product
+        rows = module.target_rows(lm_head)
+        if matrix is not None:
+            rows = rows.float() @ matrix.weight.to(rows.device, torch.float32)
+        return rows.to(module.fc.weight)
 
 
-def bind(module: EagleHead, embedding: nn.Module | None, target: TargetParts) -> BoundHead:
+def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: int) -> BoundHead:
+    """The head with a draft vocabulary of the target's ids that are `made`, ascending, and `free` places for those that
+    its texts bring; the same one as long as its key is. Raises CheckpointError where the target's LM head has no rows
+    to give."""
+    known = head.derived.narrowed
+    if known is not None and known[0] == key:
+        known[1].renew()
+        return known[1]
+    ids, whole, device = made(), head.config, head.module.fc.weight.device
+    others = torch.ones(whole.vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, False).nonzero().flatten()
+    places = torch.cat((ids, others[:free])).to(device)
+    module = copy.copy(head.module)
+    module._buffers = dict(module._buffers) | {"d2t": places - torch.arange(len(places), device=device)}
+    module.config = replace(whole, draft_vocab_size=len(places), target_rows=True)
+    assert head.binding.lm_head is not None
+    _check_rows(module, head.binding.lm_head)
+    twin = BoundHead(module, head.binding, head.rows)
+    twin.readout()
+    twin.derived.vocabulary = DraftVocabulary(ids, free, whole.vocab_size, device)
+    head.derived.narrowed = key, twin
+    return twin
+
+
+def bind(module: DraftHead, embedding: nn.Module | None, target: TargetParts) -> BoundHead:
     """A head bound to a target: `embedding` is the head's own, None for the target's. Raises CheckpointError where the
     LM head has no rows to give, Unsupported where it would run on another device."""
-    borrows = module.lm_head is None
-    if borrows and module.lm_head_map is None and target.lm_head_device != target.device:
+    borrows, rows = module.lm_head is None, module.config.target_rows
+    if borrows and not rows and target.lm_head_device != target.device:
         raise Unsupported(
             f"this head drafts with the LM head of {target.name}, which is on {target.lm_head_device}, and would run "
             f"on {target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
         )
-    if module.lm_head_map is not None:
+    if rows:
         _check_rows(module, target.lm_head)
     own = embedding is not None
-    binding = Binding(target.embedding if embedding is None else embedding, target.lm_head if borrows else None, own)
+    binding = Binding(
+        target.embedding if embedding is None else embedding, target.lm_head if borrows else None, own, target.family
+    )
     return BoundHead(module, binding, target.rows)
 
 
@@ -226,7 +301,7 @@ def _moved(head: BoundHead, target: TargetParts) -> BoundHead:
     return BoundHead(module, binding, head.rows)
 
 
-def _check_rows(module: EagleHead, lm_head: nn.Module) -> None:
+def _check_rows(module: DraftHead, lm_head: nn.Module) -> None:
     reason = no_rows(lm_head, module.d2t, module.config.hidden_size)
     if reason is not None:
         raise CheckpointError(
@@ -258,7 +333,8 @@ def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
     """
     module = head.module
     borrows = module.lm_head is None and module.lm_head_map is None
-    if dtype is None or module.fc.weight.dtype is not torch.float32 or borrows or not _is_weights(module):
+    own = isinstance(module, EagleHead) and not borrows and _is_weights(module)
+    if dtype is None or module.fc.weight.dtype is not torch.float32 or not own:
         head.derived.lowered = None
         return head
     twin = head.derived.lowered
@@ -302,12 +378,13 @@ def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead | None:
     return BoundHead(twin.eval(), head.binding, head.rows, source=head)
 
 
-def _take(twin: EagleHead, head: EagleHead) -> None:
+def _take(twin: DraftHead, head: DraftHead) -> None:
     """Share the buffers."""
+    assert isinstance(twin, EagleHead) and isinstance(head, EagleHead)
     twin.d2t, twin.inv_freq, twin.rope_scale = head.d2t, head.inv_freq, head.rope_scale
 
 
-def _is_weights(head: EagleHead) -> bool:
+def _is_weights(head: DraftHead) -> bool:
     """True where what a head computes follows from its class and its weights."""
     for module in head.modules():
         if isinstance(module, nn.Linear):
@@ -322,6 +399,6 @@ def _is_weights(head: EagleHead) -> bool:
     return True
 
 
-def _weights(head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+def _weights(head: DraftHead) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its name, one that two modules share under both."""
     return head.named_parameters(remove_duplicate=False)

@@ -277,7 +277,7 @@ OTHERS = (
     ),
     Other(
         "an MTP module",
-        "comes with its own model and is no head for another; fastspec does not run it: " + INSTEAD,
+        "drafts for the model that it comes with: fastspec.patch(model, mtp=PATH) reads it; or " + INSTEAD,
         word="mtp|nextn",
         keys=r"(^mtp|\.mtp)\.|(^|\.)(enorm|hnorm|eh_proj|pre_fc_norm_hidden|pre_fc_norm_embedding)\.",
     ),

@@ -1,4 +1,4 @@
-"""Drafting heads of EAGLE-1, EAGLE-2 and EAGLE-3, as one module.
+"""Drafting heads of EAGLE-1, EAGLE-2 and EAGLE-3, as one module, and those that come with a checkpoint (MTP).
 
 A head turns the target's hidden state at position t and the token at t + 1 into an estimate of the hidden state at t +
 1. It holds no KV cache and no mask: attention is the callback `attend` of `step`. Training and tests run this module;
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+
+from fastspec.generation.decoder_layer import LayerFamily
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -51,12 +53,13 @@ def rope_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor | None:
 class HeadConfig:
     """Sizes and switches of one head, whatever its dialect. Raises ValueError where they do not fit each other.
 
-    `kind` is "eagle3", or "eagle" for EAGLE-1/2 heads (the two share their weights). `taps` are indices into
-    transformers' `hidden_states` (index i is the output of layer i - 1); for kind "eagle" they are empty: the feature
-    is the last hidden state after the target's final norm. `last_tap_before_norm`: a tap after the target's last layer
-    is before that norm, where `hidden_states` has it after the norm. `own_lm_head` is False for heads that use the
-    target's LM head: whole, or with `target_rows` its rows of the drafted tokens, after a matrix [H, H] of the head's
-    own.
+    `kind` is "eagle3", "eagle" for EAGLE-1/2 heads (the two share their weights), or "mtp". `taps` are indices into
+    transformers' `hidden_states` (index i is the output of layer i - 1); where they are empty, as for kind "eagle",
+    the feature is the last hidden state after the target's final norm. `last_tap_before_norm`: a tap after the
+    target's last layer is before that norm, where `hidden_states` has it after the norm. `own_lm_head` is False for
+    heads that use the target's LM head: whole, or with `target_rows` its rows of the drafted tokens, after a matrix
+    [H, H] of the head's own. `states_first`: an MTP head fuses the hidden state before the embedding, not behind
+    it.
     """
 
     kind: str = "eagle3"
@@ -84,11 +87,12 @@ class HeadConfig:
     own_lm_head: bool = True
     target_rows: bool = False
     last_tap_before_norm: bool = False
+    states_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("eagle3", "eagle"):
+        if self.kind not in ("eagle3", "eagle", "mtp"):
             raise ValueError(
-                f'HeadConfig.kind is {self.kind!r}; accepted are "eagle3" and "eagle" (EAGLE-1 and EAGLE-2 heads)'
+                f'HeadConfig.kind is {self.kind!r}; accepted are "eagle3", "eagle" (EAGLE-1/2 heads) and "mtp"'
             )
         sizes = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size"
         for name in (*sizes.split(), "draft_vocab_size", "target_hidden_size", "num_hidden_layers"):
@@ -105,7 +109,7 @@ class HeadConfig:
             raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) exceeds vocab_size ({self.vocab_size})")
         if self.kind == "eagle":
             self._check_eagle()
-        else:
+        elif self.kind == "eagle3":
             self._check_eagle3()
 
     def _check_eagle(self) -> None:
@@ -241,18 +245,87 @@ class Layer(nn.Module):
 @dataclass(frozen=True, eq=False)
 class Binding:
     """Modules that a head uses, no parameters of it: `embedding` is the target's, or one that the head brought
-    (`own_embedding`); `lm_head` is the target's, None for a head that has one of its own."""
+    (`own_embedding`); `lm_head` is the target's, None for a head that has one of its own; `family` runs a layer of the
+    target's kind."""
 
     embedding: nn.Module
     lm_head: nn.Module | None
     own_embedding: bool = False
+    family: LayerFamily | None = None
 
 
-class EagleHead(nn.Module):
-    """Drafting head of the EAGLE family, a plain module. Call `bind` once before `step` or `logits`."""
+class DraftHead(nn.Module):
+    """What all drafting heads have: a fusion `fc` of what they read, a final norm or none, an LM head or the target's,
+    and the map `d2t` of their draft vocabulary, whose values are offsets."""
 
+    config: HeadConfig
+    fc: nn.Linear
+    norm: nn.Module | None
+    lm_head: nn.Linear | None
+    lm_head_map: nn.Linear | None
     d2t: Tensor
     binding: Binding | None
+
+    def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
+        """Take the target's embedding and, for heads without their own, its LM head, by reference."""
+        if self.lm_head is None and lm_head is None:
+            raise ValueError(
+                "this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head"
+            )
+        self.binding = Binding(embed_tokens, lm_head if self.lm_head is None else None)
+
+    @property
+    def bound(self) -> Binding:
+        """The modules that `bind` was given. Raises RuntimeError before that."""
+        if self.binding is None:
+            raise RuntimeError(
+                "the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first"
+            )
+        return self.binding
+
+    def target_rows(self, lm_head: nn.Module) -> Tensor:
+        """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
+        weight = cast(Tensor, lm_head.weight).detach()
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        rows: Tensor = weight[self.drafted().to(weight.device)]
+        return rows
+
+    def drafted(self) -> Tensor:
+        """The target's ids [V_d] of the drafted tokens."""
+        return self.to_target(torch.arange(len(self.d2t), device=self.d2t.device))
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids -> the target's token ids."""
+        return draft_ids + self.d2t[draft_ids]
+
+
+class MtpHead(DraftHead):
+    """The multi-token prediction layer of a target's own checkpoint (DeepSeek-V3, arXiv 2412.19437, section 2.2): norms
+    of the token's embedding and of the hidden state, their fusion, one layer of the target's own class, a final norm.
+
+    `layer` and the norms, which `norm` makes, are modules of the target's family, which runs them.
+    """
+
+    def __init__(self, config: HeadConfig, layer: nn.Module, norm: Callable[[], nn.Module], *, final: bool) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.config, self.layer = config, layer
+        self.token_norm, self.state_norm = norm(), norm()
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.norm = norm() if final else None
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False) if config.own_lm_head else None
+        self.lm_head_map = None
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64, device="cpu"), False)
+        self.binding = None
+        self.source: tuple[str, str | None] | None = None
+        """The directory or hub id, and the revision there, that holds the weights."""
+
+
+class EagleHead(DraftHead):
+    """Drafting head of the EAGLE family, a plain module. Call `bind` once before `step` or `logits`."""
+
+    norm: RMSNorm | None
+    input_norm: RMSNorm | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -273,23 +346,6 @@ class EagleHead(nn.Module):
         self.inv_freq = rope_frequencies(c.rope_parameters, c.head_dim)
         self.rope_scale = 1.0
         self.binding = None
-
-    def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
-        """Take the target's embedding and, for heads without their own, its LM head, by reference."""
-        if self.lm_head is None and lm_head is None:
-            raise ValueError(
-                "this head has no LM head of its own: call bind(embed_tokens, lm_head) with the target's LM head"
-            )
-        self.binding = Binding(embed_tokens, lm_head if self.lm_head is None else None)
-
-    @property
-    def bound(self) -> Binding:
-        """The modules that `bind` was given. Raises RuntimeError before that."""
-        if self.binding is None:
-            raise RuntimeError(
-                "the head is not bound to a target: call head.bind(target.get_input_embeddings(), lm_head) first"
-            )
-        return self.binding
 
     def set_rope(self, inv_freq: Tensor, scale: float) -> None:
         """Use these rotary frequencies (fp32, head_dim / 2 at most) and this factor on cos and sin."""
@@ -342,21 +398,6 @@ class EagleHead(nn.Module):
             return F.linear(mapped, self.target_rows(lm_head).to(mapped))
         logits: Tensor = lm_head(hidden)
         return logits
-
-    def target_rows(self, lm_head: nn.Module) -> Tensor:
-        """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
-        weight = cast(Tensor, lm_head.weight).detach()
-        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        rows: Tensor = weight[self.drafted().to(weight.device)]
-        return rows
-
-    def drafted(self) -> Tensor:
-        """The target's ids [V_d] of the drafted tokens."""
-        return self.to_target(torch.arange(len(self.d2t), device=self.d2t.device))
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids -> the target's token ids; `d2t` holds offsets."""
-        return draft_ids + self.d2t[draft_ids]
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 cos and sin [..., 1, R / 2] of positions [...]."""

@@ -25,6 +25,8 @@ from fastspec.generation.heads.fit import Reading, misfits, with_taps
 from fastspec.generation.heads.load import is_copy, load, read_checkpoint
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.layers import layer_family
+from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.parallel import is_spread
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
@@ -43,7 +45,7 @@ def sizes_of(target: PreTrainedModel | PretrainedConfig) -> Sizes:
 
 def parts_of(target: PreTrainedModel) -> TargetParts:
     """Parts of a target that heads are fitted and bound to."""
-    lm_head, device = target.get_output_embeddings(), device_of(target)
+    lm_head, device, adapter = target.get_output_embeddings(), device_of(target), adapter_for(target)
     weight = getattr(lm_head, "weight", None)
     return TargetParts(
         name=type(target).__name__,
@@ -53,6 +55,7 @@ def parts_of(target: PreTrainedModel) -> TargetParts:
         device=device,
         dtype=target.dtype,
         lm_head_device=weight.device if is_spread(target) and weight is not None else device,
+        family=None if adapter is None else layer_family(target, adapter),
     )
 
 
@@ -96,7 +99,9 @@ def load_head(
     head, assumed = load(found, parts_of(target), reading, scaled_rope)
     if assumed is not None:
         warnings.warn(assumed, stacklevel=2)
-    return head.as_module()
+    module = head.as_module()
+    assert isinstance(module, EagleHead)
+    return module
 
 
 _KINDS = {"eagle3": ("EAGLE-3", "eagle3=head"), "eagle": ("EAGLE-1/2", "eagle=head or eagle2=head")}

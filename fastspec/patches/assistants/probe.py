@@ -23,6 +23,7 @@ from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.dialects import TRAINED_THETA
 from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
 from fastspec.generation.heads.load import bound, read_checkpoint
+from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import copies_embedding, find_head, parts_of, scaled_rope, sizes_of
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.modes import adapter_for, decoder_of
@@ -79,7 +80,7 @@ def probe_head(
     """
     parts = parts_of(target)
     checkpoint = _moved(fitted(read_checkpoint(find_head(source, revision=revision)), parts.sizes, Reading()), target)
-    prompt = _default_prompt(target) if input_ids is None else input_ids.to(device_of(target))
+    prompt = default_prompt(target) if input_ids is None else input_ids.to(device_of(target))
     if prompt.ndim != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise ValueError(f"input_ids has shape {list(prompt.shape)}; expected one prompt, [1, T]")
     ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=PROBE_TOKENS, do_sample=False)
@@ -87,7 +88,7 @@ def probe_head(
         raise ValueError(
             "the target ended its answer at once, so nothing can be measured; give a longer prompt as input_ids"
         )
-    states, picks = _states(target, ids)
+    states, picks = states_of(target, ids)
     rows = []
     for index, (given, reading) in enumerate(_readings(checkpoint, target)):
         config = reading.config
@@ -119,7 +120,7 @@ def probe_head(
     return sorted(rows, key=lambda row: -row.score)
 
 
-def _states(target: PreTrainedModel, ids: Tensor) -> tuple[tuple[Tensor | None, ...], Tensor]:
+def states_of(target: PreTrainedModel, ids: Tensor) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """The target's hidden states of ids [1, T], behind them the last layer's output before the final norm (None without
     an adapter, which says where that norm is), and what the target picks after each token [T]."""
     adapter, before = adapter_for(target), list[Tensor]()
@@ -145,7 +146,8 @@ def _moved(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> HeadCheckpoin
     return replace(checkpoint, state=state)
 
 
-def _default_prompt(target: PreTrainedModel) -> Tensor:
+def default_prompt(target: PreTrainedModel) -> Tensor:
+    """The BOS token alone [1, 1]."""
     bos = target.config.get_text_config().bos_token_id
     return torch.tensor([[bos if isinstance(bos, int) else 0]], device=device_of(target))
 
@@ -184,8 +186,8 @@ def _readings(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> Iterator[t
 def _draft(bound_head: BoundHead, ids: Tensor, states: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
     """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T], and after the state that
     the head makes of the pair and the token behind it: target ids [T - 1] and [T - 2]. `states` are as from
-    `_states`."""
-    head = bound_head.as_module()
+    `states_of`."""
+    head = cast(EagleHead, bound_head.as_module())
     config = head.config
     last = len(states) - 2
     read = [

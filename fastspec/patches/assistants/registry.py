@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -29,13 +30,16 @@ from fastspec.generation.drafters.nasd import NasdDecoding, check_tokens
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
+from fastspec.patches.assistants.draft_vocab import with_vocabulary
 from fastspec.patches.assistants.fused import fused_drafter
-from fastspec.patches.assistants.gemma4_assistant import SharedCacheDecoding, gemma4_decoding, is_assistant
+from fastspec.patches.assistants.gemma4_assistant import gemma4_decoding, is_assistant
 from fastspec.patches.assistants.heads import parts_of
+from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style, share_of
+from fastspec.patches.session import session_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Plain(Decoding):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDecoding(DynamicDecoding):
-    """Decoding with an EAGLE head and a dynamic tree."""
+    """Decoding with a head and a dynamic tree."""
 
     continuous: ClassVar[bool] = True
     head: BoundHead
@@ -203,6 +207,10 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
     none."""
     refuse_heads(name, model)
     head: BoundHead | None = resources.get(name)
+    if head is None and name == Mtp.name:
+        head = resources[name] = load_mtp(True, model)
+        if (session := session_of(model)) is not None:
+            session.set(model, "save_pretrained", MethodType(save_with_mtp, model))
     if head is None:
         raise Unsupported(
             f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it"
@@ -223,22 +231,22 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
     return StaticDecoding(config, head, cut=cut_over(head.module, group_of(model)))
 
 
-def _dynamic(config: Eagle2 | Eagle3, resources: dict[str, Any], model: Any) -> EagleDecoding:
+def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: Any) -> EagleDecoding:
     fields, most = trees_of(config, device_of(model).type)
     head = _head(config.name, resources, model, most)
     return EagleDecoding(
         **fields,
         cpp=CPP_TREE if config == Eagle3() else None,
-        head=head,
+        head=with_vocabulary(head, config, model) if isinstance(config, Mtp) else head,
         drafts=fused_drafter if config.fused else EagleDrafter,
         cut=None if config.fused else cut_over(head.module, group_of(model)),
     )
 
 
-def _mtp(config: Mtp, resources: dict[str, Any], model: Any) -> SharedCacheDecoding:
-    if is_assistant(resources.get("mtp")):
+def _mtp(config: Mtp, resources: dict[str, Any], model: Any) -> DynamicDecoding:
+    if is_assistant(resources.get(Mtp.name)):
         return gemma4_decoding(config, resources, model)
-    raise Unsupported("assistant 'mtp' has no draft layers: fastspec.patch(model, mtp=path_or_hub_id) supplies them")
+    return _dynamic(config, resources, model)
 
 
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:

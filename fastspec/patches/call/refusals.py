@@ -200,7 +200,10 @@ def _refuse_settings(setting: Callable[[str], Any]) -> None:
         beside, values = _READ_BESIDE.get(name, (None, ()))
         value, is_read = setting(name), beside is None or setting(beside) in values
         if is_read and value not in accepted:
-            raise Unsupported(f"{name}={value!r} cannot be combined with assistant=: accepted is {accepted[-1]!r}")
+            hint = '; assistant="mtp" drafts with the same layer' if name == "use_mtp" else ""
+            raise Unsupported(
+                f"{name}={value!r} cannot be combined with assistant=: accepted is {accepted[-1]!r}{hint}"
+            )
 
 
 def refuse_cache(model: Any, cache: Any, rows: int) -> None:

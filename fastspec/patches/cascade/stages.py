@@ -204,7 +204,9 @@ class StageModel:
         if stage.quantization is not None:  # bitsandbytes would put it on CUDA's current device
             options = {"device_map": {"": self.device}} | options
             options["quantization_config"] = quantization(stage.quantization, dtype)
-        model, tokenizer = load_model(str(stage.model), self.device, dtype, **options)
+        model, tokenizer = load_model(
+            str(stage.model), self.device, dtype, tokenizer=self._own or self.large_tokenizer, **options
+        )
         self._own = self._own or tokenizer
         self._take(model)
 

@@ -494,8 +494,8 @@ def dtype_of(model: Any) -> torch.dtype:
 
     torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
     """
-    modules = list(model.modules())
-    states = (module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state"))
+    modules: list[Any] = every_module(model)
+    states = (module._get_fsdp_state() for module in modules if hasattr(type(module), "_get_fsdp_state"))
     cast = {getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for state in states}
     if len(cast) == 1 and (policy := next(iter(cast))) is not None:
         return policy
@@ -504,7 +504,8 @@ def dtype_of(model: Any) -> torch.dtype:
         if isinstance(base := module._modules.get("base_layer"), nn.Module):
             apart |= {id(each) for each in module.parameters()} - {id(each) for each in base.parameters()}
     counts: Counter[torch.dtype] = Counter()
-    for each in model.get_decoder().parameters():
+    held = {id(each): each for module in every_module(model.get_decoder()) for each in own_parameters(module).values()}
+    for each in held.values():
         if each.dim() > 1 and each.is_floating_point() and each.element_size() > 1 and id(each) not in apart:
             counts[each.dtype] += each.numel()
     own: torch.dtype = model.dtype

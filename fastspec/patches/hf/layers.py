@@ -14,6 +14,7 @@ from fastspec.generation.decoder_layer import (
     FULL_LAYOUT,
     FullAttention,
     GatedDelta,
+    LayerFamily,
     LayerParts,
     LayoutKey,
     Linear,
@@ -372,28 +373,47 @@ def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
     if parts is None:
         return moved
     for layer in getattr(decoder_of(model), parts.layers):
-        attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
-        if attn is None:
-            groups = [
-                [
-                    getattr(getattr(layer, parts.recurrent), name)
-                    for name in (parts.recurrent_row or parts).recurrent_inputs
-                ]
-            ]
-        else:
-            groups = [_projections(parts, attn)]
-        if parts.gated_mlp and hasattr(mlp, "gate_proj"):
-            groups.append([mlp.gate_proj, mlp.up_proj])
-        if parts.mixture is not None and parts.mixture.shared and hasattr(mlp, "experts"):
-            shared = getattr(mlp, parts.mixture.shared)
-            groups.append([shared.gate_proj, shared.up_proj])
-        if experts and parts.mixture is not None and parts.mixture.transposed and is_mixture(parts.mixture, mlp):
-            moved += [*turn(mlp.experts.gate_up_proj), *turn(mlp.experts.down_proj)]
-        for group in groups:
-            weights = weights_of(group)
-            if weights is not None:
-                moved += pack(weights)
+        moved += pack_layer(parts, layer, experts=experts)
     return moved
+
+
+def pack_layer(parts: Adapter, layer: Any, *, experts: bool = True) -> list[Tensor]:
+    """`pack_model` of one layer."""
+    moved: list[Tensor] = []
+    attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
+    if attn is None:
+        recurrent = getattr(layer, parts.recurrent)
+        groups = [[getattr(recurrent, name) for name in (parts.recurrent_row or parts).recurrent_inputs]]
+    else:
+        groups = [_projections(parts, attn)]
+    if parts.gated_mlp and hasattr(mlp, "gate_proj"):
+        groups.append([mlp.gate_proj, mlp.up_proj])
+    if parts.mixture is not None and parts.mixture.shared and hasattr(mlp, "experts"):
+        shared = getattr(mlp, parts.mixture.shared)
+        groups.append([shared.gate_proj, shared.up_proj])
+    if experts and parts.mixture is not None and parts.mixture.transposed and is_mixture(parts.mixture, mlp):
+        moved += [*turn(mlp.experts.gate_up_proj), *turn(mlp.experts.down_proj)]
+    for group in groups:
+        weights = weights_of(group)
+        if weights is not None:
+            moved += pack(weights)
+    return moved
+
+
+def layer_family(model: Any, parts: Adapter) -> LayerFamily:
+    """What a model's family makes of layers and norms of its classes that are no part of it."""
+
+    def layer(module: Any, ops: Ops, state: FullAttentionState) -> LayerParts:
+        return layer_parts(parts, module, ops, state, 0)
+
+    def tables(count: int) -> tuple[Tensor, Tensor]:
+        kind = "full_attention" if parts.rotary_by_kind else None
+        found = rotary_tables(model, parts, (kind,), count)[kind]
+        return found.cos, found.sin
+
+    return LayerFamily(
+        layer, lambda module, ops: norm_of(module, ops, parts), tables, lambda module: pack_layer(parts, module)
+    )
 
 
 def reads_outliers(module: nn.Module) -> bool:

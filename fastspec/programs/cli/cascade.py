@@ -14,6 +14,7 @@ from typer import Option
 
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
+from fastspec.files import parse_yaml
 from fastspec.programs.cli.options import Backend, Device, Dtype
 from fastspec.programs.terminal import counting
 
@@ -55,10 +56,37 @@ UNSAFE = "With --task: lm-eval's switch for tasks that run models' code, beside 
 RIGHT = (
     "A judge's word on the answers: JSON lines with `item`, `stage` and `right` (true, false or a number in [0, 1])."
 )
+CONFIG = "YAML file of these options; --stage, --model and --head as NAME: MODEL. The command line goes first."
 POINTS = 15
 """Prices of a frontier that are printed; the rows have all."""
 RATED, LONG = 8, 64
 """Items after which the stages' rates are measured, and new tokens after each."""
+
+
+def _from_yaml(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Take the options of a command from a YAML file, where the command line does not give them. Raises Unsupported for
+    keys that are no options."""
+    if path is None:
+        return None
+    try:
+        read = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"{path} cannot be read as YAML: {error}") from error
+    options = {parameter.name: parameter for parameter in ctx.command.params if parameter.name != "config"}
+    given = {str(key).replace("-", "_"): value for key, value in read.items()} if isinstance(read, dict) else {}
+    unknown = [key for key in given if key not in options]
+    if unknown or not given:
+        what = f"unknown key {', '.join(unknown)}" if unknown else "it must hold keys and values"
+        known = ", ".join(sorted(name for name in options if name is not None))
+        raise Unsupported(f"{path}: {what}; accepted keys are the options: {known}")
+    for key, value in given.items():
+        if isinstance(value, dict):  # NAME: MODEL
+            value = [f"{name}={source}" for name, source in value.items()]
+            given[key] = value if options[key].multiple else value[0]
+        elif options[key].multiple and not isinstance(value, list):
+            given[key] = [value]
+    ctx.default_map = {**(ctx.default_map or {}), **given}
+    return path
 
 
 @app.command(cls=_Command)
@@ -83,6 +111,7 @@ def train(
     backend: Backend = "auto",
     dtype: Dtype = None,
     seed: Annotated[int, Option(help="Seed of the split and of the training.")] = 0,
+    config: Annotated[Path | None, Option(is_eager=True, callback=_from_yaml, help=CONFIG)] = None,
 ) -> None:
     """Let every stage answer the items, judge the answers, train and calibrate a predictor, and report its calibration.
 
@@ -94,6 +123,7 @@ def train(
     from fastspec.programs.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
+    check_names(stage, model, head or [])
     on = use_device(device)
     items = [each for path in prompts or () for each in cascade_answers.read_items(path, most)]
     score = None
@@ -103,6 +133,10 @@ def train(
     elif include_path or metric or confirm_run_unsafe_code:
         raise Unsupported("--include-path, --metric and --confirm-run-unsafe-code are of a task: give --task NAME")
     cascade_answers.check_items(items, right=right is not None)
+    cascade_answers.check_training(items, seed, share)
+    for path in (out, answers, *((report,) if report is not None else ())):
+        if not path.absolute().parent.is_dir():
+            raise Unsupported(f"{path} cannot be written: {path.absolute().parent} is no directory")
     models, tokenizer = models_of(stage, model, head or [], on, dtype, backend)
     try:
         settings: dict[str, Any] = {"batch": batch, "new_tokens": max_new_tokens, "seed": seed, "share": share}
@@ -184,24 +218,35 @@ def models_of(
     from fastspec.models import load_model
     from fastspec.patches.api import cascade_models
 
-    named, (label, last) = [_named("--stage", text) for text in stages], _named("--model", large)
-    names = [*(name for name, _ in named), label]
-    if len(set(names)) < len(names):
-        raise Unsupported(f"the models are named {', '.join(names)}: every name must be another")
+    named, (label, last), drafts = check_names(stages, large, heads)
     kind = None if dtype is None else getattr(torch, dtype)
-    drafts = dict(_named("--head", text) for text in heads)
+    model, tokenizer = load_model(last, device, kind)
     below = []
     for name, source in named:
-        model, tokenizer = load_model(source, device, kind)
-        head = {"eagle3": drafts.pop(name)} if name in drafts else {}
+        small, own = load_model(source, device, kind, tokenizer=tokenizer)
+        head = {"eagle3": drafts[name]} if name in drafts else {}
         assistant = "eagle3" if head else "nasd"
-        below.append(fastspec.Stage(model, tokenizer, name, assistant, {**head, "backend": backend}))
-    if drafts:
-        raise Unsupported(f"--head names {', '.join(drafts)}, which is no --stage")
-    model, tokenizer = load_model(last, device, kind)
+        below.append(fastspec.Stage(small, own, name, assistant, {**head, "backend": backend}))
     fastspec.patch(model, backend=backend)
     config = fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label)
     return cascade_models(config, model), tokenizer
+
+
+Named = list[tuple[str, str]]
+
+
+def check_names(stages: list[str], large: str, heads: list[str]) -> tuple[Named, tuple[str, str], dict[str, str]]:
+    """The (name, model) of the stages and of the large model, and the heads by the stage's name. Raises Unsupported for
+    a name that is there twice, and for a head of no stage."""
+    named, last = [_named("--stage", text) for text in stages], _named("--model", large)
+    names = [*(name for name, _ in named), last[0]]
+    if len(set(names)) < len(names):
+        raise Unsupported(f"the models are named {', '.join(names)}: every name must be another")
+    drafts = dict(_named("--head", text) for text in heads)
+    unknown = [name for name in drafts if name not in dict(named)]
+    if unknown:
+        raise Unsupported(f"--head names {', '.join(unknown)}, which is no --stage")
+    return named, last, drafts
 
 
 def _named(option: str, text: str) -> tuple[str, str]:

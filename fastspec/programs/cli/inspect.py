@@ -19,16 +19,20 @@ POOR = 0.2
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="Directory, hub id or shipped name of a head.")],
+    path: Annotated[
+        str, typer.Argument(help="Directory, hub id or shipped name of a head, or a model with an MTP layer.")
+    ],
     target: Annotated[str | None, Option(help="Model to check the head against, by its config alone.")] = None,
     probe: Annotated[bool, Option(help="Run the target, and measure which reading of flags drafts best.")] = False,
     probe_prompt: Annotated[str | None, Option(help="Prompt of --probe; the demo's first by default.")] = None,
     device: Device = None,
 ) -> None:
-    """Say how a head's checkpoint is read, and whether it fits a target. Exit status 1 where it does not."""
+    """Say how a head's checkpoint is read, or a model's MTP layer, and whether it fits a target. Exit status 1 where it
+    does not."""
     from fastspec.devices import use_device
     from fastspec.models import load_config, load_model
     from fastspec.patches.assistants.heads import inspect_head
+    from fastspec.patches.assistants.mtp import inspect_mtp
 
     if probe and target is None:
         raise typer.BadParameter("--probe runs the target: name it with --target", param_hint="--probe")
@@ -41,6 +45,10 @@ def inspect(
     if target is not None:
         model, tokenizer = load_model(target, use_device(device)) if probe else (load_config(target), None)
     console = Console(highlight=False)
+    own = inspect_mtp(path)
+    if own is not None:
+        console.print(table(("", ""), own, numbers=False, show_header=False))
+        return
     found = inspect_head(path, model)
     rows = [(name, Text(str(value))) for name, value in found.rows()]
     console.print(table(("", ""), rows, numbers=False, show_header=False))

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.cascade import records
+from fastspec.cascade.predictor import LEAST_ITEMS
 from fastspec.cascade.records import Record
 from fastspec.errors import Unsupported
 from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeModels, StageAnswer
 from fastspec.patches.cascade.settings import left_padded
+from fastspec.patches.hf.changes import weights_digest
 from fastspec.programs import texts
 from fastspec.programs.bench.device import environment
 from fastspec.programs.texts import read_jsonl
@@ -89,7 +91,10 @@ def answer(
     Answers have at most `new_tokens` tokens where an item sets no limit. `share` of the items, drawn by `seed` and
     their names, are for training.
     """
-    known, count, plain = place(models.large), 0, replace(models.config, explain=False)
+    where, count, plain = place(models.large), 0, replace(models.config, explain=False)
+    known = {stage.label: where | {"weights": weights_digest(stage.model)} for stage in models.stages}
+    if Path(path).exists():
+        check_answers(path, items, known, new_tokens=new_tokens, seed=seed, share=share)
     with records.Writer(path) as writer:
         todo = [item for item in items if any((item.name, stage) not in writer.done for stage in models.names)]
         encoded = {item.name: encode(tokenizer, item) for item in todo}
@@ -107,9 +112,58 @@ def answer(
                 for each in heard:
                     item, stage = chosen[each.row], models.stages[each.visit.stage]
                     if (item.name, stage.label) not in writer.done:
-                        writer.add(_record(item, stage, each, seed, share, known))
+                        told = known[stage.label] | {"limit": str(limit)}
+                        writer.add(_record(item, stage, each, seed, share, told))
                 count += len(chosen)
                 tell(count, len(todo))
+
+
+def check_answers(
+    path: str | Path,
+    items: Sequence[Item],
+    known: Mapping[str, Mapping[str, str]],
+    *,
+    new_tokens: int,
+    seed: int,
+    share: float,
+) -> None:
+    """Raise Unsupported, naming what differs, where a file's answers are not those that these stages would give: of
+    other items, models, dtypes, limits, seeds or shares. `known` are the stages' `versions`."""
+    asked, differs = {item.name: item for item in items}, dict[str, str]()
+    for record in records.read(path):
+        item, now = asked.get(record.item), known.get(record.stage)
+        if item is None:
+            differs.setdefault("items", f"{record.item!r}, which is not asked now")
+        elif now is None:
+            differs.setdefault("stages", f"{record.stage!r}, which is none now")
+        else:
+            limit = str(item.limit or new_tokens)
+            if record.versions.get("weights", now["weights"]) != now["weights"]:
+                differs.setdefault("models", f"stage {record.stage!r} had other weights")
+            if record.versions.get("dtype", now["dtype"]) != now["dtype"]:
+                differs.setdefault("dtype", f"{record.versions['dtype']}, and it is {now['dtype']} now")
+            if record.versions.get("limit", limit) != limit:
+                differs.setdefault("limit", f"{record.versions['limit']} new tokens, and it is {limit} now")
+            if record.seed != seed:
+                differs.setdefault("seed", f"{record.seed}, and it is {seed} now")
+            elif record.split != records.split(item.name, seed, share):
+                differs.setdefault("share", f"item {record.item!r} was for {record.split}, and is not with {share}")
+    if differs:
+        told = "; ".join(f"{name}: {what}" for name, what in differs.items())
+        raise Unsupported(
+            f"{path} holds answers that were made otherwise ({told}): give all prompt files, tasks and settings that "
+            "they were made with, or write to another file"
+        )
+
+
+def check_training(items: Sequence[Item], seed: int, share: float) -> None:
+    """Raise Unsupported where too few of the items are for training."""
+    count = sum(records.split(item.name, seed, share) == records.SPLITS[0] for item in items)
+    if count < LEAST_ITEMS:
+        raise Unsupported(
+            f"{count} of {len(items)} items are for training (share={share}, seed={seed}), and at least {LEAST_ITEMS} "
+            "are needed, some hundreds for a useful predictor: ask more, or raise --share"
+        )
 
 
 def place(model: Any) -> dict[str, str]:
@@ -119,7 +173,7 @@ def place(model: Any) -> dict[str, str]:
 
 
 def _record(
-    item: Item, stage: Any, heard: StageAnswer, seed: int, share: float, known: dict[str, str]
+    item: Item, stage: Any, heard: StageAnswer, seed: int, share: float, known: Mapping[str, str]
 ) -> records.Record:
     visit, reader = heard.visit, stage.tokenizer or stage.large_tokenizer
     text = reader.decode(heard.answer, skip_special_tokens=True)
@@ -141,7 +195,7 @@ def _record(
         label=None,
         features=tuple(heard.features.tolist()),
         seed=seed,
-        versions=known,
+        versions=dict(known),
     )
 
 

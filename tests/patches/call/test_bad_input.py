@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.generate import shallow_model
 from helpers.heads import as_speculators, make_head, write
 from helpers.models import tiny_head, tiny_model
 from transformers import GenerationConfig, StoppingCriteriaList
@@ -18,7 +19,7 @@ from fastspec.patches.call.refusals import refuse_arguments
 from fastspec.patches.session import session_of
 
 PROMPT = torch.tensor([[7, 8, 9, 10]])
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def test_an_argument_that_is_off_is_not_given() -> None:
@@ -31,7 +32,7 @@ def test_an_argument_that_is_off_is_not_given() -> None:
 @pytest.fixture(scope="module")
 def shared() -> tuple[Any, torch.Tensor]:
     """An unpatched model, and what it says."""
-    model = tiny_model()
+    model = shallow_model()
     return model, model.generate(PROMPT, **GREEDY)
 
 
@@ -107,7 +108,7 @@ def test_a_head_of_another_model_is_refused(over: dict[str, Any]) -> None:
     model = tiny_model(**{name: value for name, value in over.items() if name != "dtype"}).to(
         over.get("dtype", torch.float32)
     )
-    head, before = tiny_head(tiny_model()), dict(vars(model))
+    head, before = tiny_head(shallow_model()), dict(vars(model))
     with pytest.raises(fastspec.CheckpointError, match=r"\d"):
         fastspec.patch(model, eagle3=head)
     assert dict(vars(model)) == before
@@ -138,7 +139,7 @@ def widen(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) 
     write(folder, *as_speculators(head, torch.zeros(128, 32)))
 
 
-HEAD = {"hidden_size": 64, "target_hidden_size": 64, "vocab_size": 97, "draft_vocab_size": 41, "taps": (1, 3, 5)}
+HEAD = {"hidden_size": 64, "target_hidden_size": 64, "vocab_size": 97, "draft_vocab_size": 41, "taps": (0, 1, 3)}
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,7 @@ def _raise(error: type[BaseException]) -> None:
     raise error("from the user's code")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, RuntimeError])
 @pytest.mark.parametrize("where", ["streamer", "criterion", "processor"])
 def test_an_exception_inside_a_call_leaves_the_model_usable(model: Any, error: type[BaseException], where: str) -> None:
@@ -248,7 +250,7 @@ def test_threads_get_their_own_answers(model: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert all(torch.equal(found[index], out) for index, out in enumerate(expected))
     assert len(fastspec.report(model).calls) == 4
 
@@ -264,6 +266,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("source", ["argument", "model"])
 def test_settings_in_a_generation_config_are_refused_too(
@@ -310,7 +313,7 @@ def test_memory_that_runs_out_on_the_way_is_named(model: Any, error: Exception |
             raise error
         return torch.empty(2**55, dtype=torch.int8)  # the allocator's own error
 
-    with pytest.raises(fastspec.FastSpecError, match=r"out of memory.*1 rows of up to 12 tokens.*fewer new tokens"):
+    with pytest.raises(fastspec.FastSpecError, match=r"out of memory.*1 rows of up to 9 tokens.*fewer new tokens"):
         model.generate(PROMPT, **GREEDY, assistant="eagle3", logits_processor=[exhaust])
 
 

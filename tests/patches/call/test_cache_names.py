@@ -30,6 +30,7 @@ def told(error: bool, call: Any) -> Any:
         return call()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", GIVEN[:2])
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
 def test_a_cache_is_read_and_filled_by_either_name(name: str, assistant: Any) -> None:

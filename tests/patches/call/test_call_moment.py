@@ -16,7 +16,7 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.patches.backends import TORCH
 
-ASKED: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+ASKED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
 def ids() -> torch.Tensor:

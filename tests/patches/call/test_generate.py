@@ -44,6 +44,7 @@ def test_end_tokens_at_every_place_of_a_round(pair, assistant, place):
     same(pair, assistant, {k: v[:1] for k, v in inputs.items()}, eos_token_id=ends)
 
 
+@pytest.mark.each_value
 def test_min_new_tokens_holds_the_end_back(pair, assistant):
     inputs = prompts(5, 3)
     ends = [row[2] for row in free(pair[0], inputs)]
@@ -52,12 +53,14 @@ def test_min_new_tokens_holds_the_end_back(pair, assistant):
     same(pair, assistant, inputs, eos_token_id=ends, min_length=9)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("spread", [2, 3])
 def test_num_return_sequences(pair, assistant, spread):
     out = same(pair, assistant, prompts(4, 6), do_sample=True, top_k=1, num_return_sequences=spread, eos_token_id=NEVER)
     assert out.shape[0] == 2 * spread
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 1, "temperature": 0.7}]
 )
@@ -90,6 +93,7 @@ def test_scores_and_logits(pair, assistant, options):
     assert lean.fastspec.assistant == getattr(assistant, "name", assistant)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"top_k": 20, "top_p": 0.9}])
 def test_a_seed_decides_the_sample(pairs, assistant, options):
     texts = []
@@ -108,6 +112,7 @@ def test_a_seed_decides_the_sample(pairs, assistant, options):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.each_value
 def test_a_generation_config_and_inputs_by_name(pair, assistant):
     plain, patched = pair
     ids = prompts(7)["input_ids"]
@@ -119,11 +124,13 @@ def test_a_generation_config_and_inputs_by_name(pair, assistant):
     assert patched.generate(ids, config, assistant=assistant).tolist() == expected
 
 
+@pytest.mark.each_value
 def test_padding_is_inferred_from_the_pad_token(pair, assistant):
     inputs = prompts(4, 9)
     same(pair, assistant, {"input_ids": inputs["input_ids"]}, eos_token_id=NEVER)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_prompts_of_several_prefill_chunks(pair, assistant, chunk, monkeypatch):
     for name in ("NARROW", "WIDE"):
@@ -131,10 +138,12 @@ def test_prompts_of_several_prefill_chunks(pair, assistant, chunk, monkeypatch):
     same(pair, assistant, prompts(33, 5, 17), eos_token_id=NEVER)
 
 
+@pytest.mark.each_value
 def test_texts_longer_than_a_bucket_of_attended_slots(pair, assistant):
     same(pair, assistant, prompts(120, 3), max_new_tokens=40, eos_token_id=NEVER)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("known", [{0}, {1}, {0, 1}, set()])
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 15])
 def test_a_row_that_runs_past_its_limit_while_others_lag(pair, known, count):

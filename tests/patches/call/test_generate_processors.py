@@ -20,6 +20,7 @@ from fastspec.patches.call.processors import read_settings
 from fastspec.patches.session import session_of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [
@@ -39,6 +40,7 @@ def test_built_in_processors(pair, assistant, options):
     same(pair, assistant, prompts(6, 2, 9), **options)
 
 
+@pytest.mark.each_value
 def test_a_temperature_that_leaves_scores_no_room_is_refused(pair, assistant):
     """Plain decoding raises there too; the least that it takes is greedy."""
     original, patched = pair
@@ -53,6 +55,7 @@ def test_a_temperature_that_leaves_scores_no_room_is_refused(pair, assistant):
     )
 
 
+@pytest.mark.each_value
 def test_bad_words_and_bias(pair, assistant):
     inputs = prompts(6, 2)
     texts = free(pair[0], inputs)
@@ -60,6 +63,7 @@ def test_bad_words_and_bias(pair, assistant):
     same(pair, assistant, inputs, sequence_bias=[[[texts[0][2]], -9.0], [[11, 12], 6.0]])
 
 
+@pytest.mark.each_value
 def test_prefix_allowed_tokens_sees_each_row_with_its_own_tokens(pair, assistant):
     inputs = prompts(6, 6, 6)
     starts = inputs["input_ids"].tolist()
@@ -87,11 +91,13 @@ class Parity(LogitsProcessor):
         return scores
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("processor", [Shift, Parity])
 def test_user_processors(pair, assistant, processor):
     same(pair, assistant, prompts(5, 9, 2), logits_processor=LogitsProcessorList([processor()]))
 
 
+@pytest.mark.each_value
 def test_stateful_user_processor_is_called_once_per_token(pair, assistant):
     """For a single row the calls are those of plain decoding, so that even a processor that counts them agrees."""
 
@@ -155,6 +161,7 @@ def test_processors_see_no_prefix_that_plain_decoding_does_not_show_them(pair, l
     assert stats(pair[1]).rounds <= rows + max(emitted) // 7  # each end of a row but the last cuts a round
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
 @pytest.mark.parametrize("place", [1, 4, 7])
 def test_processors_see_nothing_behind_what_a_users_criterion_stopped(pair, lengths, place):
@@ -236,6 +243,7 @@ def drawn(model: Any, assistant: Any, **options: Any) -> Any:
     return model.generate(**prompts(6, 3), **{**settings, **options}, assistant=assistant)
 
 
+@pytest.mark.each_value
 def test_sampled_rounds_process_no_scores(pair, assistant, distributions, monkeypatch):
     """The warpers are called for the first token alone, and the tokens are those of the processed scores."""
     calls, warp = [0], lp.TopPLogitsWarper.__call__
@@ -254,6 +262,7 @@ def test_sampled_rounds_process_no_scores(pair, assistant, distributions, monkey
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [

@@ -25,6 +25,7 @@ class Says(StoppingCriteria):
         return {"rows": done, "scalar": done.any(), "one": done.any()[None], "bool": bool(done.any())}[self.form]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ends", [NEVER, None])
 def test_user_criteria_stop_their_rows(pair, assistant, ends):
     inputs = prompts(5, 3, 8)
@@ -40,6 +41,7 @@ def test_user_criteria_stop_their_rows(pair, assistant, ends):
         plain.generation_config.eos_token_id = patched.generation_config.eos_token_id = 5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", ["scalar", "one", "bool"])
 def test_user_criteria_may_answer_once_for_the_batch(pair, assistant, form):
     inputs = prompts(5)
@@ -62,6 +64,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3", pad_token="w0", eos_token="w5")
 
 
+@pytest.mark.each_value
 def test_stop_strings(pair, assistant, tokenizer):
     inputs = prompts(5, 3)
     texts = free(pair[0], inputs)
@@ -84,6 +87,7 @@ def streamed(model: Any, streamer: Any, inputs: dict[str, Tensor], **options: An
     return streamer
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(5,), (5, 3, 8)])
 def test_streamer_is_fed_as_by_transformers(pair, assistant, lengths):
     inputs = prompts(*lengths)
@@ -92,6 +96,7 @@ def test_streamer_is_fed_as_by_transformers(pair, assistant, lengths):
     assert streamed(pair[1], Recorder(), inputs, eos_token_id=ends, assistant=assistant).events == expected
 
 
+@pytest.mark.each_value
 def test_text_streamer_prints_the_same(pair, assistant, tokenizer, capsys):
     streamed(pair[0], TextStreamer(tokenizer, skip_prompt=True), prompts(5))
     expected = capsys.readouterr().out

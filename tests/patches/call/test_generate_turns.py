@@ -31,6 +31,7 @@ def two_turns(
     return [one.sequences.tolist(), two.sequences.tolist(), widths]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(5,), (2, 9, 4)])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("count", [3, 17])
@@ -45,6 +46,7 @@ def test_a_second_turn_on_the_cache_of_the_first(pair, assistant, lengths, own, 
         assert results[1] == results[0]
 
 
+@pytest.mark.each_value
 def test_a_second_turn_far_behind_the_first(pair, assistant):
     """The past is longer than the new prompt by more than one bucket of attended slots."""
     inputs, more = prompts(150), prompts(2, seed=3)["input_ids"]
@@ -52,6 +54,7 @@ def test_a_second_turn_far_behind_the_first(pair, assistant):
     assert two_turns(pair[1], inputs, more, None, False, 5, eos_token_id=NEVER, assistant=assistant) == expected
 
 
+@pytest.mark.each_value
 def test_a_cache_of_the_unpatched_model_and_back(pair, assistant):
     """The first turn plain and the second assisted, and the other way round, in a cache of the user that is changed in
     place."""
@@ -68,6 +71,7 @@ def test_a_cache_of_the_unpatched_model_and_back(pair, assistant):
     assert texts[2] == texts[0]
 
 
+@pytest.mark.each_value
 def test_rows_that_bring_unequal_shares_of_past_and_prompt(pair, assistant):
     """One row has a long past and a short prompt, the other the reverse; both pads lie in the middle of the mask."""
     past, ids = prompts(12, 2), prompts(2, 12, seed=5)

@@ -129,6 +129,7 @@ FITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
 def test_a_cache_that_keeps_what_it_is_given_is_read(models, fit, assistant):

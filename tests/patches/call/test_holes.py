@@ -144,7 +144,7 @@ def test_open_batches_and_cascades_refuse_such_a_prompt_too() -> None:
         fastspec.continuous(model, "nasd", rows=1) as batch,
         pytest.raises(fastspec.Unsupported, match=r"row 0 .* 4 zeros"),
     ):
-        batch.submit(ids, attention_mask=mask, max_new_tokens=2).result(60)
+        batch.submit(ids, attention_mask=mask, max_new_tokens=2).result(300)
     fastspec.unpatch(model)
     models = [shallow_model(num_hidden_layers=1), windowed("mistral")]
     cascaded(models, predictor=trained(NAMED[1:]), stages=[fastspec.Stage(models[0], name="medium")])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import fastspec
 from fastspec import Unsupported
 
-SECONDS = 30
+SECONDS = 300
 SURE = 1e-4
 """A temperature at which sampling is greedy."""
 BASE = {

@@ -14,8 +14,8 @@ from helpers.shared_out import ASSISTANTS, work
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process made of its calls. A process that waits for the other in vain ends with an error after a
-    minute."""
+    """What each process made of its calls. A process that waits for the other in vain ends with an error after five
+    minutes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

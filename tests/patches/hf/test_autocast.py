@@ -80,6 +80,7 @@ def test_bf16_autocast_computes_in_bf16(kind: str, device: str) -> None:
     assert rounding > 0 and apart < 0.8 * rounding
 
 
+@pytest.mark.each_value
 @DEVICES
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
@@ -116,6 +117,7 @@ def _halved(before: bool) -> Iterator[list[type]]:
         handle.remove()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "falcon"])
 def test_global_module_hooks_are_honoured(kind: str, before: bool) -> None:

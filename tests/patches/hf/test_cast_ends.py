@@ -23,6 +23,7 @@ def cast_head(tied: bool) -> Any:
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [False, True], ids=["its own", "tied"])
 @pytest.mark.parametrize("assistant", ["nasd", TREE], ids=str)
 def test_an_lm_head_that_was_cast_by_itself_leaves_the_tokens_as_they_are(tied, assistant):
@@ -53,6 +54,7 @@ def with_adapters(dtype: torch.dtype) -> Any:
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("assistant", ["nasd", TREE], ids=str)
 def test_adapters_in_a_dtype_of_their_own_leave_the_layers_dtype_as_it_is(dtype, assistant):

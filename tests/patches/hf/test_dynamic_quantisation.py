@@ -31,6 +31,7 @@ def quantised(model: Any, tables: bool = False) -> Any:
     return quantize_dynamic(model, TABLES if tables else {nn.Linear})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tables", [False, True])
 @pytest.mark.parametrize("make", [bigram, lambda: tiny_model("gpt2", num_hidden_layers=2)], ids=["adapter", "generic"])
 def test_every_assistant_without_a_head(make, tables):
@@ -44,7 +45,7 @@ def test_every_assistant_without_a_head(make, tables):
     for assistant in ("autoregressive", "nasd", "speculative"):
         assert model.generate(**prompts(9), max_new_tokens=6, do_sample=False, assistant=assistant).tolist() == want
     with fastspec.continuous(model, "nasd", rows=1) as batch:
-        assert batch.submit(prompts(9)["input_ids"], max_new_tokens=6, do_sample=False).result(30).tolist() == want
+        assert batch.submit(prompts(9)["input_ids"], max_new_tokens=6, do_sample=False).result(300).tolist() == want
 
 
 def test_a_quantised_draft_model():

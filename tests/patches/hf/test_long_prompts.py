@@ -60,6 +60,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(70,), (33, 20), (40, 7, 17)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_wide_parts_where_prompts_are_captured(kind: str, lengths: tuple[int, ...], read: list[int]) -> None:

@@ -15,8 +15,10 @@ import torch
 from helpers.generate import bigram
 from helpers.models import FAMILIES as ADAPTED
 from helpers.models import tiny_head, tiny_model
+from helpers.mtp import loaded
 from helpers.processes import spawn
 from helpers.ranks import (
+    OWN_LAYER,
     SEEING,
     SIZE,
     SMALL,
@@ -28,6 +30,7 @@ from helpers.ranks import (
     hooked,
     mixed,
     narrow,
+    own_layer,
     packed,
     seen,
     whole,
@@ -54,7 +57,7 @@ OTHERS = [
 ]
 KINDS = [
     (run.__name__, run, "")
-    for run in (calls, cut_heads, drafted, narrow, packed, captured, seen, hooked, refusals, tuned, by_first)
+    for run in (calls, cut_heads, drafted, own_layer, narrow, packed, captured, seen, hooked, refusals, tuned, by_first)
 ]
 GEMMA4_EXPERTS = {
     "enable_moe_block": True,
@@ -82,6 +85,7 @@ def run_both(folder: Path, kinds: list[str], jobs: list[Any]) -> Made:
         )
         model.save_pretrained(folder / kind)
     bigram(**SMALL).save_pretrained(folder / "bigram")
+    loaded("glm4_moe", folder / OWN_LAYER)
     seeing(SEEING).save_pretrained(folder / SEEING)
     spawn(work, (folder, jobs), SIZE)
     return folder, [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
@@ -131,6 +135,10 @@ def test_prompts_with_images_give_the_same_tokens(both: Made) -> None:
 
 def test_drafts_are_accepted(both: Made) -> None:
     compare(both, "drafted", drafted)
+
+
+def test_the_layer_of_a_models_own_files_drafts_in_all(both: Made) -> None:
+    compare(both, "own_layer", own_layer)
 
 
 def test_heads_are_cut_too(both: Made) -> None:

@@ -144,6 +144,6 @@ def test_layers_on_two_devices_say_what_they_say_on_one(kind, first, second):
         assert {str(layer.keys.device) for layer in kept_cache(out).layers} == {first, second}
         with fastspec.continuous(model, "nasd", rows=2, max_length=64) as batch:
             alone = inputs["input_ids"][1:]
-            assert torch.equal(batch.submit(alone, **OPTIONS).result(60), plain.generate(alone, **OPTIONS))
+            assert torch.equal(batch.submit(alone, **OPTIONS).result(300), plain.generate(alone, **OPTIONS))
         assert session_of(model) is not None
     assert torch.equal(model.generate(**inputs, **OPTIONS), expected)

@@ -94,6 +94,7 @@ def test_prompts_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert free(model, inputs, 6, assistant=assistant) == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(5,), (5, 11)])
 @pytest.mark.parametrize(
     "options", [{}, {"eos_token_id": list(range(0, 97, 9))}, {"logits_processor": [OwnProcessor()]}]

@@ -82,6 +82,7 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("assistant", ["nasd", "eagle3"])
 @pytest.mark.parametrize("case", list(CASES))
 def test_what_someone_else_has_put_there_is_run(monkeypatch, case, assistant):

@@ -86,6 +86,7 @@ def test_greedy(pair, assistant):
     same(pair, assistant, sources(7, 3, 11))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths, side", [((7,), "right"), ((7, 3, 11), "left")], ids=str)
 def test_greedy_of_one_source_and_of_padding_in_front(pair, assistant, lengths, side):
     out = same(pair, assistant, sources(*lengths, side=side), max_new_tokens=30, eos_token_id=NEVER)
@@ -141,6 +142,7 @@ def _close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_implementations(kind, attention):
@@ -151,6 +153,7 @@ def test_attention_implementations(kind, attention):
     assert torch.equal(model.generate(**inputs, assistant="speculative"), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", range(5))
 def test_end_tokens_at_every_place_of_a_round(pair, assistant, place):
     inputs = sources(7, 3, 11)
@@ -160,6 +163,7 @@ def test_end_tokens_at_every_place_of_a_round(pair, assistant, place):
     same(pair, assistant, inputs, eos_token_id=ends[0], pad_token_id=96)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ends", [NEVER, 5])
 def test_criteria_are_asked_about_the_decoders_tokens(pair, assistant, ends):
     texts = free(pair[0], sources(7, 3, 11))
@@ -172,12 +176,14 @@ def test_criteria_are_asked_about_the_decoders_tokens(pair, assistant, ends):
     same(pair, assistant, sources(7, 3, 11), stopping_criteria=[stops], eos_token_id=ends)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_length_limits_are_exact(pair, assistant, count):
     assert same(pair, assistant, sources(7, 3), max_new_tokens=count, eos_token_id=NEVER).shape == (2, 1 + count)
     same(pair, assistant, sources(7, 3), max_new_tokens=None, max_length=1 + count, eos_token_id=NEVER)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [
@@ -235,6 +241,7 @@ def test_encoder_outputs_handed_in(each_pair):
         each_pair[1].generate(encoder_outputs=outputs, **options, assistant="speculative")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
 def test_the_output_of_transformers_with_scores_and_logits(pair, assistant, options):
     """Within the rounding of fp32 sums taken in another order, over logits of size about 10."""
@@ -282,6 +289,7 @@ def test_streamers_get_what_transformers_gives_them(pair, assistant):
     assert got[0] == got[1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}, {"top_k": 20, "top_p": 0.9}], ids=str)
 def test_a_seed_decides_the_sample(pair, assistant, options):
     texts = []

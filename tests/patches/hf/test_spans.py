@@ -77,7 +77,7 @@ def test_a_window_that_no_forward_reads_is_what_the_cache_makes_of_it(case: str)
         with fastspec.continuous(model, "nasd", rows=2) as batch:
             answer = batch.submit(
                 ROWS["input_ids"][1:], max_new_tokens=NEW, do_sample=False, eos_token_id=NEVER
-            ).result(60)
+            ).result(300)
         assert answer[0, -NEW:].tolist() == expected[1]
     assert expected != free(shallow_model(UNREAD[case][0]), ROWS, NEW)  # so that it matters
 
@@ -127,7 +127,7 @@ def test_what_goes_by_more_than_a_cache_keeps_is_refused() -> None:
             fastspec.continuous(model, "nasd", rows=1) as batch,
             pytest.raises(fastspec.Unsupported, match="prefill_chunk_size=4 reads"),
         ):
-            batch.submit(ROWS["input_ids"][1:], max_new_tokens=2, prefill_chunk_size=4).result(60)
+            batch.submit(ROWS["input_ids"][1:], max_new_tokens=2, prefill_chunk_size=4).result(300)
     with fastspec.patched(model, assistant="nasd"), pytest.warns(UserWarning, match="kept in windows"):
         assert _on(None, model) == plain
         assert len(fastspec.report(model).unassisted) == 1

@@ -105,7 +105,10 @@ def test_prompts_with_images_and_without(kind: str, assistants: tuple[Any, ...],
     assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTED else "generic")
 
 
-@pytest.mark.parametrize("kind", ADAPTED + GENERIC)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in WHOLE else pytest.mark.slow) for kind in ADAPTED + GENERIC],
+)
 def test_a_single_prompt_without_padding(kind: str) -> None:
     """PaliGemma's tokens see all of such a prompt, and no other."""
     skip_what_raises(kind)
@@ -263,6 +266,7 @@ def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [

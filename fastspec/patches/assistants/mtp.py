@@ -1,0 +1,436 @@
+"""MTP heads: the draft layer in a model's own checkpoint, which transformers leaves out when it loads the model.
+
+Names of its tensors by family: transformers' conversion mapping of `MtpModel`, and vLLM's models of this name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from fastspec import files
+from fastspec.config import TreeShape
+from fastspec.errors import CheckpointError, Unsupported
+from fastspec.generation.drafters.head_drafter import EagleDrafter
+from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range
+from fastspec.generation.heads.load import is_copy
+from fastspec.generation.heads.module import HeadConfig, MtpHead
+from fastspec.patches.assistants.heads import parts_of
+from fastspec.patches.assistants.probe import default_prompt, states_of
+from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.compat import layer_shapes
+from fastspec.patches.hf.families import ADAPTERS, Adapter
+from fastspec.patches.hf.modes import decoder_of, mode_for
+from fastspec.patches.session import session_of
+
+INDEX, WHOLE, OWN_FILE = "model.safetensors.index.json", "model.safetensors", "mtp.safetensors"
+WRAPPED = r"^(?:model\.|language_model\.)*"
+EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpForm:
+    """Names of an MTP layer's tensors in one form of checkpoint: a pattern before them, in which N is the target's
+    number of layers and the group is the number of the MTP layer, and patterns of what follows, in this order, with the
+    names that they have in `MtpHead`."""
+
+    prefix: str
+    names: tuple[tuple[str, str], ...]
+    final: bool = True
+    """True where a norm stands before the LM head."""
+    states_first: bool = False
+    """True where the fusion takes the hidden state before the embedding."""
+    disputed: bool = False
+    """True where programs differ in the side of the target's final norm that the hidden state is from: after it, unless
+    a probe shows otherwise."""
+
+
+FORMS = (
+    MtpForm(  # Qwen3-Next, Qwen3.5
+        prefix=WRAPPED + r"mtp\.(?:layers\.(?P<step>\d+)\.)?",
+        names=((r"^pre_fc_norm_embedding\.", "token_norm."), (r"^pre_fc_norm_hidden\.", "state_norm.")),
+    ),
+    MtpForm(  # DeepSeek-V3, GLM-4.5, Hunyuan
+        prefix=WRAPPED + r"layers\.(?P<step>N)\.",
+        names=(
+            (r"^enorm\.", "token_norm."),
+            (r"^hnorm\.", "state_norm."),
+            (r"^eh_proj\.", "fc."),
+            (r"^(?:shared_head\.norm|final_layernorm)\.", "norm."),
+            (r"^shared_head\.head\.", "lm_head."),
+        ),
+        disputed=True,
+    ),
+    MtpForm(  # ERNIE 4.5
+        prefix=WRAPPED + r"mtp_(?=(?:emb_norm|hidden_norm|linear_proj|block)\.(?P<step>\d+)\.)",
+        names=(
+            (r"^emb_norm\.0\.", "token_norm."),
+            (r"^hidden_norm\.0\.", "state_norm."),
+            (r"^linear_proj\.0\.", "fc."),
+            (r"^block\.0\.", ""),
+            (r"^mlp\.moe_statics\.", "mlp.gate.moe_statics."),
+        ),
+        final=False,
+    ),
+)
+OUTSIDE = re.compile(r"^(?:token_norm|state_norm|fc|norm|lm_head|embed_tokens)\.")
+"""Names of what is beside an MTP layer."""
+
+
+def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> BoundHead:
+    """The MTP head of a model, bound to it: `source` is True for the files that the model was loaded from, a directory
+    or a hub id for others with the same names, or a head that was loaded before.
+
+    Raises Unsupported for a model without an adapter, and CheckpointError where the files hold no such head, or not all
+    of it.
+    """
+    mode, target = mode_for(model), parts_of(model)
+    if mode.adapter is None:
+        raise Unsupported(
+            f"assistant 'mtp' runs the draft layer of a checkpoint through an adapter, and {target.name} runs in "
+            f"generic mode ({mode.why or 'it has none'}): use 'nasd' or 'speculative'"
+        )
+    if isinstance(source, MtpHead):
+        return bind(source, None, target)
+    if source is not True and not isinstance(source, (str, Path)):
+        raise CheckpointError(
+            f"mtp= is a {type(source).__name__}, which holds no draft layers: accepted are True, a directory, a hub "
+            "id, an MtpHead and a Gemma 4 assistant"
+        )
+    where = (getattr(model.config, "name_or_path", None) or "") if source is True else str(source)
+    if not where:
+        raise CheckpointError(
+            f"this {target.name} was not loaded from files (its config has no name_or_path): fastspec.patch(model, "
+            "mtp=PATH) says where its MTP weights are"
+        )
+    revision = getattr(model.config, "_commit_hash", None) if source is True else None
+    form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
+    head = _built(form, state, (where, revision), model, mode.adapter, target)
+    return _probed(head, model, where) if form.disputed else head
+
+
+def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tuple[MtpForm, dict[str, Tensor]]:
+    """The MTP layer in the checkpoint of a model of so many layers, under the names of `MtpHead`; nothing else is read.
+    Raises CheckpointError where there is none, or one for every draft."""
+    found = _found(where, num_layers, revision)
+    if found is None:
+        raise CheckpointError(
+            f"{where} holds no MTP weights: its publisher gave none, or a conversion lost them; fastspec.patch(model, "
+            "mtp=PATH) takes those of another copy"
+        )
+    form, by_file, steps = found
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{where} has an MTP layer for each draft ({len(steps)}), and fastspec runs one, fed its own state; "
+            "use 'nasd' or 'speculative'"
+        )
+    state: dict[str, Tensor] = {}
+    for path, names in by_file:
+        with safe_open(path(), framework="pt", device="cpu") as file:
+            state |= {name: file.get_tensor(key) for key, name in names.items()}
+    return form, _together(state)
+
+
+ByFile = list[tuple[Callable[[], str], dict[str, str]]]
+"""Of each file, a call that gives its path, and its MTP tensors: the names that they have there, and in `MtpHead`."""
+
+
+def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, ByFile, set[str]] | None:
+    """The form of a checkpoint's MTP layers, their tensors, and the numbers of the layers; None where it has none."""
+    stored = list(_files(where, revision))
+    for form in FORMS:
+        pattern = re.compile(form.prefix.replace("N", rf"(?:{num_layers}|{num_layers + 1})"))
+        by_file, steps = ByFile(), set[str]()
+        for path, keys in stored:
+            mine = {key: match for key in keys if (match := pattern.search(key)) is not None}
+            steps |= {match["step"] for match in mine.values() if match["step"] is not None}
+            if mine:
+                by_file.append((path, {key: _renamed(form, key[match.end() :]) for key, match in mine.items()}))
+        if any("token_norm.weight" in names.values() for _, names in by_file):
+            return form, by_file, steps
+    return None
+
+
+def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
+    """What the MTP layer of a model's checkpoint is and how it is read, to print; None where `source` is no model's
+    checkpoint, or has none."""
+    try:
+        config = AutoConfig.from_pretrained(source).get_text_config()
+        found = _found(str(source), config.num_hidden_layers, None)
+    except (OSError, ValueError, AttributeError, CheckpointError):  # a head's directory, or none: `inspect_head` says
+        return None
+    if found is None:
+        return None
+    form, by_file, steps = found
+    row = ADAPTERS.get(config.model_type)
+    runs = "refused: fastspec runs one that is fed its own state" if len(steps) > 1 else "refused: it has no adapter"
+    if len(steps) < 2 and row is not None:
+        runs = f'assistant="mtp", by the adapter {row.model_type}'
+    side = "after the target's final norm"
+    return [
+        ("source", str(source)),
+        ("kind", "MTP, in the checkpoint of a model"),
+        ("layers", str(max(1, len(steps)))),
+        ("tensors", str(sum(len(names) for _, names in by_file))),
+        ("hidden states", f"{side}, unless a probe shows otherwise" if form.disputed else side),
+        ("order", "state, embedding" if form.states_first else "embedding, state"),
+        ("norm before the LM head", "yes" if form.final else "no"),
+        (config.model_type, runs),
+    ]
+
+
+def _renamed(form: MtpForm, key: str) -> str:
+    for pattern, name in form.names:
+        key = re.sub(pattern, name, key)
+    return key if OUTSIDE.search(key) else f"layer.{key}"
+
+
+def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts that are stored one by one, as the layers of transformers hold them: all in one tensor, gate before
+    up."""
+    apart = {key: (found[1], int(found[2]), found[3]) for key in state if (found := EXPERT.match(key)) is not None}
+    merged = {key: tensor for key, tensor in state.items() if key not in apart}
+    one = {(at, number, kind): state[key] for key, (at, number, kind) in apart.items()}
+    for place in sorted({at for at, _, _ in one}):
+        numbers = sorted({number for at, number, _ in one if at == place})
+        with suppress(KeyError):  # one that lacks a part is missed below, by name
+            gates_ups = [torch.cat((one[place, n, "gate"], one[place, n, "up"])) for n in numbers]
+            downs = [one[place, n, "down"] for n in numbers]
+            merged |= {f"{place}.gate_up_proj": torch.stack(gates_ups), f"{place}.down_proj": torch.stack(downs)}
+    return merged
+
+
+def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str], list[str]]]:
+    """The files of a checkpoint, each with the names of its tensors; one of the hub's is fetched when it is asked
+    for."""
+    folder = Path(where).expanduser()
+    if folder.is_dir():
+        for file in sorted(folder.glob("*.safetensors")):
+            yield partial(str, file), _keys(file)
+        return
+    index = _fetched(where, INDEX, revision)
+    if index is None:
+        whole = _fetched(where, WHOLE, revision)
+        if whole is None:
+            raise CheckpointError(
+                f"{where} is no directory, and as a hub id it gives neither {INDEX} nor {WHOLE}: MTP weights are read "
+                "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before"
+            )
+        yield partial(str, whole), _keys(Path(whole))
+        return
+    try:
+        mapped = files.parse_json(Path(index).read_text())["weight_map"]
+        by_file = {name: [key for key, file in mapped.items() if file == name] for name in sorted(set(mapped.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of a checkpoint: {error}") from error
+    for name, keys in by_file.items():
+        yield partial(_needed, where, name, revision), keys
+
+
+def _keys(file: Path) -> list[str]:
+    try:
+        with safe_open(str(file), framework="pt", device="cpu") as opened:
+            return list(opened.keys())
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _fetched(where: str, name: str, revision: str | None) -> str | None:
+    """The path of a file of the hub's, None where the repository has no such file."""
+    try:
+        found: str | None = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise CheckpointError(
+            f"{where} is no directory, and the hub does not give it ({str(error).splitlines()[0]})"
+        ) from error
+    return found
+
+
+def _needed(where: str, name: str, revision: str | None) -> str:
+    found = _fetched(where, name, revision)
+    if found is None:
+        raise CheckpointError(f"{where} has no {name}, which its index names")
+    return found
+
+
+def save_with_mtp(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
+    """A model's `save_pretrained` that keeps the MTP layer in its files, which transformers would lose."""
+    type(model).save_pretrained(model, save_directory, *args, **options)
+    session = session_of(model)
+    head = None if session is None else session.resources.get("mtp")
+    if head is None or head.module.source is None or not options.get("is_main_process", True):
+        return
+    where, revision = head.module.source
+    found = _found(where, head_layers := model.config.get_text_config().num_hidden_layers, revision)
+    if found is None:
+        raise CheckpointError(
+            f"{where} held an MTP layer behind {head_layers} layers when it was read, and does no more"
+        )
+    tensors: dict[str, Tensor] = {}
+    for path, names in found[1]:
+        with safe_open(path(), framework="pt", device="cpu") as file:
+            tensors |= {key: file.get_tensor(key) for key in names}
+    folder = Path(save_directory)
+    save_file(tensors, folder / OWN_FILE, metadata={"format": "pt"})
+    index = folder / INDEX
+    if index.exists():  # several files: those that are not in it are read by nobody
+        told = files.parse_json(index.read_text())
+        told["weight_map"] |= dict.fromkeys(tensors, OWN_FILE)
+        index.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+
+
+def _built(
+    form: MtpForm,
+    state: dict[str, Tensor],
+    source: tuple[str, str | None],
+    model: Any,
+    adapter: Adapter,
+    target: TargetParts,
+) -> BoundHead:
+    """The head of these tensors. Raises CheckpointError, naming them, for any that are missing, unknown or of another
+    shape."""
+    where, layers = source[0], getattr(decoder_of(model), adapter.layers)
+    number = _like(state, layers, adapter)
+    if number is None or adapter.embed_scale or adapter.layer_scale or adapter.parallel:
+        raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
+    own_lm_head = _taken(state, "lm_head.weight", target.lm_head)
+    embedding = _taken(state, "embed_tokens.weight", target.embedding)
+    if own_lm_head is not None:
+        state["lm_head.weight"] = own_lm_head
+    like = layers[number]
+    config = _config(form, model, number, like, adapter, target, own_lm_head is not None)
+    norm = getattr(like, adapter.input_norm)
+    with torch.device("meta"):
+        head = MtpHead(
+            config,
+            type(like)(deepcopy(model.config.get_text_config()), number),
+            lambda: type(norm)(config.hidden_size, eps=config.rms_norm_eps),
+            final=form.final,
+        )
+    wanted = head.state_dict()
+    faults = [f"{name} is missing" for name in wanted if name not in state]
+    faults += [f"{name} is unknown" for name in state if name not in wanted]
+    faults += [
+        f"{name} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
+        for name, tensor in state.items()
+        if name in wanted and tensor.shape != wanted[name].shape
+    ]
+    if faults:
+        more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
+        raise CheckpointError(
+            f"the MTP weights of {where} do not fit this {target.name}: {'; '.join(faults[:4])}{more}"
+        )
+    kinds = dict(like.named_parameters()) | dict(like.named_buffers())  # some are kept in fp32
+    check_range(state, target.dtype, where)
+    placed = {}
+    for name, tensor in state.items():
+        twin = kinds.get(name.removeprefix("layer."))
+        dtype = target.dtype if twin is None or not tensor.is_floating_point() else twin.dtype
+        placed[name] = tensor.to(target.device, dtype if dtype.is_floating_point else tensor.dtype)
+    head.load_state_dict(placed, assign=True)
+    left = [name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta]
+    if left:
+        raise CheckpointError(f"{where}: {', '.join(left)} of an MTP layer of this {target.name} are in no file")
+    head.d2t, head.source = head.d2t.to(target.device), source
+    own = None
+    if embedding is not None:
+        own = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype), freeze=True)
+    return bind(head.requires_grad_(False).eval(), own, target)
+
+
+def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None:
+    """The number of the target's last layer with full attention whose parts have the names of the MTP layer's: mixtures
+    have dense layers too. Without any the last one, whose names tell what is missing."""
+    mine = {name.removeprefix("layer.") for name in state if name.startswith("layer.")}
+    full = [number for number, layer in enumerate(layers) if hasattr(layer, adapter.attention)]
+    same = [number for number in full if mine == set(layers[number].state_dict())]
+    return max(same or full, default=None)
+
+
+def _taken(state: dict[str, Tensor], name: str, module: Any) -> Tensor | None:
+    """A tensor, taken out, that is no copy of the target's own."""
+    tensor, own = state.pop(name, None), getattr(module, "weight", None)
+    return None if tensor is None or (isinstance(own, Tensor) and is_copy(tensor, own)) else tensor
+
+
+def _config(
+    form: MtpForm, model: Any, number: int, like: nn.Module, adapter: Adapter, target: TargetParts, own_lm_head: bool
+) -> HeadConfig:
+    text, sizes = model.config.get_text_config(), target.sizes
+    kv_heads, size, _ = layer_shapes(model.config)[number]
+    return HeadConfig(
+        kind="mtp",
+        hidden_size=sizes.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or text.moe_intermediate_size,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=size,
+        vocab_size=target.rows[1],
+        draft_vocab_size=target.rows[1],
+        target_hidden_size=sizes.hidden_size,
+        rms_norm_eps=getattr(getattr(like, adapter.input_norm), adapter.eps),
+        max_position_embeddings=text.max_position_embeddings,
+        norm_output=True,
+        own_lm_head=own_lm_head,
+        states_first=form.states_first,
+    )
+
+
+PROBE_TOKENS, MARGIN = 200, 0.03
+"""Tokens of the target's own answer that a probe drafts, and the share of them by which the other reading must win."""
+
+
+def _before(config: HeadConfig, layers: int) -> HeadConfig:
+    """The reading of a head whose hidden states, the target's and those fed back, are before a final norm."""
+    return replace(config, taps=(layers,), last_tap_before_norm=True, norm_output=False)
+
+
+def _probed(head: BoundHead, model: Any, where: str) -> BoundHead:
+    """The head with the hidden states of the side of the target's final norm that drafts better, which is measured once
+    for a checkpoint, and kept."""
+    config, layers = head.config, model.config.get_text_config().num_hidden_layers
+    fusion = head.module.fc.weight.detach().float().cpu().contiguous()
+    about = {"source": where, "fusion": hashlib.sha256(fusion.numpy().tobytes()).hexdigest()[:16]}
+    path = files.cache_folder() / "mtp" / files.file_name(*about.values())
+    kept = files.read(path)
+    if kept is None or kept.get("about") != about or not isinstance(kept.get("before"), bool):
+        shares = _agreements(head, model, (config, _before(config, layers)))
+        kept = {"about": about, "before": shares[1] >= shares[0] + MARGIN, "agreement": shares}
+        files.write(path, kept)
+    head.module.config = _before(config, layers) if kept["before"] else config
+    return head
+
+
+@torch.no_grad()
+def _agreements(head: BoundHead, model: Any, readings: tuple[HeadConfig, ...]) -> list[float]:
+    """The share of the tokens of the target's own answer that a head drafts from its true states, by reading."""
+    text = model.config.get_text_config()
+    length = min(PROBE_TOKENS, text.max_position_embeddings - 1)
+    prompt = default_prompt(model)
+    settings = {"min_new_tokens": length, "max_new_tokens": length, "do_sample": False}
+    ids = type(model).generate(model, prompt, attention_mask=torch.ones_like(prompt), **settings)
+    states, picks = states_of(model, ids)
+    shares = []
+    for reading in readings:
+        head.module.config = reading
+        hidden = states[-1 if reading.last_tap_before_norm else -2]
+        assert hidden is not None  # of a model with an adapter
+        drafter = EagleDrafter(head, TreeShape(2, 0, 1), rows=1, capacity=ids.shape[1], ops=TORCH)
+        drafts = drafter.program.logits(drafter.readouts(ids[:, 1:], hidden[:, :-1])[0]).argmax(-1)
+        shares.append(float((drafts == picks[1:]).float().mean()))
+    return shares

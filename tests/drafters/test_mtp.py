@@ -1,0 +1,346 @@
+"""MTP heads: read from a model's own files, drafting what transformers' own module drafts, changing no token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.generate import prompts
+from helpers.mtp import KINDS, loaded, oracle, published, save_with, target
+from helpers.vision import prompts_with_images, seeing
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_layers import MtpModel
+from typer.testing import CliRunner
+
+import fastspec
+from fastspec import CheckpointError, Unsupported
+from fastspec.config import TreeShape
+from fastspec.generation.drafters.head_drafter import EagleDrafter
+from fastspec.patches.assistants import mtp
+from fastspec.patches.assistants.draft_vocab import read_list, with_vocabulary
+from fastspec.patches.assistants.mtp import load_mtp
+from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.cache import CACHE
+from fastspec.patches.session import session_of
+from fastspec.programs.cli.app import app
+
+TREE = fastspec.Mtp(depth=3, top_k=3, total_tokens=12)
+NEW = 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def both(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, MtpModel]:
+    """A family's target from files with an MTP layer, and transformers' own layer of the same weights."""
+    return loaded(kind, tmp_path_factory.mktemp("mtp"))
+
+
+def theirs(made: MtpModel, model: Any, ids: Tensor, states: Tensor, steps: int) -> list[Tensor]:
+    """Logits [T - 1, V] of transformers' layer after every pair of a text; and those after the pair's own likeliest
+    token, and so on: every place is computed anew from the whole text before it."""
+    found = [[] for _ in range(steps)]
+    for end in range(1, ids.shape[1]):
+        tokens, hidden = ids[:, 1 : end + 1], states[:, :end]
+        for step in range(steps):
+            places = torch.arange(tokens.shape[1])[None]
+            cache = DynamicCache(config=made.config)
+            out = made.forward_layer(0, hidden, places, cache, input_ids=tokens)
+            logits = made._project_to_logits(out[:, -1])
+            found[step].append(logits[0])
+            tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), 1)
+            hidden = torch.cat((hidden, out[:, -1:]), 1)
+    return [torch.stack(each) for each in found]
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_transformers_own_layer(both: tuple[Any, MtpModel]) -> None:
+    model, made = both
+    head = load_mtp(True, model)
+    ids = torch.randint(6, 90, (1, 12), generator=torch.Generator().manual_seed(1))
+    states = model(ids, output_hidden_states=True).hidden_states[-1]
+    first, second, third = theirs(made, model, ids, states, 3)
+    drafter = EagleDrafter(head, TreeShape(4, 2, 1), rows=1, capacity=40, ops=TORCH)
+    readouts = drafter.readouts(ids[:, 1:], states[:, :-1])
+    torch.testing.assert_close(drafter.program.logits(readouts)[0], first, rtol=1e-4, atol=1e-4)
+    for end in range(2, ids.shape[1]):
+        drafter = EagleDrafter(head, TreeShape(4, 2, 1), rows=1, capacity=40, ops=TORCH)
+        drafter.begin(ids[:, :end], torch.tensor([end]), states[:, :end], ids[:, end])
+        tree = drafter.propose(end)
+        chain = [int(each[end - 1].argmax()) for each in (first, second, third)]
+        assert tree.tokens[0].tolist() == [int(ids[0, end]), *chain]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+        {"do_sample": False, "repetition_penalty": 1.3},
+    ],
+    ids=["greedy", "sampled", "processed"],
+)
+def test_no_token_changes(both: tuple[Any, MtpModel], given: dict[str, Any]) -> None:
+    model, _ = both
+    inputs = prompts(5, 11, 3)
+    with fastspec.patched(model):
+        answers = []
+        for assistant in ("autoregressive", TREE):
+            torch.manual_seed(3)
+            answers.append(model.generate(**inputs, max_new_tokens=NEW, assistant=assistant, **given))
+        assert torch.equal(*answers)
+        if not given["do_sample"]:
+            plain = type(model).generate(model, **inputs, max_new_tokens=NEW, **given)
+            assert torch.equal(answers[1], plain)
+            assert fastspec.report(model).last.acceptance_length > 1.3
+
+
+def test_turns_and_open_batches(both: tuple[Any, MtpModel]) -> None:
+    """A second turn on the returned cache, and prompts that join a running batch."""
+    model, _ = both
+    lines = [torch.randint(6, 90, (1, length), generator=torch.Generator().manual_seed(length)) for length in (7, 4, 9)]
+    with fastspec.patched(model, mtp=True):
+        first = model.generate(
+            lines[0], max_new_tokens=8, do_sample=False, assistant=TREE, return_dict_in_generate=True
+        )
+        more = torch.cat((first.sequences, lines[1]), 1)
+        given = {"attention_mask": torch.ones_like(more), "max_new_tokens": 8, "do_sample": False}
+        second = model.generate(more, **{CACHE: first[CACHE]}, assistant=TREE, **given)
+        assert torch.equal(second, type(model).generate(model, more, **given))
+        with fastspec.continuous(model, assistant=TREE, rows=2) as batch:
+            answers = [batch.submit(line, max_new_tokens=10, do_sample=False) for line in lines]
+            texts = [answer.result() for answer in answers]
+        for line, text in zip(lines, texts, strict=True):
+            plain = type(model).generate(model, line, max_new_tokens=10, do_sample=False)
+            assert torch.equal(plain, text)
+
+
+def test_images(tmp_path: Path) -> None:
+    """The text decoder of a vision-language model drafts behind images too."""
+    model = seeing("qwen3_5")
+    save_with(model, published(oracle(model), "qwen", 0), tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    inputs = prompts_with_images(model, ((3, 4), (6, 9)))
+    plain = model.generate(**inputs, max_new_tokens=10, do_sample=False)
+    with fastspec.patched(model):
+        assert torch.equal(plain, model.generate(**inputs, max_new_tokens=10, do_sample=False, assistant=TREE))
+        assert fastspec.report(model).last.rounds > 0
+
+
+def broken(folder: Path, **changes: Tensor | None) -> None:
+    """Change tensors in a checkpoint; None takes one out."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"mtp.fc.weight": None}, "fc.weight is missing"),
+        ({"mtp.layers.0.self_attn.q_norm.weight": None}, "layer.self_attn.q_norm.weight is missing"),
+        ({"mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "layer.mlp.up_proj.weight_scale is unknown"),
+        ({"mtp.fc.weight": torch.ones(64, 64)}, r"fc.weight is \[64, 64\], not \[64, 128\]"),
+        ({"mtp.layers.1.input_layernorm.weight": torch.ones(64)}, "an MTP layer for each draft"),
+    ],
+)
+def test_a_head_that_is_not_whole_is_refused_by_name(
+    changes: dict[str, Tensor | None], told: str, tmp_path: Path
+) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    broken(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=told):
+        fastspec.patch(model, mtp=True)
+    with fastspec.patched(model), pytest.raises(CheckpointError, match=told):
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant="mtp")
+
+
+def test_models_without_such_a_head_are_refused_by_name(tmp_path: Path) -> None:
+    model = target("qwen3_5_text")
+    with pytest.raises(CheckpointError, match="not loaded from files"):
+        fastspec.patch(model, mtp=True)
+    model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no MTP weights"):
+        fastspec.patch(model, mtp=True)
+    with pytest.raises(CheckpointError, match="as a hub id it gives neither"):
+        fastspec.patch(model, mtp="nobody/nothing")
+    with fastspec.patched(model, assistant=None), pytest.raises(Unsupported, match='assistant="mtp"'):
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, use_mtp=True, assistant="autoregressive")
+
+
+def test_another_copy_has_what_a_conversion_lost(tmp_path: Path) -> None:
+    """A directory of several files, read without those that hold nothing of the layer."""
+    model, _ = loaded("qwen3_5_text", tmp_path / "whole")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "lost")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "lost")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    (tmp_path / "apart").mkdir()
+    for number, kept in enumerate((False, True)):
+        part = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.") == kept}
+        save_file(part, tmp_path / "apart" / f"model-{number}.safetensors", metadata={"format": "pt"})
+    ids = torch.tensor([[7, 8, 9]])
+    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    with fastspec.patched(model, mtp=tmp_path / "apart", assistant="mtp"):
+        assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False))
+        assert fastspec.report(model).last.acceptance_length > 1.3
+
+
+def test_a_copy_of_the_targets_lm_head_is_not_held_twice(tmp_path: Path) -> None:
+    model, _ = loaded("glm4_moe", tmp_path)
+    copies = {
+        "model.layers.3.shared_head.head.weight": model.lm_head.weight.detach().clone(),
+        "model.layers.3.embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
+    }
+    broken(tmp_path, **copies)
+    head = load_mtp(True, model)
+    assert head.binding.lm_head is model.lm_head and head.binding.embedding is model.model.embed_tokens
+    own = torch.randn(97, 64)
+    broken(tmp_path, **copies | {"model.layers.3.shared_head.head.weight": own})
+    assert torch.equal(load_mtp(True, model).module.lm_head.weight, own)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["after", "before"])
+def test_the_side_of_the_final_norm_that_drafts_better_is_read(side: str, tmp_path: Path) -> None:
+    """A head that knows its bigram target by the hidden state alone, of one side of a norm that turns the other over:
+    the layer passes it on, and it is the embedding of the token whose successor is drafted."""
+    model = target("glm4_moe", tie_word_embeddings=False)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        for name, weight in layer.mlp.named_parameters():
+            if "down_proj" in name:
+                weight.zero_()
+    width = model.config.hidden_size
+    sign = torch.where(torch.arange(width) % 3 == 0, -1.0, 1.0)
+    model.model.norm.weight.copy_(sign)
+    following = model.lm_head(model.model.norm(model.model.embed_tokens.weight)).argmax(-1)
+    text = [model.config.bos_token_id]
+    while int(following[text[-1]]) not in text:
+        text.append(int(following[text[-1]]))
+    made = oracle(model)
+    layer = made.layers[0]
+    for name, weight in layer.mtp_block.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight.zero_()
+    for norm in (layer.enorm, layer.hnorm):
+        norm.weight.fill_(1.0)
+    layer.post_norm.weight.copy_(sign)
+    # states -> the embedding of the token that follows theirs, which the target would have read next
+    normed = torch.nn.functional.rms_norm(model.model.embed_tokens.weight, (width,))
+    states, wanted = normed[text] * (sign if side == "after" else 1), normed[following[text]]
+    solved = torch.linalg.lstsq(states, wanted).solution.T
+    layer.eh_proj.weight.copy_(torch.cat((torch.zeros(width, width), solved), 1))
+    save_with(model, published(made, "deepseek", 3), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    config = load_mtp(True, model).config
+    assert config.last_tap_before_norm is (side == "before") and config.norm_output is (side == "after")
+    ids = torch.tensor([[7, 8, 9]])
+    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    with fastspec.patched(model, assistant="mtp"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mtp, "_agreements", lambda *_: pytest.fail("measured once for a checkpoint"))
+        assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False))
+
+
+def test_unpatching_frees_the_layer(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    before = {name for name, _ in model.named_parameters()}
+    fastspec.patch(model, mtp=True)
+    session = session_of(model)
+    assert session is not None and "mtp" in session.resources
+    assert {name for name, _ in model.named_parameters()} == before
+    fastspec.unpatch(model)
+    assert not session.resources or session_of(model) is None
+
+
+def test_a_draft_vocabulary_bounds_what_is_drafted_and_follows_the_texts(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    ids = torch.tensor([[590, 591, 592, 593, 590, 591]])
+    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    narrow = fastspec.Mtp(depth=3, top_k=3, total_tokens=12, draft_vocab=256)
+    with fastspec.patched(model):
+        whole = load_mtp(True, model)
+        head = with_vocabulary(whole, narrow, model)
+        assert with_vocabulary(whole, narrow, model) is head and head.config.draft_vocab_size == 256
+        assert head.module.drafted().unique().numel() == 256 and head.module.drafted()[:240].tolist() == [*range(240)]
+        head.hear(ids, torch.tensor([6]))
+        assert head.module.drafted()[240:244].tolist() == [590, 591, 592, 593]
+        rows = model.lm_head.weight[head.module.drafted()]
+        assert torch.equal(head.readout().weight, rows) and head.module.drafted().unique().numel() == 256
+        head.hear(ids[:, 4:5], torch.tensor([0]))  # nothing of it is real
+        assert head.module.drafted()[240:244].tolist() == [590, 591, 592, 593]
+        assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant=narrow))
+        assert with_vocabulary(whole, fastspec.Mtp(), model) is whole  # small enough
+        assert with_vocabulary(whole, fastspec.Mtp(draft_vocab="full"), model) is whole
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2.0)
+        assert torch.equal(with_vocabulary(whole, narrow, model).readout().weight, 2 * rows)
+    with pytest.raises(Unsupported, match="draft_vocab"):
+        fastspec.Mtp(draft_vocab=1.5)
+
+
+@pytest.mark.parametrize("form", ["json", "ids.pt", "d2t.pt", "t2d.safetensors"])
+def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_path: Path) -> None:
+    ids = torch.tensor([3, 4, 9, 20])
+    mask = torch.zeros(30, dtype=torch.bool).index_fill_(0, ids, True)
+    path = tmp_path / f"list.{form}"
+    write = {
+        "json": lambda: path.write_text(str(ids.tolist())),
+        "ids.pt": lambda: torch.save(ids.tolist(), path),
+        "d2t.pt": lambda: torch.save({"d2t": ids - torch.arange(4), "t2d": mask}, path),
+        "t2d.safetensors": lambda: save_file({"t2d": mask}, path),
+    }
+    write[form]()
+    assert torch.equal(read_list(path, 30), ids)
+    with pytest.raises(CheckpointError, match="from 3 to 20, and the model has 20"):
+        read_list(path, 20)
+    path.write_bytes(b"no list")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_list(path, 30)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_saving_the_model_keeps_its_layer(lazily: bool, tmp_path: Path) -> None:
+    """Into one file, and into several that an index names."""
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    with fastspec.patched(model, mtp=None if lazily else True):
+        if lazily:
+            model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant="mtp")
+        model.save_pretrained(tmp_path / "one")
+        model.save_pretrained(tmp_path / "several", max_shard_size="50KB")
+    assert "save_pretrained" not in vars(model)
+    held = load_mtp(tmp_path / "first", model).module.state_dict()
+    for name in ("one", "several"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        mine = load_mtp(True, again).module.state_dict()
+        assert mine.keys() == held.keys() and all(torch.equal(mine[key], held[key]) for key in held)
+
+
+def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:
+    loaded("glm4_moe", tmp_path / "with")
+    target("glm4_moe").save_pretrained(tmp_path / "without")
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "with")])
+    assert shown.exit_code == 0 and "MTP, in the checkpoint" in shown.output
+    assert ("glm4_moe", 'assistant="mtp", by the adapter glm4_moe') in mtp.inspect_mtp(tmp_path / "with")
+    assert mtp.inspect_mtp(tmp_path / "without") is None
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "without")]).exit_code != 0
