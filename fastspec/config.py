@@ -261,7 +261,7 @@ class Eagle2(_DynamicTree):
 @dataclass(frozen=True, slots=True)
 class Mtp(_DynamicTree):
     """Drafting with the multi-token prediction layer that a model's own checkpoint brings (DeepSeek-V3, arXiv
-    2412.19437, section 2.2), fed its own state and grown to the dynamic trees of `Eagle3`.
+    2412.19437, section 2.2), fed its own state and grown to the dynamic trees of `Eagle3`, or with a Gemma 4 assistant.
 
     `draft_vocab` bounds the drafted tokens, whose product is most of what drafting costs: a number of them, a file that
     lists them (docs/mtp.md), or "full"; None is 65,536 where the model has more than twice as many. Some of the places

@@ -20,7 +20,7 @@ RANGES = {"chow": (0, 1), "diff": (-1, 1), "opt": EVERY, "token_v1": (-1, 1), "t
 2405.19261)."""
 QUANTIZATIONS = (None, "4bit", "8bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-RESOURCES = ("eagle", "eagle2", "eagle3", "speculative", "backend")
+RESOURCES = ("eagle", "eagle2", "eagle3", "mtp", "speculative", "backend")
 """Names in a stage's `resources`: arguments of `fastspec.patch`."""
 
 

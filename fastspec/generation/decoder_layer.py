@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastspec.generation.layer_state import DeltaState, FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.kernels.attention.reference import Span
-from fastspec.kernels.linear.reference import SILU, Activation, DeferredSum, Parts
+from fastspec.kernels.linear.reference import SILU, Activation, DeferredSum, Parts, joined
 from fastspec.kernels.quantised.reference import StoredWeight
 from fastspec.kernels.recurrent.reference import DecayRates
 
@@ -259,6 +259,33 @@ class LayerFamily:
     """Number of positions P -> cos and sin [P, R / 2] of full attention."""
     pack: Callable[[nn.Module], object]
     """Lays the weights of a layer that read one input one after another."""
+
+
+def one_by_one(
+    layers: Sequence[LayerParts], total: Tensor, own: Tensor | None, nodes: Nodes, taps: Mapping[int, Tensor]
+) -> tuple[Summed | None, Tensor]:
+    """Run layers over total [B, N, H] -> what the last one adds to the sum, where that is not in it, and the sum.
+
+    `own` [B, N, L, P] is each layer's own input of every token; `taps` take what layers read, before norms.
+    """
+    change: Summed | None = None
+    for index, layer in enumerate(layers):
+        assert layer.input_norm is not None
+        given = (total,) if change is None else (change, total)
+        x, total = layer.input_norm(*given, total=taps[index]) if index in taps else layer.input_norm(*given)
+        mixed = layer.mixer(x, nodes)
+        if layer.mlp_norm is None:
+            change = joined(mixed) + joined(layer.mlp(x))
+            continue
+        x, total = layer.mlp_norm(mixed if layer.mixer_out_norm is None else layer.mixer_out_norm(mixed)[0], total)
+        change = layer.mlp(x)
+        if layer.beside is not None:
+            change = layer.beside(joined(change), total)
+        if layer.mlp_out_norm is not None:
+            change, _ = layer.mlp_out_norm(change)
+        if layer.after is not None:
+            total, change = layer.after(total + joined(change), None if own is None else own[:, :, index]), None
+    return change, total
 
 
 class Normed(Protocol):

@@ -15,8 +15,9 @@ from fastspec.cascade.memory import MemoryStats
 from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.heads.module import EagleHead, MtpHead
+from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.stats import Profile, Stats
+from fastspec.patches.assistants.gemma4_assistant import gemma4_assistant
 from fastspec.patches.assistants.heads import load_heads
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
@@ -83,7 +84,7 @@ def patch(
     eagle: Source = None,
     eagle2: Source = None,
     eagle3: Source = None,
-    mtp: str | Path | bool | MtpHead | None = None,
+    mtp: Any = None,
     speculative: Any = None,
     cascade: Cascade | None = None,
     assistant: Any = None,
@@ -97,7 +98,8 @@ def patch(
     `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the
     name of a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format.
     `mtp` is the draft layer that a model's own checkpoint brings: True reads the files that the model was loaded
-    from, now and not when the assistant is first asked for, a directory or hub id those of another copy.
+    from, now and not when the assistant is first asked for, a directory or hub id those of another copy; or it is
+    a Gemma 4 assistant (`google/gemma-4-*-it-assistant`), also as a module.
     `speculative` is a smaller transformers model with the target's tokenizer, on its device, or with another
     tokenizer a tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last; `cascade` names the
     smaller models of a cascade whose last stage is this one: they are patched, where they are not yet, when a call
@@ -124,7 +126,7 @@ def patch(
     resources: dict[str, Any] = {**load_heads(heads, model)}
     if mtp is not None and mtp is not False:
         refuse_heads("mtp", model)
-        resources["mtp"] = load_mtp(mtp, model)
+        resources["mtp"] = gemma4_assistant(mtp, model) or load_mtp(mtp, model)
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:
@@ -141,7 +143,7 @@ def patch(
         for method in (generate_batch, init_continuous_batching):
             if hasattr(model, method.__name__):
                 session.set(model, method.__name__, types.MethodType(method, model))
-        if "mtp" in resources:
+        if isinstance(resources.get("mtp"), BoundHead):
             session.set(model, "save_pretrained", types.MethodType(save_with_mtp, model))
         session.pack(model, mode)
         if exact:

@@ -21,11 +21,12 @@ from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
+from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
-from fastspec.patches.assistants.registry import EagleDecoding, resolve
+from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.call.assembly import entry, new_engine
 from fastspec.patches.call.one_prompt import PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
@@ -115,7 +116,7 @@ def continuous(
     if prefill_chunk is not None and not whole:
         raise Unsupported(f'continuous: prefill_chunk={prefill_chunk!r} must be at least 1, None or "auto"')
     decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
-    if isinstance(decoding, EagleDecoding) and decoding.auto is not None:
+    if isinstance(decoding, DynamicDecoding) and decoding.auto is not None:
         raise Unsupported(
             'total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of '
             "nodes"

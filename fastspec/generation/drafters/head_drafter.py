@@ -3,24 +3,23 @@
 EAGLE (arXiv 2401.15077, section 4): nodes are fixed by their child ranks. A level costs one pass of the head over those
 of its nodes that have children; the root's children come from the pass that fed the last accepted tokens.
 
-EAGLE-2 (arXiv 2406.16858, section 4) and EAGLE-3 (arXiv 2503.01840): `top_k` children of the root, then `depth` passes
-that expand the `top_k` best nodes of the last level, then a re-ranking of all candidates by cumulative log-probability.
+EAGLE-2 (arXiv 2406.16858, section 4) and EAGLE-3 (arXiv 2503.01840) grow the trees of `dynamic_tree.py`; the root's
+children come from that pass too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
 from fastspec.config import Ranks, TreeShape
-from fastspec.errors import Unsupported
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
 from fastspec.generation.drafters.base import Drafter, Place, Process, Traits
+from fastspec.generation.drafters.dynamic_tree import TreeGrowth, refuse_wide
 from fastspec.generation.drafters.head_program import Cut, program_of
 from fastspec.generation.heads.bound import BoundHead, follow
 from fastspec.generation.layer_state import FullAttentionState
@@ -28,7 +27,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.sequence_state import SequenceState
 from fastspec.generation.target import prompt_parts, widest_part
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.kernels.drafting.reference import Candidates, own_bits
+from fastspec.kernels.drafting.reference import own_bits
 
 
 class HeadDrafter(Drafter):
@@ -294,22 +293,6 @@ class StaticDrafter(HeadDrafter):
         return draw_distinct(probs, torch.empty_like(probs).exponential_(), count)
 
 
-def refuse_wide(shape: TreeShape, ops: Ops) -> None:
-    """Raise Unsupported for a tree that the backend's kernels cannot grow."""
-    if ops.most_children is not None and shape.top_k > ops.most_children:
-        told = f"top_k={shape.top_k}, and its kernels draft at most {ops.most_children} children of a node"
-    elif ops.most_candidates is not None and shape.candidates > ops.most_candidates:
-        told = (
-            f"depth={shape.depth} and top_k={shape.top_k}, which grow {shape.candidates} candidates (top_k + depth * "
-            f"top_k ** 2), and its kernels rank at most {ops.most_candidates}"
-        )
-    else:
-        return
-    raise Unsupported(
-        f'backend {ops.name!r} was given a tree of {told}: ask for a smaller tree, or patch with backend="torch"'
-    )
-
-
 class EagleDrafter(HeadDrafter):
     """Dynamic trees of one `shape`, the drafter of EAGLE-2 and EAGLE-3."""
 
@@ -321,47 +304,28 @@ class EagleDrafter(HeadDrafter):
         sizes = shape.total_tokens, shape.max_path, grown
         super().__init__(head, *sizes, rows=rows, capacity=capacity, ops=ops, cut=cut)
         self.shape, device = shape, self.last.device
-        k, index = shape.top_k, torch.arange(shape.candidates, device=device)
-        self.flat_depths = torch.where(index < k, 1, 2 + (index - k).clamp(min=0) // k**2)
+        self.growth = TreeGrowth(shape, rows=rows, device=device)
         # of the nodes that the passes feed, in their order
-        self.fed_depths = (torch.arange(grown, device=device) // k).expand(rows, -1)
-        self.tokens = torch.zeros(rows, shape.candidates, dtype=torch.long, device=device)
-        self.parents = torch.full((rows, shape.candidates), -1, device=device)
-        """The candidate above each of the last tree's candidates [B, M], -1 for the root."""
-        self.start = torch.zeros(rows, 1, dtype=torch.float32, device=device)
-        self.no_words = torch.zeros(rows, 1, (max(1, grown) + 63) // 64, dtype=torch.long, device=device)
-        self.scores = torch.zeros(rows, shape.candidates, dtype=torch.float32, device=device)
-        """Of the last tree's candidates [B, M] fp32: cumulative log-probabilities, in order of growth."""
-        edges = [0, *(k + passes * k * k for passes in range(shape.depth + 1))]  # k nodes, then k * k a level
-        levels = [slice(*edge) for edge in pairwise(edges)]
-        self.levels = [
-            Candidates(
-                self.scores[:, at], self.tokens[:, at], None if below is None else self.parents[:, below], at.start
-            )
-            for at, below in zip_longest(levels, levels[1:])
-        ]
+        self.fed_depths = (torch.arange(grown, device=device) // shape.top_k).expand(rows, -1)
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
-        extent = self.reserve(extent) + self.grown
-        kept, above, depths, ancestors = self.ops.tree_build(
-            *self._grow(extent), self.flat_depths, self.root, self.nodes
-        )
-        return TokenTree(kept, above, depths, ancestors, self.max_path)
+        grown = self._grow(self.reserve(extent) + self.grown)
+        return self.growth.tree(self.ops, grown, self.root, self.nodes, self.max_path)
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Candidates in order of growth: scores [B, M] fp32, tokens [B, M], parents [B, M] (the root: -1)."""
+        """The candidates of `TreeGrowth.grow`."""
         shape, ops, k = self.shape, self.ops, self.shape.top_k
         lengths, fed = self.state.lengths, self.fed_depths
         places = ops.tree_input(fed, fed, lengths, self.state.slots - 1, None)[:2]  # without a table no tokens are read
         positions, slots = (x.unflatten(1, (shape.depth, k)).unbind(1) for x in places)  # depth times [B, k]
-        _, tokens, scores, index = self.program.expand(self.readout[:, None], self.start, k, self.levels[0])
-        hidden, words = self.last[:, None], self.no_words
-        self.mark("draft 0")
-        for level in range(shape.depth):
+        hidden, words = self.last[:, None], self.growth.no_words
+
+        def deeper(level: int, tokens: Tensor, index: Tensor) -> Tensor:
+            nonlocal hidden, words
             x, residual, words = self.program.feed_frontier(tokens, index, hidden, words, level * k)
             layout = ops.attention_layout(lengths, words, k, (level + 1) * k, extent, self.group)
             hidden, readout = self._step(x, residual, positions[level], slots[level], layout)
-            _, tokens, scores, index = self.program.expand(readout, scores, k, self.levels[level + 1])
-            self.mark(f"draft {level + 1}")
-        return self.scores, self.tokens, self.parents
+            return readout
+
+        return self.growth.grow(self.program.expand, self.readout[:, None], deeper, self.mark)

@@ -215,8 +215,8 @@ def _check_keys(config: HeadConfig, state: dict[str, Tensor], where: str) -> Non
 
 
 TRAIN = "train one with `fastspec train --kind eagle3`"
-HEADS = r"^(model\.|eagle_module\.)*(fc\.weight|d2t|.*\.hidden_norm\.weight)$"
-"""Tensors of which EAGLE heads have one and language models none."""
+HEADS = r"^(model\.|eagle_module\.)*(fc\.weight|d2t|pre_projection\.weight|.*\.hidden_norm\.weight)$"
+"""Tensors of which drafting modules have one and language models none."""
 MODELS = r"^(model\.)?(language_model\.)?(model\.)?layers\.0\.input_layernorm\."
 """A tensor of language models, and of EAGLE-3 heads."""
 INSTEAD = f"use an EAGLE-3 head for this target, or {TRAIN}"
@@ -266,8 +266,7 @@ OTHERS = (
     ),
     Other(
         "Gemma 4's assistant",
-        "reads the keys and values of its target, which fastspec does not run: without assistant=, "
-        "model.generate(..., assistant_model=draft) runs it as transformers does; or " + INSTEAD,
+        "reads the keys and values of its target: fastspec.patch(model, mtp=...) takes it",
         word="gemma4.*assistant",
         keys=r"^(pre_projection|post_projection|masked_embedding)\.",
     ),

@@ -123,7 +123,7 @@ class FusedDrafter(EagleDrafter):
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
         """`EagleDrafter._grow`, by one launch that feeds the pairs that wait first."""
-        out = self.scores, self.tokens, self.parents
+        out = self.growth.scores, self.growth.tokens, self.growth.parents
         return self.draft(
             self.weights,
             self.space,

@@ -107,6 +107,16 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
         )
     if isinstance(source, MtpHead):
         return bind(source, None, target)
+    if source is not True and not isinstance(source, (str, Path)):
+        raise CheckpointError(
+            f"mtp= is a {type(source).__name__}, which holds no draft layers: accepted are True, a directory, a hub "
+            "id, an MtpHead and a Gemma 4 assistant"
+        )
+    if source is True and model.config.get_text_config().model_type.startswith("gemma4"):
+        raise CheckpointError(
+            "Gemma 4's draft layers are a checkpoint of their own: fastspec.patch(model, "
+            'mtp="google/gemma-4-E4B-it-assistant"), or the assistant of another size'
+        )
     where = (getattr(model.config, "name_or_path", None) or "") if source is True else str(source)
     if not where:
         raise CheckpointError(

@@ -20,12 +20,10 @@ from fastspec.config import (
     Mtp,
     Nasd,
     Speculative,
-    TreeShape,
-    for_rows,
-    sampled,
 )
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
+from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, trees_of
 from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafter
 from fastspec.generation.drafters.head_program import Cut, HeadProgram, cut_over
 from fastspec.generation.drafters.nasd import NasdDecoding, check_tokens
@@ -34,6 +32,7 @@ from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.draft_vocab import with_vocabulary
 from fastspec.patches.assistants.fused import fused_drafter
+from fastspec.patches.assistants.gemma4_assistant import gemma4_decoding, is_assistant
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
@@ -56,26 +55,16 @@ class Plain(Decoding):
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class EagleDecoding(Decoding):
+@dataclass(frozen=True, kw_only=True)
+class EagleDecoding(DynamicDecoding):
     """Decoding with a head and a dynamic tree."""
 
     continuous: ClassVar[bool] = True
-    name: str
     head: BoundHead
-    shape: TreeShape
-    auto: Eagle2 | Eagle3 | Mtp | None = None
-    """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
-    batched: tuple[tuple[int, TreeShape], ...] = ()
-    """(rows, the tree in batches of so many and more), ascending; `shape` in smaller ones."""
     drafts: Callable[..., EagleDrafter] = EagleDrafter
     """Maker of the drafter of a call, from the arguments of `EagleDrafter`."""
-    cpp: TreeShape | None = None
-    """The tree on the C++ kernels of the CPU; None: `shape` there too."""
     cut: Cut | None = None
     """Share that this process has of the head; None: all of it."""
-    default: bool = False
-    """True where the trees are the device's own, which are shallower in calls that sample."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -92,23 +81,10 @@ class EagleDecoding(Decoding):
         """The head."""
         return (self.head.module,)
 
-    def sized(self, nodes: int) -> EagleDecoding:
-        """The same with trees of this many nodes."""
-        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=(), cpp=None)
-
-    def sampled(self, temperature: float) -> EagleDecoding:
-        """The same for calls that sample at this temperature."""
-        if not self.default:
-            return self
-        batched = tuple((rows, sampled(shape, temperature)) for rows, shape in self.batched)
-        return replace(self, shape=sampled(self.shape, temperature), batched=batched)
-
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call."""
-        shape = for_rows(self.shape, self.batched, rows)
-        shape = self.cpp if self.cpp is not None and ops.name == "cpp" else shape
         head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
-        drafter = self.drafts(head, shape, rows=rows, capacity=capacity, ops=ops, cut=self.cut)
+        drafter = self.drafts(head, self.tree(rows, ops), rows=rows, capacity=capacity, ops=ops, cut=self.cut)
         _share(drafter.program, ops)
         return drafter
 
@@ -256,14 +232,21 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
 
 
 def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: Any) -> EagleDecoding:
-    shape, batched = config.shape(device_of(model).type), config.batched(device_of(model).type)
-    auto = config if config.total_tokens == "auto" else None
-    head = _head(config.name, resources, model, max(each.top_k for each in (shape, *(tree for _, tree in batched))))
-    head = with_vocabulary(head, config, model) if isinstance(config, Mtp) else head
-    cut = None if config.fused else cut_over(head.module, group_of(model))
-    drafts = fused_drafter if config.fused else EagleDrafter
-    cpp = CPP_TREE if config == Eagle3() else None
-    return EagleDecoding(config.name, head, shape, auto, batched, drafts, cpp, cut, config.is_default)
+    fields, most = trees_of(config, device_of(model).type)
+    head = _head(config.name, resources, model, most)
+    return EagleDecoding(
+        **fields,
+        cpp=CPP_TREE if config == Eagle3() else None,
+        head=with_vocabulary(head, config, model) if isinstance(config, Mtp) else head,
+        drafts=fused_drafter if config.fused else EagleDrafter,
+        cut=None if config.fused else cut_over(head.module, group_of(model)),
+    )
+
+
+def _mtp(config: Mtp, resources: dict[str, Any], model: Any) -> DynamicDecoding:
+    if is_assistant(resources.get(Mtp.name)):
+        return gemma4_decoding(config, resources, model)
+    return _dynamic(config, resources, model)
 
 
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
@@ -286,7 +269,7 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Eagle1: _eagle,
     Eagle2: _dynamic,
     Eagle3: _dynamic,
-    Mtp: _dynamic,
+    Mtp: _mtp,
     Nasd: _nasd,
     Speculative: resolve_speculative,
     Cascade: lambda config, resources, model: _cascade(resources).decoding(config),

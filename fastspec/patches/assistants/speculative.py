@@ -24,6 +24,7 @@ from fastspec.generation.drafters.staged import StagedDrafter, room
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Source, Target
+from fastspec.patches.assistants.gemma4_assistant import is_assistant
 from fastspec.patches.hf.compat import device_of, dtype_of, recurrent_layers, table_rows, unpack_weights
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
@@ -33,8 +34,6 @@ from fastspec.patches.hf.seq2seq import encode
 PADDING = 1024
 """Two vocabularies whose sizes differ by no more count as one, padded differently, as Qwen's are."""
 
-READS_TARGET = ("gemma4_assistant", "gemma4_unified_assistant")
-"""Model types whose forward takes the keys and values of a target in place of tokens."""
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 MANY_ROUNDS, SELDOM = 32, 0.05
 """Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is
@@ -237,11 +236,10 @@ def check_draft(draft: Any, target: Any) -> Any:
             "speculative= takes a transformers model, or (draft_model, draft_tokenizer, tokenizer) where the "
             f"tokenizers differ, not {given}: load one with AutoModelForCausalLM.from_pretrained(...)"
         )
-    if model.config.model_type in READS_TARGET:
+    if is_assistant(model):
         raise Unsupported(
-            f"{type(model).__name__} is no draft model of its own: it reads the keys and values of its target, which "
-            "fastspec does not run. Without assistant=, model.generate(..., assistant_model=draft) runs it as "
-            "transformers does; speculative= takes a smaller Gemma 4, and 'nasd' needs no model"
+            f"{type(model).__name__} is no draft model of its own: it reads the keys and values of its target: "
+            'fastspec.patch(model, mtp=assistant) takes it, and generate(assistant="mtp") drafts with it'
         )
     check_supported(model)
     if any(recurrent_layers(model.config)):

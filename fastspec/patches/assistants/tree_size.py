@@ -165,7 +165,7 @@ class _Trial:
         live, left, scores, gained = list(range(rows)), [request.limit - 1] * rows, [], 0
         for _ in range(count):
             packed = engine.step(longest, stats)
-            scores.append(drafter.scores[live])
+            scores.append(drafter.growth.scores[live])
             longest += max(accepted for accepted, *_ in packed) + 1
             for row in live:
                 gained += packed[row][0]

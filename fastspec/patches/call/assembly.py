@@ -9,11 +9,11 @@ from functools import partial
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Drafter, Process, adopt
+from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
 from fastspec.generation.drafters.given_text import CHUNKS
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import TOGETHER_TOKENS
 from fastspec.generation.stats import Clock
-from fastspec.patches.assistants.registry import EagleDecoding
 from fastspec.patches.assistants.tree_size import choose_tree
 from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import import_past
@@ -27,7 +27,7 @@ def sized(plan: Plan) -> Plan:
     """The plan with its trees: their depth where it is left to the temperature, and their size where it is left to a
     measurement, once for calls of one kind."""
     decoding, trees, rows = plan.decoding, plan.session.trees, plan.request.width
-    if not isinstance(decoding, EagleDecoding):
+    if not isinstance(decoding, DynamicDecoding):
         return plan
     if plan.processing.sample:
         decoding = decoding.sampled(plan.processing.temperature)

@@ -72,7 +72,7 @@ def drafted(drafter: EagleDrafter) -> tuple[TokenTree, Tensor]:
     draw = Draw(drafter.last.dtype, drafter.last.device, SEED)
     ids, features = draw.whole(40, 1, 5), draw.floats(1, 5, 3 * 32)
     drafter.begin(ids, draw.fixed([5]), features, draw.fixed([7]))
-    return drafter.propose(5), drafter.scores
+    return drafter.propose(5), drafter.growth.scores
 
 
 def phase_difference(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter]) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT, CapturedByShape, padded_width
-from fastspec.generation.decoder_layer import LayerParts, LayoutKey, Nodes, Rotary, Summed, is_plain
+from fastspec.generation.decoder_layer import LayerParts, LayoutKey, Nodes, Rotary, is_plain, one_by_one
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.sequence_state import SequenceState, SharedState
@@ -18,7 +18,6 @@ from fastspec.generation.target import Target, prompt_parts, widest_part
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.whole_layers import WholeLayers
 from fastspec.kernels.attention.reference import AttentionLayout, Span
-from fastspec.kernels.linear.reference import joined
 from fastspec.patches.hf.cache import SlotCache, cache_argument, sequence_state
 from fastspec.patches.hf.compat import (
     dtype_of,
@@ -382,7 +381,7 @@ class HFModel(Target):
         kept = {
             tap: parts[taps.index(tap)] for tap in taps if tap < self.depth
         }  # written there: joining them would be a launch
-        change, total = self.whole(total, nodes, kept) or self._one_by_one(total, own, nodes, kept)
+        change, total = self.whole(total, nodes, kept) or one_by_one(self.layers, total, own, nodes, kept)
         hidden, last = self.norm(total) if change is None else self.norm(change, total)
         kept[self.depth] = last if self.before_norm else hidden
         for tap, part in zip(taps, parts, strict=True):
@@ -391,30 +390,6 @@ class HFModel(Target):
         return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(
             kept, hidden
         )
-
-    def _one_by_one(
-        self, total: Tensor, own: Tensor | None, nodes: Nodes, taps: Mapping[int, Tensor]
-    ) -> tuple[Summed | None, Tensor]:
-        """What the last layer adds to the sum so far, where that is not in it, and the sum; taps take what layers read,
-        before norms."""
-        change: Summed | None = None
-        for index, layer in enumerate(self.layers):
-            assert layer.input_norm is not None
-            given = (total,) if change is None else (change, total)
-            x, total = layer.input_norm(*given, total=taps[index]) if index in taps else layer.input_norm(*given)
-            mixed = layer.mixer(x, nodes)
-            if layer.mlp_norm is None:
-                change = joined(mixed) + joined(layer.mlp(x))
-                continue
-            x, total = layer.mlp_norm(mixed if layer.mixer_out_norm is None else layer.mixer_out_norm(mixed)[0], total)
-            change = layer.mlp(x)
-            if layer.beside is not None:
-                change = layer.beside(joined(change), total)
-            if layer.mlp_out_norm is not None:
-                change, _ = layer.mlp_out_norm(change)
-            if layer.after is not None:
-                total, change = layer.after(total + joined(change), None if own is None else own[:, :, index]), None
-        return change, total
 
     def _forward_generic(
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None

@@ -251,7 +251,7 @@ def test_gemma_4s_assistant_is_no_draft_model_and_says_so_at_patch() -> None:
     text |= {"num_kv_shared_layers": text["num_hidden_layers"], "use_double_wide_mlp": False}
     config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=32)
     model = tiny_model("gemma4_text")
-    with pytest.raises(Unsupported, match=r"reads the keys and values of its target.*assistant_model=draft"):
+    with pytest.raises(Unsupported, match=r"reads the keys and values of its target.*mtp=assistant"):
         fastspec.patch(model, speculative=AutoModelForCausalLM.from_config(config))
 
 
