@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.constraint import masked
 
-BLANKS = r"[ \t\r\n]{1,64}"
+BLANKS = r"[ \t\r\n]{1,32}"
 """Blanks that JSON may have between two of its tokens: a model may fill an answer with them where any number is
 allowed."""
 FORMS = ("json_schema", "regex", "choice", "ebnf")
