@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.hf.ends import end_tokens, stop_criterion
-from fastspec.programs.serving.answers import AnswerReader, Content, End, Event, Reasoning, ResponseParser, merged
+from fastspec.programs.serving.answers import (
+    AnswerReader,
+    CallsParser,
+    Content,
+    End,
+    Event,
+    Reasoning,
+    ResponseParser,
+    merged,
+)
 from fastspec.programs.serving.batch import Sent, Served
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
@@ -173,7 +182,10 @@ class Server:
         except Exception as error:  # of any kind: a template raises what it likes
             raise Refused(f"the model's chat template: {type(error).__name__}: {error}") from error
         ids = self._ids(text, special=False)
-        if self.template is None:
+        structure = asked.structure
+        if structure is not None and structure.calls:
+            return asked, ids, AnswerReader(self.tokenizer, CallsParser(structure.tool), self.special)
+        if structure is not None or self.template is None:
             return asked, ids, AnswerReader(self.tokenizer, None)
         ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
         parser = ResponseParser(self.template, self.tokenizer, asked.tools, text)
