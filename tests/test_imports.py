@@ -56,6 +56,7 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "patches.assistants.heads",
     "patches.assistants.probe",
     "patches.assistants.speculative.read_parameters",
+    "patches.call.grammar_text",
     "patches.cascade",
     "patches.continuous",
     "patches.hf.cache.CACHE",

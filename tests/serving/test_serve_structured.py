@@ -100,33 +100,29 @@ def test_any_object_is_one(server: Served) -> None:
 def test_a_tool_that_is_named_is_called(server: Served) -> None:
     choice = {"type": "function", "function": {"name": "find"}}
     given = asked(tools=TOOLS, tool_choice=choice)
-    for more in ({}, {"stream": True}):
-        answer = server.client().chat.completions.create(**given, **more)
-        if more:
-            calls = [call for chunk in answer for call in chunk.choices[0].delta.tool_calls or ()]
-        else:
-            assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
-            calls = answer.choices[0].message.tool_calls
+    client = server.client()
+    whole = client.chat.completions.create(**given).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+    assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls" and whole.message.content is None
+    for calls in (whole.message.tool_calls, [call for chunk in chunks for call in chunk.delta.tool_calls or ()]):
         [call] = calls
         assert call.function.name == "find" and is_valid(json.loads(call.function.arguments))
 
 
 def test_some_tool_is_called_where_one_is_required(server: Served) -> None:
-    tools = [{"type": "function", **tool["function"]} for tool in TOOLS[:2]]
-    answers = [
-        server.client().chat.completions.create(**asked(tools=TOOLS[:2], tool_choice="required")).choices[0].message,
-        server.client().responses.create(
-            model=NAME, input="ab", tools=tools, tool_choice="required", temperature=0, max_output_tokens=300
-        ),
-    ]
-    calls = [
-        *((call.function.name, call.function.arguments) for call in answers[0].tool_calls),
-        *((item.name, item.arguments) for item in answers[1].output),
-    ]
-    assert len(calls) >= 2
-    for name, arguments in calls:
-        found = json.loads(arguments)
-        assert found["b"] in (1, 2) if name == "look" else name == "find" and is_valid(found)
+    """Any number of calls, until the model closes their list."""
+    closes = {str(token): 100 for token in TOKENIZER("]").input_ids}
+    given = asked(tools=TOOLS[:2], tool_choice="required", logit_bias=closes)
+    choice = server.client().chat.completions.create(**given).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    for call in choice.message.tool_calls:
+        found = json.loads(call.function.arguments)
+        assert found["b"] in (1, 2) if call.function.name == "look" else is_valid(found)
+    tools = [{"type": "function", **TOOLS[1]["function"]}]
+    named = {"type": "function", "name": "find"}
+    given = {"model": NAME, "input": "ab", "max_output_tokens": 300, "tools": tools, "tool_choice": named}
+    [item] = server.client().responses.create(**given, temperature=0).output
+    assert item.type == "function_call" and item.name == "find" and is_valid(json.loads(item.arguments))
 
 
 def test_calls_that_the_limit_cuts_are_content(server: Served) -> None:
@@ -136,12 +132,16 @@ def test_calls_that_the_limit_cuts_are_content(server: Served) -> None:
     assert '[{"name": "'.startswith(choice.message.content[:11])
 
 
+MANY = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwx"]
+"""Patterns whose product the library builds, whatever bounds it was given."""
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
     (CHAT, {"response_format": {**FORMAT, "more": 1}}, "response_format"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
     (CHAT, {"structured_outputs": {"regex": "("}}, "regex cannot be compiled"),
+    (CHAT, {"structured_outputs": {"json": {"allOf": MANY}}}, "takes more than 1 second"),
+    (CHAT, {"structured_outputs": {"regex": "(" * 9000 + "a" + ")" * 9000}}, "regex cannot be compiled"),
     (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"json": 3}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"json_object": False}}, "structured_outputs"),
@@ -155,7 +155,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": FORMAT, "generation_config": '{"eos_token_id": 7}'}, "eos_token_id"),
     (CHAT, {"guided_regex": "a"}, "guided_regex"),
     (RESPONSE, {"text": {"format": {"type": "json_schema", "name": "it"}}}, "text"),
-    (ONE, {"structured_outputs": {"grammar": "root ::="}}, "ebnf cannot be compiled"),
+    (ONE, {"structured_outputs": {"grammar": "root ::= nope"}}, "ebnf cannot be compiled"),
 ]
 
 

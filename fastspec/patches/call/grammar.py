@@ -4,7 +4,6 @@ matched by llguidance."""
 from __future__ import annotations
 
 import copy
-import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +15,7 @@ from transformers import LogitsProcessor
 
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.constraint import masked
-
-BLANKS = r"[ \t\r\n]{1,32}"
-"""Blanks that JSON may have between two of its tokens: a model may fill an answer with them where any number is
-allowed."""
-FORMS = ("json_schema", "regex", "choice", "ebnf")
+from fastspec.patches.call.grammar_text import FORMS, library, refusal, text_of
 
 
 class Grammar(LogitsProcessor):  # type: ignore[misc]
@@ -186,17 +181,7 @@ class GrammarState:
     def _fill(self, mask: Tensor) -> None:
         self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         if self.matcher.is_error():
-            raise Unsupported(f"the grammar cannot be followed any further: {_told(self.matcher.get_error())}")
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance.hf
-    except ImportError as error:
-        raise Unsupported(
-            'a grammar needs llguidance, which is not installed: pip install "fastspec-transformers[structured]"'
-        ) from error
-    return llguidance
+            raise Unsupported(f"the grammar cannot be followed any further: {self.matcher.get_error()[:400]}")
 
 
 _known: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
@@ -205,7 +190,9 @@ _lock = threading.Lock()
 
 def _tokens_of(tokenizer: Any, end_tokens: int | Sequence[int] | None) -> Any:
     """llguidance's form of a tokenizer, which takes it a second for each 30,000 tokens, and is kept."""
-    library = _llguidance()
+    library()
+    import llguidance.hf
+
     named = tokenizer.eos_token_id if end_tokens is None else end_tokens
     ends = (named,) if isinstance(named, int) else tuple(sorted(named or ()))
     if not ends:
@@ -215,7 +202,7 @@ def _tokens_of(tokenizer: Any, end_tokens: int | Sequence[int] | None) -> Any:
         known = _known.setdefault(tokenizer, {})
         if key not in known:
             try:
-                made = library.hf.from_tokenizer(tokenizer, eos_token=list(ends))
+                made = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends))
             except Exception as error:  # of any kind: the library is not Python's
                 raise Unsupported(f"llguidance cannot read this {type(tokenizer).__name__}: {error}") from error
             known[key] = made
@@ -224,26 +211,8 @@ def _tokens_of(tokenizer: Any, end_tokens: int | Sequence[int] | None) -> Any:
 
 def _compiled(tokens: Any, form: str, value: Any) -> Any:
     """A matcher of a grammar. Raises Unsupported for one that cannot be compiled."""
-    library = _llguidance()
-    make = library.LLMatcher
-    try:
-        if form == "json_schema":
-            text = make.grammar_from_json_schema(value, overrides={"whitespace_pattern": BLANKS})
-        elif form == "choice":
-            if isinstance(value, str) or not value or not all(isinstance(each, str) and each for each in value):
-                raise ValueError("it must be a list of texts, none of them empty")
-            text = make.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value))
-        else:
-            text = library.grammar_from(form, value)
-        limits = library.LLParserLimits(verbose_errors=False)
-        made = make(tokens, text, log_level=0, limits=limits)
-        error = made.get_error() if made.is_error() else ""
-    except Exception as raised:
-        error = str(raised) or type(raised).__name__
-    if error:
-        raise Unsupported(f"{form} cannot be compiled: {_told(error)}")
+    limits = library().LLParserLimits(verbose_errors=False)
+    made = library().LLMatcher(tokens, text_of(form, value), log_level=0, limits=limits)
+    if made.is_error():
+        raise refusal(form, made.get_error())
     return made
-
-
-def _told(error: str) -> str:
-    return " ".join(error.split())[:400]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +45,12 @@ def read_tokens(batch: Continuous, tokenizer: Any) -> None:
         fastspec.Grammar(tokenizer, choice=["a"], end_tokens=sorted(end_tokens(batch.model.generation_config)))
 
 
+@lru_cache(32)
+def _grammar(tokenizer: Any, structure: str, ends: tuple[int, ...]) -> Any:
+    """The grammar of a structure, which many requests have."""
+    return fastspec.Grammar(tokenizer, **json.loads(structure), end_tokens=ends)
+
+
 def submit(
     batch: Continuous, tokenizer: Any, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None
 ) -> Future[Tensor]:
@@ -51,8 +59,8 @@ def submit(
     options: dict[str, Any] = {"seed": seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
     structure = vars(config).get("structure")
     if structure is not None:
-        ends = end_tokens(config, batch.model.generation_config)
-        options["logits_processor"] = [fastspec.Grammar(tokenizer, **structure, end_tokens=sorted(ends))]
+        ends = tuple(sorted(end_tokens(config, batch.model.generation_config)))
+        options["logits_processor"] = [_grammar(tokenizer, json.dumps(structure), ends)]
     return batch.submit(row, config, TokenStreamer(put_tokens), **options)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fastspec.errors import Unsupported
+from fastspec.patches.call import grammar_text
 from fastspec.programs.serving.fields import OUTPUTS, TEXT
 
 Body = dict[str, Any]
 ANY_OBJECT = {"type": "object"}
+KEPT = 64
+"""Grammars that are known to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,23 @@ def _parameters(function: Body) -> Body:
     return {**ANY_OBJECT, **(function.get("parameters") or {})}
 
 
+def check(structure: Structure) -> None:
+    """Raise Unsupported for a grammar that cannot be compiled in little time and memory, once for each that holds."""
+    [(form, value)] = structure.grammar.items()
+    _check(form, json.dumps(value))
+
+
+@lru_cache(KEPT)
+def _check(form: str, value: str) -> None:
+    grammar_text.check(form, json.loads(value))
+
+
 def _list_of_calls(functions: list[Body]) -> str:
     """A grammar whose parts have a schema each, since references are relative to a schema's root."""
     rules = ['start: "[" call (", " call)* "]"', "call: " + " | ".join(f"call{i}" for i in range(len(functions)))]
     for number, function in enumerate(functions):
         begins = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules.append(f'call{number}: {begins} arguments{number} "}}"')
-        rules.append(f"arguments{number}: %json {json.dumps(_parameters(function))}")
+        schema = {**_parameters(function), "x-guidance": grammar_text.BLANKS}
+        rules.append(f"arguments{number}: %json {json.dumps(schema)}")
     return "\n".join(rules)

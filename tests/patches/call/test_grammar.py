@@ -291,3 +291,71 @@ def test_a_cascade_and_a_mixture_take_no_grammar(pair: tuple[Any, Any]) -> None:
         pytest.raises(Unsupported, match=r"may look at the tokens so far \(Grammar\)"),
     ):
         large.generate(**prompts(4), assistant="cascade", max_new_tokens=3, logits_processor=[grammar])
+
+
+def drawn_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema of what most have."""
+    kinds = ["string", "integer", "boolean", "enum", "null"] + ["object", "array", "anyOf"] * (depth < 2)
+    match rng.choice(kinds):
+        case "string":
+            return {"type": "string", "maxLength": rng.randint(0, 5)}
+        case "integer":
+            low = rng.randint(-20, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 300)}
+        case "enum":
+            return {"enum": rng.sample(["a", 'q"', 12, True, None, "12"], rng.randint(1, 4))}
+        case "array":
+            least = rng.randint(0, 2)
+            return {"type": "array", "items": drawn_schema(rng, depth + 1), "minItems": least, "maxItems": least + 2}
+        case "anyOf":
+            return {"anyOf": [drawn_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+        case "object":
+            names = rng.sample(["a", "b c", 'd"', "e"], rng.randint(0, 3))
+            properties = {name: drawn_schema(rng, depth + 1) for name in names}
+            required = [name for name in names if rng.random() < 0.6]
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case kind:
+            return {"type": kind}
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """True where a value has a schema that `drawn_schema` makes."""
+    if "anyOf" in schema:
+        return any(fits(value, each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == each and type(value) is type(each) for each in schema["enum"])
+    match schema["type"]:
+        case "object":
+            inner = schema["properties"]
+            whole = isinstance(value, dict) and set(schema["required"]) <= value.keys() <= inner.keys()
+            return whole and all(fits(each, inner[name]) for name, each in value.items())
+        case "array":
+            whole = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+            return whole and all(fits(each, schema["items"]) for each in value)
+        case "string":
+            return isinstance(value, str) and len(value) <= schema["maxLength"]
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case kind:
+            return value is None if kind == "null" else isinstance(value, bool)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_schemas_hold_whatever_tokens_are_chosen(seed: int) -> None:
+    """Answers of any allowed tokens, each taken behind a tree of drafts."""
+    rng = random.Random(seed)
+    schema = drawn_schema(rng)
+    state, answer = GrammarState(fastspec.Grammar(TOKENIZER, json_schema=schema)), [*range(0)]
+    while END not in answer:
+        tokens = [0, *rng.choices(range(6, SIZE), k=4)]
+        may = allowed(state.masks(answer, tokens, [0, 0, 1, 1, 0])[0])
+        answer.append(END if END in may else rng.choice(may))
+        assert len(answer) < 2000
+    assert fits(json.loads(said(answer)), schema), (schema, said(answer))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_schemas_give_plain_decodings_answers(pair: tuple[Any, Any], seed: int) -> None:
+    grammar = fastspec.Grammar(TOKENIZER, json_schema=drawn_schema(random.Random(seed + 100)))
+    options = {**prompts(3, 6, seed=seed), "max_new_tokens": 40, "do_sample": False, "logits_processor": [grammar]}
+    assert torch.equal(pair[1].generate(**options, assistant="nasd"), pair[0].generate(**options))
