@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.generate import seer
 from helpers.grammars import SCHEMA, TOKENIZER, is_valid, terse
 from helpers.serve import MARKS, NAME, Served, openai, post, served
 
@@ -32,10 +31,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA,
 def server() -> Iterator[Served]:
     TOKENIZER.chat_template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}{{ '<bot>' }}"
     model = terse()
-    with (
-        fastspec.patched(model, eagle3=seer(model)),
-        served(model, max_length=500, tokenizer=TOKENIZER) as running,
-    ):
+    with fastspec.patched(model), served(model, max_length=500, assistant="nasd", tokenizer=TOKENIZER) as running:
         yield running
 
 

@@ -68,9 +68,9 @@ def check(form: str, value: Any) -> None:
         raise refusal(form, f"it takes more than {PATIENCE[1]} seconds") from error
     if done.returncode < 0:
         raise refusal(form, f"it takes more than {PATIENCE[0]} second or {MEMORY >> 30} GiB")
-    error = done.stdout or done.stderr if done.returncode else done.stdout
-    if error:
-        raise refusal(form, error.decode(errors="replace"))
+    said = done.stderr if done.returncode else done.stdout
+    if said:
+        raise refusal(form, said.decode(errors="replace")[-400:])
 
 
 def main() -> None:
