@@ -167,7 +167,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (RESPONSE, {"input": [{"type": "function_call_output"}]}, 400, "input"),
     (RESPONSE, {"previous_response_id": "x"}, 400, "previous_response_id"),
     (RESPONSE, {"background": True}, 400, "background"),
-    (RESPONSE, {"text": {"format": {"type": "json_object"}}}, 400, "text"),
+    (RESPONSE, {"text": {"format": {"type": "json_object"}}}, 400, "llguidance"),
     (RESPONSE, {"tools": [{"type": "web_search"}]}, 400, "tools"),
     (RESPONSE, {"reasoning": {"effort": "low"}}, 400, "chat_template_kwargs"),
     (RESPONSE, {"instructions": 5}, 400, "instructions"),

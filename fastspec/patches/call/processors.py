@@ -182,9 +182,9 @@ class Processing:
     """Processors of a call, read once, in the form that rounds apply.
 
     `process` maps scores [R, V] of any nodes where no processor looks at the history, `process_at` those of some rows
-    with their prefixes where one does. `settings` are all that the processors do, where the call samples and nobody
-    asks for processed scores. A `grammar` that comes before processors that look at no history is none of these: it
-    masks the logits of a whole tree.
+    with their prefixes where one does. `settings` are all that the processors do, where the call samples, nobody asks
+    for processed scores and no token is masked. A `grammar` that comes before processors that look at no history is
+    none of these: it masks the logits of a whole tree.
     """
 
     processors: lp.LogitsProcessorList
@@ -244,7 +244,7 @@ def read_processors(
     masks = bool(bound) and type(bound[0]) is GrammarOfCall and all(type(p) in BLIND for p in bound[1:])
     grammar, rest = (bound[0], lp.LogitsProcessorList(bound[1:])) if masks else (None, bound)
     process, process_at = make_processors(rest, ids)
-    settings = read_settings(rest) if sample and not scored else None
+    settings = read_settings(rest) if sample and not scored and grammar is None else None
     return Processing(bound, sample, settings, process, process_at, grammar)
 
 
