@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
     from fastspec.patches.assistants.fused import frontier_generate
     from fastspec.patches.assistants.heads import load_head
+    from fastspec.patches.call.grammar import Grammar
     from fastspec.patches.continuous import Continuous, continuous
     from fastspec.patches.scoring import log_probs
     from fastspec.patches.tuning.tune import Tuned, Tuning, tune
@@ -45,6 +46,7 @@ _LAZY = {
     "Profile": "fastspec.generation.stats",
     "TokenTree": "fastspec.generation.tree",
     "Continuous": "fastspec.patches.continuous",
+    "Grammar": "fastspec.patches.call.grammar",
     "Report": "fastspec.patches.api",
     "clear_memory": "fastspec.patches.api",
     "continuous": "fastspec.patches.continuous",
@@ -75,6 +77,7 @@ __all__ = [
     "Eagle2",
     "Eagle3",
     "FastSpecError",
+    "Grammar",
     "Mtp",
     "Nasd",
     "NgramStorage",

@@ -57,6 +57,7 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "patches.assistants.mtp.inspect_mtp",
     "patches.assistants.probe",
     "patches.assistants.speculative.read_parameters",
+    "patches.call.grammar_text",
     "patches.cascade",
     "patches.hf.changes.weights_digest",
     "patches.continuous",

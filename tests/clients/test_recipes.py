@@ -17,14 +17,14 @@ pytestmark = MARKS
 RECIPES = {
     word: each
     for each in snippets(Path("docs/recipes.md"))
-    for word in ("BitsAndBytesConfig", "peft")
+    for word in ("BitsAndBytesConfig", "peft", "Grammar")
     if word in each.text
 }
 
 
 def test_there_is_one_of_each() -> None:
     marked = [each for each in snippets(Path("docs/recipes.md")) if "clients" in each.needs]
-    assert [*RECIPES.values()] == marked and len(marked) == 2
+    assert [*RECIPES.values()] == marked and len(marked) == 3
 
 
 @pytest.mark.parametrize("word", RECIPES)

@@ -31,3 +31,27 @@ def worded() -> PreTrainedTokenizerFast:
     raw = Tokenizer(models.WordLevel(words, unk_token="w3"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3")
+
+
+def written(size: int = 128) -> PreTrainedTokenizerFast:
+    """A token for each printable character of ASCII, and for pairs that JSON is full of, in bytes as grammars read
+    them; the first six are marks, of which 0 pads and 5 ends a text."""
+    marks = ["<pad>", "<start>", "<user>", "<bot>", "<none>", "<end>"]
+    letters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
+    merges = [
+        ("{", '"'),
+        ('"', ":"),
+        ('"', ","),
+        ('"', "}"),
+        (":", "Ġ"),
+        ("t", "r"),
+        ("u", "e"),
+        ("tr", "ue"),
+        ("1", "2"),
+    ]
+    pieces = [*marks, *letters, *("".join(pair) for pair in merges)]
+    unsaid = [f"<{number}>" for number in range(len(pieces), size)]
+    raw = Tokenizer(BPE({piece: number for number, piece in enumerate([*pieces, *unsaid])}, merges))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.add_special_tokens([*marks, *unsaid])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>")

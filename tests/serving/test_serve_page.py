@@ -3,12 +3,14 @@ their address."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.grammars import TOKENIZER, terse
 from helpers.models import tiny_head
 from helpers.pages import snippets
 from helpers.serve import MARKS, openai, served, uvicorn
@@ -19,25 +21,41 @@ from fastspec.programs.serving.middleware import RequestMiddleware
 from fastspec.programs.training.save import save_head
 
 pytestmark = MARKS
-CLIENT, PROGRAM, APART = [each.text for each in snippets(Path("docs/serving.md")) if each.needs == {"clients"}]
+CLIENT, STRUCTURED, PROGRAM, APART = [
+    each.text for each in snippets(Path("docs/serving.md")) if each.needs == {"clients"}
+]
 MODEL, ADDRESS = "smollm2-135m-instruct", "http://127.0.0.1:8000/v1"
+
+
+def lead_to(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pages' clients ask this server."""
+    client = openai.OpenAI
+
+    def here(base_url: str, **given: Any) -> Any:
+        assert base_url == ADDRESS
+        return client(base_url=f"{server.url}/v1", **given)
+
+    monkeypatch.setattr(openai, "OpenAI", here)
 
 
 def test_the_clients_snippet_prints_an_answer_as_it_comes(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert MODEL in CLIENT
     with served(fastspec.patch(small_target(peak=0.15)), assistant="nasd", name=MODEL) as server:
-        client = openai.OpenAI
-
-        def here(base_url: str, **given: Any) -> Any:
-            assert base_url == ADDRESS
-            return client(base_url=f"{server.url}/v1", **given)
-
-        monkeypatch.setattr(openai, "OpenAI", here)
+        lead_to(server, monkeypatch)
         exec(compile(CLIENT, "docs/serving.md", "exec"), {})
         whole = server.client().chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "Why is the sky blue?"}], temperature=0
         )
     assert capsys.readouterr().out == whole.choices[0].message.content != ""
+
+
+def test_the_structured_snippet_prints_what_its_class_holds(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ messages[0].content }}", raising=False)
+    with served(fastspec.patch(terse()), assistant="nasd", name=MODEL, tokenizer=TOKENIZER) as server:
+        lead_to(server, monkeypatch)
+        exec(compile(STRUCTURED, "docs/serving.md", "exec", dont_inherit=True), {"__name__": "page"})
+    assert re.fullmatch(r"mood='(good|bad)' recommended=(True|False)\n", capsys.readouterr().out)
 
 
 def test_the_programs_snippet_makes_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

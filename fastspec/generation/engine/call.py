@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fastspec.generation.constraint import Constraint
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
@@ -29,12 +30,13 @@ class Request:
     `history[b]` [T_b] is what a history-dependent processor sees of row b before its first new token, `limit` the
     number of new tokens, `ends` the end tokens. Rows that `stop` ends before the others go on, as in transformers,
     where there are no end tokens and no prompts that wait; else they are over. `process_at` is called level by level of
-    the walk where processors look at the history; all others belong to the rounds. With `steps` the rows decode in
-    lockstep, and these choose every token and say when a row has ended: `ends`, `stop`, `process_at` and `keep_scores`
-    are not used. `stop(row, new_tokens)` is asked after every token, and `emit(row, tokens, accepted, done)` is called
-    for every round; before that `watch(tree, verdict, logits)` sees the round's tree and the target's raw logits [B, N,
-    V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified as drafts first.
-    `measure` asks for `fastspec.generation.verify.measure` of every new token.
+    the walk where processors look at the history; all others belong to the rounds. `constraint_of` gives the constraint
+    of each prompt, by which logits are masked before the rounds process them. With `steps` the rows decode in
+    lockstep, and these choose every token and say when a row has ended: `ends`, `stop`, `process_at`, `constraint_of`
+    and `keep_scores` are not used. `stop(row, new_tokens)` is asked after every token, and `emit(row, tokens, accepted,
+    done)` is called for every round; before that `watch(tree, verdict, logits)` sees the round's tree and the target's
+    raw logits [B, N, V] of its nodes, on the device. `answers`, a text per row that another model wrote, are verified
+    as drafts first. `measure` asks for `fastspec.generation.verify.measure` of every new token.
 
     `rows` prompts are decoded at a time, None: all of them. The others wait, and take the place of those that have
     ended: `entry(count)` then gives a target and a drafter of so many rows for prompts to begin in. Such calls have no
@@ -59,6 +61,7 @@ class Request:
     measure: bool = False
     rows: int | None = None
     steps: Steps | None = None
+    constraint_of: Callable[[int], Constraint] | None = None
     entry: Entry | None = None
     prefill: Callable[[Target], tuple[Tensor, Tensor]] | None = None
 
@@ -76,7 +79,8 @@ class Request:
     def reads_logits(self) -> bool:
         """True where more of the target's logits is asked for than which tokens they make the likeliest."""
         kept = self.keep_scores or self.keep_logits or self.measure
-        return kept or any(each is not None for each in (self.process_at, self.steps, self.watch))
+        chosen = self.process_at, self.constraint_of, self.steps, self.watch
+        return kept or any(each is not None for each in chosen)
 
     def begins(self) -> Request:
         """The same of the prompts that it begins with."""

@@ -13,6 +13,7 @@ from typing import Generic, Protocol
 import torch
 from torch import Tensor
 
+from fastspec.generation.constraint import Constraint, masked
 from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
@@ -33,7 +34,8 @@ class Rule:
     """How the tokens of one prompt are chosen: the likeliest, or with `sample` drawn by the numbers of `seed`.
 
     `settings` are all that the processors do, else `process` is what they do to scores [R, V] where they look at no
-    history, or `process_at` where they do; then `history` [T] is what they see before the first new token.
+    history, or `process_at` where they do; then `history` [T] is what they see before the first new token. With a
+    `constraint`, which comes before `settings` and `process`, there is no `process_at`.
     """
 
     sample: bool = False
@@ -42,11 +44,17 @@ class Rule:
     process: Process | None = None
     process_at: RowProcessor | None = None
     history: Tensor | None = None
+    constraint: Constraint | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """True where it is the likeliest token that the constraint allows."""
+        return not self.sample and self.process is None and self.process_at is None
 
     @property
     def is_plain(self) -> bool:
         """True where it is the likeliest token, of scores that nothing changes."""
-        return not self.sample and self.process is None and self.process_at is None
+        return self.is_greedy and self.constraint is None
 
 
 class Prompt(Protocol):
@@ -231,6 +239,8 @@ class OwnRules(Verifier):
         held = self.batch.prompts[prompts[0]]
         assert held is not None
         rule, scores = held.rule, logits.float()
+        if rule.constraint is not None:
+            scores = masked(scores[None], {0: rule.constraint.masks([], [0], [0])})[0]
         if rule.process_at is not None:
             assert rule.history is not None
             scores = rule.process_at([0], rule.history[None], scores)
@@ -239,14 +249,15 @@ class OwnRules(Verifier):
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The choice in a scored tree, row by row where a rule asks for it."""
         tree, ruled = scored.tree, self._ruled()
-        picks = choose(scored.logits, None, self.ops)
+        logits = masked(scored.logits, self._masks(tree, ruled))
+        picks = choose(logits, None, self.ops)
         if not ruled:
             return VerifiedTree(scored, walk(tree, picks, self.ops), None)
         positions = self.target.lengths[:, None] + tree.depths + 1
         for row, rule in ruled:
-            if rule.process_at is None:
+            if rule.process_at is None and not rule.is_greedy:
                 with self.batch.guarded(row):
-                    picks[row] = self._picks(rule, scored.logits[row : row + 1], positions[row : row + 1])[0]
+                    picks[row] = self._picks(rule, logits[row : row + 1], positions[row : row + 1])[0]
         verdict = walk(tree, picks, self.ops)
         for row, rule in ruled:
             if rule.process_at is not None:
@@ -262,6 +273,16 @@ class OwnRules(Verifier):
 
     def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
         """Nothing: a rule's numbers are those of its positions."""
+
+    def _masks(self, tree: TokenTree, ruled: list[tuple[int, Rule]]) -> dict[int, Tensor]:
+        """The masks of the rows that have a constraint."""
+        masks: dict[int, Tensor] = {}
+        held = [(row, rule.constraint) for row, rule in ruled if rule.constraint is not None]
+        tokens, parents = (tree.tokens.tolist(), tree.parents.tolist()) if held else ([], [])
+        for row, constraint in held:
+            with self.batch.guarded(row):
+                masks[row] = constraint.masks(self.batch.out.tokens[row], tokens[row], parents[row])
+        return masks
 
     def _picks(self, rule: Rule, scores: Tensor, positions: Tensor) -> Tensor:
         """Tokens [1, N] of one prompt, of scores [1, N, V] and the positions [1, N] of the tokens that are chosen

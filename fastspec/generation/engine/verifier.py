@@ -4,13 +4,14 @@ mixture ask for it."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
+from fastspec.generation.constraint import Constraint, masked
 from fastspec.generation.drafters.base import MixingDrafter, Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
@@ -199,6 +200,33 @@ class WithHistory(Verifier):
         return VerifiedTree(scored, verdict, scores, along_path=True)
 
 
+class Constrained(Verifier):
+    """The choice among the tokens that a constraint of each prompt allows at a node."""
+
+    def __init__(self, choice: Choice, constraint_of: Callable[[int], Constraint], batch: Batch) -> None:
+        self.choice, self.constraint_of, self.batch = choice, constraint_of, batch
+
+    def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """First tokens of prompts, among those that an answer may begin with."""
+        masks = {row: self.constraint_of(prompt).masks([], [0], [0]) for row, prompt in enumerate(prompts)}
+        return self.choice.first(masked(logits[:, None], masks)[:, 0], text, prompts)
+
+    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
+        """Rows draw for these prompts."""
+        self.choice.seat(rows, prompts)
+
+    def __call__(self, scored: Scored) -> VerifiedTree:
+        """The choice at all nodes of the tree at once, from masked logits."""
+        batch, tokens, parents = self.batch, scored.tree.tokens.tolist(), scored.tree.parents.tolist()
+        masks = {
+            row: self.constraint_of(prompt).masks(batch.out.tokens[prompt], tokens[row], parents[row])
+            for row, prompt in enumerate(batch.places)
+            if batch.active[prompt]
+        }
+        judged = self.choice(replace(scored, logits=masked(scored.logits, masks)))
+        return replace(judged, scored=scored)
+
+
 class InLockstep(Verifier):
     """Plain decoding's own steps, which choose every token of the whole batch and say when a row has ended."""
 
@@ -224,7 +252,8 @@ class InLockstep(Verifier):
 def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
     """Verifier of a call's tokens: plain decoding's steps or processors that look at the history, where it has
     them, else `choice`. Raises Unsupported for what a mixture cannot be combined with."""
-    if isinstance(choice, MixedChoice) and (request.process_at is not None or request.answers is not None):
+    looks_back = request.process_at is not None or request.constraint_of is not None
+    if isinstance(choice, MixedChoice) and (looks_back or request.answers is not None):
         raise Unsupported(
             "a mixture of two models' distributions takes no processors that look at the tokens so far "
             "(repetition_penalty, "
@@ -235,4 +264,6 @@ def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
         return InLockstep(choice, request.steps)
     if request.process_at is not None:
         return WithHistory(choice, request.process_at, request.history, batch)
+    if request.constraint_of is not None:
+        return Constrained(choice, request.constraint_of, batch)
     return choice

@@ -284,7 +284,8 @@ def _refuse_processors(model: Any, given: dict[str, Any]) -> None:
 def _rule(processors: LogitsProcessorList, ids: Tensor, sample: bool, seed: int | None) -> Rule:
     read = read_processors(processors, ids, sample)
     history = None if read.process_at is None else ids[0]
-    return Rule(sample, _seed(sample, seed), read.settings, read.process, read.process_at, history)
+    constraint = None if read.grammar is None else read.grammar.state(0)
+    return Rule(sample, _seed(sample, seed), read.settings, read.process, read.process_at, history, constraint)
 
 
 def _seed(sample: bool, seed: int | None) -> int:

@@ -26,6 +26,7 @@ from fastspec.patches.call.processors import (
     Processing,
     Streaming,
     are_known,
+    grammars,
     read_processors,
     unknown_types,
 )
@@ -155,10 +156,11 @@ def plan_call(
     agreed = criteria if ranks is None else ranks.agreed(criteria)
     ending, mixes = Ending(agreed, text.ids), isinstance(decoding, MixedDecoding)
     known, rows, streamer = are_known(processors, criteria), asked.rows, given.get("streamer")
-    if mixes and not are_known(processors, ()):
+    held = unknown_types(processors) or grammars(processors)
+    if mixes and held:
         raise Unsupported(
             f"a mixture of two models' distributions takes no processors that may look at the tokens so far "
-            f"({unknown_types(processors)}): leave them out, or decode the large model's own distribution"
+            f"({held}): leave them out, or decode the large model's own distribution"
         )
     if rows is not None and text.handed_in:
         raise Unsupported(f"ContinuousBatch takes whole prompts, without {CACHE}: name its assistant itself")
@@ -180,7 +182,7 @@ def plan_call(
     scored = bool(wanted and config.output_scores)
     processing = read_processors(processors, text.ids, bool(config.do_sample), scored=scored)
     processing = processing if steps is None else processing.in_lockstep(mixes=mixes)
-    pad = int(held) if (held := getattr(config, "_pad_token_tensor", None)) is not None else 0
+    pad = int(padding) if (padding := getattr(config, "_pad_token_tensor", None)) is not None else 0
     streaming = Streaming(streamer, len(prompts), pad) if streamer is not None else None
     emits = streaming is not None and (steps is None or steps.streamer is None)
     request = Request(
@@ -200,6 +202,7 @@ def plan_call(
         measure=asked.measure,
         rows=rows,
         steps=steps,
+        constraint_of=None if processing.grammar is None else processing.grammar.state,
         prefill=text.own,
     )
     return Plan(

@@ -23,6 +23,7 @@ from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.generation.verify import RowProcessor
 from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.patches.call.grammar import Grammar, GrammarOfCall
 from fastspec.patches.session import plain_value
 
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at
@@ -48,20 +49,25 @@ BLIND = tuple(
 CAPTURABLE = tuple(kind for kind in BLIND if kind is not lp.EtaLogitsWarper)
 
 # Processors that look at a row's own tokens and at nothing else: any rows may be handed to them together.
-ROWWISE = BLIND + tuple(
-    getattr(lp, name)
-    for name in (
-        "RepetitionPenaltyLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "NoBadWordsLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "ExponentialDecayLengthPenalty",
-    )
+ROWWISE = (
+    *BLIND,
+    *(
+        getattr(lp, name)
+        for name in (
+            "RepetitionPenaltyLogitsProcessor",
+            "NoRepeatNGramLogitsProcessor",
+            "NoBadWordsLogitsProcessor",
+            "SequenceBiasLogitsProcessor",
+            "MinLengthLogitsProcessor",
+            "MinNewTokensLengthLogitsProcessor",
+            "ForcedBOSTokenLogitsProcessor",
+            "ForcedEOSTokenLogitsProcessor",
+            "SuppressTokensAtBeginLogitsProcessor",
+            "ExponentialDecayLengthPenalty",
+        )
+    ),
+    Grammar,
+    GrammarOfCall,
 )
 
 
@@ -71,7 +77,9 @@ CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCrit
 
 def of_rows(processor: Any, rows: list[int]) -> Any:
     """The processor for these rows of the batch: a repetition penalty knows how much padding to leave out of each
-    row."""
+    row, a grammar where each row's answer stands."""
+    if isinstance(processor, GrammarOfCall):
+        return processor.of_rows(rows)
     ignored = getattr(processor, "prompt_ignore_length", None)
     if not isinstance(ignored, Tensor):
         return processor
@@ -137,6 +145,11 @@ def unknown_types(processors: Iterable[Any], criteria: Iterable[Any] = ()) -> st
     return ", ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
 
+def grammars(processors: Iterable[Any]) -> str:
+    """The grammars among processors, for a message; empty where there is none."""
+    return ", ".join(type(p).__name__ for p in processors if isinstance(p, Grammar))
+
+
 # Sampling settings by their attribute -> the warper, in transformers' order, with an attribute of the same name.
 FILTERS = {
     "temperature": lp.TemperatureLogitsWarper,
@@ -169,8 +182,9 @@ class Processing:
     """Processors of a call, read once, in the form that rounds apply.
 
     `process` maps scores [R, V] of any nodes where no processor looks at the history, `process_at` those of some rows
-    with their prefixes where one does. `settings` are all that the processors do, where the call samples and nobody
-    asks for processed scores.
+    with their prefixes where one does. `settings` are all that the processors do, where the call samples, nobody asks
+    for processed scores and no token is masked. A `grammar` that comes before processors that look at no history is
+    none of these: it masks the logits of a whole tree.
     """
 
     processors: lp.LogitsProcessorList
@@ -178,6 +192,12 @@ class Processing:
     settings: SamplingSettings | None = None
     process: Process | None = None
     process_at: RowProcessor | None = None
+    grammar: GrammarOfCall | None = None
+
+    @property
+    def after_grammar(self) -> list[Any]:
+        """The processors but for the grammar that comes first."""
+        return self.processors[0 if self.grammar is None else 1 :]
 
     @property
     def temperature(self) -> float:
@@ -192,7 +212,7 @@ class Processing:
     @property
     def rule(self) -> ChoiceRule:
         """The rule that rounds choose tokens by, on the host where a processor waits for the device."""
-        waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.processors)
+        waits = self.process is not None and not all(type(each) in CAPTURABLE for each in self.after_grammar)
         return ChoiceRule(self.sample, self.process, self.settings, Place.HOST if waits else Place.DEVICE)
 
     @property
@@ -202,13 +222,13 @@ class Processing:
             return None
         return tuple(
             (type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items())))
-            for p in self.processors
+            for p in self.after_grammar
         )
 
     def in_lockstep(self, *, mixes: bool) -> Processing:
         """The same in lockstep, where plain decoding's steps apply them: drafts are not drawn, since they would take
         random numbers that plain decoding does not; a mixture of two distributions still processes both."""
-        return replace(self, process=self.process if mixes else None, process_at=None)
+        return replace(self, process=self.process if mixes else None, process_at=None, grammar=None)
 
     def process_rows(self, rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
         """Scores [R, V] of these rows of the batch as the processors leave them; texts [R, T] are the rows' tokens."""
@@ -220,9 +240,12 @@ def read_processors(
 ) -> Processing:
     """The processors of a call on prompts ids [B, T]; `scored` where processed scores are asked for. Raises Unsupported
     as `make_processors`."""
-    process, process_at = make_processors(processors, ids)
-    settings = read_settings(processors) if sample and not scored else None
-    return Processing(processors, sample, settings, process, process_at)
+    bound = lp.LogitsProcessorList(GrammarOfCall(p, ids) if type(p) is Grammar else p for p in processors)
+    masks = bool(bound) and type(bound[0]) is GrammarOfCall and all(type(p) in BLIND for p in bound[1:])
+    grammar, rest = (bound[0], lp.LogitsProcessorList(bound[1:])) if masks else (None, bound)
+    process, process_at = make_processors(rest, ids)
+    settings = read_settings(rest) if sample and not scored and grammar is None else None
+    return Processing(bound, sample, settings, process, process_at, grammar)
 
 
 class Ending:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fastspec.errors import Unsupported
-from fastspec.patches.call.processors import unknown_types
+from fastspec.patches.call.processors import grammars, unknown_types
 from fastspec.patches.cascade.stages import OWN, StageModel
 from fastspec.patches.hf.cache import GIVEN
 from fastspec.patches.hf.compat import is_besides_tokens
@@ -68,8 +68,10 @@ def refuse(stages: Sequence[StageModel], given: dict[str, Any]) -> None:
             f"{', '.join(inputs)} cannot be combined with assistant='cascade': its stages share texts of tokens alone"
         )
     criteria, processors = (given.get(name) or () for name in ("stopping_criteria", "logits_processor"))
-    stateful = unknown_types(processors, criteria) or (
-        "prefix_allowed_tokens_fn" if given.get("prefix_allowed_tokens_fn") else ""
+    stateful = (
+        unknown_types(processors, criteria)
+        or grammars(processors)
+        or ("prefix_allowed_tokens_fn" if given.get("prefix_allowed_tokens_fn") else "")
     )
     if stateful:
         raise Unsupported(

@@ -244,11 +244,35 @@ def _call(function: dict[str, Any]) -> ToolCall:
     return ToolCall(name, text)
 
 
+class CallsParser:
+    """Parser of an answer that a grammar holds to calls of tools: a list of them, or the arguments of the `tool`
+    alone."""
+
+    def __init__(self, tool: str | None) -> None:
+        self.tool, self.text = tool, ""
+
+    def add(self, text: str) -> list[Event]:
+        """Nothing: calls are given whole."""
+        self.text += text
+        return []
+
+    def finish(self) -> list[Event]:
+        """The calls, or the text as it stands where the limit has cut it."""
+        try:
+            found = parse(self.text)
+            calls = found if self.tool is None else [{"name": self.tool, "arguments": found}]
+            return [_call(each) for each in calls]
+        except (ValueError, KeyError, TypeError):
+            return [Content(self.text)] if self.text else []
+
+
 class AnswerReader:
     """Reader of an answer's tokens, which come in pieces, into its events but the end. `ends` are special tokens that
     end an answer, and are no text."""
 
-    def __init__(self, tokenizer: Any, parser: ResponseParser | None, ends: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, tokenizer: Any, parser: ResponseParser | CallsParser | None, ends: frozenset[int] = frozenset()
+    ) -> None:
         self.parser, self.texts = parser, Detokenizer(tokenizer, skip_special_tokens=parser is None)
         self.ends = ends
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+import fastspec
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.continuous import Continuous
+from fastspec.patches.hf.ends import end_tokens
 
 REFUSALS = (Unsupported, ValueError, FastSpecError)
 """What a batch raises for a prompt that it does not take; FastSpecError where it takes none any more."""
@@ -33,12 +38,29 @@ class TokenStreamer:
         """The end, which the answer's future tells."""
 
 
+def read_tokens(batch: Continuous, tokenizer: Any) -> None:
+    """Let llguidance read the tokenizer before requests come: meanwhile no thread runs, for seconds where there are
+    100,000 tokens. What it cannot read is refused with the first grammar."""
+    with suppress(Unsupported):
+        fastspec.Grammar(tokenizer, choice=["a"], end_tokens=sorted(end_tokens(batch.model.generation_config)))
+
+
+@lru_cache(32)
+def _grammar(tokenizer: Any, structure: str, ends: tuple[int, ...]) -> Any:
+    """The grammar of a structure, which many requests have."""
+    return fastspec.Grammar(tokenizer, **json.loads(structure), end_tokens=ends)
+
+
 def submit(
     batch: Continuous, tokenizer: Any, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None
 ) -> Future[Tensor]:
     """Hand a prompt to an open batch of this process."""
     row = torch.tensor([ids], device="cpu")
-    options = {"seed": seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
+    options: dict[str, Any] = {"seed": seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
+    structure = vars(config).get("structure")
+    if structure is not None:
+        ends = tuple(sorted(end_tokens(config, batch.model.generation_config)))
+        options["logits_processor"] = [_grammar(tokenizer, json.dumps(structure), ends)]
     return batch.submit(row, config, TokenStreamer(put_tokens), **options)
 
 

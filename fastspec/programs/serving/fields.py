@@ -18,6 +18,8 @@ STOP_LENGTH = 256
 SEQUENCES = 1024
 """Sequences of tokens in a setting: the scores of each are looked up at every token."""
 TEXT = {"type": "text"}
+OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf"}
+"""vLLM's names in `structured_outputs` -> those of `fastspec.Grammar`."""
 LENGTHS = "max_output_tokens", "max_tokens", "max_completion_tokens"
 """Fields for the new tokens at most; the last one counts."""
 
@@ -74,10 +76,38 @@ def _is_tool(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
+def _is_schema(value: Any) -> bool:
+    named = isinstance(value, dict) and isinstance(value.get("schema"), dict)
+    return named and not value.keys() - {"type", "name", "description", "schema", "strict"}
+
+
+def _is_format(value: Any, nested: bool = False) -> bool:
+    if value == TEXT or value == {"type": "json_object"}:
+        return True
+    if not isinstance(value, dict) or value.get("type") != "json_schema":
+        return False
+    return value.keys() == {"type", "json_schema"} and _is_schema(value["json_schema"]) if nested else _is_schema(value)
+
+
+def _is_outputs(value: Any) -> bool:
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    [(name, held)] = value.items()
+    kinds: dict[str, Any] = {"json": (dict, str), "regex": str, "grammar": str, "choice": list}
+    return held is True if name == "json_object" else name in kinds and isinstance(held, kinds[name])
+
+
+def _is_tool_choice(value: Any) -> bool:
+    if value in ("auto", "none", "required"):
+        return True
+    named = value.get("function", value) if isinstance(value, dict) and value.get("type") == "function" else None
+    return isinstance(named, dict) and isinstance(named.get("name"), str)
+
+
 def _is_text_format(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and value.get("format") in (None, TEXT)
+        and (value.get("format") is None or _is_format(value["format"]))
         and value.get("verbosity") in (None, "medium")
         and not value.keys() - {"format", "verbosity"}
     )
@@ -87,6 +117,7 @@ def _is_stream_options(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, bool) for each in value.values())
 
 
+FORMATS = "an object of type text, json_object or json_schema, the last with a name and a schema"
 TEMPLATED = ": chat_template_kwargs tells the model's template"
 STOP: Check = (_is_stop, f"a text or up to 16 of them, none empty, of {STOP_LENGTH} characters together")
 TRUTH = _instance(bool, "true or false")
@@ -117,10 +148,11 @@ ACCEPTED: dict[str, Check] = {
     "chat_template_kwargs": _instance(dict, "an object"),
     "generation_config": _instance(str, 'a JSON text of an object, {"max_new_tokens": 64} in quotes'),
     "tools": (_is_tools, "a list of tools of type function, each with a name"),
-    "tool_choice": _one_of("auto", "none"),
+    "tool_choice": (_is_tool_choice, "'auto', 'none', 'required' or a tool of type function by its name"),
     "parallel_tool_calls": (lambda value: value is True, "true"),
-    "response_format": _one_of(TEXT),
-    "text": (_is_text_format, 'of format "text" and of verbosity "medium"'),
+    "response_format": (lambda value: _is_format(value, nested=True), FORMATS),
+    "structured_outputs": (_is_outputs, f"an object with one of {', '.join(OUTPUTS)} and json_object"),
+    "text": (_is_text_format, f'an object with format, {FORMATS}, and verbosity "medium"'),
     "verbosity": _one_of("medium"),
     "modalities": _one_of(["text"]),
     "truncation": _one_of("disabled"),

@@ -28,6 +28,7 @@ from fastspec.programs.serving.fields import (
     nothing,
     tokens_of,
 )
+from fastspec.programs.serving.structured import Structure, structure_of
 from fastspec.programs.texts import TEXT_PARTS, as_messages
 
 Body = dict[str, Any]
@@ -84,11 +85,12 @@ class AnswerRequest:
     stream: bool
     usage: bool | None
     """True where a stream ends with a chunk of the counts alone; None where it does not say."""
+    structure: Structure | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
 
 def _route(needs: str, params: Any, *more: str) -> Route:
-    return Route(needs, frozenset(params.__annotations__) | {"generation_config", "seed", *more})
+    return Route(needs, frozenset(params.__annotations__) | {"generation_config", "seed", "structured_outputs", *more})
 
 
 CHAT = _route("messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs")
@@ -190,7 +192,18 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
     limited = not said.keys().isdisjoint((*LENGTHS, "max_new_tokens", "max_length"))
     if limited and (config.max_new_tokens or 0) > limits.tokens:
         raise too_many(config.max_new_tokens, limits)
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    given = body.get("tools") if body.get("tool_choice") != "none" else None
+    tools = [_nested(tool) for tool in given] if given else None
+    try:
+        structure = structure_of(body, tools)
+    except Unsupported as error:
+        raise Refused(str(error)) from error
+    if structure is not None and "eos_token_id" in (settings or {}):
+        raise Refused(
+            "eos_token_id of generation_config cannot be combined with a structure: it ends with the model's own"
+        )
+    if structure is not None:
+        config.structure = structure.grammar  # `submit` makes a `fastspec.Grammar` of it, where the rounds are
     try:
         messages = [] if route is COMPLETION else as_messages(_conversation(body))
     except Unsupported as error:
@@ -199,7 +212,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         request_id,
         body["prompt"] if route is COMPLETION else None,
         messages,
-        [_nested(tool) for tool in tools] if tools else None,
+        tools,
         variables,
         config,
         body.get("seed"),
@@ -207,6 +220,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         limited,
         body.get("stream", False),
         body.get("stream_options", {}).get("include_usage"),
+        structure=structure,
     )
 
 

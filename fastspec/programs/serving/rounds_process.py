@@ -20,7 +20,7 @@ from torch import Tensor
 from fastspec.generation.stats import Stats
 from fastspec.patches.continuous import Continuous
 from fastspec.patches.hf.ends import keep_criterion
-from fastspec.programs.serving.batch import submit
+from fastspec.programs.serving.batch import read_tokens, submit
 from fastspec.programs.serving.wire import Failure, Wire
 
 Opened = tuple[Continuous, Any]
@@ -138,6 +138,7 @@ def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
         said = f"{type(error).__name__}: {error}"
         _fail(connection, ValueError(f"the batch's model and tokenizer cannot be handed to another process ({said})"))
         return
+    read_tokens(batch, tokenizer)
     with batch, left_alone_by_the_collector():
         BatchEnd(connection, batch, tokenizer).run(ready)
 

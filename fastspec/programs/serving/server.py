@@ -11,12 +11,22 @@ from typing import Any, Literal
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.hf.ends import end_tokens, stop_criterion
-from fastspec.programs.serving.answers import AnswerReader, Content, End, Event, Reasoning, ResponseParser, merged
+from fastspec.programs.serving.answers import (
+    AnswerReader,
+    CallsParser,
+    Content,
+    End,
+    Event,
+    Reasoning,
+    ResponseParser,
+    merged,
+)
 from fastspec.programs.serving.batch import Sent, Served
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
 from fastspec.programs.serving.requests import NEW_TOKENS, AnswerRequest, Limits, Refused, too_many
+from fastspec.programs.serving.structured import check
 from fastspec.programs.serving.templates import response_template
 
 LONG = 16
@@ -132,6 +142,8 @@ class Server:
         self.reading = ThreadPoolExecutor(16, "fastspec-prompts")
         self.making = ThreadPoolExecutor(1, "fastspec-stop-strings")
         """Of stop strings: one request's at a time, for that takes Python's time from all others."""
+        self.compiling = ThreadPoolExecutor(2, "fastspec-grammars")
+        """Of grammars, each in a process of its own."""
         self.mail: Mail | None = None
         self._turns, self._moved = -1, 0.0
         tokenizer("", add_special_tokens=False)  # sets padding and truncation, which threads could not beside others
@@ -148,6 +160,11 @@ class Server:
             except ValueError as error:
                 raise Refused(f"stop: {error}") from error
             self.batch.know(asked.stop, criterion)
+        if asked.structure is not None:
+            try:
+                await loop.run_in_executor(self.compiling, check, asked.structure)
+            except Unsupported as error:
+                raise Refused(str(error)) from error
         self._fit(asked, len(ids))
         if self.mail is None or self.mail.loop is not loop:
             self.mail = Mail(loop)
@@ -173,7 +190,10 @@ class Server:
         except Exception as error:  # of any kind: a template raises what it likes
             raise Refused(f"the model's chat template: {type(error).__name__}: {error}") from error
         ids = self._ids(text, special=False)
-        if self.template is None:
+        structure = asked.structure
+        if structure is not None and structure.calls:
+            return asked, ids, AnswerReader(self.tokenizer, CallsParser(structure.tool), self.special)
+        if structure is not None or self.template is None:
             return asked, ids, AnswerReader(self.tokenizer, None)
         ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
         parser = ResponseParser(self.template, self.tokenizer, asked.tools, text)
@@ -242,6 +262,6 @@ class Server:
 
     def close(self) -> None:
         """Let go of all requests."""
-        for threads in (self.reading, self.making):
+        for threads in (self.reading, self.making, self.compiling):
             threads.shutdown(wait=False, cancel_futures=True)
         self.batch.close()

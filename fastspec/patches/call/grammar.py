@@ -1,0 +1,218 @@
+"""Grammars that answers are held to: a JSON schema, a regular expression, a choice of texts or an EBNF, compiled and
+matched by llguidance."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from fastspec.errors import NoDistribution, Unsupported
+from fastspec.generation.constraint import masked
+from fastspec.patches.call.grammar_text import FORMS, library, refusal, text_of
+
+
+class Grammar(LogitsProcessor):  # type: ignore[misc]
+    """Grammar of answers, given to `generate` and to an open batch as any other logits processor:
+
+        grammar = fastspec.Grammar(tokenizer, json_schema={"type": "object", ...})
+        model.generate(**inputs, assistant="eagle3", logits_processor=[grammar])
+
+    One of four says what an answer may be: `json_schema`, a schema as a dict or its JSON text; `regex`, a regular
+    expression that all of it matches; `choice`, a list of texts; `ebnf`, a grammar in GBNF (`root ::= ...`) or Lark
+    (`start: ...`). The end token comes where the grammar allows the answer to end, and is the only one left where
+    nothing may follow. `end_tokens` are the token or tokens that end an answer (None: the tokenizer's).
+
+    With an assistant every call begins anew, whichever threads share the grammar. Plain decoding tells a processor of
+    no call's start: there a call goes on in the grammar whose prompt is the text of the thread's last call with one
+    token more.
+
+    Raises Unsupported for a grammar that llguidance cannot compile, for a tokenizer that it cannot read, and where it
+    is not installed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        json_schema: dict[str, Any] | str | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        ebnf: str | None = None,
+        end_tokens: int | Sequence[int] | None = None,
+    ) -> None:
+        given = dict(zip(FORMS, (json_schema, regex, choice, ebnf), strict=True))
+        named = {name: value for name, value in given.items() if value is not None}
+        if len(named) != 1:
+            raise Unsupported(f"a grammar is one of {', '.join(FORMS)}, and {' and '.join(named) or 'none'} is given")
+        [(self.form, value)] = named.items()
+        self.tokens = _tokens_of(tokenizer, end_tokens)
+        self.size: int = self.tokens.vocab_size
+        """Tokens of the tokenizer."""
+        self._matcher = _compiled(self.tokens, self.form, value)
+        self._plain = threading.local()
+
+    def matcher(self) -> Any:
+        """A matcher of llguidance at the start of an answer."""
+        return self._matcher.deep_copy()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [B, V] of a step of plain decoding, with -inf at what the grammar forbids behind input_ids [B, T]."""
+        call: GrammarOfCall | None = getattr(self._plain, "call", None)
+        if call is None or not call.goes_on(input_ids):
+            call = self._plain.call = GrammarOfCall(self, input_ids)
+        call.seen = input_ids.shape[1]
+        return call(input_ids, scores)
+
+
+class GrammarOfCall(LogitsProcessor):  # type: ignore[misc]
+    """Grammar of one call, whose answers come after prompts [B, T]."""
+
+    def __init__(self, grammar: Grammar, prompts: Tensor) -> None:
+        self.grammar, self.prompts = grammar, prompts
+        self.rows: Sequence[int] = range(len(prompts))
+        """The rows of the batch that it is given."""
+        self.seen = self.length = prompts.shape[1]
+        """Tokens of the texts of plain decoding's last step, and of the prompts."""
+        self.states: dict[int, GrammarState] = {}
+
+    def of_rows(self, rows: list[int]) -> GrammarOfCall:
+        """The same for these rows of the batch."""
+        twin = copy.copy(self)
+        twin.rows = rows
+        return twin
+
+    def goes_on(self, ids: Tensor) -> bool:
+        """True where ids [B, T] are those of plain decoding's next step."""
+        same = ids.device == self.prompts.device and ids.shape[1] == self.seen + 1
+        return same and torch.equal(ids[:, : self.length], self.prompts)
+
+    def state(self, row: int) -> GrammarState:
+        """The state of a row's answer."""
+        if row not in self.states:
+            self.states[row] = GrammarState(self.grammar)
+        return self.states[row]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [R, V] with -inf at what may not follow input_ids [R, T]. A row that has left the grammar, as one does
+        that a stopping criterion ended and that is padded, keeps its scores. Raises NoDistribution where other
+        processors have left nothing that the grammar allows."""
+        answers = input_ids[:, self.length :].tolist()
+        states = [self.state(row) for row in self.rows]
+        masks = {
+            place: state.masks(answer, [0], [0])
+            for place, (state, answer) in enumerate(zip(states, answers, strict=True))
+            if state.follows(answer)
+        }
+        found = masked(scores[:, None], masks)[:, 0]
+        for place, empty in enumerate((found == -torch.inf).all(-1).tolist()):
+            if empty:
+                raise NoDistribution.after(len(answers[place]), self.rows[place])
+        return found
+
+
+class GrammarState:
+    """State of one answer in a grammar. It is a `fastspec.generation.constraint.Constraint`."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar, self.matcher = grammar, grammar.matcher()
+        self.taken: list[int] = []
+        """Tokens that the matcher stands behind."""
+
+    def follows(self, answer: list[int]) -> bool:
+        """Roll the matcher to the end of an answer -> whether the grammar allows it; what comes after its end counts
+        for nothing."""
+        taken, count = self.taken, 0
+        if answer[: len(taken)] == taken:
+            count = len(taken)
+        else:
+            while count < len(answer) and answer[count] == taken[count]:
+                count += 1
+        self.matcher.rollback(len(taken) - count)
+        del taken[count:]
+        while count < len(answer) and self._takes(answer[count]):
+            taken.append(answer[count])
+            count += 1
+        return count == len(answer) or self._is_over()
+
+    def masks(self, answer: list[int], tokens: list[int], parents: list[int]) -> Tensor:
+        """Masks of a tree behind an answer. Raises Unsupported for an answer that the grammar does not allow, and for a
+        grammar that grows past llguidance's bounds."""
+        if not self.follows(answer):
+            raise Unsupported(f"the grammar does not allow token {answer[len(self.taken)]} of this answer")
+        masks = torch.full((len(tokens), -(-self.grammar.size // 32)), -1, dtype=torch.int32, device="cpu")
+        children: list[list[int]] = [[] for _ in tokens]
+        for node in range(len(tokens) - 1, 0, -1):
+            children[parents[node]].append(node)
+        path, ended, waiting = [0], set(), [0]
+        while waiting:
+            node = waiting.pop()
+            if node:
+                behind = path.index(parents[node]) + 1
+                self.matcher.rollback(len(path) - behind)
+                del path[behind:]
+                if not self._takes(tokens[node]):
+                    continue
+                path.append(node)
+            self._fill(masks[node])
+            if self._is_over():
+                ended.add(node)
+            else:
+                waiting += children[node]
+        self.matcher.rollback(len(path) - 1)
+        for node in range(1, len(tokens)):  # after the end nothing but the end token comes
+            if parents[node] in ended:
+                masks[node] = masks[parents[node]]
+                ended.add(node)
+        return masks
+
+    def _takes(self, token: int) -> bool:
+        return token < self.grammar.size and bool(self.matcher.try_consume_tokens([token]))
+
+    def _is_over(self) -> bool:
+        return bool(self.matcher.is_stopped())
+
+    def _fill(self, mask: Tensor) -> None:
+        self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+        if self.matcher.is_error():
+            raise Unsupported(f"the grammar cannot be followed any further: {self.matcher.get_error()[:400]}")
+
+
+_known: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _tokens_of(tokenizer: Any, end_tokens: int | Sequence[int] | None) -> Any:
+    """llguidance's form of a tokenizer, which takes it a second for each 30,000 tokens, and is kept."""
+    library()
+    import llguidance.hf
+
+    named = tokenizer.eos_token_id if end_tokens is None else end_tokens
+    ends = (named,) if isinstance(named, int) else tuple(sorted(named or ()))
+    if not ends:
+        raise Unsupported(f"a grammar needs a token that ends it, and {type(tokenizer).__name__} has none: end_tokens=")
+    key = len(tokenizer), *ends
+    with _lock:
+        known = _known.setdefault(tokenizer, {})
+        if key not in known:
+            try:
+                made = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends))
+            except Exception as error:  # of any kind: the library is not Python's
+                raise Unsupported(f"llguidance cannot read this {type(tokenizer).__name__}: {error}") from error
+            known[key] = made
+        return known[key]
+
+
+def _compiled(tokens: Any, form: str, value: Any) -> Any:
+    """A matcher of a grammar. Raises Unsupported for one that cannot be compiled."""
+    limits = library().LLParserLimits(verbose_errors=False)
+    made = library().LLMatcher(tokens, text_of(form, value), log_level=0, limits=limits)
+    if made.is_error():
+        raise refusal(form, made.get_error())
+    return made

@@ -1,0 +1,186 @@
+"""Answers of the server that are held to a structure: schemas, grammars and calls of tools that must come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.grammars import SCHEMA, TOKENIZER, is_valid, terse
+from helpers.serve import MARKS, NAME, Served, openai, post, served
+
+import fastspec
+
+pytestmark = MARKS
+pytest.importorskip("llguidance")
+
+CHAT, ONE, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": {**SCHEMA, "properties": {"b": {"enum": [1, 2]}}}}},
+    {"type": "function", "function": {"name": "find", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stay"}},
+]
+TOOLS[0]["function"]["parameters"]["required"] = ["b"]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    TOKENIZER.chat_template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}{{ '<bot>' }}"
+    model = terse()
+    with fastspec.patched(model), served(model, max_length=500, assistant="nasd", tokenizer=TOKENIZER) as running:
+        yield running
+
+
+def asked(text: str = "ab", **more: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 300, "temperature": 0} | more
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_schema_holds_whole_and_streamed(server: Served, sampled: bool) -> None:
+    given = asked(response_format=FORMAT, temperature=0.8 if sampled else 0, seed=3)
+    client = server.client()
+    whole = client.chat.completions.create(**given).choices[0]
+    parts = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+    assert whole.finish_reason == parts[-1].finish_reason == "stop"
+    assert "".join(part.delta.content or "" for part in parts) == whole.message.content
+    assert is_valid(json.loads(whole.message.content))
+
+
+def test_the_clients_own_helper_parses_an_answer(server: Served) -> None:
+    import pydantic
+
+    class It(pydantic.BaseModel):
+        a: bool
+        c: int
+
+    found = server.client().chat.completions.parse(**asked(response_format=It))
+    assert isinstance(found.choices[0].message.parsed, It)
+
+
+def test_responses_and_completions_have_structures_too(server: Served) -> None:
+    client = server.client()
+    text = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
+    said = client.responses.create(model=NAME, input="ab", text=text, max_output_tokens=300, temperature=0)
+    assert is_valid(json.loads(said.output_text))
+    form = {"structured_outputs": {"choice": ["abba", "acca"]}}
+    one = client.completions.create(model=NAME, prompt="ab", max_tokens=20, temperature=0, extra_body=form)
+    assert one.choices[0].text in ("abba", "acca") and one.choices[0].finish_reason == "stop"
+
+
+OUTPUTS: list[tuple[dict[str, Any], Any]] = [
+    ({"json": SCHEMA}, lambda text: is_valid(json.loads(text))),
+    ({"json": json.dumps(SCHEMA)}, lambda text: is_valid(json.loads(text))),
+    ({"regex": "[ab]{3}/c"}, lambda text: text[3:] == "/c" and set(text[:3]) <= {"a", "b"}),
+    ({"choice": ["abba", 'q"']}, lambda text: text in ("abba", 'q"')),
+    ({"grammar": 'root ::= "x" [0-9] "y"'}, lambda text: text[0] + text[2] == "xy" and text[1].isdigit()),
+]
+
+
+@pytest.mark.parametrize(("form", "holds"), OUTPUTS, ids=[next(iter(form)) for form, _ in OUTPUTS])
+def test_vllms_fields_hold(server: Served, form: dict[str, Any], holds: Any) -> None:
+    status, found = post(server, CHAT, json.dumps(asked(structured_outputs=form)).encode())
+    assert status == 200 and holds(found["choices"][0]["message"]["content"])
+
+
+def test_any_object_is_one(server: Served) -> None:
+    """Within a limit of tokens, whose text is cut: a prefix of an object."""
+    for form in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+        status, found = post(server, CHAT, json.dumps(asked(max_tokens=12, **form)).encode())
+        assert status == 200 and found["choices"][0]["message"]["content"][0] == "{"
+
+
+def test_a_tool_that_is_named_is_called(server: Served) -> None:
+    choice = {"type": "function", "function": {"name": "find"}}
+    given = asked(tools=TOOLS, tool_choice=choice)
+    client = server.client()
+    whole = client.chat.completions.create(**given).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+    assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls" and whole.message.content is None
+    for calls in (whole.message.tool_calls, [call for chunk in chunks for call in chunk.delta.tool_calls or ()]):
+        [call] = calls
+        assert call.function.name == "find" and is_valid(json.loads(call.function.arguments))
+
+
+def test_some_tool_is_called_where_one_is_required(server: Served) -> None:
+    """Any number of calls, until the model closes their list."""
+    closes = {str(token): 100 for token in TOKENIZER("]").input_ids}
+    given = asked(tools=TOOLS[:2], tool_choice="required", logit_bias=closes)
+    choice = server.client().chat.completions.create(**given).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    for call in choice.message.tool_calls:
+        found = json.loads(call.function.arguments)
+        assert found["b"] in (1, 2) if call.function.name == "look" else is_valid(found)
+    tools = [{"type": "function", **TOOLS[1]["function"]}]
+    named = {"type": "function", "name": "find"}
+    given = {"model": NAME, "input": "ab", "max_output_tokens": 300, "tools": tools, "tool_choice": named}
+    [item] = server.client().responses.create(**given, temperature=0).output
+    assert item.type == "function_call" and item.name == "find" and is_valid(json.loads(item.arguments))
+
+
+def test_calls_that_the_limit_cuts_are_content(server: Served) -> None:
+    given = asked(tools=TOOLS, tool_choice="required", max_tokens=9)
+    choice = server.client().chat.completions.create(**given).choices[0]
+    assert choice.finish_reason == "length" and not choice.message.tool_calls
+    assert '[{"name": "'.startswith(choice.message.content[:11])
+
+
+MANY = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwx"]
+"""Patterns whose product the library builds, whatever bounds it was given."""
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
+    (CHAT, {"response_format": {**FORMAT, "more": 1}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
+    (CHAT, {"structured_outputs": {"regex": "("}}, "regex cannot be compiled"),
+    (CHAT, {"structured_outputs": {"json": {"allOf": MANY}}}, "takes more than 1 second"),
+    (CHAT, {"structured_outputs": {"regex": "(" * 9000 + "a" + ")" * 9000}}, "regex cannot be compiled"),
+    (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    (CHAT, {"structured_outputs": {"json": 3}}, "structured_outputs"),
+    (CHAT, {"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    (CHAT, {"structured_outputs": {"choice": [1]}}, "choice cannot be compiled"),
+    (CHAT, {"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "one structure"),
+    (CHAT, {"structured_outputs": {"regex": "a"}, "tools": TOOLS, "tool_choice": "required"}, "one structure"),
+    (CHAT, {"tool_choice": "required"}, "needs tools"),
+    (CHAT, {"tool_choice": "always", "tools": TOOLS}, "tool_choice"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": TOOLS}, "'no'"),
+    (CHAT, {"response_format": FORMAT, "tools": TOOLS}, "no place for calls"),
+    (CHAT, {"response_format": FORMAT, "generation_config": '{"eos_token_id": 7}'}, "eos_token_id"),
+    (CHAT, {"guided_regex": "a"}, "guided_regex"),
+    (RESPONSE, {"text": {"format": {"type": "json_schema", "name": "it"}}}, "text"),
+    (ONE, {"structured_outputs": {"grammar": "root ::= nope"}}, "ebnf cannot be compiled"),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "said"), REFUSED, ids=[str(more)[:60] for _, more, _ in REFUSED])
+def test_what_cannot_be_held_is_refused_by_name(server: Served, path: str, more: dict[str, Any], said: str) -> None:
+    given = {CHAT: asked(), ONE: {"model": NAME, "prompt": "ab"}, RESPONSE: {"model": NAME, "input": "ab"}}[path]
+    status, answer = post(server, path, json.dumps(given | more).encode())
+    assert status == (422 if "guided_regex" in more else 400) and said in answer["error"]["message"]
+
+
+def test_rows_with_and_without_structures_run_in_one_batch(server: Served) -> None:
+    """Each as by itself: a structured row beside it changes no other row's answer."""
+    rng = random.Random(0)
+    forms: list[dict[str, Any]] = [
+        {},
+        {"response_format": FORMAT},
+        {"extra_body": {"structured_outputs": {"regex": "[ab/]{9}c"}}},
+    ]
+    requests = [
+        asked("".join(rng.choices("abcdef", k=rng.randint(1, 9))), max_tokens=40, seed=index, **forms[index % 3])
+        | ({"temperature": 0.7} if index % 2 else {})
+        for index in range(12)
+    ]
+
+    async def everyone() -> list[str]:
+        async with server.client(openai.AsyncOpenAI) as client:
+            found = await asyncio.gather(*(client.chat.completions.create(**each) for each in requests))
+            return [each.choices[0].message.content for each in found]
+
+    client = server.client()
+    alone = [client.chat.completions.create(**each).choices[0].message.content for each in requests]
+    assert asyncio.run(everyone()) == alone
