@@ -27,7 +27,7 @@ from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import EagleDecoding, resolve
 from fastspec.patches.call.assembly import entry, new_engine
-from fastspec.patches.call.one_prompt import Answer, PreparedPrompt, SettingsCache, prepare
+from fastspec.patches.call.one_prompt import AnswerFuture, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing
 from fastspec.patches.call.prompts import sees_ahead
@@ -196,7 +196,7 @@ class Continuous:
         *,
         seed: int | None = None,
         **options: Any,
-    ) -> Answer:
+    ) -> AnswerFuture:
         """Ask for the answer to one prompt, ids [T] or [1, T] int64 on any device -> the future of what `generate`
         returns, [1, T + new tokens] on the model's.
 

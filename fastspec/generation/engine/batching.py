@@ -80,6 +80,9 @@ class Batch:
         other."""
         return count
 
+    def give_away(self, row: int) -> None:
+        """A free row is about to be written."""
+
     def seat(self, row: int, prompt: int, count: int, prefix: Prefix | None = None) -> None:
         """A row goes on with a prompt of so many tokens, the first of which are those of a prefix."""
         self.places[row], self.lengths[row], self.active[prompt] = prompt, count, True

@@ -150,6 +150,10 @@ class OpenBatch(Batch):
                 return place
         return count
 
+    def give_away(self, row: int) -> None:
+        """The text of a free row is kept elsewhere, if it can be."""
+        self.prefixes.give_away(row)
+
     def seat(self, row: int, prompt: int, count: int, prefix: Prefix | None = None) -> None:
         """A row goes on with a prompt."""
         super().seat(row, prompt, count)

@@ -118,8 +118,8 @@ class PrefixCache(Generic[TargetT]):
         return best
 
     def row_for(self, prefix: Prefix, free: Sequence[int]) -> int:
-        """The row of a prompt that begins with a prefix, of those that are free, the oldest first: where its text goes
-        on, it takes that row."""
+        """The row of a prompt that begins with a prefix, of those that are free, the oldest first: where it goes on with
+        most of a text, it takes its row."""
         engine = next(each for each in self.texts if each.target is prefix.target)
         text = self.texts[engine][prefix.row]
         assert text is not None
@@ -129,10 +129,14 @@ class PrefixCache(Generic[TargetT]):
         return prefix.row if engine is self.current and prefix.row in free else free[0]
 
     def expect(self, row: int) -> None:
-        """A row of the current engine is given to a prompt, which is read now."""
-        if self.least is not None and self.current is not None:
-            self.save(self.current, row)
+        """A prompt is read for a row of the current engine."""
+        if self.least is not None:
             self.expected.add(row)
+
+    def give_away(self, row: int) -> None:
+        """A row of the current engine is about to be written."""
+        if self.current is not None:
+            self.save(self.current, row)
 
     def put(self, row: int, prompt: Tensor, answer: list[int], reached: int) -> None:
         """A row of the current engine, written up to a slot, has read a prompt [T], and goes on with its answer."""
@@ -142,6 +146,7 @@ class PrefixCache(Generic[TargetT]):
 
     def end(self, row: int) -> None:
         """The prompt in a row of the current engine has ended."""
+        self.expected.discard(row)
         texts = [] if self.current is None else self.texts[self.current]
         text = texts[row] if texts else None
         if text is not None and text.running:

@@ -198,6 +198,7 @@ class Rounds(Generic[TargetT]):
             if not joining.left:
                 self.joining = None
                 root, scores = joining.begin(self.verifier, first)
+                self.batch.give_away(joining.row)
                 self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
                 self._seat(
                     joining.row, joining.prompt, joining.done, root.tolist(), scores, joining.logits, joining.prefix
@@ -235,6 +236,7 @@ class Rounds(Generic[TargetT]):
             if first is None:
                 continue
             try:
+                self.batch.give_away(row)
                 self.engine.admit(row, target, drafter, first[0], own.shape[1], place)
                 self._seat(row, prompt, own.shape[1], tokens[place : place + 1], first[1], logits[place : place + 1])
             except Exception as error:

@@ -169,7 +169,7 @@ def settles(processors: Sequence[Any], criteria: Iterable[Any], settings: Sampli
 log = logging.getLogger("fastspec")
 
 
-class Answer(Future[Tensor]):
+class AnswerFuture(Future[Tensor]):
     """Future of the answer to a prompt, what `generate` returns for it: [1, T + new tokens] int64. `cached_tokens` of
     the prompt were not read, once the answer has begun: a row had read them for another."""
 
@@ -196,7 +196,7 @@ class PreparedPrompt:
         self.shown, self.ids, self.limit, self.ends, self.rule, self.ending = shown, ids, limit, ends, rule, ending
         self.text = ids[0].cpu()
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None else None
-        self.future = Answer()
+        self.future = AnswerFuture()
 
     def move(self, device: torch.device) -> None:
         """Bring the prompt to where it is read."""
