@@ -2,7 +2,7 @@
 on.
 
 Nothing is stored but what the rows' own buffers hold. The row that is given to a prompt is one without a text, or with
-the one that was used longest ago, and that text takes the place of an older one among the rows of another engine.
+the one that was used longest ago, and that text takes the place of an older one in an engine of more rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PrefixCache(Generic[TargetT]):
 
     Prefixes have `least` tokens or more; None: nothing is kept. `unchanged` says whether the model is what it was when
     that was asked last; if not, what rows have read is void. `wider` gives the engine of the next larger number of
-    rows, whose buffers may grow for texts; others keep those that fit.
+    rows, whose buffers may grow for a text; others keep those that fit.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class PrefixCache(Generic[TargetT]):
         return best
 
     def row_for(self, prefix: Prefix, free: Sequence[int]) -> int:
-        """The row of a prompt that begins with a prefix, of those that are free, the oldest first: where it goes on with
-        most of a text, it takes its row."""
+        """The row of a prompt that begins with a prefix, of those that are free, the oldest first: where it is most of
+        a text, the text's."""
         engine = next(each for each in self.texts if each.target is prefix.target)
         text = self.texts[engine][prefix.row]
         assert text is not None
@@ -163,28 +163,39 @@ class PrefixCache(Generic[TargetT]):
         self.current = engine
 
     def save(self, engine: Engine[TargetT], row: int, taken: Collection[int] = ()) -> None:
-        """Copy the text of a row that is given away over an older one of another engine, but for rows of the current
-        engine that are taken."""
+        """Copy the text of a row that is given away over an older one of an engine of more rows, but for rows of the
+        current engine that are taken."""
         text = self.texts[engine][row]
         if text is None or text.used == GIVEN_UP:
             return
-        count, wider = int(engine.target.lengths[row]), self.wider()
+        try:
+            found = self._place(engine, row, text, taken)
+        except FastSpecError:  # there is no memory for it: the text is lost, and nothing else
+            return
+        if found is not None:
+            other, place, count = found
+            other.copy_row(place, engine, row, count)
+            self.texts[other][place] = text
+
+    def _place(
+        self, engine: Engine[TargetT], row: int, text: HeldText, taken: Collection[int]
+    ) -> tuple[Engine[TargetT], int, int] | None:
+        """Where a text goes, with room for the tokens that its row has committed, and their number."""
+        wider, rows = self.wider(), len(self.texts[engine])
+        more = {other: texts for other, texts in self.texts.items() if len(texts) > rows}
+        count = int(engine.target.lengths[row]) if more else 0
         places = [
             (_age(held), place, other)
-            for other, texts in self.texts.items()
-            if other is not engine and (other is wider or other.fits(count))
+            for other, texts in more.items()
+            if other is wider or other.fits(count)
             for place, held in enumerate(texts)
             if other is not self.current or place not in taken
         ]
         age, place, other = min(places, key=lambda each: each[:2], default=(text.used, 0, engine))
         if age >= text.used:
-            return
-        try:
-            other.reserve(count)
-        except FastSpecError:  # there is no memory for it: the text is lost, and nothing else
-            return
-        other.copy_row(place, engine, row, count)
-        self.texts[other][place] = text
+            return None
+        other.reserve(count)
+        return other, place, count
 
     def _use(self) -> int:
         self.uses += 1
