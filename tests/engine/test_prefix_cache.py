@@ -143,7 +143,7 @@ def test_random_prompts_with_shared_prefixes_are_answered_as_alone(monkeypatch, 
                 assert answer.tolist() == told([alone.submit(text, **options)])[0]
                 known.append(answer)
         if kind != "qwen3_5":
-            assert batch.stats.reused > 100
+            assert batch.stats.reused > 20
 
 
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "eagle", "nasd"], ids=str)

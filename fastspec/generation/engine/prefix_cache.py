@@ -61,11 +61,7 @@ class PrefixCache(Generic[TargetT]):
     rows, whose buffers may grow for a text; others keep those that fit.
     """
 
-    def __init__(
-        self,
-        least: int | None = None,
-        unchanged: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, least: int | None = None, unchanged: Callable[[], bool] = lambda: True) -> None:
         self.least, self.unchanged = least, unchanged
         self.wider: Callable[[], Engine[TargetT] | None] = lambda: None
         self.texts: dict[Engine[TargetT], Texts] = {}
@@ -123,6 +119,7 @@ class PrefixCache(Generic[TargetT]):
         engine = next(each for each in self.texts if each.target is prefix.target)
         text = self.texts[engine][prefix.row]
         assert text is not None
+        engine.end()  # its drafter is told of rounds without it
         if text.running or 2 * prefix.count < len(text.ids):
             return free[0]
         text.used = GIVEN_UP
@@ -156,6 +153,7 @@ class PrefixCache(Generic[TargetT]):
         """Another engine is about to decode: its rows take prompts from rows of the current one, by `moves`."""
         assert self.current is not None
         texts, former = self.texts[engine], self.texts[self.current]
+        self.current.end()
         for row in moves:
             self.save(engine, row, taken=moves.values())
         for row, source in moves.items():
