@@ -18,6 +18,7 @@ from torch import Tensor
 import fastspec
 from fastspec.generation import layer_state, sequence_state, target
 from fastspec.generation.engine import batching
+from fastspec.generation.engine.engine import Engine
 from fastspec.patches.hf.model import HFModel
 
 FAMILIES: dict[str, Any] = {
@@ -246,3 +247,21 @@ def test_cancelled_rows_keep_what_they_committed_and_caching_can_be_left_out(rea
             again = batch.submit(text, max_new_tokens=6, **GREEDY, **whole(text))
             assert told([again]) == [alone(plain, text, 6, **whole(text))]
             assert again.cached_tokens == (19 if caching else 0) and batch.stats.reused == again.cached_tokens
+
+
+def test_a_row_that_was_written_in_part_holds_no_text(monkeypatch):
+    plain, model = made()
+    [text, other], admit = texts(20, 20), Engine.admit
+
+    def failing(self: Any, row: int, *rest: Any) -> None:
+        admit(self, row, *rest)
+        raise ArithmeticError("no")
+
+    with fastspec.continuous(model, TREE, rows=1, max_length=64) as batch:
+        told([batch.submit(text, max_new_tokens=4, **GREEDY, **whole(text))])
+        monkeypatch.setattr(Engine, "admit", failing)
+        with pytest.raises(ArithmeticError):
+            told([batch.submit(other, max_new_tokens=4, **GREEDY, **whole(other))])
+        monkeypatch.setattr(Engine, "admit", admit)
+        again = batch.submit(text, max_new_tokens=4, **GREEDY, **whole(text))
+        assert told([again]) == [alone(plain, text, 4, **whole(text))] and again.cached_tokens == 0

@@ -134,6 +134,7 @@ class PrefixCache(Generic[TargetT]):
         """A row of the current engine is about to be written."""
         if self.current is not None:
             self.save(self.current, row)
+            self.texts[self.current][row] = None
 
     def put(self, row: int, prompt: Tensor, answer: list[int], reached: int) -> None:
         """A row of the current engine, written up to a slot, has read a prompt [T], and goes on with its answer."""
@@ -172,6 +173,7 @@ class PrefixCache(Generic[TargetT]):
             return
         if found is not None:
             other, place, count = found
+            self.texts[other][place] = None
             other.copy_row(place, engine, row, count)
             self.texts[other][place] = text
 
