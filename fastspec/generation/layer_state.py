@@ -66,6 +66,11 @@ class LayerState(ABC):
         """Begin a row anew with the `count` committed tokens of row `source` of another state of the same kind. The row
         has written no slot from `reached` on."""
 
+    def holds(self, count: int, reached: int) -> bool:
+        """True where a row that was written up to slot `reached`, its tail not counted, has all that the tokens after
+        its first `count` see."""
+        return True
+
     @abstractmethod
     def clear(self, reached: int) -> None:
         """Begin with an empty text in every row, none of which has written a slot from `reached` on."""
@@ -224,6 +229,10 @@ class WindowState(FullAttentionState):
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
         assert isinstance(other, WindowState) and other.ring == self.ring
         super().copy_row(row, other, min(count, self.ring), source, reached)
+
+    def holds(self, count: int, reached: int) -> bool:
+        """True where the window before `count` was not written over: the ring has room for a tail behind SLACK."""
+        return reached - count <= SLACK or reached <= self.span.size + SLACK
 
     def load(self, layer: int, held: LayerCache, order: Tensor, counts: Tensor) -> None:
         """Take the last of the keys and values [B, Hkv, T, D] of one layer's tokens."""

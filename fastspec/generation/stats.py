@@ -137,6 +137,8 @@ class Stats:
     """Rows of a round: all prompts, or as many of them as were decoded at a time."""
     joined: int = 0
     """Prompts that took the place of one that had ended."""
+    reused: int = 0
+    """Tokens of prompts that were not read, since a row had read them for another (`fastspec.continuous`)."""
     rounds: int = 0
     row_rounds: int = 0
     """Rounds summed over the rows that were still running."""

@@ -76,6 +76,11 @@ class Target(Buffered, ABC):
         """Committed tokens a row that there is room for: what a captured program is bounded by."""
         raise NotImplementedError(f"{type(self).__name__} has no buffers, and is not captured")
 
+    def reusable(self, row: int, known: int, most: int, reached: int) -> int:
+        """The number of a row's first tokens that another text can go on from: no more than the `known` ones that it
+        committed, and than `most`. The row was written up to slot `reached`. 0 where there is nothing to go on from."""
+        return 0
+
     def copy_row(self, row: int, other: Target, count: int, source: int = 0) -> None:
         """Begin a row anew with the `count` committed tokens of row `source` of another target of the same model."""
         raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")

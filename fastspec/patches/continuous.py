@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from numbers import Integral
 from types import TracebackType
@@ -24,16 +23,17 @@ from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
+from fastspec.generation.engine.prefix_cache import LEAST, LEAST_CAPTURED, PrefixCache
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.call.assembly import entry, new_engine
-from fastspec.patches.call.one_prompt import PreparedPrompt, SettingsCache, prepare
+from fastspec.patches.call.one_prompt import AnswerFuture, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing
 from fastspec.patches.call.prompts import sees_ahead
 from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.hf.changes import Snapshot
+from fastspec.patches.hf.changes import Snapshot, WeightSample
 from fastspec.patches.hf.compat import (
     device_of,
     drop_capturing_hooks,
@@ -64,6 +64,7 @@ def continuous(
     max_length: int | None = None,
     prefill_chunk: int | Literal["auto"] | None = "auto",
     narrows: bool = True,
+    prefix_caching: bool | None = None,
 ) -> Continuous:
     """Decode prompts as they come, up to `rows` at a time:
 
@@ -82,6 +83,12 @@ def continuous(
     in another. In low precision a text's rounding depends on the number of rows, and so on the load. With
     `narrows=False` there are always `rows`, which take half the memory of keys and values, and each prompt is read
     alone.
+
+    A row that became free keeps its text until another prompt takes the row, the oldest first. A prompt that begins
+    like a text, of a free row or of one that runs, is read from there on: the next turn of a conversation, or prompts
+    with the same instructions. No memory is taken beside the rows' own. In low precision this may change a rounding,
+    unless the model was patched with `exact=True`; `prefix_caching=False` reads all prompts whole, as None does with
+    `narrows=False`.
 
     Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, PEFT's
     adapter switched, a plain attribute of a module or of the configuration set (a norm's epsilon, the scale of
@@ -126,7 +133,8 @@ def continuous(
         raise Unsupported(
             f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
         )
-    return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrows)
+    caches = narrows if prefix_caching is None else prefix_caching
+    return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrows, caches)
 
 
 class Continuous:
@@ -147,6 +155,7 @@ class Continuous:
         max_length: int | None,
         chunk: int | None,
         narrows: bool,
+        prefix_caching: bool,
     ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
@@ -165,12 +174,16 @@ class Continuous:
         """True where the model is not what the rounds were made of."""
         self._settled = SettingsCache()
         device = device_of(model)
-        self._batch = OpenBatch(rows, self.stats, device)
+        self._prefixes: PrefixCache[HFModel] = PrefixCache(unchanged=self._weights_hold)
+        self._batch = OpenBatch(rows, self.stats, device, self._prefixes)
         with torch.autocast(device.type, enabled=False), session.turn.taken(device):  # the batch's own thread has none
             self._settle()
             self._widths = RowCounts(
                 lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows
             )
+        drafter, target = self._widths.current.engine.drafter, self._widths.current.engine.target
+        if prefix_caching and (drafter is None or drafter.resumes or decoding.taps is None):
+            self._prefixes.least = LEAST_CAPTURED if target.captures else LEAST
         session.batches += 1
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
@@ -183,7 +196,7 @@ class Continuous:
         *,
         seed: int | None = None,
         **options: Any,
-    ) -> Future[Tensor]:
+    ) -> AnswerFuture:
         """Ask for the answer to one prompt, ids [T] or [1, T] int64 on any device -> the future of what `generate`
         returns, [1, T + new tokens] on the model's.
 
@@ -261,6 +274,7 @@ class Continuous:
                 future.result()
         with self.session.turn.taken(device):  # the last turn counts on behind its answers
             self.stats.begin()
+            self._prefixes.forget()
         tell(len(calls), len(calls))
         return time.perf_counter() - began
 
@@ -450,7 +464,17 @@ class Continuous:
         mode = mode_for(self.model)
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)
-        self._snapshot = Snapshot(self.model)
+        self._snapshot, self._weights = Snapshot(self.model), self._sampled()
+
+    def _sampled(self) -> WeightSample:
+        return WeightSample((self.model, *self.decoding.modules))
+
+    def _weights_hold(self) -> bool:
+        """True where weights are seen to be what they were when this was asked last."""
+        holds = self._weights.holds()
+        if not holds:
+            self._weights = self._sampled()
+        return holds
 
     def _unless_changed(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
         """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were

@@ -80,13 +80,13 @@ def test_rows_that_move_take_along_what_is_theirs() -> None:
     batch.take(0, [5], 0, None, None)
     batch.take(1, [6, 7], 1, None, None)
     assert batch.stopped(2, [8]) and batch.asked == {(2, 1): True}
-    assert batch.resize(2) == [1, 2]
+    assert batch.resize(2) == {0: 1, 1: 2}
     assert batch.prompts == [second, third] and batch.limits == [5, 4] and batch.ends == [frozenset({9}), frozenset()]
     assert batch.out.tokens == [[6, 7], []] and batch.active == [True, True] and batch.asked == {(1, 1): True}
     assert batch.places == [0, 1] and batch.lengths == [1, 1]
     batch.take(0, [9, 4], 1, None, None)
     assert second.finished == [([6, 7, 9], None)]
-    assert batch.resize(3) == [1] and batch.prompts == [third, None, None] and batch.active == [True, False, False]
+    assert batch.resize(3) == {0: 1} and batch.prompts == [third, None, None] and batch.active == [True, False, False]
 
 
 def test_an_error_ends_its_own_prompt_and_the_first_one_counts() -> None:

@@ -95,7 +95,16 @@ class Waiting:
     def goes_on(self, longest: int) -> bool:
         return longest == LONGEST and self.long
 
-    def seat(self, row: int, prompt: int, count: int) -> None:
+    def prefix(self) -> None:
+        return None
+
+    def unlike(self, count: int) -> int:
+        return count
+
+    def give_away(self, row: int) -> None:
+        assert not self.running[row]
+
+    def seat(self, row: int, prompt: int, count: int, prefix: None) -> None:
         self.running[row], self.lengths[row] = True, count
         self.log.append(("seat", row, prompt, count))
 

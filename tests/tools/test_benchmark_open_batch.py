@@ -68,3 +68,16 @@ def test_every_tree_and_number_of_rows_is_a_row(tmp_path: Path, monkeypatch: pyt
     for row in rows:
         assert row["model"] == "tiny" and 0 < row["rounds"] <= 8 and row["acceptance_length"] >= 1
         assert 0 < row["round_ms"] < 1e3 * min(row["seconds"])
+
+
+def test_every_turn_of_a_conversation_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    script, out = importlib.import_module("open_batch"), tmp_path / "rows.jsonl"
+    given = ["--shape", "tiny", "--rows", "2", "--turns", "3", "--asked", "20", "--tokens", "4", "--repeats", "1"]
+    script.main([*given, "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    counts = [(row["prefix_caching"], row["turn"], row["prompt_tokens"], row["cached_tokens"]) for row in rows]
+    cached = [(True, 1, 20, 0), (True, 2, 44, 23), (True, 3, 68, 47)]
+    assert counts == cached + [(False, turn, length, 0) for _, turn, length, _ in cached]
+    assert all(row["first_token_ms"] > 0 for row in rows)

@@ -175,6 +175,18 @@ class Drafter(Buffered, ABC):
         tokens. Where it is overridden, open batches take as many rows as they need (`fastspec.continuous`)."""
         raise NotImplementedError(f"{type(self).__name__} cannot go on with a row of another")
 
+    def resume(self, other: Drafter, source: int, count: int) -> None:
+        """Begin with the first `count` tokens that row `source` of another drafter of the same decoding has read, whose
+        next token is the same; `begin` then takes the text behind them alone. Where it is overridden, a prompt that
+        begins like another is not read again (`fastspec.continuous`); so it is where no features are read
+        (`Decoding.taps`), and `begin` takes the whole prompt."""
+        raise NotImplementedError(f"{type(self).__name__} cannot go on from a part of a text")
+
+    @property
+    def resumes(self) -> bool:
+        """True where `begin` takes what is behind the tokens of `resume`."""
+        return type(self).resume is not Drafter.resume
+
     @property
     def moves(self) -> bool:
         """True where rows move from one to another."""

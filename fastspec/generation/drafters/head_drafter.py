@@ -72,10 +72,13 @@ class HeadDrafter(Drafter):
         self.place = torch.arange(max(padded_width(self.widest), max_path), device=weight.device)
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
+        self.resumed = 0
+        """Pairs that were there before the prompt's own."""
 
     def open(self, capacity: int) -> None:
         follow(self.head)
         self.state.open(capacity)
+        self.resumed = 0
 
     def reserve(self, committed: int) -> int:
         committed = self.state.reserve(committed)
@@ -92,23 +95,28 @@ class HeadDrafter(Drafter):
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs of ids [B, T], counts [B] real tokens, with features [B, T, F]; root [B] follows."""
+        before, self.resumed = self.resumed, 0
         self.root.copy_(root)
         self.head.hear(ids, counts)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
-        self.reserve(ids.shape[1])
+        self.reserve(before + ids.shape[1])
         if self.chunks is not None:
             self.state.reached = self.state.slots  # a captured part writes its padding too
         for start, width in prompt_parts(ids.shape[1], self.widest):
             part = slice(start, start + width)
             inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:
-                self._extend(*inputs, start + width)
+                self._extend(*inputs, before + start + width)
             else:
                 self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         self.move_row(row, other, 0, count)
+
+    def resume(self, other: Drafter, source: int, count: int) -> None:
+        self.move_row(0, other, source, count)
+        self.resumed = count
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, HeadDrafter)

@@ -22,6 +22,26 @@ Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first `count` tokens of a prompt that a row of another target, and of its drafter, has read. The row was
+    written up to slot `reached`."""
+
+    target: Target
+    drafter: Drafter | None
+    row: int
+    count: int
+    reached: int
+
+    def begin(self, target: Target, drafter: Drafter | None) -> int:
+        """Let a target and a drafter of one row begin behind these tokens -> how many the drafter has read."""
+        target.copy_row(0, self.target, self.count, self.row)
+        if drafter is None or self.drafter is None or not drafter.resumes:
+            return 0
+        drafter.resume(self.drafter, self.row, self.count)
+        return self.count
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
 

@@ -3,7 +3,7 @@ these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -72,6 +72,10 @@ class Engine(Generic[TargetT]):
         """Take the phases of the rounds from here on down, or not."""
         self.main.clock = self.plain.clock = clock
 
+    def fits(self, committed: int) -> bool:
+        """True where there is room for so many committed tokens of each row already."""
+        return self.target.fits(committed) and (self.drafter is None or self.drafter.fits(committed))
+
     def reserve(self, committed: int) -> None:
         """Make room for so many committed tokens of each row, as far as the call may reach."""
         self.target.reserve(committed)
@@ -100,15 +104,18 @@ class Engine(Generic[TargetT]):
                 self.drafter.move_row(row, drafter, source, count)
         self.state.root[row] = root[0].clamp(min=0)
 
-    def take_rows(self, other: Engine[TargetT], rows: Sequence[int]) -> list[int]:
-        """Copy these rows of another engine into the first rows of this one -> how many committed tokens each of this
-        one's rows has then. What its other rows held is lost."""
+    def copy_row(self, row: int, other: Engine[TargetT], source: int, count: int) -> None:
+        """Copy the `count` committed tokens of a row of another engine, to which nothing is in flight."""
+        self.target.copy_row(row, other.target, count, source)
+        if self.drafter is not None and other.drafter is not None:
+            self.drafter.move_row(row, other.drafter, source, count)
+
+    def take_rows(self, other: Engine[TargetT], rows: Mapping[int, int]) -> list[int]:
+        """Go on with rows of another engine, in this one's rows -> how many committed tokens each of these has then."""
         other.end()
         root, lengths = self.state.root.clone(), other.target.lengths.tolist()
-        for row, source in enumerate(rows):
-            self.target.copy_row(row, other.target, lengths[source], source)
-            if self.drafter is not None and other.drafter is not None:
-                self.drafter.move_row(row, other.drafter, source, lengths[source])
+        for row, source in rows.items():
+            self.copy_row(row, other, source, lengths[source])
             root[row] = other.state.root[source]
         self.begin(root)
         found: list[int] = self.target.lengths.tolist()

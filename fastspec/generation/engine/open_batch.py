@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch import Tensor
 from fastspec.generation.constraint import Constraint, masked
 from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.engine.batching import Batch
-from fastspec.generation.engine.call import Request
-from fastspec.generation.engine.engine import TargetT
+from fastspec.generation.engine.call import Prefix, Request
+from fastspec.generation.engine.engine import Engine, TargetT
+from fastspec.generation.engine.prefix_cache import PrefixCache, common_length
 from fastspec.generation.engine.round_program import Scored, VerifiedTree
 from fastspec.generation.engine.rounds import Rounds
 from fastspec.generation.engine.verifier import Text, Verifier
@@ -62,10 +63,15 @@ class Prompt(Protocol):
 
     ids: Tensor
     """[1, T] int64 its tokens, on the target's device."""
+    text: Tensor
+    """[T] int64 its tokens, on the host."""
     limit: int
     """Tokens of its answer at most."""
     ends: frozenset[int]
     rule: Rule
+
+    def reuse(self, count: int) -> None:
+        """So many tokens of it are not read, since a row had read them."""
 
     @property
     def stop(self) -> Callable[[list[int]], bool] | None:
@@ -86,16 +92,17 @@ class OpenBatch(Batch):
     """A batch of so many rows that prompts join as they arrive: each is known by the row that it is in.
 
     What one of them raises, in a callback or while it is read, ends that one alone. Rows without a prompt hold a text
-    of one token.
+    of one token, or keep that of their last prompt for `prefixes`.
     """
 
-    def __init__(self, rows: int, stats: Stats, device: torch.device) -> None:
+    def __init__(self, rows: int, stats: Stats, device: torch.device, prefixes: PrefixCache[Any] | None = None) -> None:
         blank = torch.zeros(rows, 1, dtype=torch.long, device=device)
         super().__init__(
             Request(blank, torch.ones_like(blank)[:, 0], [], 0, frozenset(), None, stop=self._stop, emit=self._emit),
             stats,
         )
         self.alone = True
+        self.prefixes: PrefixCache[Any] = prefixes or PrefixCache()
         self.prompts: list[Prompt | None] = []
         """What each row holds, or is about to."""
         self.resize(rows)
@@ -103,31 +110,72 @@ class OpenBatch(Batch):
         self.errors: dict[int, BaseException] = {}
         """What was raised in the middle of a round, by row."""
 
-    def resize(self, rows: int) -> list[int]:
-        """Go on with so many rows, the first of which hold the prompts that there are -> the rows that these were
-        in."""
+    def resize(self, rows: int, order: Sequence[int] | None = None) -> dict[int, int]:
+        """Go on with so many rows, the first of which, in an order, hold the prompts that there are -> the row that the
+        prompt of a row was in."""
         kept = [row for row, prompt in enumerate(self.prompts) if prompt is not None]
-        asked = {row: index for index, row in enumerate(kept)}
-        idle = rows - len(kept)
-        self.asked = {(asked[row], count): answer for (row, count), answer in self.asked.items() if row in asked}
-        self.active = [self.active[row] for row in kept] + [False] * idle
-        self.limits = [self.limits[row] for row in kept] + [0] * idle
-        self.ends = [self.ends[row] for row in kept] + [frozenset()] * idle
-        self.out.tokens = [self.out.tokens[row] for row in kept] + [[] for _ in range(idle)]
-        self.prompts = [self.prompts[row] for row in kept] + [None] * idle
+        moves = dict(zip(order or range(rows), kept, strict=False))
+        places = {source: row for row, source in moves.items()}
+        held = [moves.get(row) for row in range(rows)]
+        self.asked = {(places[row], count): answer for (row, count), answer in self.asked.items() if row in places}
+        self.active = [row is not None and self.active[row] for row in held]
+        self.limits = [0 if row is None else self.limits[row] for row in held]
+        self.ends = [frozenset() if row is None else self.ends[row] for row in held]
+        self.out.tokens = [[] if row is None else self.out.tokens[row] for row in held]
+        self.prompts = [None if row is None else self.prompts[row] for row in held]
         self.places, self.lengths = list(range(rows)), [1] * rows
-        return kept
+        return moves
 
     def free(self) -> list[int]:
-        """Rows without a prompt, as many as there are prompts that wait."""
-        return [row for row, prompt in enumerate(self.prompts) if prompt is None][: len(self.queue)]
+        """Rows without a prompt, as many as there are prompts that wait, and those that kept a text longest first."""
+        return self._free()[: len(self.queue)]
+
+    def _free(self) -> list[int]:
+        oldest = self.prefixes.oldest(self.prefixes.current, len(self.prompts))
+        return [row for row in oldest if self.prompts[row] is None]
 
     def ahead(self, count: int) -> list[int]:
         """Numbers of tokens of the first `count` prompts that wait."""
         return [prompt.ids.shape[1] for prompt in islice(self.queue, count)]
 
+    def prefix(self) -> Prefix | None:
+        """The longest prefix of the next prompt that a row has read."""
+        return self.prefixes.find(self.queue[0].text) if self.prefixes.least is not None else None
+
+    def row_for(self, prefix: Prefix) -> int:
+        """The free row of a prompt with a prefix: that of the text that it goes on with, or the oldest."""
+        return self.prefixes.row_for(prefix, self._free())
+
+    def unlike(self, count: int) -> int:
+        """How many of the first prompts that wait begin like no row, and like none before them."""
+        least = self.prefixes.least
+        if least is None:
+            return count
+        waiting = [prompt.text for prompt in islice(self.queue, count)]
+        for place, text in enumerate(waiting[1:], 1):
+            before = max(common_length(text, other) for other in waiting[:place])
+            if before > least or self.prefixes.find(text) is not None:
+                return place
+        return count
+
+    def give_away(self, row: int) -> None:
+        """The text of a free row is kept elsewhere, if it can be."""
+        self.prefixes.give_away(row)
+
+    def seat(self, row: int, prompt: int, count: int, prefix: Prefix | None = None) -> None:
+        """A row goes on with a prompt."""
+        super().seat(row, prompt, count)
+        held = self.prompts[row]
+        assert held is not None
+        if prefix is not None:
+            self.stats.reused += prefix.count
+            held.reuse(prefix.count)
+        if self.prefixes.least is not None:
+            self.prefixes.put(row, held.text, self.out.tokens[row], count if prefix is None else prefix.reached)
+
     def next(self, row: int) -> tuple[int, Tensor]:
         """The prompt that joins the rounds in a free row -> its number, its tokens [1, T]."""
+        self.prefixes.expect(row)
         prompt = self.prompts[row] = self.queue.popleft()
         self.out.tokens[row], self.limits[row], self.ends[row] = [], prompt.limit, prompt.ends
         self.asked = {key: answer for key, answer in self.asked.items() if key[0] != row}
@@ -192,6 +240,7 @@ class OpenBatch(Batch):
 
     def _leave(self, row: int, error: BaseException | None) -> None:
         prompt, self.prompts[row], self.active[row] = self.prompts[row], None, False
+        self.prefixes.end(row)
         self.stats.emitted += len(self.out.tokens[row])
         if prompt is not None:
             prompt.finish(list(self.out.tokens[row]), error)
@@ -353,6 +402,8 @@ class RowCounts(Generic[TargetT]):
         made = self.make(self.rows, None)
         assert made is not None
         self.current = self.made[self.rows] = made
+        self.batch.prefixes.begin(made.engine, self.rows)
+        self.batch.prefixes.wider = self._wider
         made.engine.reserve(self.room)
         drafter = self.current.engine.drafter
         if drafter is not None and not drafter.moves:
@@ -376,10 +427,25 @@ class RowCounts(Generic[TargetT]):
         self.current.turn(stays)
 
     def _move(self, width: int) -> None:
-        former = self.current
-        made = self.made.get(width) or self.make(width, former)
+        batch, former, made = self.batch, self.current, self._of(width)
         if made is None:
             return
-        self.current = self.made[width] = made
-        made.engine.reserve(self.room)
-        self.batch.lengths = self.current.engine.take_rows(former.engine, self.batch.resize(width))
+        self.current = made
+        moves = batch.resize(width, batch.prefixes.oldest(made.engine, width))
+        batch.prefixes.move(made.engine, moves)
+        batch.lengths = made.engine.take_rows(former.engine, moves)
+
+    def _of(self, width: int) -> Rounds[TargetT] | None:
+        """Rounds of so many rows beside the current ones."""
+        made = self.made.get(width) or self.make(width, self.current)
+        if made is not None:
+            self.made[width] = made
+            made.engine.reserve(self.room)
+            self.batch.prefixes.add(made.engine, width)
+        return made
+
+    def _wider(self) -> Engine[TargetT] | None:
+        """The engine of the next larger number of rows."""
+        step = next((step for step in self.steps if step > len(self.batch.prompts)), None)
+        made = None if step is None else self._of(step)
+        return None if made is None else made.engine

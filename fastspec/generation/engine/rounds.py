@@ -14,7 +14,7 @@ from fastspec.generation.capture import SPENT, padded_width
 from fastspec.generation.drafters.base import Drafter, MixingDrafter
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
-from fastspec.generation.engine.call import Entry, Outcome, Request
+from fastspec.generation.engine.call import Entry, Outcome, Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.verifier import Verifier, verifier_of
 from fastspec.generation.stats import Stats, timed
@@ -46,14 +46,17 @@ def groups(together: int) -> Iterator[tuple[int, int]]:
 class Joining:
     """A prompt on its way into a row: a target and a drafter of one row read it, a part at a time.
 
-    `prompt` is its number in the batch, ids [1, T] are its tokens.
+    `prompt` is its number in the batch, ids [1, T] are its tokens, of which those of a prefix are not read again.
     """
 
-    def __init__(self, row: int, prompt: int, ids: Tensor, target: Target, drafter: Drafter | None) -> None:
+    def __init__(
+        self, row: int, prompt: int, ids: Tensor, target: Target, drafter: Drafter | None, prefix: Prefix | None = None
+    ) -> None:
         self.row, self.prompt, self.ids, self.target, self.drafter = row, prompt, ids, target, drafter
+        self.prefix = prefix
         target.reserve(ids.shape[1])  # at once, and not as its parts need it: what is captured hangs on the buffers
-        self.done = 0
-        """Tokens that were read."""
+        self.done, self.drafts_from = (0, 0) if prefix is None else (prefix.count, prefix.begin(target, drafter))
+        """Tokens that were read, and the first one that the drafter has not."""
         self.features: list[Tensor] = []
         self.logits: Tensor
 
@@ -77,7 +80,10 @@ class Joining:
         root, scores = first or verifier.first(self.logits, text, [self.prompt])
         if self.drafter is not None:
             features = self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1)
-            self.drafter.begin(*text, features, root.clamp(min=0))
+            if features.shape[1] < self.done - self.drafts_from:  # of a drafter that reads no features
+                features = features.new_empty(1, self.done, 0)
+            behind = self.ids[:, self.drafts_from :], text[1] - self.drafts_from
+            self.drafter.begin(*behind, features, root.clamp(min=0))
         return root, scores
 
 
@@ -156,6 +162,10 @@ class Rounds(Generic[TargetT]):
         if self.joining is not None:
             return self._read_alone((self.joining.row, self.joining.prompt, self.joining.ids), room)
         batch = self.batch
+        prefix = batch.prefix()
+        if prefix is not None:
+            row = batch.row_for(prefix)
+            return self._read_alone((row, *batch.next(row)), room, prefix=prefix)
         rows = batch.free()[: self._count_of_next(room)]
         taken = [(row, *batch.next(row)) for row in rows]
         return self._read_alone(taken[0], room) if len(taken) == 1 else self._read_together(taken)
@@ -163,25 +173,36 @@ class Rounds(Generic[TargetT]):
     def _count_of_next(self, room: int | None) -> int:
         """How many of the prompts that wait are read in one pass: a power of two, since each number has its graphs."""
         most = self.together if self.batch.reads_together else 1
-        lengths = self.batch.ahead(min(most, len(self.batch.free())))
+        most = min(most, len(self.batch.free()))
+        lengths = self.batch.ahead(self.batch.unlike(most) if most > 1 else most)
         most = TOGETHER_TOKENS if room is None else min(room, TOGETHER_TOKENS)
         count = 1 << (len(lengths).bit_length() - 1)
         while count > 1 and count * padded_width(max(lengths[:count])) > most:
             count //= 2
         return count
 
-    def _read_alone(self, waiting: Waiting, room: int | None, first: tuple[Tensor, Tensor] | None = None) -> int:
-        """Read up to `room` tokens of one prompt, or of what is left of the one that is `joining` -> how many."""
+    def _read_alone(
+        self,
+        waiting: Waiting,
+        room: int | None,
+        first: tuple[Tensor, Tensor] | None = None,
+        prefix: Prefix | None = None,
+    ) -> int:
+        """Read up to `room` tokens of one prompt behind its prefix, or of what is left of the one that is `joining` ->
+        how many."""
         assert self.entry is not None
         try:
-            joining = self.joining = self.joining or Joining(*waiting, *self.entry(1))
+            joining = self.joining = self.joining or Joining(*waiting, *self.entry(1), prefix)
             count = joining.left if room is None else min(room, joining.left)
             joining.read(count)
             if not joining.left:
                 self.joining = None
                 root, scores = joining.begin(self.verifier, first)
+                self.batch.give_away(joining.row)
                 self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
-                self._seat(joining.row, joining.prompt, joining.done, root.tolist(), scores, joining.logits)
+                self._seat(
+                    joining.row, joining.prompt, joining.done, root.tolist(), scores, joining.logits, joining.prefix
+                )
             return count
         except Exception as error:
             self.joining = None
@@ -215,6 +236,7 @@ class Rounds(Generic[TargetT]):
             if first is None:
                 continue
             try:
+                self.batch.give_away(row)
                 self.engine.admit(row, target, drafter, first[0], own.shape[1], place)
                 self._seat(row, prompt, own.shape[1], tokens[place : place + 1], first[1], logits[place : place + 1])
             except Exception as error:
@@ -250,9 +272,18 @@ class Rounds(Generic[TargetT]):
             self.batch.refuse(prompt, error)
             return None
 
-    def _seat(self, row: int, prompt: int, count: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
+    def _seat(
+        self,
+        row: int,
+        prompt: int,
+        count: int,
+        tokens: list[int],
+        scores: Tensor,
+        logits: Tensor,
+        prefix: Prefix | None = None,
+    ) -> None:
         """Let a prompt of `count` tokens go on in its row; `tokens` is its first."""
-        self.batch.seat(row, prompt, count)
+        self.batch.seat(row, prompt, count, prefix)
         self.verifier.seat([row], [prompt])
         self.batch.stats.joined += 1
         self.batch.read(prompt, tokens, scores, logits)

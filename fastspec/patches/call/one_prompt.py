@@ -169,9 +169,15 @@ def settles(processors: Sequence[Any], criteria: Iterable[Any], settings: Sampli
 log = logging.getLogger("fastspec")
 
 
+class AnswerFuture(Future[Tensor]):
+    """Future of the answer to a prompt, what `generate` returns for it: [1, T + new tokens] int64. `cached_tokens` of
+    the prompt were not read, once the answer has begun: a row had read them for another."""
+
+    cached_tokens = 0
+
+
 class PreparedPrompt:
-    """A prompt with its settings, and the `future` of its answer: what `generate` returns for it, [1, T + new tokens]
-    int64.
+    """A prompt with its settings, and the `future` of its answer.
 
     `shown` [1, T] is the prompt as it was given, padding included, and `ids` without; `ending` has criteria besides
     length and end tokens. It is a `fastspec.generation.engine.open_batch.Prompt`.
@@ -188,12 +194,17 @@ class PreparedPrompt:
         ending: Ending | None = None,
     ) -> None:
         self.shown, self.ids, self.limit, self.ends, self.rule, self.ending = shown, ids, limit, ends, rule, ending
+        self.text = ids[0].cpu()
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None else None
-        self.future: Future[Tensor] = Future()
+        self.future = AnswerFuture()
 
     def move(self, device: torch.device) -> None:
         """Bring the prompt to where it is read."""
         self.shown, self.ids = self.shown.to(device), self.ids.to(device)
+
+    def reuse(self, count: int) -> None:
+        """So many tokens of the prompt are not read."""
+        self.future.cached_tokens = count
 
     @property
     def stop(self) -> Callable[[list[int]], bool] | None:

@@ -6,6 +6,7 @@
 | `weight_places` | addresses of weights, kinds, hooks and forwards of modules | pools: keys of captured rounds |
 | `Identities` | the objects that modules hold, compared by identity | open batches, before every prompt |
 | `Snapshot` | all of these, and the mode | open batches |
+| `WeightSample` | torch's counts of changes of the weights, and a few bytes of each | open batches: kept prefixes |
 | `fingerprint` | every byte of the weights | cascades: keys and values kept between calls |
 | `weights_digest` | the same, in every process | answers that a cascade's predictor is trained on |
 """
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from operator import is_
 from typing import Any
 
@@ -251,6 +252,41 @@ class Snapshot:
                 if "during iteration" not in str(error):  # of a dictionary of modules or hooks
                     raise
                 return object()
+
+
+SAMPLED = 16
+"""Bytes that are read of a weight."""
+
+
+class WeightSample:
+    """Sample of the weights and buffers of modules, as they are now. `holds()` is false once one of them was changed in
+    place: where torch counted it, or where a byte of the sample is another. A change by `.data` is seen by these bytes
+    alone, SAMPLED of each tensor, far from each other."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        owners = [each for module in modules for each in every_module(module)]
+        held = [each for owner in owners for each in (*own_parameters(owner).values(), *own_buffers(owner).values())]
+        self.tensors = [local_part(each) for each in held if each is not None and not each.is_meta]
+        bytes_of = [each.detach().view(-1).view(torch.uint8) for each in self.tensors if _lies_whole(each)]
+        self.places: dict[torch.device, list[Tensor]] = {}
+        for each in bytes_of:
+            self.places.setdefault(each.device, []).append(each[:: len(each) // SAMPLED + 1])
+        self.counts, self.bytes = self._counts(), self._bytes()
+
+    def holds(self) -> bool:
+        """True where nothing is seen to have changed."""
+        return self._counts() == self.counts and all(map(torch.equal, self._bytes(), self.bytes))
+
+    def _counts(self) -> list[int]:
+        return list(map(change_count, self.tensors))
+
+    def _bytes(self) -> list[Tensor]:
+        return [torch.cat(places) for places in self.places.values()]
+
+
+def _lies_whole(tensor: Tensor) -> bool:
+    """True where a tensor's elements can be read as one run of bytes."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.is_contiguous()
 
 
 BLOCK = 63

@@ -352,6 +352,13 @@ class HFModel(Target):
         """The size of the buffers, which are replaced when they grow."""
         return self.state.slots
 
+    def reusable(self, row: int, known: int, most: int, reached: int) -> int:
+        """The tokens of a row that another text can go on from. Those of a recurrent state are all that it has, and
+        there are none where a prompt's tokens see more than an answer's."""
+        count = min(known, most) if self.rewinds else int(self.lengths[row])
+        whole = self.whole_prompts or count > most
+        return 0 if whole or not all(kind.holds(count, reached) for kind in self.state.kinds) else count
+
     def copy_row(self, row: int, other: Target, count: int, source: int = 0) -> None:
         """Begin a row anew with the `count` committed tokens of row `source` of another target."""
         assert isinstance(other, HFModel)

@@ -107,13 +107,15 @@ def opened(
     device: str | None = None,
     backend: str = "auto",
     warmup: int | None = None,
+    prefix_caching: bool = True,
 ) -> tuple[Continuous, Any]:
     """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of
     so many tokens."""
     from fastspec.patches.continuous import continuous
 
     target, tokenizer, chosen = model_and_assistant(model, eagle3, assistant, device, backend)
-    batch = continuous(target, chosen, rows, max_length=max_length, prefill_chunk=prefill_chunk or "auto")
+    chunk: int | Literal["auto"] = prefill_chunk or "auto"
+    batch = continuous(target, chosen, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching)
     if warmup is not None:
         with counting("calls") as told:
             seconds = batch.warmup(warmup, told)
@@ -146,6 +148,9 @@ def serve(
         int | None,
         typer.Option(min=1, help="Prompt tokens read between two rounds; 1,024 on CUDA and 256 elsewhere without it."),
     ] = None,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Read prompts from where a text that a row holds is like them.")
+    ] = True,
     device: Device = None,
     backend: Backend = "auto",
     warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
@@ -174,6 +179,7 @@ def serve(
         device,
         backend,
         warmup_length if warmup else None,
+        prefix_caching,
     )
     with listener, Remote(build) as batch:
         app = build_app(

@@ -85,6 +85,7 @@ class Metrics:
             "fastspec_row_rounds": ("Rounds summed over running rows.", stats.row_rounds),
             "fastspec_drafted_tokens": ("Draft tokens scored.", stats.drafted),
             "fastspec_accepted_tokens": ("Draft tokens accepted.", stats.accepted),
+            "fastspec_cached_prompt_tokens": ("Prompt tokens that a row had read for another request.", stats.reused),
         }
         for name, (said, value) in counters.items():
             yield CounterMetricFamily(name, said, value=value)

@@ -102,7 +102,7 @@ class State:
     """The counts that a server shows."""
 
 
-COUNTS = "assistant", "rows", "rounds", "row_rounds", "round_tokens", "drafted", "accepted"
+COUNTS = "assistant", "rows", "reused", "rounds", "row_rounds", "round_tokens", "drafted", "accepted"
 
 
 @contextmanager

@@ -1,0 +1,206 @@
+"""Prefix caching: rows of an open batch keep their texts, and a prompt that begins like one of them is read from there
+on.
+
+Nothing is stored but what the rows' own buffers hold. The row that is given to a prompt is one without a text, or with
+the one that was used longest ago, and that text takes the place of an older one in an engine of more rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from fastspec.errors import FastSpecError
+from fastspec.generation.engine.call import Prefix
+from fastspec.generation.engine.engine import Engine, TargetT
+
+LEAST, LEAST_CAPTURED = 16, 128
+"""Tokens that are worth not being read again; where passes are captured, one over fewer takes the same time."""
+NEVER, GIVEN_UP = -2, -1
+"""Uses of a row without a text, and of a text that is part of a later one."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldText:
+    """Text of a row: `prompt` [T] int64 on the host, and the `answer` so far. The row's cache holds all of it but the
+    last token, and more behind that may not belong to it: it was written up to slot `reached` at least. `used` is the
+    number of its last use, and `running` says whether a prompt has the row."""
+
+    prompt: Tensor
+    answer: list[int]
+    reached: int
+    used: int
+    running: bool = True
+
+    @property
+    def ids(self) -> Tensor:
+        """Its tokens [T]."""
+        return torch.cat((self.prompt, torch.tensor(self.answer, dtype=torch.long, device="cpu")))
+
+
+Texts = list[HeldText | None]
+"""The text of each row of an engine."""
+
+
+def common_length(one: Tensor, other: Tensor) -> int:
+    """The number of tokens that two texts [T] begin with alike."""
+    length = min(len(one), len(other))
+    differs = (one[:length] != other[:length]).nonzero()
+    return int(differs[0]) if len(differs) else length
+
+
+class PrefixCache(Generic[TargetT]):
+    """The texts of the rows of an open batch's engines, one of which, `current`, decodes.
+
+    Prefixes have `least` tokens or more; None: nothing is kept. `unchanged` says whether the model is what it was when
+    that was asked last; if not, what rows have read is void. `wider` gives the engine of the next larger number of
+    rows, whose buffers may grow for a text; others keep those that fit.
+    """
+
+    def __init__(self, least: int | None = None, unchanged: Callable[[], bool] = lambda: True) -> None:
+        self.least, self.unchanged = least, unchanged
+        self.wider: Callable[[], Engine[TargetT] | None] = lambda: None
+        self.texts: dict[Engine[TargetT], Texts] = {}
+        self.current: Engine[TargetT] | None = None
+        self.expected: set[int] = set()
+        """Rows of the current engine whose next text is read by the model as it is."""
+        self.uses = 0
+
+    def begin(self, engine: Engine[TargetT], rows: int) -> None:
+        """There is one engine, of so many rows, that holds nothing."""
+        self.texts, self.current = {}, engine
+        self.expected.clear()
+        self.add(engine, rows)
+
+    def add(self, engine: Engine[TargetT], rows: int) -> None:
+        """There is an engine of so many rows."""
+        self.texts.setdefault(engine, [None] * rows)
+
+    def forget(self) -> None:
+        """Void what rows have read, and what is being read."""
+        self.texts = {engine: [None] * len(texts) for engine, texts in self.texts.items()}
+        self.expected.clear()
+
+    def oldest(self, engine: Engine[TargetT] | None, rows: int) -> list[int]:
+        """The rows of an engine in the order in which they are given away."""
+        texts = ([] if engine is None else self.texts.get(engine)) or [None] * rows
+        return sorted(range(rows), key=lambda row: _age(texts[row]))
+
+    def find(self, prompt: Tensor) -> Prefix | None:
+        """The longest prefix of a prompt [T], on the host, that a row holds."""
+        found = self._find(prompt)
+        if found is not None and not self.unchanged():
+            self.forget()
+            return None
+        return found
+
+    def _find(self, prompt: Tensor) -> Prefix | None:
+        best: Prefix | None = None
+        for engine, texts in self.texts.items():
+            target, drafter = engine.target, engine.drafter
+            reads_next = drafter is not None and drafter.resumes
+            for row, text in enumerate(texts):
+                if text is None or self.least is None:
+                    continue
+                ids, least = text.ids, self.least if best is None else best.count + 1
+                most = min(common_length(ids, prompt) - reads_next, len(prompt) - 1)
+                reached = max(text.reached, len(ids) + 2 * engine.main.longest)  # a round may have run behind its end
+                if most >= least and (count := target.reusable(row, len(ids) - 1, most, reached)) >= least:
+                    best = Prefix(target, drafter, row, count, reached)
+        return best
+
+    def row_for(self, prefix: Prefix, free: Sequence[int]) -> int:
+        """The row of a prompt that begins with a prefix, of those that are free, the oldest first: where it is most of
+        a text, the text's."""
+        engine = next(each for each in self.texts if each.target is prefix.target)
+        text = self.texts[engine][prefix.row]
+        assert text is not None
+        engine.end()  # its drafter is told of rounds without it
+        if text.running or 2 * prefix.count < len(text.ids):
+            return free[0]
+        text.used = GIVEN_UP
+        return prefix.row if engine is self.current and prefix.row in free else free[0]
+
+    def expect(self, row: int) -> None:
+        """A prompt is read for a row of the current engine."""
+        if self.least is not None:
+            self.expected.add(row)
+
+    def give_away(self, row: int) -> None:
+        """A row of the current engine is about to be written."""
+        if self.current is not None:
+            self.save(self.current, row)
+            self.texts[self.current][row] = None
+
+    def put(self, row: int, prompt: Tensor, answer: list[int], reached: int) -> None:
+        """A row of the current engine, written up to a slot, has read a prompt [T], and goes on with its answer."""
+        if row in self.expected and self.current is not None:
+            self.expected.remove(row)
+            self.texts[self.current][row] = HeldText(prompt, answer, reached, self._use())
+
+    def end(self, row: int) -> None:
+        """The prompt in a row of the current engine has ended."""
+        self.expected.discard(row)
+        texts = [] if self.current is None else self.texts[self.current]
+        text = texts[row] if texts else None
+        if text is not None and text.running:
+            texts[row] = HeldText(text.ids, [], text.reached, self._use(), running=False)
+
+    def move(self, engine: Engine[TargetT], moves: dict[int, int]) -> None:
+        """Another engine is about to decode: its rows take prompts from rows of the current one, by `moves`."""
+        assert self.current is not None
+        texts, former = self.texts[engine], self.texts[self.current]
+        self.current.end()
+        for row in moves:
+            self.save(engine, row, taken=moves.values())
+        for row, source in moves.items():
+            texts[row], former[source] = former[source], None
+        self.current = engine
+
+    def save(self, engine: Engine[TargetT], row: int, taken: Collection[int] = ()) -> None:
+        """Copy the text of a row that is given away over an older one of an engine of more rows, but for rows of the
+        current engine that are taken."""
+        text = self.texts[engine][row]
+        if text is None or text.used == GIVEN_UP:
+            return
+        try:
+            found = self._place(engine, row, text, taken)
+        except FastSpecError:  # there is no memory for it: the text is lost, and nothing else
+            return
+        if found is not None:
+            other, place, count = found
+            self.texts[other][place] = None
+            other.copy_row(place, engine, row, count)
+            self.texts[other][place] = text
+
+    def _place(
+        self, engine: Engine[TargetT], row: int, text: HeldText, taken: Collection[int]
+    ) -> tuple[Engine[TargetT], int, int] | None:
+        """Where a text goes, with room for the tokens that its row has committed, and their number."""
+        wider, rows = self.wider(), len(self.texts[engine])
+        more = {other: texts for other, texts in self.texts.items() if len(texts) > rows}
+        count = int(engine.target.lengths[row]) if more else 0
+        places = [
+            (_age(held), place, other)
+            for other, texts in more.items()
+            if other is wider or other.fits(count)
+            for place, held in enumerate(texts)
+            if other is not self.current or place not in taken
+        ]
+        age, place, other = min(places, key=lambda each: each[:2], default=(text.used, 0, engine))
+        if age >= text.used:
+            return None
+        other.reserve(count)
+        return other, place, count
+
+    def _use(self) -> int:
+        self.uses += 1
+        return self.uses
+
+
+def _age(text: HeldText | None) -> int:
+    return NEVER if text is None else text.used
