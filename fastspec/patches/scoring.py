@@ -67,9 +67,9 @@ def log_probs(
 
 
 @torch.no_grad()
-def text_logprobs(model: Any, ids: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Log-probabilities of the tokens of one text from the second on, each with the `count` likeliest in its place. A
-    pass takes its turn, so that an open batch of the model decodes between two of them.
+def text_logprobs(model: Any, ids: Sequence[int], count: int) -> Iterator[list[TokenLogprob]]:
+    """Log-probabilities of the tokens of one text from the second on, each with the `count` likeliest in its place, in
+    the parts that passes score. A pass takes its turn, so that an open batch of the model decodes between two of them.
 
     Raises Unsupported as `log_probs`.
     """
@@ -77,14 +77,13 @@ def text_logprobs(model: Any, ids: Sequence[int], count: int) -> list[TokenLogpr
     device = device_of(model)
     text = torch.tensor([list(ids)], device=device)
     if text.shape[1] < 2:
-        return []
+        return
 
     def read(logits: Tensor, tokens: Tensor) -> list[TokenLogprob]:
         return top_logprobs(logits[0], tokens[0].tolist(), count)
 
     counts = text.new_tensor([text.shape[1]])
-    parts = _passes(model, session, text, counts, read, lambda: session.turn.taken(device))
-    return [each for part in parts for each in part]
+    yield from _passes(model, session, text, counts, read, lambda: session.turn.taken(device))
 
 
 def _session(model: Any) -> tuple[Any, PatchSession]:

@@ -69,7 +69,8 @@ def test_a_text_is_scored_beside_an_open_batch(count: int) -> None:
     with fastspec.continuous(model, "nasd", rows=2, max_length=80) as batch:
         running = batch.submit(texts(9)[0], max_new_tokens=60, **GREEDY)
         text = texts(count, seed=1)[0]
-        found, logs = text_logprobs(model, text.tolist(), 2), wanted(plain, text)
+        found = [each for part in text_logprobs(model, text.tolist(), 2) for each in part]
+        logs = wanted(plain, text)
         running.result(SECONDS)
     assert [each.token for each in found] == text[1:].tolist()
     for each, row in zip(found, logs, strict=False):

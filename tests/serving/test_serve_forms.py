@@ -216,3 +216,22 @@ def test_an_answer_says_nothing_that_was_not_asked() -> None:
         ]
         status, answer = post(server, CHAT, json.dumps({"messages": history, "temperature": 0}).encode())
         assert status == 200 and answer["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_left_out_of_text_and_log_probabilities(said: tuple[str, Served], stream: bool) -> None:
+    """Of the text as it is, before reasoning and calls are told apart, where it begins within a token too."""
+    name, server = said
+    whole = chat(server, False, **asked(False))[0]
+    for stop in (whole[3:5], whole[5:6], [whole[4:12], "nowhere", whole[6:8]]):
+        parts = server.client().chat.completions.create(**asked(False, stop=stop, logprobs=True), stream=stream)
+        choices = [part.choices[0] for part in (parts if stream else [parts])]
+        text = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
+        strings = [stop] if isinstance(stop, str) else stop
+        places = [(ANSWERS[name].find(each), each) for each in strings if each in ANSWERS[name]]
+        raw = ANSWERS[name][: min(places, key=lambda place: place[0] + len(place[1]))[0]]  # the first that is whole
+        assert text == raw.split("</think>")[-1].strip() or (name == "all" and text == "")
+        assert choices[-1].finish_reason == "stop"
+        tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or ()]
+        emitted = b"".join(bytes(token.bytes) for token in tokens)
+        assert emitted.startswith(raw.encode()) and len(emitted) - len(raw.encode()) < len(tokens[-1].bytes)

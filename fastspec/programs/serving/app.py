@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import Continuous
+from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
 from fastspec.programs.serving.middleware import RequestMiddleware, error_body
@@ -37,7 +38,7 @@ from fastspec.programs.serving.requests import (
     parse,
     read,
 )
-from fastspec.programs.serving.server import ServedAnswer, Server
+from fastspec.programs.serving.server import ServedAnswers, Server
 
 ANSWERED: dict[str, tuple[Route, type[Form]]] = {
     "/v1/chat/completions": (CHAT, ChatForm),
@@ -125,21 +126,27 @@ async def _answer(server: Server, route: Route, kind: type[Form], name: str, bod
             raise Refused(f"the body is not a JSON object: {error}") from error
         return replace(read(found, route, name, server.limits, server.name, server.batch.model), arrived=arrived)
 
-    answer = await server.ask(asked)
-    form = kind(answer.asked, server.name)
-    if answer.asked.stream:
-        return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
-    return JSONResponse(form.whole([event async for part in answer.events() for event in part]))
+    answers = await server.ask(asked)
+    form = kind(answers.asked, server.name)
+    if answers.asked.stream:
+        return StreamingResponse(_stream(answers, form), media_type="text/event-stream")
+    found: list[list[Event]] = [[] for _ in range(answers.asked.count)]
+    async for part in answers.events():
+        for index, event in part:
+            found[index].append(event)
+    return JSONResponse(form.whole(found))
 
 
-async def _stream(answer: ServedAnswer, form: Form) -> AsyncIterator[str]:
+async def _stream(answers: ServedAnswers, form: Form) -> AsyncIterator[str]:
     """The lines of a streamed answer; an error ends them."""
     first = _lines(form.begin())
     if first:
         yield first
     try:
-        async for events in answer.events():
-            yield _lines([message for event in events for message in form.add(event)])
+        async for events in answers.events():
+            lines = _lines([message for index, event in events for message in form.add(event, index)])
+            if lines:
+                yield lines
     except Exception as error:
         yield _lines(form.failed(*_told(error)[:2]))
         return
