@@ -134,6 +134,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="FASTSPEC_API_KEY", help="Key that requests must bring.")
     ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help='Origin of pages that browsers let ask, "*" for any; may be repeated.')
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
     ] = None,
@@ -176,8 +179,7 @@ def serve(
         warmup_length if warmup else None,
     )
     with listener, Remote(build) as batch:
-        app = build_app(
-            batch, batch.tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key
-        )
+        limits = Limits(max_tokens, queue, max_body)
+        app = build_app(batch, batch.tokenizer, name or model, limits=limits, api_key=api_key, origins=cors or ())
         with left_alone_by_the_collector():
             run_server(app, listener, log_level=log_level, grace=grace)

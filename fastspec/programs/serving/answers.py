@@ -62,11 +62,10 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of the answer, with the tokens of the prompt and its own, and of the draft tokens those that are among
-    them. `stop` is the stop string that ended it."""
+    """End of the answer, with its tokens, and of the draft tokens those that are among them. `stop` is the stop string
+    that ended it."""
 
     reason: Literal["stop", "length", "tool_calls"]
-    prompt_tokens: int
     tokens: int
     accepted: int = 0
     drafted: int = 0

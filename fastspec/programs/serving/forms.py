@@ -17,13 +17,13 @@ JsonObject = dict[str, Any]
 
 
 class Form(ABC):
-    """Form of the answers to one request."""
+    """Form of the answers to one request, whose prompts have so many tokens."""
 
     done = True
     """True where a stream ends with `[DONE]`."""
 
-    def __init__(self, asked: AnswerRequest, model: str) -> None:
-        self.asked, self.model, self.created = asked, model, int(time.time())
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        self.asked, self.model, self.prompt_tokens, self.created = asked, model, prompt_tokens, int(time.time())
 
     @abstractmethod
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
@@ -47,8 +47,8 @@ class Choices(Form):
 
     whole_kind = chunk_kind = "text_completion"
 
-    def __init__(self, asked: AnswerRequest, model: str) -> None:
-        super().__init__(asked, model)
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        super().__init__(asked, model, prompt_tokens)
         self.ends: dict[int, End] = {}
         self.tokens: dict[int, list[NamedToken]] = {}
         """Of each answer those whose log-probabilities no chunk has yet."""
@@ -66,8 +66,8 @@ class Choices(Form):
         head = {"id": self.asked.request_id, "object": kind, "created": self.created, "model": self.model}
         if not usage:
             return {**head, "choices": choices}
-        ends = [self.ends[index] for index in sorted(self.ends)]
-        before, new = sum(end.prompt_tokens for end in ends[:: self.asked.n]), sum(end.tokens for end in ends)
+        ends = list(self.ends.values())
+        before, new = self.prompt_tokens, sum(end.tokens for end in ends)
         accepted = sum(end.accepted for end in ends)
         rejected = sum(end.drafted for end in ends) - accepted
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
@@ -108,8 +108,8 @@ class ChatForm(Choices):
 
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, asked: AnswerRequest, model: str) -> None:
-        super().__init__(asked, model)
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        super().__init__(asked, model, prompt_tokens)
         self.calls: dict[int, int] = {}
         """Calls of tools of each answer so far."""
 
@@ -210,8 +210,8 @@ class ResponseForm(Form):
 
     done = False
 
-    def __init__(self, asked: AnswerRequest, model: str) -> None:
-        super().__init__(asked, model)
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        super().__init__(asked, model, prompt_tokens)
         self.items: list[JsonObject] = []
         self.inside: type[Event] | None = None
         """Kind of the text that the last item is still given."""
@@ -304,11 +304,11 @@ class ResponseForm(Form):
     def _response(self, status: str, end: End | None = None, **more: Any) -> JsonObject:
         if end is not None:
             more["usage"] = {
-                "input_tokens": end.prompt_tokens,
+                "input_tokens": self.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": end.tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": end.prompt_tokens + end.tokens,
+                "total_tokens": self.prompt_tokens + end.tokens,
             }
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}

@@ -134,18 +134,17 @@ class Row:
             self._post([*self.echo, *self.reader.add(self.tokens, scored)])
         self._post(self.reader.finish())
         reason = "tool_calls" if self.called else self.reason.of(self.tokens)
-        counts = self.prompt_tokens, len(self.tokens), self.accepted, self.drafted
-        self._post([End(reason, *counts, self.reader.cut.found)])
+        self._post([End(reason, len(self.tokens), self.accepted, self.drafted, self.reader.cut.found)])
 
 
 Item = tuple[int, "list[Event] | BaseException"]
 
 
 class ServedAnswers:
-    """Answers to one request, whose events come to one queue."""
+    """Answers to one request, whose prompts have so many tokens; their events come to one queue."""
 
-    def __init__(self, asked: AnswerRequest, metrics: Metrics, mail: Mail) -> None:
-        self.asked, self.metrics, self.mail = asked, metrics, mail
+    def __init__(self, asked: AnswerRequest, prompt_tokens: int, metrics: Metrics, mail: Mail) -> None:
+        self.asked, self.prompt_tokens, self.metrics, self.mail = asked, prompt_tokens, metrics, mail
         self.queue: asyncio.Queue[Item] = asyncio.Queue()
         self.sent: list[Sent] = []
 
@@ -211,7 +210,8 @@ class Server:
         self._refuse_full(asked.count)
         if self.mail is None or self.mail.loop is not loop:
             self.mail = Mail(loop)
-        answers = ServedAnswers(asked, self.metrics, self.mail)
+        prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        answers = ServedAnswers(asked, prompt_tokens, self.metrics, self.mail)
         LET_GO.get([]).append(answers.cancel)
         try:
             scored = await self._scored(answers, prompts)
@@ -223,7 +223,7 @@ class Server:
         except BaseException:
             answers.cancel()
             raise
-        self.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in prompts))
+        self.metrics.prompt_tokens.inc(prompt_tokens)
         return answers
 
     async def _scored(self, answers: ServedAnswers, prompts: list[ReadPrompt]) -> list[list[TokenLogprob]]:
