@@ -89,3 +89,18 @@ def test_a_key_comes_in_anthropics_way_too(server: Served) -> None:
     for headers, wanted in (({"x-api-key": "k"}, 200), ({"x-api-key": "other"}, 401), ({}, 401)):
         got, answer = post(server, "/v1/messages", body, **headers)
         assert got == wanted and (wanted == 200 or answer["error"]["type"] == "authentication_error")
+
+
+def test_what_is_served_is_told(server: Served) -> None:
+    """In the metrics; a request that names another assistant is refused."""
+    request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": "Bearer k"})
+    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        (line,) = [line for line in answer.read().decode().split("\n") if line.startswith("fastspec_info{")]
+    for name, value in {"model": NAME, "assistant": "nasd", "rows": 1, "max_length": 80, "dtype": "float32"}.items():
+        assert f'{name}="{value}"' in line
+    assert 'device="cpu"' in line and 'kernels="' in line and line.endswith(" 1.0")
+    given = {"prompt": "w5", "max_tokens": 2}
+    assert asked(server, "/v1/completions", assistant="nasd", **given)[0] == 200
+    for other in ("none", "eagle3"):
+        status, answer = asked(server, "/v1/completions", assistant=other, **given)
+        assert status == 400 and "answered with 'nasd'" in answer["error"]["message"]

@@ -72,24 +72,26 @@ def build_app(
     limits: Limits | None = None,
     api_key: str | None = None,
     origins: Sequence[str] = (),
+    head: str | None = None,
 ) -> RequestMiddleware:
     """An ASGI application that answers OpenAI's routes, and Anthropic's, for one model by an open batch, and closes the
     batch at its shutdown.
 
     `batch` is an open batch of this process, or one in a process of its own, whose process it ends. `name` is what
     requests call the model, `tokenizer` a fast one of transformers, of which an open batch here makes stop strings.
-    With `api_key` requests must bring it. `origins` are those of pages that browsers let ask, "*" for any. Raises
-    Unsupported for a tokenizer that is not a fast one.
+    With `api_key` requests must bring it. `origins` are those of pages that browsers let ask, "*" for any; `head` is
+    what the log and the metrics call the assistant's. Raises Unsupported for a tokenizer that is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise Unsupported(
             f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True"
         )
     served: Served = Here(batch, tokenizer) if isinstance(batch, Continuous) else batch
-    server = Server(served, tokenizer, name, limits or Limits())
+    server = Server(served, tokenizer, name, limits or Limits(), {} if head is None else {"head": head})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        log.info("serving %s", ", ".join(f"{name} {value}" for name, value in server.info.items()))
         yield
         server.close()
 

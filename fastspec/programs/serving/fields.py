@@ -126,6 +126,7 @@ ACCEPTED: dict[str, Check] = {
     "messages": (_are_objects, "a list of objects with role and content, a text or parts of type text"),
     "prompt": (_is_prompt, f"a text, a list of token numbers, or a list of up to {ANSWERS} of these"),
     "echo": TRUTH,
+    "assistant": _instance(str, "a text"),
     "input": (
         lambda value: isinstance(value, str) or _are_objects(value),
         "a text, or a list of messages, texts and calls of functions",

@@ -72,6 +72,7 @@ class Remote:
             self._end_process(PATIENCE if isinstance(error, Exception) else 0.0)
             raise
         self.model, self.tokenizer, self.max_length = ready, ready.tokenizer, ready.max_length
+        self.info = ready.info
         self._thread = threading.Thread(target=self._read, name="fastspec-remote", daemon=True)
         self._thread.start()
         self._at_exit = Finalize(

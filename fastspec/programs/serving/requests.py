@@ -96,6 +96,7 @@ class AnswerRequest:
     echo: bool = False
     frequency: float = 0.0
     presence: float = 0.0
+    assistant: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
     @property
@@ -104,7 +105,7 @@ class AnswerRequest:
         return self.n * max(1, len(self.prompts))
 
 
-SAMPLING = "seed", "top_k", "min_p", "repetition_penalty", "generation_config"
+SAMPLING = "seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant"
 """Fields of all routes that OpenAI's interface does not have, or not everywhere."""
 
 
@@ -233,6 +234,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         body.get("echo", False),
         float(body.get("frequency_penalty", 0)),
         float(body.get("presence_penalty", 0)),
+        body.get("assistant"),
     )
 
 

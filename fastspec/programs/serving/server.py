@@ -180,9 +180,12 @@ class ServedAnswers:
 class Server:
     """What answers the requests of one model: an open batch, its tokenizer, and the model's name."""
 
-    def __init__(self, batch: Served, tokenizer: Any, name: str, limits: Limits) -> None:
+    def __init__(
+        self, batch: Served, tokenizer: Any, name: str, limits: Limits, info: dict[str, str] | None = None
+    ) -> None:
         self.batch, self.tokenizer, self.name, self.limits = batch, tokenizer, name, limits
-        self.metrics = Metrics(batch)
+        self.info = {"model": name, **batch.info, **(info or {})}
+        self.metrics = Metrics(batch, self.info)
         self.template = response_template(tokenizer, batch.model.config)
         self.special, self.names = frozenset(tokenizer.all_special_ids), TokenNames(tokenizer)
         self.since = int(time.time())
@@ -280,7 +283,11 @@ class Server:
             self._moved = time.monotonic()
 
     def _read(self, asked: AnswerRequest) -> tuple[AnswerRequest, list[ReadPrompt]]:
-        """A request and its prompts. Texts are tokenized by a call that lets go of the interpreter."""
+        """A request and its prompts. Texts are tokenized by a call that lets go of the interpreter. Raises Refused for
+        another assistant than the rows have."""
+        own = self.info["assistant"]
+        if asked.assistant not in (None, own, *(("none",) if own == "autoregressive" else ())):
+            raise Refused(f"assistant={asked.assistant!r} is not accepted: all requests here are answered with {own!r}")
         return asked, [self._prompt(each) for each in asked.prompts] or [self.templated(asked)]
 
     def _prompt(self, given: str | list[int]) -> ReadPrompt:
