@@ -16,8 +16,6 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound, TokenPenalties
 from fastspec.patches.continuous import Continuous
-from fastspec.patches.hf.compat import device_of, dtype_of
-from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.scoring import text_logprobs
 
 REFUSALS = (Unsupported, ValueError, FastSpecError)
@@ -58,19 +56,6 @@ def submit(batch: Continuous, tokenizer: Any, prompt: BatchPrompt, put_round: Pu
         penalties = TokenPenalties(prompt.frequency, prompt.presence, len(prompt.ids))
         options["logits_processor"] = LogitsProcessorList([penalties])
     return batch.submit(row, prompt.config, TokenStreamer(put_round, prompt.logprobs), **options)
-
-
-def info_of(batch: Continuous) -> dict[str, str]:
-    """What an open batch decodes with."""
-    ops, weight = batch.session.ops(batch.model, mode_for(batch.model)), dtype_of(batch.model)
-    return {
-        "assistant": batch.decoding.name,
-        "kernels": ops.name,
-        "device": str(device_of(batch.model)),
-        "dtype": str(weight).removeprefix("torch."),
-        "rows": str(batch.stats.rows),
-        "max_length": str(batch.max_length),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +170,7 @@ class Here:
     def __init__(self, batch: Continuous, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
         self.model, self.max_length, self.scorer = batch.model, batch.max_length, TextScorer(batch)
-        self.info = info_of(batch)
+        self.info = batch.info
 
     stats = property(lambda self: self.batch.stats)
     turns = property(lambda self: self.batch.turns + self.scorer.passes)

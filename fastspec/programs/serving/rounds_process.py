@@ -19,7 +19,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.continuous import Continuous
 from fastspec.patches.hf.ends import keep_criterion
-from fastspec.programs.serving.batch import BatchPrompt, PutRound, TextScorer, info_of, submit
+from fastspec.programs.serving.batch import BatchPrompt, PutRound, TextScorer, submit
 from fastspec.programs.serving.wire import Failure, Wire
 
 Opened = tuple[Continuous, Any]
@@ -137,7 +137,7 @@ def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
     except BaseException as error:  # a command's exit, too, is the other process's to make
         _fail(connection, error)
         return
-    ready = Ready(tokenizer, batch.model.config, batch.model.generation_config, batch.max_length, info_of(batch))
+    ready = Ready(tokenizer, batch.model.config, batch.model.generation_config, batch.max_length, batch.info)
     try:
         pickle.dumps(ready)
     except Exception as error:
