@@ -68,7 +68,7 @@ class Route:
 
     needs: tuple[str, ...]
     fields: frozenset[str]
-    own: dict[str, Check]
+    own: dict[str, Check] = field(hash=False)
     as_chat: Callable[[Body], Body] | None = None
 
 
