@@ -31,12 +31,13 @@ def application(
     decoded at a time."""
 
     def build() -> Any:  # in the replica
-        from fastspec.programs.cli.serving import opened
+        from fastspec.programs.cli.serving import chosen_of, opened
         from fastspec.programs.serving.app import build_app
         from fastspec.programs.serving.remote import Remote
 
-        batch = Remote(partial(opened, model, eagle3, rows=rows, device="cuda" if gpus else "cpu"))
-        return build_app(batch, batch.tokenizer, name or model)
+        chosen = chosen_of(model, eagle3, None, None)
+        batch = Remote(partial(opened, model, chosen, rows=rows, device="cuda" if gpus else "cpu"))
+        return build_app(batch, batch.tokenizer, name or model, head=chosen.head)
 
     scaling = {"min_replicas": least, "max_replicas": replicas, "target_ongoing_requests": rows}
     options = {"num_gpus": gpus}

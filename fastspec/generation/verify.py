@@ -15,7 +15,7 @@ step at which any row leaves its tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -143,6 +143,24 @@ def measure(logits: Tensor, tokens: Tensor) -> Tensor:
     best = logs.topk(2, -1).values
     entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)  # 0 * -inf is not 0
     return torch.stack((logs.gather(-1, tokens[..., None])[..., 0], best[..., 0] - best[..., 1], entropy), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a token, in nats, and the likeliest tokens in its place with theirs, the best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def top_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Log-probabilities of tokens by raw logits [N, V], each with the `count` likeliest."""
+    logs = torch.log_softmax(logits[: len(tokens)].float(), -1)
+    own = logs.gather(-1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
+    best, places = (part.tolist() for part in logs.topk(min(count, logs.shape[-1]), -1))
+    found = zip(tokens, own, places, best, strict=True)
+    return [TokenLogprob(token, value, tuple(zip(at, top, strict=True))) for token, value, at, top in found]
 
 
 class Steps(Protocol):

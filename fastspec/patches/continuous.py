@@ -37,6 +37,7 @@ from fastspec.patches.hf.changes import Snapshot, WeightSample
 from fastspec.patches.hf.compat import (
     device_of,
     drop_capturing_hooks,
+    dtype_of,
     is_shared_out,
     position_limit,
     processes_of,
@@ -277,6 +278,19 @@ class Continuous:
             self._prefixes.forget()
         tell(len(calls), len(calls))
         return time.perf_counter() - began
+
+    @property
+    def info(self) -> dict[str, str]:
+        """What it decodes with: assistant, kernels, device, dtype, rows and the tokens of one."""
+        model = self.model
+        return {
+            "assistant": self.decoding.name,
+            "kernels": self.session.ops(model, mode_for(model)).name,
+            "device": str(device_of(model)),
+            "dtype": str(dtype_of(model)).removeprefix("torch."),
+            "rows": str(self.stats.rows),
+            "max_length": str(self.max_length),
+        }
 
     @property
     def running(self) -> int:

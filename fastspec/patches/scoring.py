@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,13 +13,15 @@ from torch import Tensor
 from fastspec.devices import made_current
 from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.verify import TokenLogprob, top_logprobs
 from fastspec.patches.call.prompts import compact
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import is_wrapped, mode_for, not_patched
 from fastspec.patches.hf.parallel import group_of
-from fastspec.patches.session import session_of
+from fastspec.patches.session import PatchSession, session_of
 
+Value = TypeVar("Value")
 NODES = 64
 """Tokens of each row that a pass scores."""
 SCORES = 1 << 26
@@ -41,14 +46,7 @@ def log_probs(
     Raises Unsupported for an unpatched model, an encoder-decoder, a model that reads more than tokens or that several
     processes hold, a mask with a hole, and a temperature that is not above 0.
     """
-    model = unwrapped(model)
-    session = session_of(model)
-    if session is None:
-        raise Unsupported(not_patched(model, "its texts are scored after fastspec.patch(model)"))
-    if model.config.is_encoder_decoder or is_wrapped(model):
-        raise Unsupported(f"log_probs reads texts of tokens alone, and {type(model).__name__} reads more than these")
-    if group_of(model) is not None:
-        raise Unsupported(f"log_probs is for one process, and several hold this {type(model).__name__}")
+    model, session = _session(model)
     if not temperature > 0:
         raise Unsupported(f"log_probs: temperature={temperature} must be above 0")
     device = device_of(model)
@@ -61,28 +59,75 @@ def log_probs(
     if texts.shape[1] < 2:
         return found
     with made_current(device):
-        scored = _scored(model, session.ops(model, mode_for(model)), texts, counts, temperature)
+        taken = partial(_taken, temperature=temperature)
+        scored = torch.cat(list(_passes(model, session, texts, counts, taken, nullcontext)), 1)
     real = keep[:, 1:] & keep[:, :-1]
     found[real] = scored[torch.arange(scored.shape[1], device=device) < counts[:, None] - 1]
     return found
 
 
-def _scored(model: Any, ops: Any, texts: Tensor, counts: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities [B, T - 1] of texts [B, T], padding on the right."""
+@torch.no_grad()
+def text_logprobs(model: Any, ids: Sequence[int], count: int) -> Iterator[list[TokenLogprob]]:
+    """Log-probabilities of the tokens of one text from the second on, each with the `count` likeliest in its place, in
+    the parts that passes score. A pass takes its turn, so that an open batch of the model decodes between two of them.
+
+    Raises Unsupported as `log_probs`.
+    """
+    model, session = _session(model)
+    device = device_of(model)
+    text = torch.tensor([list(ids)], device=device)
+    if text.shape[1] < 2:
+        return
+
+    def read(logits: Tensor, tokens: Tensor) -> list[TokenLogprob]:
+        return top_logprobs(logits[0], tokens[0].tolist(), count)
+
+    counts = text.new_tensor([text.shape[1]])
+    yield from _passes(model, session, text, counts, read, lambda: session.turn.taken(device))
+
+
+def _session(model: Any) -> tuple[Any, PatchSession]:
+    """The model without wrappers, and its session. Raises Unsupported for one whose texts are not scored."""
+    model = unwrapped(model)
+    session = session_of(model)
+    if session is None:
+        raise Unsupported(not_patched(model, "its texts are scored after fastspec.patch(model)"))
+    if model.config.is_encoder_decoder or is_wrapped(model):
+        raise Unsupported(f"log_probs reads texts of tokens alone, and {type(model).__name__} reads more than these")
+    if group_of(model) is not None:
+        raise Unsupported(f"log_probs is for one process, and several hold this {type(model).__name__}")
+    return model, session
+
+
+def _passes(
+    model: Any,
+    session: PatchSession,
+    texts: Tensor,
+    counts: Tensor,
+    read: Callable[[Tensor, Tensor], Value],
+    turn: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[Value]:
+    """What `read` makes of logits [B, N, V] and the tokens [B, N] that came there, pass by pass, of texts [B, T],
+    padding on the right."""
     rows, longest = texts.shape
     nodes = max(1, min(NODES, longest - 1, SCORES // (rows * model.config.get_text_config().vocab_size)))
-    target = language_model(model, None, rows=rows, capacity=longest, tail=nodes, taps=None, ops=ops, first=longest)
-    logits, _ = target.prefill(texts[:, :1], torch.ones_like(counts))
-    parts, active = [_taken(logits[:, None], texts[:, 1:2], temperature)], torch.ones_like(counts, dtype=torch.bool)
+    with turn():
+        ops = session.ops(model, mode_for(model))
+        target = language_model(model, None, rows=rows, capacity=longest, tail=nodes, taps=None, ops=ops, first=longest)
+        logits, _ = target.prefill(texts[:, :1], torch.ones_like(counts))
+        found = read(logits[:, None], texts[:, 1:2])
+    yield found
+    active = torch.ones_like(counts, dtype=torch.bool)
     for at in range(1, longest - 1, nodes):
         tree = TokenTree.chain(texts[:, at : min(at + nodes, longest - 1)])
         count = tree.tokens.shape[1]
-        target.reserve(at + count)
-        logits, _ = target.score(tree, at)
-        parts.append(_taken(logits, texts[:, at + 1 : at + 1 + count], temperature))
-        path = torch.arange(count, device=texts.device).expand(rows, -1)
-        target.commit(Verdict(path, torch.full_like(counts, count - 1), texts[:, at + count]), active)
-    return torch.cat(parts, 1)
+        with turn():
+            target.reserve(at + count)
+            logits, _ = target.score(tree, at)
+            found = read(logits, texts[:, at + 1 : at + 1 + count])
+            path = torch.arange(count, device=texts.device).expand(rows, -1)
+            target.commit(Verdict(path, torch.full_like(counts, count - 1), texts[:, at + count]), active)
+        yield found
 
 
 def _taken(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

@@ -91,3 +91,48 @@ def test_a_server_answers_its_local_completions_model(pair, tokenizer):
             0, ids.shape[1] :
         ]
         assert cut(sample["resps"][0][0]) == cut(tokenizer.decode(emitted, skip_special_tokens=True))
+
+
+def test_a_server_s_log_likelihoods_are_those_of_the_hf_backend(pair, folder, tokenizer):
+    """Of choices and of whole texts, by echoed prompts with their log-probabilities, as tokens and as texts."""
+    from helpers.serve import NAME, served
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from lm_eval.tasks import TaskManager
+
+    original, model = pair
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{q}}"}
+    words = task("words", **rolling, metric_list=[{"metric": "word_perplexity"}])
+
+    def scores(lm: Any) -> list[list[tuple[float, bool]]]:
+        known = TaskManager(include_defaults=False)  # reading lm-eval's own tasks takes minutes
+        found = simple_evaluate(lm, tasks=[chosen(), words], bootstrap_iters=0, task_manager=known)
+        return [
+            [resp[0] if isinstance(resp, list) else resp for resp in sample["resps"]]
+            for name in ("chosen", "words")
+            for sample in found["samples"][name]
+        ]
+
+    wanted = scores(HFLM(pretrained=original, tokenizer=tokenizer, batch_size=1))
+    with served(model, rows=4, max_length=100, assistant="eagle3", tokenizer=tokenizer) as server:
+        for tokenized in (True, False):
+            lm = LocalCompletionsAPI(
+                base_url=f"{server.url}/v1/completions",
+                model=NAME,
+                tokenizer_backend="huggingface",
+                tokenizer=str(folder),
+                tokenized_requests=tokenized,
+                batch_size=2 if tokenized else 1,
+                num_concurrent=2,
+                max_length=99,
+                max_retries=1,
+            )
+            got = scores(lm)
+            assert len(got) == len(wanted) == 8
+            for mine, theirs in zip(got, wanted, strict=True):
+                for one, other in zip(mine, theirs, strict=True):
+                    if isinstance(one, tuple):
+                        assert one[1] == other[1]
+                        one, other = one[0], other[0]
+                    assert one == pytest.approx(other, abs=1e-3)

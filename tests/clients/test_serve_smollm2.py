@@ -44,5 +44,6 @@ def test_smollm2_answers_as_generate_does_with_stop_strings_and_in_streams(pair,
         with ThreadPoolExecutor(8) as pool:
             got = list(pool.map(lambda each: ask(*each), asked))
         for emitted, (question, stops, _) in zip(got, asked, strict=True):
-            assert emitted == alone(question, **({} if stops is None else {"stop_strings": stops}))
+            wanted = alone(question, **({} if stops is None else {"stop_strings": stops}))
+            assert emitted == min((wanted.split(each)[0] for each in stops or ()), key=len, default=wanted)
         assert server.metric("fastspec_acceptance_length") > 1.5

@@ -28,11 +28,15 @@ class Told:
     stop: Any = None
     raises: Exception | None = None
     is_cancelled: bool = False
+    keeps_logits: bool = False
     finished: list[tuple[list[int], BaseException | None]] = field(default_factory=list)
 
     @property
     def ids(self) -> Tensor:
         return torch.full((1, self.name), 7)
+
+    def observe(self, drafted: int, logits: Tensor | None) -> None:
+        """Nobody reads it here."""
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         if self.raises is not None:

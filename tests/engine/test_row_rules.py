@@ -37,7 +37,11 @@ class Asked:
     ends: frozenset[int] = frozenset()
     stop: Any = None
     is_cancelled: bool = False
+    keeps_logits: bool = False
     ids: Tensor = field(default_factory=lambda: torch.tensor([[1]]))
+
+    def observe(self, drafted: int, logits: Tensor | None) -> None:
+        """Nobody reads it here."""
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Nobody reads it here."""

@@ -27,9 +27,11 @@ from helpers.serve import (
     words,
 )
 from helpers.training import small_target
+from transformers.generation.logits_process import LogitsProcessorList
 
 import fastspec
 from fastspec.patches.call import one_prompt
+from fastspec.patches.call.processors import TokenPenalties
 
 pytestmark = MARKS
 
@@ -98,8 +100,13 @@ def test_chats_completions_and_streams_give_what_generate_gives(pair, server):
 def test_penalties_and_seeds(pair, server):
     plain, client = pair[0], server.client()
     text = "w5 w6 w7"
-    answer = client.completions.create(model=NAME, prompt=text, max_tokens=12, temperature=0, frequency_penalty=0.5)
+    more = {"repetition_penalty": 1.5}
+    answer = client.completions.create(model=NAME, prompt=text, max_tokens=12, temperature=0, extra_body=more)
     assert answer.choices[0].text == alone(plain, text, 12, repetition_penalty=1.5)[0]
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": -0.25}
+    answer = client.completions.create(model=NAME, prompt=text, max_tokens=12, temperature=0, **penalties)
+    own = LogitsProcessorList([TokenPenalties(0.5, -0.25, 3)])
+    assert answer.choices[0].text == alone(plain, text, 12, logits_processor=own)[0]
 
     def drawn(**options: Any) -> str:
         return (

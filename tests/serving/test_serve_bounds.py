@@ -37,11 +37,12 @@ BOUNDS: list[tuple[str, Any, Any]] = [
     ("temperature", 100, 100.01),
     ("top_p", 1e-6, 0),
     ("top_p", 1, 1.01),
-    ("frequency_penalty", -0.99, -1),
-    ("frequency_penalty", 100, 100.01),
+    ("frequency_penalty", -2, -2.01),
+    ("presence_penalty", 2, 2.01),
+    ("min_p", 1, 1.01),
     ("logit_bias", {"5": -100}, {"5": -100.01}),
     ("logit_bias", {"5": 100}, {"5": 100.01}),
-    ("n", 1, 2),
+    ("n", 128, 129),
     ("n", 1, 0),
     ("seed", 1, True),
 ]
@@ -110,7 +111,7 @@ def test_every_field_of_openai_is_taken_or_refused_by_name(model: Any) -> None:
     """And none is ignored that might change an answer."""
     taken = set()
     for route in NEEDS:
-        for name in route.fields - {route.needs}:
+        for name in route.fields - {*route.needs}:
             try:
                 read({**NEEDS[route], name: {"odd": [5]}}, route, "id", Limits(), "small", model)
                 taken.add(name)
@@ -173,11 +174,11 @@ def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
 
 
 def test_a_prompt_of_all_the_room_leaves_none_for_an_answer(model: Any) -> None:
-    batch = SimpleNamespace(max_length=20, model=model, waiting=0)
+    batch = SimpleNamespace(max_length=20, model=model, waiting=0, info={"assistant": "nasd"})
     made = Server(batch, small_tokenizer(), "small", Limits())  # type: ignore[arg-type]
     for length, fits in ((19, True), (20, False)):
-        _, ids, _ = made._read(asked(model, prompt="w5 " * length))
-        assert len(ids) == length
+        _, (prompt,) = made._read(asked(model, prompt="w5 " * length))
+        assert len(prompt.ids) == length
         if fits:
             made._fit(asked(model), length)
         else:

@@ -5,64 +5,20 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from helpers.saying import ANSWERS, saying
 from helpers.serve import MARKS, NAME, SECONDS, Served, post, served, talk
-from helpers.training import END, small_target, small_tokenizer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-import fastspec
-from fastspec.programs.serving.templates import TEMPLATES
 
 pytestmark = MARKS
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-FIRST = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-SECOND = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bergen"}}\n</tool_call>'
-ANSWERS = {
-    "a call": FIRST,
-    "all": f"<think>\nHm, 5 < 6.\n</think>\n\nTwo é€:\n{FIRST}\n{SECOND}\nThat is all. ",
-    "no name": '<tool_call>\n{"arguments": {}}\n</tool_call>',
-    "a mention": "Write <tool_call> before a call.",
-    "blanks": "\n\n Hi \n you \n",
-}
-
-
-def saying(text: str) -> tuple[Any, PreTrainedTokenizerFast]:
-    """A model that answers every turn with a text, and its tokenizer: each token is there once, and the one behind it
-    follows from it alone. Tokens are bytes, and may end within a character."""
-    spelt = "".join(part for part, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text))
-    pieces: list[str] = []
-    while spelt:
-        count = next((count for count in range(1, len(spelt) + 1) if spelt[:count] not in pieces), 0)
-        if not count:  # no other token is left for the end
-            pieces[-1] += spelt
-            break
-        pieces.append(spelt[:count])
-        spelt = spelt[count:]
-    words = dict.fromkeys(["<start>", "<end>", "<user>", "<bot>", *pieces])
-    words = {word: number for number, word in enumerate(words)}
-    plain = Tokenizer(models.WordLevel(words, unk_token="<start>"))
-    plain.pre_tokenizer, plain.decoder = pre_tokenizers.WhitespaceSplit(), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", unk_token="<start>")
-    tokenizer.chat_template = small_tokenizer().chat_template
-    tokenizer.response_template = {**TEMPLATES[0][1], "start_anchor": "<bot>"}
-    model = small_target()
-    model.lm_head.weight.zero_()
-    for before, after in pairwise([words["<bot>"], *(words[piece] for piece in pieces), END]):
-        model.lm_head.weight[after] = model.model.embed_tokens.weight[before]
-    for layer in model.model.layers:  # the last token alone decides
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    return fastspec.patch(model), tokenizer
 
 
 @pytest.fixture(scope="module", params=ANSWERS)
@@ -216,3 +172,22 @@ def test_an_answer_says_nothing_that_was_not_asked() -> None:
         ]
         status, answer = post(server, CHAT, json.dumps({"messages": history, "temperature": 0}).encode())
         assert status == 200 and answer["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_left_out_of_text_and_log_probabilities(said: tuple[str, Served], stream: bool) -> None:
+    """Of the text as it is, before reasoning and calls are told apart, where it begins within a token too."""
+    name, server = said
+    whole = chat(server, False, **asked(False))[0]
+    for stop in (whole[3:5], whole[5:6], [whole[4:12], "nowhere", whole[6:8]]):
+        parts = server.client().chat.completions.create(**asked(False, stop=stop, logprobs=True), stream=stream)
+        choices = [part.choices[0] for part in (parts if stream else [parts])]
+        text = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
+        strings = [stop] if isinstance(stop, str) else stop
+        places = [(ANSWERS[name].find(each), each) for each in strings if each in ANSWERS[name]]
+        raw = ANSWERS[name][: min(places, key=lambda place: place[0] + len(place[1]))[0]]  # the first that is whole
+        assert text == raw.split("</think>")[-1].strip() or (name == "all" and text == "")
+        assert choices[-1].finish_reason == "stop"
+        tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or ()]
+        emitted = b"".join(bytes(token.bytes) for token in tokens)
+        assert emitted.startswith(raw.encode()) and len(emitted) - len(raw.encode()) < len(tokens[-1].bytes)

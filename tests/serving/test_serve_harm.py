@@ -30,6 +30,7 @@ pytestmark = MARKS
 def stub(**more: Any) -> Any:
     """A batch that decodes nothing."""
     given = {"max_length": 10**6, "model": small_target(), "alive": True, "turns": 3, "running": 0, "waiting": 0}
+    given["info"] = {"assistant": "nasd"}
     return SimpleNamespace(**{**given, **more})
 
 
@@ -138,7 +139,7 @@ def test_a_header_that_never_ends_is_cut() -> None:
 def test_a_long_prompt_is_tokenized_while_others_go_on() -> None:
     """The tokenizer lets go of the interpreter: a thread beside it runs."""
     server, ticks = Server(stub(), small_tokenizer(), "small", Limits()), 0
-    reading = threading.Thread(target=lambda: server._ids("w5 " * 600_000, special=True))
+    reading = threading.Thread(target=lambda: server.ids("w5 " * 600_000, special=True))
     reading.start()
     while reading.is_alive():
         time.sleep(0.001)

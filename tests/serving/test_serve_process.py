@@ -82,9 +82,7 @@ def test_stop_strings_are_made_where_no_round_waits_and_sent_once(
     text = endless.client().completions.create(**GIVEN, max_tokens=12).choices[0].text.split()
     for word in (text[3], text[3], text[5], text[7], text[3]):  # the first is forgotten behind the third
         answer = endless.client().completions.create(**GIVEN, max_tokens=12, stop=word)
-        assert (
-            answer.choices[0].text.split() == text[: text.index(word) + 1] and answer.choices[0].finish_reason == "stop"
-        )
+        assert answer.choices[0].text.split() == text[: text.index(word)] and answer.choices[0].finish_reason == "stop"
     assert [message.strings for message in sent if isinstance(message, Criterion)] == [
         (text[at],) for at in (3, 5, 7, 3)
     ]

@@ -50,17 +50,28 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (RESPONSE, {"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
     (RESPONSE, {"text": {"verbosity": "high"}}, 400, "verbosity"),
     (RESPONSE, {"context_management": [{"type": "x"}]}, 400, "context_management"),
-    (ONE, {"prompt": ["w5", "w6"]}, 400, "one text"),
-    (ONE, {"prompt": [5, 6]}, 400, "one text"),
+    (ONE, {"prompt": []}, 400, "a text, a list of token numbers"),
+    (ONE, {"prompt": [5, "w6"]}, 400, "a text, a list of token numbers"),
+    (ONE, {"prompt": [[]]}, 400, "a text, a list of token numbers"),
+    (ONE, {"prompt": [True]}, 400, "a text, a list of token numbers"),
+    (ONE, {"prompt": ["w5"] * 129}, 400, "a list of up to 128"),
+    (ONE, {"prompt": ["w5", [5, 9999]]}, 400, "prompt names a token that the model has not"),
     (ONE, {"prompt": ""}, 400, "one token"),
     (ONE, {"prompt": "w6 " * 91}, 400, "has 91 tokens"),
     (ONE, {"prompt": "w6 " * 60, "max_tokens": 30}, 400, "max_length"),
     (ONE, {"max_tokens": 0}, 400, "max_tokens"),
     (ONE, {"max_tokens": 10**30}, 400, "max_tokens"),
     (ONE, {"max_tokens": 60}, 400, "at most 50"),
-    (ONE, {"n": 2}, 400, "must be 1"),
-    (ONE, {"logprobs": 5}, 400, "logprobs"),
-    (ONE, {"echo": True}, 400, "echo"),
+    (ONE, {"n": 129}, 400, "from 1 on to 128"),
+    (ONE, {"n": 3}, 400, "3 answers are asked for at once, and this server has 1 rows and lets 1 wait"),
+    (ONE, {"best_of": 2}, 400, "must be 1"),
+    (ONE, {"logprobs": 21}, 400, "logprobs"),
+    (ONE, {"logprobs": True}, 400, "logprobs"),
+    (ONE, {"echo": 1}, 400, "echo"),
+    (ONE, {"top_k": -2}, 400, "top_k"),
+    (ONE, {"min_p": 1.5}, 400, "min_p"),
+    (ONE, {"repetition_penalty": 0}, 400, "repetition_penalty"),
+    (ONE, {"frequency_penalty": 2.5}, 400, "from -2 to 2"),
     (ONE, {"suffix": "w"}, 400, "suffix"),
     (ONE, {"temperature": -1}, 400, "temperature"),
     (ONE, {"seed": 1.5}, 400, "seed"),
@@ -71,7 +82,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (ONE, {"logit_bias": {"5": 1000}}, 400, "logit_bias"),
     (CHAT, {"logit_bias": {"5": 1, "9999": 1}}, 400, "tokens are 0 to"),
     (ONE, {"logit_bias": {"9" * 3000: 1}}, 400, "tokens are 0 to"),
-    (ONE, {"presence_penalty": 1}, 400, "must be 0"),
+    (ONE, {"presence_penalty": 3}, 400, "from -2 to 2"),
     (ONE, {"generation_config": "{"}, 400, "no JSON text"),
     (ONE, {"generation_config": {"top_k": 5}}, 400, "JSON text of an object"),
     (ONE, {"generation_config": '{"num_beams": 4}'}, 400, "num_beams"),
@@ -150,7 +161,11 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
             ({"arguments": "{}"}, "messages[1].tool_calls[1] must be an object with a function that has a name"),
         )
     ),
-    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs"),
+    (CHAT, {"top_logprobs": 3}, 400, "without logprobs"),
+    (CHAT, {"logprobs": 3}, 400, "true or false"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "from 0 on to 20"),
+    (CHAT, {"echo": True}, 422, "echo"),
+    (RESPONSE, {"top_logprobs": 3}, 400, "top_logprobs"),
     (CHAT, {"reasoning_effort": "low"}, 400, "chat_template_kwargs"),
     (CHAT, {"audio": {"voice": "x"}}, 400, "audio"),
     (CHAT, {"function_call": "f"}, 400, "tool_choice"),
@@ -294,10 +309,10 @@ def test_a_prompt_far_above_the_room_is_refused_by_its_first_tokens(
 ) -> None:
     """Whatever part of the request it comes from; texts are read beside the server's own thread."""
     threads: list[threading.Thread] = []
-    read = serving.Server._ids
+    read = serving.Server.ids
     monkeypatch.setattr(
         serving.Server,
-        "_ids",
+        "ids",
         lambda *given, **more: threads.append(threading.current_thread()) or read(*given, **more),
     )
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import Unsupported
+from fastspec.models import SMOLLM2
 from fastspec.programs.bulk import (
     Done,
     answer_file,
@@ -27,7 +28,9 @@ from fastspec.programs.bulk import (
     share_of_process,
 )
 from fastspec.programs.cli.app import app
+from fastspec.programs.cli.serving import Chosen, chosen_of
 from fastspec.programs.texts import encode
+from fastspec.programs.training.save import save_head
 
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
 GREEDY = {"do_sample": False, "top_k": 50, "temperature": 1.0}
@@ -258,6 +261,18 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     assert fastspec.report(model).last.assistant == "nasd"
     refused = CliRunner().invoke(app, [*command, "--assistant", "eagle3"])
     assert refused.exit_code == 1 and "--eagle3" in refused.output
+    fastspec.unpatch(model)
+    save_head(tiny_head(model, kind="eagle", taps=(), own_lm_head=False), tmp_path / "head", "a card")
+    before = [row["text"] for row in answers(out)]
+    for assistant in ("eagle", "eagle2", None):
+        out.unlink()
+        more = ["--eagle", str(tmp_path / "head"), *(() if assistant is None else ("--assistant", assistant))]
+        done = CliRunner().invoke(app, [*command, *more])
+        assert done.exit_code == 0, done.output
+        assert [row["text"] for row in answers(out)] == before
+        assert fastspec.report(model).last.assistant == (assistant or "eagle2")
+        fastspec.unpatch(model)
+    fastspec.patch(model)
     Path(file).write_text("{}\n")
     fastspec.unpatch(model)
     refused = CliRunner().invoke(app, command)
@@ -282,9 +297,7 @@ def test_a_prompt_that_no_tokenizer_or_template_takes_ends_no_other(small, tmp_p
 
 
 def test_files_that_cannot_be_read_or_written_are_told_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "fastspec.programs.cli.serving.model_and_assistant", lambda *_: pytest.fail("a model was loaded")
-    )
+    monkeypatch.setattr("fastspec.programs.cli.serving.model_of", lambda *_: pytest.fail("a model was loaded"))
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w5"}')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "w5"')
@@ -364,7 +377,7 @@ def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_
     done = CliRunner().invoke(app, [*given, "--assistant", "speculative"])
     assert done.exit_code == 1
     assert (
-        "--assistant speculative: accepted are eagle3, nasd, autoregressive"
+        "--assistant speculative: accepted are eagle3, eagle2, eagle, nasd, autoregressive"
         in f"{done.exception} {done.output}".replace("\n", " ")
     )
 
@@ -384,3 +397,25 @@ def test_a_row_of_another_form_is_refused(tmp_path: Path, row: dict) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
     with pytest.raises(Unsupported, match='line 1: not a row with "prompt", "messages" or "turns"'):
         list(read_tasks(tmp_path / "prompts.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ((SMOLLM2, None, None, None), Chosen("eagle3", SMOLLM2)),
+        ((SMOLLM2, None, None, "eagle"), Chosen("eagle", f"{SMOLLM2}-eagle")),
+        ((SMOLLM2, None, "own", None), Chosen("eagle2", "own")),
+        ((SMOLLM2, "own", None, "eagle2"), Chosen("eagle2", f"{SMOLLM2}-eagle")),
+        ((SMOLLM2, None, None, "nasd"), Chosen("nasd", None)),
+        (("other", None, None, None), Chosen("nasd", None)),
+        (("other", "own", "older", None), Chosen("eagle3", "own")),
+        (("other", "own", "older", "eagle"), Chosen("eagle", "older")),
+        (("other", None, None, "autoregressive"), Chosen("autoregressive", None)),
+    ],
+    ids=str,
+)
+def test_commands_choose_an_assistant_and_its_head(given: Any, wanted: Chosen) -> None:
+    assert chosen_of(*given) == wanted
+    for assistant, option in (("eagle3", "--eagle3"), ("eagle2", "--eagle"), ("eagle", "--eagle")):
+        with pytest.raises(Unsupported, match=f"name one with {option} "):
+            chosen_of("other", None, None, assistant)

@@ -91,6 +91,10 @@ class Batch:
         """A prompt could not join: it is the call that fails."""
         raise error
 
+    def keeps_logits(self, prompt: int) -> bool:
+        """True where the logits of a prompt's tokens are asked for."""
+        return self.request.keep_logits
+
     def read(self, prompt: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
         """Take a prompt's first token, of scores and logits [1, V]."""
         if self.request.measure:
@@ -100,12 +104,21 @@ class Batch:
             tokens,
             0,
             scores if self.request.keep_scores else None,
-            logits if self.request.keep_logits else None,
+            logits if self.keeps_logits(prompt) else None,
         )
 
-    def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
-        """Append tokens to a prompt's answer until it ends; scores and logits are [len(tokens), V]. Raises
-        NoDistribution where it goes on behind the last of them, and that is `NO_TOKEN`."""
+    def take(
+        self,
+        prompt: int,
+        tokens: list[int],
+        accepted: int,
+        scores: Tensor | None,
+        logits: Tensor | None,
+        drafted: int = 0,
+    ) -> None:
+        """Append tokens of a round, which had `drafted` draft tokens, to a prompt's answer until it ends; scores and
+        logits are [len(tokens), V]. Raises NoDistribution where it goes on behind the last of them, and that is
+        `NO_TOKEN`."""
         request, answer = self.request, self.out.tokens[prompt]
         if request.steps is not None:
             self._take_steps(request.steps, prompt, tokens, accepted)

@@ -77,6 +77,13 @@ class Prompt(Protocol):
     def stop(self) -> Callable[[list[int]], bool] | None:
         """Asked after every token whether the answer ends there, where there are such criteria."""
 
+    @property
+    def keeps_logits(self) -> bool:
+        """True where `observe` takes the logits of its tokens."""
+
+    def observe(self, drafted: int, logits: Tensor | None) -> None:
+        """Take how many draft tokens a round had, and the raw logits [N, V] fp32 of its tokens, before these."""
+
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Take a round's tokens."""
 
@@ -191,9 +198,29 @@ class OpenBatch(Batch):
         if self.prompts[prompt] is not None:
             self._leave(prompt, error)
 
-    def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
+    def keeps_logits(self, prompt: int) -> bool:
+        """True where the prompt in this row asks for the logits of its tokens."""
+        held = self.prompts[prompt]
+        return held is not None and held.keeps_logits
+
+    def goes_on(self, longest: int) -> bool:
+        """True where a round may be launched before the one in front of it is read, whose logits nobody asks for."""
+        return super().goes_on(longest) and not any(map(self.keeps_logits, self.places))
+
+    def take(
+        self,
+        prompt: int,
+        tokens: list[int],
+        accepted: int,
+        scores: Tensor | None,
+        logits: Tensor | None,
+        drafted: int = 0,
+    ) -> None:
         """Takes a round's tokens of a prompt; one that has ended leaves its row."""
+        held = self.prompts[prompt]
         try:  # `guarded`, without what its generator costs a row and round
+            if held is not None:
+                held.observe(drafted, logits)
             super().take(prompt, tokens, accepted, None, None)
         except BaseException as error:
             self.errors.setdefault(prompt, error)

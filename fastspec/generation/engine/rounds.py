@@ -308,7 +308,7 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         None if last.committed.measures is None else last.committed.measures.clone()
     )  # the next replay writes over them
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
-    asked = request.keep_scores or request.keep_logits
+    asked = request.keep_scores or any(map(batch.keeps_logits, batch.places))
     paths = [last.verdict.path[row, : accepted + 1] for row, (accepted, *_) in enumerate(emitted)] if asked else []
     scores = (
         [last.scores_along(row, path) for row, path in enumerate(paths)]
@@ -321,12 +321,12 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         if engine.state.padded[row]:
             batch.take(prompt, tokens[: accepted + 1], accepted, None, None)
             continue
-        logits = last.logits[row, paths[row]].float() if request.keep_logits else None
+        logits = last.logits[row, paths[row]].float() if batch.keeps_logits(prompt) else None
         if measures is not None:
             batch.measures[prompt].append(measures[row, : accepted + 1])
-        begin = len(batch.out.tokens[prompt])
-        batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits)
-        batch.count(prompt, begin, accepted, nodes if drafted is None else drafted[row], nodes > 0)
+        begin, own = len(batch.out.tokens[prompt]), nodes if drafted is None else drafted[row]
+        batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits, own)
+        batch.count(prompt, begin, accepted, own, nodes > 0)
     follows = engine.main.longest if engine.in_flight else 0
     batch.grow([accepted + 1 for accepted, *_ in emitted], engine.state.running, follows)
     stats.rounds += 1

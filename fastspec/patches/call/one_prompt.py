@@ -28,11 +28,13 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.open_batch import Rule
-from fastspec.generation.verify import drawn_seed
+from fastspec.generation.verify import drawn_seed, top_logprobs
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.call.processors import (
     FILTERS,
     Ending,
+    RoundStreamer,
+    StreamedRound,
     Streaming,
     are_known,
     read_processors,
@@ -71,6 +73,7 @@ REFUSED_PROCESSORS: dict[str, tuple[Any, str]] = {
     "encoder_no_repeat_ngram_size": (0, "EncoderNoRepeatNGramLogitsProcessor"),
     "encoder_repetition_penalty": (1.0, "EncoderRepetitionPenaltyLogitsProcessor"),
     "watermarking_config": (None, "WatermarkLogitsProcessor"),
+    "top_h": (None, "TopHLogitsWarper"),
 }
 """Settings -> the value that changes nothing, and the processor of any other."""
 
@@ -195,7 +198,9 @@ class PreparedPrompt:
     ) -> None:
         self.shown, self.ids, self.limit, self.ends, self.rule, self.ending = shown, ids, limit, ends, rule, ending
         self.text = ids[0].cpu()
-        self.streaming = Streaming(streamer, 1, 0) if streamer is not None else None
+        self.rounds = streamer if isinstance(streamer, RoundStreamer) else None
+        self.streaming = Streaming(streamer, 1, 0) if streamer is not None and self.rounds is None else None
+        self._observed: tuple[int, Tensor | None] = (0, None)
         self.future = AnswerFuture()
 
     def move(self, device: torch.device) -> None:
@@ -214,8 +219,21 @@ class PreparedPrompt:
     def _stop(self, answer: list[int]) -> bool:
         return self.ending is not None and self.ending.stop is not None and self.ending.stop(0, answer)
 
+    @property
+    def keeps_logits(self) -> bool:
+        """True where the streamer asks for log-probabilities."""
+        return self.rounds is not None and self.rounds.logprobs is not None
+
+    def observe(self, drafted: int, logits: Tensor | None) -> None:
+        """Keep what the streamer is told with the round's tokens."""
+        self._observed = drafted, logits
+
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Hand a round's tokens to the streamer."""
+        if self.rounds is not None:
+            (drafted, logits), count = self._observed, self.rounds.logprobs
+            found = None if logits is None or count is None else top_logprobs(logits, tokens, count)
+            self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found))
         if self.streaming is not None:
             self.streaming.emit(0, tokens, accepted, done)
 
@@ -285,10 +303,14 @@ def _refuse_processors(model: Any, given: dict[str, Any]) -> None:
     """Refuse settings whose processors an open batch does not take before transformers makes these: one of them makes
     as many copies of the prompt as its setting says."""
     configs = (given.get("generation_config"), model.generation_config)
-    for name, (neutral, processor) in REFUSED_PROCESSORS.items():
+
+    def setting(name: str, neutral: Any) -> Any:
         held = (given.get(name), *(getattr(config, name, None) for config in configs))
-        value = next((each for each in held if each is not None), neutral)
-        if value != neutral:
+        return next((each for each in held if each is not None), neutral)
+
+    for name, (neutral, processor) in REFUSED_PROCESSORS.items():
+        value = setting(name, neutral)
+        if value != neutral and (name != "top_h" or setting("do_sample", False)):  # a greedy call makes no warper
             raise Unsupported(f"{name}={str(value)[:80]}: an open batch does not take {processor}: ask generate")
 
 

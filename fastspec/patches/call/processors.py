@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from transformers.generation.stopping_criteria import (
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.engine.verifier import ChoiceRule
-from fastspec.generation.verify import RowProcessor
+from fastspec.generation.verify import RowProcessor, TokenLogprob
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.call.grammar import Grammar, GrammarOfCall
 from fastspec.patches.session import plain_value
@@ -48,9 +49,25 @@ BLIND = tuple(
 # Of these, one reads a number back from the device: it cannot be part of a captured round.
 CAPTURABLE = tuple(kind for kind in BLIND if kind is not lp.EtaLogitsWarper)
 
+
+class TokenPenalties(lp.LogitsProcessor):
+    """Processor of OpenAI's penalties: the score of a token that came c times behind the first `prompt_length` tokens
+    becomes s - frequency * c - presence * [c > 0]."""
+
+    def __init__(self, frequency: float, presence: float, prompt_length: int) -> None:
+        self.frequency, self.presence, self.prompt_length = frequency, presence, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [R, V] of texts [R, T]."""
+        new = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
 # Processors that look at a row's own tokens and at nothing else: any rows may be handed to them together.
 ROWWISE = (
     *BLIND,
+    TokenPenalties,
     *(
         getattr(lp, name)
         for name in (
@@ -305,6 +322,34 @@ class Streaming:
     def end(self) -> None:
         """Tell the streamer that the text is over."""
         self.streamer.end()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRound:
+    """Tokens that a round gave to one prompt, of its `drafted` draft tokens those that are among them, and the
+    log-probabilities where they are asked for."""
+
+    tokens: list[int]
+    accepted: int = 0
+    drafted: int = 0
+    logprobs: list[TokenLogprob] | None = None
+
+
+class RoundStreamer(ABC):
+    """Streamer of one prompt of an open batch that takes rounds; with `logprobs` each token's log-probability under the
+    model's own distribution, beside so many of the likeliest tokens."""
+
+    logprobs: int | None = None
+
+    @abstractmethod
+    def put_round(self, round: StreamedRound) -> None:
+        """Take a round."""
+
+    def put(self, value: Tensor) -> None:  # noqa: B027
+        """Take the prompt, which who asks has."""
+
+    def end(self) -> None:  # noqa: B027
+        """Take the end, which the answer's future tells."""
 
 
 class PlainSteps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,25 +20,45 @@ from fastspec.programs.terminal import counting
 if TYPE_CHECKING:
     from fastspec.patches.continuous import Continuous
 
-ASSISTANTS = ("eagle3", "nasd", "autoregressive")
-"""Names that a command which brings one head can take."""
+HEADS = {"eagle3": "eagle3", "eagle2": "eagle", "eagle": "eagle"}
+"""Assistants with a head -> the option that names it."""
+ASSISTANTS = (*HEADS, "nasd", "autoregressive")
+"""Names of assistants that an open batch decodes with, and a command can take."""
+ASSISTANT = f"{', '.join(ASSISTANTS[:-1])} or {ASSISTANTS[-1]}; that of a head where there is one, else nasd."
+Assistant = Annotated[str | None, typer.Option(help=ASSISTANT)]
+OlderHead = Annotated[str | None, typer.Option(help="The same of a head of EAGLE-1 or 2, for eagle and eagle2.")]
 
 
-def model_and_assistant(
-    name: str, head: str | None, assistant: str | None, device: str | None, backend: str
-) -> tuple[Any, Any, str]:
-    """(model, tokenizer, assistant) of a command: the model patched with the EAGLE-3 head that it names or that ships
-    for the model, and the assistant that it names, else the head's, else "nasd". Without a device it is that of the
-    process."""
-    from fastspec.programs.bulk import own_device
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The assistant of a command, and its head."""
 
+    assistant: str
+    head: str | None
+
+
+def chosen_of(name: str, eagle3: str | None, eagle: str | None, assistant: str | None) -> Chosen:
+    """The assistant that a command names for a model, else that of a head that it names or that ships for the model,
+    else "nasd"."""
     if assistant not in (None, *ASSISTANTS):
         raise Unsupported(f"--assistant {assistant}: accepted are {', '.join(ASSISTANTS)}")
-    found = head if head is not None else dict(SHIPPED.get(name, ())).get("eagle3")
-    chosen = assistant if assistant is not None else "eagle3" if found is not None else "nasd"
-    if chosen == "eagle3" and found is None:
-        raise Unsupported(f"no head is known for {name!r}: name one with --eagle3 (a directory or a hub id)")
-    return *patched_model(name, own_device() if device is None else device, backend, eagle3=found), chosen
+    named, shipped = {"eagle3": eagle3, "eagle": eagle}, dict(SHIPPED.get(name, ()))
+    heads = {each: named[option] or shipped.get(each) for each, option in HEADS.items()}
+    first = [each for each, option in HEADS.items() if named[option]] + [each for each in HEADS if heads[each]]
+    chosen = assistant or next(iter(first), "nasd")
+    if chosen in HEADS and heads[chosen] is None:
+        raise Unsupported(
+            f"no head is known for {name!r}: name one with --{HEADS[chosen]} (a directory or a hub id) for {chosen}"
+        )
+    return Chosen(chosen, heads.get(chosen))
+
+
+def model_of(name: str, chosen: Chosen, device: str | None, backend: str) -> tuple[Any, Any]:
+    """(model, tokenizer) of a command, patched with its head. Without a device it is that of the process."""
+    from fastspec.programs.bulk import own_device
+
+    head = {HEADS[chosen.assistant]: chosen.head} if chosen.head is not None else {}
+    return patched_model(name, own_device() if device is None else device, backend, **head)
 
 
 def generate(
@@ -45,9 +66,8 @@ def generate(
     out: Annotated[Path, typer.Option(help="jsonl file of the answers; what it answers already is not asked again.")],
     model: Model = SMOLLM2,
     eagle3: Head = None,
-    assistant: Annotated[
-        str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")
-    ] = None,
+    eagle: OlderHead = None,
+    assistant: Assistant = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at a time.")] = 8,
     max_new_tokens: MaxNewTokens = 256,
     max_length: Annotated[
@@ -69,7 +89,8 @@ def generate(
     console, share = Console(stderr=True, highlight=False), share_of_process()
     settings = settings_of(model, max_new_tokens, temperature, top_p, seed, not raw)
     read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
-    target, tokenizer, chosen = model_and_assistant(model, eagle3, assistant, device, backend)
+    chosen = chosen_of(model, eagle3, eagle, assistant)
+    target, tokenizer = model_of(model, chosen, device, backend)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
@@ -78,7 +99,7 @@ def generate(
             tokenizer,
             prompts,
             out,
-            assistant=chosen,
+            assistant=chosen.assistant,
             rows=rows,
             max_new_tokens=max_new_tokens,
             max_length=max_length,
@@ -99,8 +120,7 @@ def generate(
 
 def opened(
     model: str,
-    eagle3: str | None = None,
-    assistant: str | None = None,
+    chosen: Chosen,
     rows: int = 8,
     max_length: int | None = None,
     prefill_chunk: int | None = None,
@@ -113,9 +133,11 @@ def opened(
     so many tokens."""
     from fastspec.patches.continuous import continuous
 
-    target, tokenizer, chosen = model_and_assistant(model, eagle3, assistant, device, backend)
+    target, tokenizer = model_of(model, chosen, device, backend)
     chunk: int | Literal["auto"] = prefill_chunk or "auto"
-    batch = continuous(target, chosen, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching)
+    batch = continuous(
+        target, chosen.assistant, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching
+    )
     if warmup is not None:
         with counting("calls") as told:
             seconds = batch.warmup(warmup, told)
@@ -126,15 +148,17 @@ def opened(
 def serve(
     model: Annotated[str, typer.Argument(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
     eagle3: Head = None,
-    assistant: Annotated[
-        str | None, typer.Option(help="eagle3, nasd or autoregressive; eagle3 where there is a head, else nasd.")
-    ] = None,
+    eagle: OlderHead = None,
+    assistant: Assistant = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL by default.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time.")] = 8,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option(envvar="FASTSPEC_API_KEY", help="Key that requests must bring.")
+    ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help='Origin of pages that browsers let ask, "*" for any; may be repeated.')
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
@@ -158,8 +182,8 @@ def serve(
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
 ) -> None:
-    """Serve a model by OpenAI's routes: chat, completions, responses, models, health and metrics. See
-    docs/serving.md."""
+    """Serve a model by OpenAI's routes and Anthropic's: chat, completions, responses, messages, models, tokens, health
+    and metrics. See docs/serving.md."""
     try:
         from fastspec.programs.serving.app import bound, build_app, run_server
         from fastspec.programs.serving.remote import Remote
@@ -167,12 +191,12 @@ def serve(
         from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
+    chosen = chosen_of(model, eagle3, eagle, assistant)
     listener = bound(host, port)  # before a model is loaded in vain
     build = partial(
         opened,
         model,
-        eagle3,
-        assistant,
+        chosen,
         rows,
         max_length,
         prefill_chunk,
@@ -182,8 +206,15 @@ def serve(
         prefix_caching,
     )
     with listener, Remote(build) as batch:
+        limits = Limits(max_tokens, queue, max_body)
         app = build_app(
-            batch, batch.tokenizer, name or model, limits=Limits(max_tokens, queue, max_body), api_key=api_key
+            batch,
+            batch.tokenizer,
+            name or model,
+            limits=limits,
+            api_key=api_key,
+            origins=cors or (),
+            head=chosen.head,
         )
         with left_alone_by_the_collector():
             run_server(app, listener, log_level=log_level, grace=grace)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import regex
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from fastspec.generation.verify import TokenLogprob
 from fastspec.programs.serving.requests import parse
 
 BEGUN = "\ufffd"
@@ -41,15 +43,36 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedToken:
+    """Token of an answer as its bytes, with its log-probability, the likeliest tokens in its place, and where its text
+    begins. The first token of a prompt has no log-probability."""
+
+    piece: bytes
+    logprob: float | None
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Tokens of the text that follows."""
+
+    tokens: tuple[NamedToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class End:
-    """End of the answer, with the tokens of the prompt and its own."""
+    """End of the answer, with its tokens, and of the draft tokens those that are among them. `stop` is the stop string
+    that ended it."""
 
     reason: Literal["stop", "length", "tool_calls"]
-    prompt_tokens: int
     tokens: int
+    accepted: int = 0
+    drafted: int = 0
+    stop: str | None = None
 
 
-Event = Content | Reasoning | ToolCall | End
+Event = Content | Reasoning | ToolCall | Logprobs | End
 
 
 def merged(events: Iterable[Event]) -> Iterator[Event]:
@@ -73,11 +96,11 @@ class Detokenizer:
     bytes are not all there comes with its last one, or at the end as U+FFFD."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
-        self.tokenizer, self.skip = tokenizer.backend_tokenizer, skip_special_tokens
+        self.whole, self.tokenizer, self.skip = tokenizer, tokenizer.backend_tokenizer, skip_special_tokens
         self.tokens: list[int] = []
         """The last ones: what a token decodes to depends on the one before it."""
-        self.known = self.said = 0
-        """Tokens, and characters of what `tokens` decode to, that have been given."""
+        self.known = self.said = self.length = 0
+        """Tokens, and characters of what `tokens` decode to, that have been given; characters in all."""
 
     def _decode(self, tokens: list[int]) -> str:
         found: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip)
@@ -89,6 +112,7 @@ class Detokenizer:
         text = self._decode(self.tokens)
         certain = text.rstrip(BEGUN)
         new, self.said = certain[self.said :], max(self.said, len(certain))
+        self.length += len(new)
         if certain == text and new:
             self.tokens = self.tokens[self.known :]
             self.known, self.said = len(self.tokens), len(self._decode(self.tokens))
@@ -266,24 +290,123 @@ class CallsParser:
             return [Content(self.text)] if self.text else []
 
 
+class StopCut:
+    """Cut of a text, which comes in pieces, where the first of some strings begins."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self.strings, self.held = strings, ""
+        self.found: str | None = None
+        """The string that was found."""
+
+    def add(self, text: str) -> str:
+        """The text that is certain with this piece: no end of it may be the beginning of a string."""
+        if self.found is not None:
+            return ""
+        text = self.held + text
+        places = [(text.index(string), string) for string in self.strings if string in text]
+        if places:
+            at, self.found = min(places)
+            self.held = ""
+            return text[:at]
+        longest = min(len(text), max(map(len, self.strings), default=1) - 1)
+        kept = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.strings)), 0)
+        self.held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def finish(self) -> str:
+        """The rest."""
+        rest, self.held = self.held, ""
+        return rest
+
+
+class TokenNames:
+    """Bytes of a tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.known = tokenizer, dict[int, bytes]()
+        self.special = frozenset(tokenizer.all_special_ids)
+        decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+        kinds = {each["type"] for each in decoder.get("decoders", [decoder]) if "type" in each}
+        self.letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if "ByteLevel" in kinds else None
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for; its name where it is special."""
+        if token not in self.known:
+            self.known[token] = self._bytes_of(self.tokenizer.convert_ids_to_tokens(token) or "", token)
+        return self.known[token]
+
+    def _bytes_of(self, piece: str, token: int) -> bytes:
+        if token in self.special:
+            return piece.encode()
+        if self.letters is not None and all(letter in self.letters for letter in piece):
+            return bytes(self.letters[letter] for letter in piece)
+        if regex.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("\u2581", " ").encode()
+
+    def named(self, scored: TokenLogprob, offset: int) -> NamedToken:
+        """A token whose text begins there."""
+        top = tuple((self.bytes_of(token), logprob) for token, logprob in scored.top)
+        return NamedToken(self.bytes_of(scored.token), scored.logprob, top, offset)
+
+
 class AnswerReader:
     """Reader of an answer's tokens, which come in pieces, into its events but the end. `ends` are special tokens that
-    end an answer, and are no text."""
+    end an answer, and are no text; the text ends where one of the strings `stop` begins. `names` are asked for where
+    tokens come with their log-probabilities."""
 
     def __init__(
-        self, tokenizer: Any, parser: ResponseParser | CallsParser | None, ends: frozenset[int] = frozenset()
+        self,
+        tokenizer: Any,
+        parser: ResponseParser | CallsParser | None,
+        ends: frozenset[int] = frozenset(),
+        stop: tuple[str, ...] = (),
+        names: TokenNames | None = None,
     ) -> None:
         self.parser, self.texts = parser, Detokenizer(tokenizer, skip_special_tokens=parser is None)
-        self.ends = ends
+        self.ends, self.cut, self.names = ends, StopCut(stop), names
+        self.before = self.length = 0
+        """Characters of a prompt that is part of the answer, and of the answer that are certain."""
+        self.held: list[NamedToken] = []
+        """Tokens whose text is not."""
 
-    def add(self, tokens: list[int]) -> list[Event]:
+    def echo(self, text: str, ids: list[int], scored: list[TokenLogprob]) -> list[Event]:
+        """A prompt as the beginning of its answer, its tokens scored from the second on."""
+        self.before = self.length = len(text)
+        if self.names is None:
+            return [Content(text)]
+        texts, found = Detokenizer(self.texts.whole, skip_special_tokens=True), list[NamedToken]()
+        for token, each in zip(ids, [TokenLogprob(ids[0], 0.0, ()), *scored], strict=True):
+            found.append(self.names.named(each, min(texts.length, len(text))))
+            texts.add([token])
+        return [Logprobs((replace(found[0], logprob=None), *found[1:])), Content(text)]
+
+    def add(self, tokens: list[int], scored: list[TokenLogprob] | None = None) -> list[Event]:
         """The events that are certain with these tokens."""
-        text = self.texts.add([token for token in tokens if token not in self.ends])
-        return self.parser.add(text) if self.parser is not None else [Content(text)] if text else []
+        if scored is None or self.names is None:
+            text = self._text(tokens)
+        else:
+            text = ""
+            for token, each in zip(tokens, scored, strict=True):
+                self.held.append(self.names.named(each, self.before + self.texts.length))
+                text += self._text([token])
+        return self._events(self.cut.add(text))
 
     def finish(self) -> list[Event]:
         """The rest."""
-        text = self.texts.finish()
-        if self.parser is None:
-            return [Content(text)] if text else []
-        return self.parser.add(text) + self.parser.finish()
+        found = self._events(self.cut.add(self.texts.finish()) + self.cut.finish(), ending=True)
+        return found if self.parser is None else found + self.parser.finish()
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.texts.add([token for token in tokens if token not in self.ends])
+
+    def _events(self, text: str, ending: bool = False) -> list[Event]:
+        """The events of a certain text, with the tokens that begin in it."""
+        self.length += len(text)
+        rest = ending and self.cut.found is None
+        certain = [each for each in self.held if rest or each.offset < self.length]
+        self.held = self.held[len(certain) :]
+        events: list[Event] = [Logprobs(tuple(certain))] if certain else []
+        if self.parser is not None:
+            return events + self.parser.add(text)
+        return [*events, Content(text)] if text else events

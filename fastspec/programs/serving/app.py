@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -22,9 +24,11 @@ from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import Continuous
+from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
-from fastspec.programs.serving.middleware import RequestMiddleware, error_body
+from fastspec.programs.serving.messages import MESSAGE, MessageForm
+from fastspec.programs.serving.middleware import RequestMiddleware, error_on
 from fastspec.programs.serving.remote import Remote
 from fastspec.programs.serving.requests import (
     CHAT,
@@ -36,15 +40,24 @@ from fastspec.programs.serving.requests import (
     Route,
     parse,
     read,
+    unknown_model,
 )
-from fastspec.programs.serving.server import ServedAnswer, Server
+from fastspec.programs.serving.server import ServedAnswers, Server
+from fastspec.programs.serving.tokens import count_tokens, detokenize, tokenize
 
 ANSWERED: dict[str, tuple[Route, type[Form]]] = {
     "/v1/chat/completions": (CHAT, ChatForm),
     "/v1/completions": (COMPLETION, CompletionForm),
     "/v1/responses": (RESPONSE, ResponseForm),
+    "/v1/messages": (MESSAGE, MessageForm),
 }
-PATHS = (*ANSWERED, "/v1/models", "/health", "/metrics")
+TOLD: dict[str, Callable[[Server, Any], JsonObject]] = {
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/v1/messages/count_tokens": count_tokens,
+}
+"""Routes that the server answers without the batch."""
+PATHS = (*ANSWERED, *TOLD, "/v1/models", "/v1/models/", "/health", "/metrics")
 REQUEST_ID = "x-request-id"
 HEADER = 1 << 16
 """Bytes of a request's line and headers at most."""
@@ -52,35 +65,53 @@ log = logging.getLogger("fastspec.serve")
 
 
 def build_app(
-    batch: Continuous | Remote, tokenizer: Any, name: str, *, limits: Limits | None = None, api_key: str | None = None
+    batch: Continuous | Remote,
+    tokenizer: Any,
+    name: str,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    origins: Sequence[str] = (),
+    head: str | None = None,
 ) -> RequestMiddleware:
-    """An ASGI application that answers OpenAI's routes for one model by an open batch, and closes the batch at its
-    shutdown.
+    """An ASGI application that answers OpenAI's routes, and Anthropic's, for one model by an open batch, and closes the
+    batch at its shutdown.
 
     `batch` is an open batch of this process, or one in a process of its own, whose process it ends. `name` is what
     requests call the model, `tokenizer` a fast one of transformers, of which an open batch here makes stop strings.
-    With `api_key` requests must bring it. Raises Unsupported for a tokenizer that is not a fast one.
+    With `api_key` requests must bring it. `origins` are those of pages that browsers let ask, "*" for any; `head` is
+    what the log and the metrics call the assistant's. Raises Unsupported for a tokenizer that is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise Unsupported(
             f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True"
         )
     served: Served = Here(batch, tokenizer) if isinstance(batch, Continuous) else batch
-    server = Server(served, tokenizer, name, limits or Limits())
+    server = Server(served, tokenizer, name, limits or Limits(), {} if head is None else {"head": head})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        log.info("serving %s", ", ".join(f"{name} {value}" for name, value in server.info.items()))
         yield
         server.close()
 
     app = FastAPI(lifespan=lifespan)
     for path, (route, form) in ANSWERED.items():
-        app.add_api_route(path, _answering(server, route, form), methods=["POST"])
+        app.add_api_route(path, _answering(partial(_answer, server, route, form)), methods=["POST"])
+    for path, told in TOLD.items():
+        app.add_api_route(path, _answering(partial(_tell, server, told)), methods=["POST"])
+    owned = {"object": "model", "created": server.since, "owned_by": "fastspec"}
+    only = {"id": name, **owned, "max_model_len": served.max_length}
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        only = {"id": name, "object": "model", "created": server.since, "owned_by": "fastspec"}
         return JSONResponse({"object": "list", "data": [only]})
+
+    @app.get("/v1/models/{asked:path}")
+    async def model(asked: str) -> JSONResponse:
+        if asked != name:
+            return _failed(unknown_model(asked, name), "", "/v1/models")
+        return JSONResponse(only)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -95,51 +126,67 @@ def build_app(
 
     @app.exception_handler(HTTPException)  # starlette's own, of a route that has no such method
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
+        told = error_on(request.url.path, str(error.detail), error.status_code)
+        return JSONResponse(told, error.status_code, error.headers)
 
-    return RequestMiddleware(app, PATHS, server.limits.body, api_key)
+    return RequestMiddleware(app, PATHS, server.limits.body, api_key, origins)
 
 
-def _answering(server: Server, route: Route, kind: type[Form]) -> Any:
-    """The endpoint of a route whose answers have this form."""
+def _answering(made_of: Callable[[str, bytes], Awaitable[Response]]) -> Any:
+    """The endpoint of a route that answers a body, of a request with this id."""
 
     async def answer(request: Request) -> Response:
         name = request.headers.get(REQUEST_ID) or str(uuid.uuid4())
         try:
-            made = await _answer(server, route, kind, name, await request.body())
+            made = await made_of(name, await request.body())
         except Exception as error:
-            made = _failed(error, name)
+            made = _failed(error, name, request.url.path)
         made.headers[REQUEST_ID] = name
         return made
 
     return answer
 
 
+def _parsed(body: bytes) -> Any:
+    try:
+        return parse(body.decode("utf-8-sig"))
+    except ValueError as error:
+        raise Refused(f"the body is not a JSON object: {error}") from error
+
+
+async def _tell(server: Server, told: Callable[[Server, Any], JsonObject], name: str, body: bytes) -> Response:
+    loop = asyncio.get_running_loop()
+    return JSONResponse(await loop.run_in_executor(server.reading, lambda: told(server, _parsed(body))))
+
+
 async def _answer(server: Server, route: Route, kind: type[Form], name: str, body: bytes) -> Response:
     arrived = time.perf_counter()
 
     def asked() -> AnswerRequest:
-        try:
-            found = parse(body.decode("utf-8-sig"))
-        except ValueError as error:
-            raise Refused(f"the body is not a JSON object: {error}") from error
+        found = _parsed(body)
         return replace(read(found, route, name, server.limits, server.name, server.batch.model), arrived=arrived)
 
-    answer = await server.ask(asked)
-    form = kind(answer.asked, server.name)
-    if answer.asked.stream:
-        return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
-    return JSONResponse(form.whole([event async for part in answer.events() for event in part]))
+    answers = await server.ask(asked)
+    form = kind(answers.asked, server.name, answers.prompt_tokens)
+    if answers.asked.stream:
+        return StreamingResponse(_stream(answers, form), media_type="text/event-stream")
+    found: list[list[Event]] = [[] for _ in range(answers.asked.count)]
+    async for part in answers.events():
+        for index, event in part:
+            found[index].append(event)
+    return JSONResponse(form.whole(found))
 
 
-async def _stream(answer: ServedAnswer, form: Form) -> AsyncIterator[str]:
+async def _stream(answers: ServedAnswers, form: Form) -> AsyncIterator[str]:
     """The lines of a streamed answer; an error ends them."""
     first = _lines(form.begin())
     if first:
         yield first
     try:
-        async for events in answer.events():
-            yield _lines([message for event in events for message in form.add(event)])
+        async for events in answers.events():
+            lines = _lines([message for index, event in events for message in form.add(event, index)])
+            if lines:
+                yield lines
     except Exception as error:
         yield _lines(form.failed(*_told(error)[:2]))
         return
@@ -160,12 +207,12 @@ def _told(error: Exception) -> tuple[str, int, str | None, dict[str, str] | None
     return f"{type(error).__name__}: {error}", 500, None, None
 
 
-def _failed(error: Exception, name: str) -> JSONResponse:
+def _failed(error: Exception, name: str, path: str) -> JSONResponse:
     """The answer of a request that has none; what is no refusal is logged."""
     message, status, code, headers = _told(error)
     if status == 500:
         log.error("%s failed", name, exc_info=error)
-    return JSONResponse(error_body(message, status, code), status, headers)
+    return JSONResponse(error_on(path, message, status, code), status, headers)
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,30 +12,33 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
 
 import fastspec
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.stats import Stats
+from fastspec.patches.call.processors import RoundStreamer, StreamedRound, TokenPenalties
 from fastspec.patches.continuous import Continuous
 from fastspec.patches.hf.ends import end_tokens
+from fastspec.patches.scoring import text_logprobs
 
 REFUSALS = (Unsupported, ValueError, FastSpecError)
 """What a batch raises for a prompt that it does not take; FastSpecError where it takes none any more."""
-PutTokens = Callable[[list[int]], None]
-"""Takes a round's tokens of one answer."""
+PutRound = Callable[[StreamedRound], None]
+"""Takes a round of one answer, or the part of a text that a pass scored."""
 
 
 @dataclass(frozen=True, slots=True)
-class TokenStreamer:
-    """Streamer of an open batch that hands on a round's tokens and nothing else."""
+class BatchPrompt:
+    """A prompt's tokens, and how its answer is chosen: a GenerationConfig, a seed, OpenAI's penalties. With `logprobs`
+    each token comes with its log-probability and so many of the likeliest tokens."""
 
-    put_tokens: PutTokens
-
-    def put(self, value: Tensor) -> None:
-        """The prompt, which who asks has."""
-
-    def end(self) -> None:
-        """The end, which the answer's future tells."""
+    ids: list[int]
+    config: Any
+    seed: int | None = None
+    frequency: float = 0.0
+    presence: float = 0.0
+    logprobs: int | None = None
 
 
 def read_tokens(batch: Continuous, tokenizer: Any) -> None:
@@ -51,17 +54,31 @@ def _grammar(tokenizer: Any, structure: str, ends: tuple[int, ...]) -> Any:
     return fastspec.Grammar(tokenizer, **json.loads(structure), end_tokens=ends)
 
 
-def submit(
-    batch: Continuous, tokenizer: Any, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None
-) -> Future[Tensor]:
+class TokenStreamer(RoundStreamer):
+    """Streamer of an open batch that hands on rounds and nothing else."""
+
+    def __init__(self, told: PutRound, logprobs: int | None) -> None:
+        self.told, self.logprobs = told, logprobs
+
+    def put_round(self, round: StreamedRound) -> None:
+        """Hand a round on."""
+        self.told(round)
+
+
+def submit(batch: Continuous, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:
     """Hand a prompt to an open batch of this process."""
-    row = torch.tensor([ids], device="cpu")
-    options: dict[str, Any] = {"seed": seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
+    row, config = torch.tensor([prompt.ids], device="cpu"), prompt.config
+    options: dict[str, Any] = {"seed": prompt.seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
+    processors = LogitsProcessorList()
+    if prompt.frequency or prompt.presence:
+        processors.append(TokenPenalties(prompt.frequency, prompt.presence, len(prompt.ids)))
     structure = vars(config).get("structure")
     if structure is not None:
         ends = tuple(sorted(end_tokens(config, batch.model.generation_config)))
-        options["logits_processor"] = [_grammar(tokenizer, json.dumps(structure), ends)]
-    return batch.submit(row, config, TokenStreamer(put_tokens), **options)
+        processors.append(_grammar(tokenizer, json.dumps(structure), ends))
+    if processors:
+        options["logits_processor"] = processors
+    return batch.submit(row, config, TokenStreamer(put_round, prompt.logprobs), **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +89,54 @@ class Sent:
     """Done when it is decided whether the batch decodes it; raises what refuses it."""
     answer: Future[Any] = field(default_factory=Future)
     """Done when the answer is over, whose tokens were handed on by then. To cancel it lets go of the prompt."""
+
+
+def settle(future: Future[Any], error: BaseException | None) -> None:
+    """End a future, with or without an error; not one that has ended already, or was cancelled."""
+    with suppress(InvalidStateError, RuntimeError):  # of another thread that settles it meanwhile
+        if future.done() or not future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+class TextScorer:
+    """Thread that scores one text after another, between the rounds of an open batch."""
+
+    def __init__(self, batch: Continuous) -> None:
+        self.batch, self.threads = batch, ThreadPoolExecutor(1, "fastspec-scores")
+        self.passes = 0
+        """Passes over texts that have ended."""
+        self.held: set[Future[None]] = set()
+        """Of texts that are not scored yet."""
+
+    def score(self, ids: list[int], count: int, put_round: PutRound) -> Future[None]:
+        """The future of when all parts of a text were handed on, each token with the `count` likeliest in its place."""
+        scored: Future[None] = Future()
+        self.held.add(scored)
+        scored.add_done_callback(self.held.discard)
+        self.threads.submit(self._score, scored, ids, count, put_round)
+        return scored
+
+    def _score(self, scored: Future[None], ids: list[int], count: int, put_round: PutRound) -> None:
+        try:
+            for part in text_logprobs(self.batch.model, ids, count):
+                if scored.cancelled():
+                    return
+                put_round(StreamedRound([each.token for each in part], logprobs=part))
+                self.passes += 1
+        except BaseException as error:  # nobody else would tell who waits
+            settle(scored, error)
+        else:
+            settle(scored, None)
+
+    def close(self) -> None:
+        """Let go of all texts."""
+        for scored in list(self.held):
+            scored.cancel()
+        self.threads.shutdown(wait=True, cancel_futures=True)
 
 
 class Served(Protocol):
@@ -86,12 +151,16 @@ class Served(Protocol):
         """Tokens of a prompt and its answer at most."""
 
     @property
+    def info(self) -> dict[str, str]:
+        """Assistant, kernels, device, dtype, rows and lengths."""
+
+    @property
     def stats(self) -> Stats:
         """Counts since it was opened; a warm-up begins them anew."""
 
     @property
     def turns(self) -> int:
-        """Turns of the rounds that have ended."""
+        """Turns of the rounds, and passes over texts that are scored, that have ended."""
 
     @property
     def running(self) -> int:
@@ -99,14 +168,17 @@ class Served(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Prompts that wait for a row."""
+        """Prompts that wait for a row, and texts that are to be scored."""
 
     @property
     def alive(self) -> bool:
         """True where it takes prompts."""
 
-    def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:
-        """Ask for the answer to one prompt with a GenerationConfig of its own; `put_tokens` takes its tokens."""
+    def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
+        """Ask for the answer to one prompt; `put_round` takes its rounds."""
+
+    def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
+        """Ask for the log-probabilities of a text's tokens from the second on, each with the `count` likeliest."""
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
         """What stop strings come to, before a prompt that has them is sent."""
@@ -120,28 +192,36 @@ class Here:
 
     def __init__(self, batch: Continuous, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
-        self.model, self.max_length = batch.model, batch.max_length
+        self.model, self.max_length, self.scorer = batch.model, batch.max_length, TextScorer(batch)
+        self.info = batch.info
 
     stats = property(lambda self: self.batch.stats)
-    turns = property(lambda self: self.batch.turns)
+    turns = property(lambda self: self.batch.turns + self.scorer.passes)
     running = property(lambda self: self.batch.running)
-    waiting = property(lambda self: self.batch.waiting)
+    waiting = property(lambda self: self.batch.waiting + len(self.scorer.held))
     alive = property(lambda self: self.batch.alive)
 
-    def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:
+    def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
         """Submit the prompt, which takes or refuses it at once."""
         taken: Future[None] = Future()
         try:
-            answer = submit(self.batch, self.tokenizer, ids, config, put_tokens, seed)
+            answer = submit(self.batch, self.tokenizer, prompt, put_round)
         except REFUSALS as error:
             taken.set_exception(error)
             return Sent(taken)
         taken.set_result(None)
         return Sent(taken, answer)
 
+    def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
+        """Let the thread for that score the text."""
+        sent = Sent(answer=self.scorer.score(ids, count, put_round))
+        sent.taken.set_result(None)
+        return sent
+
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
         """Nothing: who made it has kept it."""
 
     def close(self) -> None:
         """Cancel the prompts, and end the batch's thread."""
+        self.scorer.close()
         self.batch.close(cancel=True)

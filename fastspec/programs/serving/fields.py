@@ -15,6 +15,10 @@ Check = tuple[Callable[[Any], bool], str]
 """True where a field may hold a value, and what it may hold in words."""
 STOP_LENGTH = 256
 """Characters of a request's stop strings: transformers compares each with every token of the vocabulary first."""
+LIKELIEST = 20
+"""Tokens at most that are named beside each of an answer, with their log-probabilities."""
+ANSWERS = 128
+"""Answers to a prompt at most, and prompts of a request."""
 SEQUENCES = 1024
 """Sequences of tokens in a setting: the scores of each are looked up at every token."""
 TEXT = {"type": "text"}
@@ -117,6 +121,17 @@ def _is_stream_options(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, bool) for each in value.values())
 
 
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_whole(0)[0], value))
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str) or _are_token_ids(value):
+        return True
+    prompts = isinstance(value, list) and 0 < len(value) <= ANSWERS
+    return prompts and all(isinstance(each, str) or _are_token_ids(each) for each in value)
+
+
 FORMATS = "an object of type text, json_object or json_schema, the last with a name and a schema"
 TEMPLATED = ": chat_template_kwargs tells the model's template"
 STOP: Check = (_is_stop, f"a text or up to 16 of them, none empty, of {STOP_LENGTH} characters together")
@@ -127,8 +142,11 @@ ACCEPTED: dict[str, Check] = {
     "seed": _whole(-(2**63)),
     "temperature": _number(0, 100),
     "top_p": _number(1e-6, 1),
-    "frequency_penalty": _number(-0.99, 100),
-    "presence_penalty": _number(0, 0),
+    "top_k": _whole(-1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(1e-6, 100),
+    "frequency_penalty": _number(-2, 2),
+    "presence_penalty": _number(-2, 2),
     "logit_bias": (
         _is_bias,
         f"an object of up to {SEQUENCES} token numbers and what is added to their scores, -100 to 100",
@@ -137,13 +155,15 @@ ACCEPTED: dict[str, Check] = {
     "stream": TRUTH,
     "stream_options": (_is_stream_options, "an object of true and false"),
     "messages": (_are_objects, "a list of objects with role and content, a text or parts of type text"),
-    "prompt": _instance(str, "one text"),
+    "prompt": (_is_prompt, f"a text, a list of token numbers, or a list of up to {ANSWERS} of these"),
+    "echo": TRUTH,
+    "assistant": _instance(str, "a text"),
     "input": (
         lambda value: isinstance(value, str) or _are_objects(value),
         "a text, or a list of messages, texts and calls of functions",
     ),
     "instructions": _instance(str, "a text"),
-    "n": _whole(1, 1),
+    "n": _whole(1, ANSWERS),
     "best_of": _whole(1, 1),
     "chat_template_kwargs": _instance(dict, "an object"),
     "generation_config": _instance(str, 'a JSON text of an object, {"max_new_tokens": 64} in quotes'),
@@ -169,6 +189,9 @@ ACCEPTED: dict[str, Check] = {
     ),
 }
 """Fields -> what they may hold where they are given; a route's other fields must be left out, or hold nothing."""
+OF_CHATS: dict[str, Check] = {"logprobs": TRUTH, "top_logprobs": _whole(0, LIKELIEST)}
+OF_COMPLETIONS: dict[str, Check] = {"logprobs": _whole(0, LIKELIEST), "max_tokens": _whole(0)}
+"""The same of fields that hold something else on one route."""
 
 
 def _is_token(value: Any) -> bool:

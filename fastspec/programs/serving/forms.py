@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastspec.programs.serving.answers import Content, End, Event, Reasoning, ToolCall, merged
+from fastspec.programs.serving.answers import Content, End, Event, Logprobs, NamedToken, Reasoning, ToolCall, merged
 from fastspec.programs.serving.middleware import error_body
 from fastspec.programs.serving.requests import AnswerRequest
 
@@ -17,25 +17,25 @@ JsonObject = dict[str, Any]
 
 
 class Form(ABC):
-    """Form of one answer."""
+    """Form of the answers to one request, whose prompts have so many tokens."""
 
     done = True
     """True where a stream ends with `[DONE]`."""
 
-    def __init__(self, asked: AnswerRequest, model: str) -> None:
-        self.asked, self.model, self.created = asked, model, int(time.time())
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        self.asked, self.model, self.prompt_tokens, self.created = asked, model, prompt_tokens, int(time.time())
 
     @abstractmethod
-    def whole(self, events: Iterable[Event]) -> JsonObject:
-        """The answer."""
+    def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
+        """The answers."""
 
     @abstractmethod
     def begin(self) -> list[JsonObject]:
         """What a stream begins with."""
 
     @abstractmethod
-    def add(self, event: Event) -> list[JsonObject]:
-        """What a stream has of one event."""
+    def add(self, event: Event, index: int = 0) -> list[JsonObject]:
+        """What a stream has of one event of this answer."""
 
     def failed(self, message: str, status: int) -> list[JsonObject]:
         """What a stream has of an error, which ends it."""
@@ -43,87 +43,166 @@ class Form(ABC):
 
 
 class Choices(Form):
-    """Form with one choice: what chats and completions share."""
+    """Form with a choice for each answer: what chats and completions share."""
 
     whole_kind = chunk_kind = "text_completion"
 
-    def made(self, kind: str, choices: list[JsonObject], end: End | None = None) -> JsonObject:
-        """An answer or a chunk, with the counts of tokens where an end is given."""
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        super().__init__(asked, model, prompt_tokens)
+        self.ends: dict[int, End] = {}
+        self.tokens: dict[int, list[NamedToken]] = {}
+        """Of each answer those whose log-probabilities no chunk has yet."""
+
+    @abstractmethod
+    def part(self, event: Event, index: int) -> JsonObject:
+        """The fields that a choice has of a chunk's event."""
+
+    @abstractmethod
+    def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
+        """The log-probabilities of a choice."""
+
+    def made(self, kind: str, choices: list[JsonObject], usage: bool = False) -> JsonObject:
+        """An answer or a chunk, with the counts of tokens or without."""
         head = {"id": self.asked.request_id, "object": kind, "created": self.created, "model": self.model}
-        if end is None:
+        if not usage:
             return {**head, "choices": choices}
-        counts = {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens}
-        return {**head, "choices": choices, "usage": {**counts, "total_tokens": end.prompt_tokens + end.tokens}}
+        ends = list(self.ends.values())
+        before, new = self.prompt_tokens, sum(end.tokens for end in ends)
+        accepted = sum(end.accepted for end in ends)
+        rejected = sum(end.drafted for end in ends) - accepted
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        counts = {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+        return {**head, "choices": choices, "usage": {**counts, "completion_tokens_details": details}}
 
-    def chunk(self, end: End | None = None, **choice: Any) -> JsonObject:
-        """A chunk with a choice of these fields."""
-        return self.made(self.chunk_kind, [{"index": 0, "finish_reason": None, **choice}], end)
+    def choice(self, index: int, **fields: Any) -> JsonObject:
+        """A choice, with the log-probabilities that have come where they are asked for."""
+        found: JsonObject = {"index": index, "finish_reason": None, "logprobs": None, **fields}
+        if self.asked.logprobs is not None:
+            found["logprobs"] = self.logprobs(self.tokens.pop(index, []))
+        return found
 
-    def ended(self, end: End, **choice: Any) -> list[JsonObject]:
-        """The last chunk, with the counts unless the request says where it wants them."""
-        usage = self.asked.usage
-        last = self.chunk(end if usage is None else None, **{**choice, "finish_reason": end.reason})
-        return [last, self.made(self.chunk_kind, [], end)] if usage else [last]
+    def add(self, event: Event, index: int = 0) -> list[JsonObject]:
+        """A chunk; the last one has the counts unless the request says where it wants them."""
+        if isinstance(event, Logprobs):
+            self.tokens.setdefault(index, []).extend(event.tokens)
+            return []
+        choice = self.choice(index, **self.part(event, index))
+        if not isinstance(event, End):
+            return [self.made(self.chunk_kind, [choice])]
+        self.ends[index], usage = event, self.asked.usage
+        last = len(self.ends) == self.asked.count
+        chunk = self.made(self.chunk_kind, [{**choice, "finish_reason": event.reason}], last and usage is None)
+        return [chunk, self.made(self.chunk_kind, [], True)] if last and usage else [chunk]
+
+    def end_of(self, events: Iterable[Event], index: int) -> tuple[list[Event], End]:
+        """(the events of text and calls of a whole answer, its end)."""
+        *found, end = events
+        assert isinstance(end, End)
+        self.ends[index] = end
+        self.tokens[index] = [token for each in found if isinstance(each, Logprobs) for token in each.tokens]
+        return [each for each in found if not isinstance(each, Logprobs)], end
 
 
 class ChatForm(Choices):
     """Form of `/v1/chat/completions`."""
 
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-    calls = 0
 
-    def _delta(self, event: Event) -> JsonObject:
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        super().__init__(asked, model, prompt_tokens)
+        self.calls: dict[int, int] = {}
+        """Calls of tools of each answer so far."""
+
+    def part(self, event: Event, index: int) -> JsonObject:
+        """The delta."""
+        return {"delta": self._delta(event, index)}
+
+    def _delta(self, event: Event, index: int) -> JsonObject:
         if isinstance(event, ToolCall):
-            function = {"name": event.name, "arguments": event.arguments}
-            self.calls += 1
-            name = f"{self.asked.request_id}_tool_call_{self.calls - 1}"
-            call = {"index": self.calls - 1, "id": name, "type": "function", "function": function}
-            return {"tool_calls": [call]}
-        if isinstance(event, End):
-            return {}
-        return {"reasoning_content" if isinstance(event, Reasoning) else "content": event.text}
+            function, number = {"name": event.name, "arguments": event.arguments}, self.calls.get(index, 0)
+            self.calls[index] = number + 1
+            answer = f"_{index}" if index else ""
+            name = f"{self.asked.request_id}{answer}_tool_call_{number}"
+            return {"tool_calls": [{"index": number, "id": name, "type": "function", "function": function}]}
+        if isinstance(event, (Content, Reasoning)):
+            return {"reasoning_content" if isinstance(event, Reasoning) else "content": event.text}
+        return {}
 
-    def whole(self, events: Iterable[Event]) -> JsonObject:
-        """The message that the chunks come to."""
-        found: JsonObject = {}
-        for event in events:
-            for name, value in self._delta(event).items():
-                found[name] = found[name] + value if name in found else value
-        assert isinstance(event, End)
-        for call in found.get("tool_calls", ()):
-            del call["index"]
-        message = {"role": "assistant", "content": None if "tool_calls" in found else "", **found}
-        return self.made(self.whole_kind, [{"index": 0, "message": message, "finish_reason": event.reason}], event)
+    def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
+        """Each token as text and bytes, with the likeliest in its place."""
+        content = []
+        for token in tokens:
+            top = [_named(piece, logprob) for piece, logprob in token.top]
+            content.append({**_named(token.piece, token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
+        """The messages that the chunks come to."""
+        choices = []
+        for index, answer in enumerate(answers):
+            events, end = self.end_of(answer, index)
+            found: JsonObject = {}
+            for event in events:
+                for name, value in self._delta(event, index).items():
+                    found[name] = found[name] + value if name in found else value
+            for call in found.get("tool_calls", ()):
+                del call["index"]
+            message = {"role": "assistant", "content": None if "tool_calls" in found else "", **found}
+            choices.append(self.choice(index, message=message, finish_reason=end.reason))
+        return self.made(self.whole_kind, choices, True)
 
     def begin(self) -> list[JsonObject]:
         """The role."""
-        return [self.chunk(delta={"role": "assistant", "content": ""})]
-
-    def add(self, event: Event) -> list[JsonObject]:
-        """A chunk."""
-        delta = self._delta(event)
-        return self.ended(event, delta=delta) if isinstance(event, End) else [self.chunk(delta=delta)]
+        delta = {"role": "assistant", "content": ""}
+        return [self.made(self.chunk_kind, [self.choice(index, delta=delta)]) for index in range(self.asked.count)]
 
 
 class CompletionForm(Choices):
     """Form of `/v1/completions`, whose chunks are of the kind of the whole answer."""
 
-    def whole(self, events: Iterable[Event]) -> JsonObject:
-        """The text that the chunks come to."""
-        *texts, end = events
-        assert isinstance(end, End)
-        text = "".join(each.text for each in texts if isinstance(each, Content))
-        return self.chunk(end, text=text, logprobs=None, finish_reason=end.reason)
+    def part(self, event: Event, index: int) -> JsonObject:
+        """The text."""
+        return {"text": event.text if isinstance(event, Content) else ""}
+
+    def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
+        """The tokens, their log-probabilities, the likeliest in their places with them, and where their texts begin."""
+        top = []
+        for token in tokens:
+            found = {_said(piece): logprob for piece, logprob in reversed(token.top)}
+            if token.logprob is not None:
+                found.setdefault(_said(token.piece), token.logprob)
+            top.append(found or None)
+        return {
+            "tokens": [_said(token.piece) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": top,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
+        """The texts that the chunks come to."""
+        choices = []
+        for index, answer in enumerate(answers):
+            events, end = self.end_of(answer, index)
+            text = "".join(each.text for each in events if isinstance(each, Content))
+            choices.append(self.choice(index, text=text, finish_reason=end.reason))
+        return self.made(self.whole_kind, choices, True)
 
     def begin(self) -> list[JsonObject]:
         """Nothing."""
         return []
 
-    def add(self, event: Event) -> list[JsonObject]:
-        """A chunk."""
-        if isinstance(event, End):
-            return self.ended(event, text="", logprobs=None)
-        return [self.chunk(text=event.text, logprobs=None)] if isinstance(event, Content) else []
+
+def _said(piece: bytes) -> str:
+    """A token's text, or its bytes where these are no text, in OpenAI's way."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _named(piece: bytes, logprob: float | None) -> JsonObject:
+    return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
 
 
 class ResponseForm(Form):
@@ -131,16 +210,16 @@ class ResponseForm(Form):
 
     done = False
 
-    def __init__(self, asked: AnswerRequest, model: str) -> None:
-        super().__init__(asked, model)
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        super().__init__(asked, model, prompt_tokens)
         self.items: list[JsonObject] = []
         self.inside: type[Event] | None = None
         """Kind of the text that the last item is still given."""
         self.text, self.sent = "", 0
 
-    def whole(self, events: Iterable[Event]) -> JsonObject:
+    def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
         """The response that a stream ends with."""
-        for event in merged(events):
+        for event in merged(answers[0]):
             messages = self.add(event)
         response: JsonObject = messages[-1]["response"]
         return response
@@ -149,11 +228,13 @@ class ResponseForm(Form):
         """A response without items."""
         return [self._message(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")]
 
-    def add(self, event: Event) -> list[JsonObject]:
+    def add(self, event: Event, index: int = 0) -> list[JsonObject]:
         """The messages of one event; another kind than the last one's closes its item."""
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []
         if isinstance(event, ToolCall):
             return messages + self._call(event)
+        if isinstance(event, Logprobs):
+            return []
         if isinstance(event, End):
             if all(item["type"] == "reasoning" for item in self.items):
                 messages += self._open(Content) + self._close()
@@ -223,11 +304,11 @@ class ResponseForm(Form):
     def _response(self, status: str, end: End | None = None, **more: Any) -> JsonObject:
         if end is not None:
             more["usage"] = {
-                "input_tokens": end.prompt_tokens,
+                "input_tokens": self.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": end.tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": end.prompt_tokens + end.tokens,
+                "total_tokens": self.prompt_tokens + end.tokens,
             }
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}

@@ -42,11 +42,12 @@ class Rate:
 
 
 class Metrics:
-    """The metrics of one server; `registry` is what `/metrics` shows."""
+    """The metrics of one server; `registry` is what `/metrics` shows, `info` what is served."""
 
-    def __init__(self, batch: Served) -> None:
+    def __init__(self, batch: Served, info: dict[str, str]) -> None:
         self.batch, self.rate, self.registry = batch, Rate(), CollectorRegistry()
         self.registry.register(self)
+        self.info = info
         self.requests = Counter("fastspec_requests", "Requests by how they ended.", ["outcome"], registry=self.registry)
         self.tokens = Counter("fastspec_generated_tokens", "New tokens of all answers.", registry=self.registry)
         self.prompt_tokens = Counter(
@@ -68,6 +69,9 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """What the batch itself counts."""
         batch, stats = self.batch, self.batch.stats
+        served = GaugeMetricFamily("fastspec_info", "What is served.", labels=list(self.info))
+        served.add_metric(list(self.info.values()), 1)
+        yield served
         gauges = {
             "fastspec_rows": ("Rows of a round.", stats.rows),
             "fastspec_rows_running": ("Rows that hold a request.", batch.running),

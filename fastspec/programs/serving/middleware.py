@@ -7,9 +7,11 @@ import hmac
 import ipaddress
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -21,6 +23,8 @@ LET_GO: ContextVar[list[Callable[[], object]]] = ContextVar("fastspec_let_go")
 its first byte was never begun, so that nothing of its own can take care."""
 OPEN = ("/health",)
 """Paths that need no key."""
+MESSAGES = "/v1/messages"
+"""Where answers have Anthropic's form."""
 DRAINED = 16
 """Times the longest body that is read of one that is too long."""
 
@@ -31,6 +35,19 @@ def error_body(message: str, status: int, code: str | None = None) -> dict[str, 
         status, "invalid_request_error" if status < 500 else "server_error"
     )
     return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
+
+
+def message_error(message: str, status: int) -> dict[str, Any]:
+    """An error in Anthropic's form."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+    kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_on(path: str, message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """An error in the form of the route that it is told on."""
+    return message_error(message, status) if path.startswith(MESSAGES) else error_body(message, status, code)
 
 
 class ClientGone(Exception):
@@ -45,11 +62,20 @@ class RequestMiddleware:
     """True where it listens to this machine alone: without a key a page of another name, which a browser here shows and
     whose name was made to lead here, must not ask."""
 
-    def __init__(self, app: App, paths: tuple[str, ...], body: int, key: str | None) -> None:
+    def __init__(
+        self, app: App, paths: tuple[str, ...], body: int, key: str | None, origins: Sequence[str] = ()
+    ) -> None:
         self.app, self.paths, self.body, self.key = app, paths, body, key
+        self.outer: App = self._let_in
+        if origins:
+            allowed = {"allow_origins": list(origins), "allow_methods": ["*"], "allow_headers": ["*"]}
+            self.outer = CORSMiddleware(self._let_in, **allowed)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer it with an error."""
+        """Let a request in, or answer it with an error; to pages of `origins` browsers hand the answer on."""
+        await self.outer(scope, receive, send)
+
+    async def _let_in(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -61,17 +87,19 @@ class RequestMiddleware:
                 return
             refused = (413, f"the body is longer than {self.body} bytes") if body is None else None
         if refused is not None:
-            await _answer(send, *refused)
+            await _answer(scope, send, *refused)
         elif body is not None:
             await self._run(scope, body, receive, send)
 
     def _refused(self, scope: Message) -> tuple[int, str] | None:
         """Status and reason for a request that is not let in."""
-        headers = dict(scope["headers"])
-        if scope["path"] not in self.paths:
-            return 404, f"{scope['path']} is not served: there are {', '.join(self.paths)}"
+        headers, path = dict(scope["headers"]), scope["path"]
+        if path not in self.paths and not any(path.startswith(each) for each in self.paths if each[-1] == "/"):
+            return 404, f"{path} is not served: there are {', '.join(self.paths)}"
         if self.key is not None and scope["path"] not in OPEN:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if not scheme and b"x-api-key" in headers:  # Anthropic's way
+                scheme, given = b"bearer", headers[b"x-api-key"]
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.key.encode()):
                 return 401, "the API key is missing or wrong: send Authorization: Bearer KEY"
         if self.key is None and self.loopback and not _is_here(headers.get(b"host", b"")):
@@ -133,7 +161,7 @@ class RequestMiddleware:
             completed = True
         except asyncio.CancelledError:
             if not gone.is_set() and not begun:
-                await _answer(send, 503, "the server stops")
+                await _answer(scope, send, 503, "the server stops")
         finally:
             running.cancel()
             watching.cancel()
@@ -150,7 +178,7 @@ def _is_here(host: bytes) -> bool:
         return False
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
+async def _answer(scope: Message, send: Send, status: int, message: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error_body(message, status)).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(error_on(scope["path"], message, status)).encode()})

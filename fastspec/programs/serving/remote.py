@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import Any
 
 from fastspec.errors import FastSpecError
 from fastspec.patches.hf.ends import KEPT
-from fastspec.programs.serving.batch import PutTokens, Sent
+from fastspec.programs.serving.batch import BatchPrompt, PutRound, Sent, settle
 from fastspec.programs.serving.rounds_process import (
     Cancelled,
     Close,
@@ -27,6 +27,7 @@ from fastspec.programs.serving.rounds_process import (
     PromptMessage,
     Ready,
     State,
+    TextMessage,
     Tokens,
     run_rounds,
 )
@@ -55,7 +56,7 @@ class Remote:
         theirs.close()
         self.wire = Wire(ours)
         self._numbers = itertools.count()
-        self._asked: dict[int, tuple[Sent, PutTokens]] = {}
+        self._asked: dict[int, tuple[Sent, PutRound]] = {}
         self._told: dict[tuple[str, ...], bool] = {}
         """The sets of stop strings that the process knows, by their last use."""
         self._lock = threading.Lock()
@@ -71,6 +72,7 @@ class Remote:
             self._end_process(PATIENCE if isinstance(error, Exception) else 0.0)
             raise
         self.model, self.tokenizer, self.max_length = ready, ready.tokenizer, ready.max_length
+        self.info = ready.info
         self._thread = threading.Thread(target=self._read, name="fastspec-remote", daemon=True)
         self._thread.start()
         self._at_exit = Finalize(
@@ -96,7 +98,7 @@ class Remote:
 
     @property
     def waiting(self) -> int:
-        """Prompts that were sent and are in no row."""
+        """Prompts and texts that were sent and are in no row."""
         return max(0, len(self._asked) - self.running)
 
     @property
@@ -104,16 +106,23 @@ class Remote:
         """True where the process and its batch take prompts."""
         return self._gone is None and self.state.alive
 
-    def send(self, ids: list[int], config: Any, put_tokens: PutTokens, seed: int | None) -> Sent:
+    def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
         """Send a prompt to the process, which takes or refuses it later."""
+        return self._send(lambda number: PromptMessage(number, prompt), put_round)
+
+    def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
+        """Send a text to the process, which scores it."""
+        return self._send(lambda number: TextMessage(number, ids, count), put_round)
+
+    def _send(self, message: Callable[[int], PromptMessage | TextMessage], put_round: PutRound) -> Sent:
         sent, number = Sent(), next(self._numbers)
         with self._lock:
             if self._gone is not None:
                 sent.taken.set_exception(FastSpecError(self._gone))
                 return sent
-            self._asked[number] = sent, put_tokens
+            self._asked[number] = sent, put_round
         sent.answer.add_done_callback(lambda answer: self._forget(number, answer))
-        self.wire.post(PromptMessage(number, ids, config, seed))
+        self.wire.post(message(number))
         return sent
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
@@ -168,19 +177,19 @@ class Remote:
             _end(self.process, PATIENCE)
             self._end(f"the process of the rounds has ended with status {self.process.exitcode}", cancel=False)
 
-    def _take(self, message: Any, sent: Sent, put_tokens: PutTokens) -> None:
+    def _take(self, message: Any, sent: Sent, put_round: PutRound) -> None:
         if isinstance(message, Tokens):
             try:
-                put_tokens(message.tokens)
+                put_round(message.round)
             except BaseException as raised:
                 self.wire.post(Cancelled(message.number))
                 self._drop(message.number)
-                _settle(sent.answer, raised)
+                settle(sent.answer, raised)
             return
         error = None if message.failure is None else message.failure.arrived()
         if isinstance(message, Ended) or error is not None:
             self._drop(message.number)
-        _settle(sent.answer if isinstance(message, Ended) else sent.taken, error)
+        settle(sent.answer if isinstance(message, Ended) else sent.taken, error)
 
     def _drop(self, number: int) -> None:
         with self._lock:
@@ -196,19 +205,8 @@ class Remote:
             if cancel:
                 sent.answer.cancel()
             elif sent.taken.done():
-                _settle(sent.answer, FastSpecError(reason))
-            _settle(sent.taken, FastSpecError(reason))
-
-
-def _settle(future: Future[Any], error: BaseException | None) -> None:
-    """A future is done, with or without an error; not where it is already, or was cancelled."""
-    with suppress(InvalidStateError, RuntimeError):  # of another thread that settles it meanwhile
-        if future.done() or not future.set_running_or_notify_cancel():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+                settle(sent.answer, FastSpecError(reason))
+            settle(sent.taken, FastSpecError(reason))
 
 
 def _end(process: BaseProcess, patience: float) -> None:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,11 @@ from fastspec.programs.serving.fields import (
     KNOWN,
     LENGTHS,
     NEUTRAL,
+    OF_CHATS,
+    OF_COMPLETIONS,
     OF_TOKENS,
     SETTINGS,
+    Check,
     nothing,
     tokens_of,
 )
@@ -61,19 +64,23 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a route needs, and the fields that it has."""
+    """What a route needs, the fields that it has, and what those may hold that hold something else on other routes;
+    `as_chat` makes fields of another interface those of a chat."""
 
-    needs: str
+    needs: tuple[str, ...]
     fields: frozenset[str]
+    own: dict[str, Check] = field(hash=False)
+    as_chat: Callable[[Body], Body] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """A request that was read: the text that it goes on from, or the conversation with the tools and variables of the
-    model's template, and how the answer is to be made and given."""
+    """A request that was read: the texts or tokens that it goes on from, or the conversation with the tools and
+    variables of the model's template, and how its `n` answers to each are to be made and given. With `logprobs` tokens
+    come with their log-probabilities and so many of the likeliest."""
 
     request_id: str
-    prompt: str | None
+    prompts: tuple[str | list[int], ...]
     messages: list[Body]
     tools: list[Body] | None
     variables: Body
@@ -86,16 +93,31 @@ class AnswerRequest:
     usage: bool | None
     """True where a stream ends with a chunk of the counts alone; None where it does not say."""
     structure: Structure | None = None
+    n: int = 1
+    logprobs: int | None = None
+    echo: bool = False
+    frequency: float = 0.0
+    presence: float = 0.0
+    assistant: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
+    @property
+    def count(self) -> int:
+        """Answers in all: `n` to the first prompt, then those to the next."""
+        return self.n * max(1, len(self.prompts))
 
-def _route(needs: str, params: Any, *more: str) -> Route:
-    return Route(needs, frozenset(params.__annotations__) | {"generation_config", "seed", "structured_outputs", *more})
+
+SAMPLING = "seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"
+"""Fields of all routes that OpenAI's interface does not have, or not everywhere."""
 
 
-CHAT = _route("messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs")
-COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming)
-RESPONSE = _route("input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs")
+def _route(needs: str, params: Any, *more: str, own: dict[str, Check]) -> Route:
+    return Route((needs,), frozenset(params.__annotations__) | {*SAMPLING, *more}, own)
+
+
+CHAT = _route("messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs", own=OF_CHATS)
+COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, own=OF_COMPLETIONS)
+RESPONSE = _route("input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs", own={})
 
 
 def parse(text: str) -> Any:
@@ -131,10 +153,11 @@ def _check_setting(name: str, value: Any, size: int) -> None:
     if not accepts(value):
         raise Refused(f"{name} of generation_config must be {said}, not {str(value)[:80]!r}")
     if name in OF_TOKENS:
-        _check_tokens(f"{name} of generation_config", tokens_of(name, value), size)
+        check_tokens(f"{name} of generation_config", tokens_of(name, value), size)
 
 
-def _check_tokens(said: str, tokens: Iterable[int], size: int) -> None:
+def check_tokens(said: str, tokens: Iterable[int], size: int) -> None:
+    """Raise Refused for tokens that the model has not."""
     if not all(0 <= token < size for token in tokens):
         raise Refused(f"{said} names a token that the model has not: its tokens are 0 to {size - 1}")
 
@@ -154,38 +177,32 @@ def config_of(body: Body, settings: Body | None, model: Any) -> GenerationConfig
         config.max_new_tokens = body.get(name, config.max_new_tokens)
     if "temperature" in body:
         config.do_sample, config.temperature = body["temperature"] >= GREEDY_BELOW, float(body["temperature"])
-    if "top_p" in body:
-        config.top_p = float(body["top_p"])
-    if "frequency_penalty" in body:
-        config.repetition_penalty = 1.0 + body["frequency_penalty"]
+    for name in ("top_p", "min_p", "repetition_penalty"):
+        if name in body:
+            setattr(config, name, float(body[name]))
+    if "top_k" in body:
+        config.top_k = max(0, body["top_k"])  # -1 is all, as 0 is
     if "logit_bias" in body:
         config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
     stop = body.get("stop", config.stop_strings) or []
     config.stop_strings = [stop] if isinstance(stop, str) else stop or None
     if not config.do_sample:  # the defaults, which stand for "not given"
-        config.temperature, config.top_p, config.top_k = 1.0, 1.0, 50
+        config.temperature, config.top_p, config.top_k, config.min_p = 1.0, 1.0, 50, None
     return config
 
 
 def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: str, model: Any) -> AnswerRequest:
     """Read a request for the model of this name. Raises Refused for what cannot be answered, which it names."""
-    if not isinstance(body, dict):
-        raise Refused("the body is not a JSON object")
-    empty = [name for name in ("stop", "logit_bias") if body.get(name) in ([], {})]
-    body = {name: value for name, value in body.items() if value is not None and name not in empty}
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:  # as some clients send it
-        body["prompt"] = prompt[0]
-    _check(body, route)
-    if body.get("model", model_name) != model_name:
-        message = f"the model {body['model']!r} does not exist: this server has {model_name!r}"
-        raise Refused(message, 404, "model_not_found")
+    body = check(body, route, model_name)
+    if route.as_chat is not None:
+        body, route = route.as_chat(body), CHAT
+        _check(body, route)
     variables = body.get("chat_template_kwargs", {})
     taken = [each for each in variables if each in TEMPLATES_OWN]
     if taken:
         raise Refused(f"chat_template_kwargs has {taken[0]!r}, which is no variable of the model's template")
     size = model.config.get_text_config().vocab_size
-    _check_tokens("logit_bias", map(int, body.get("logit_bias", ())), size)
+    check_tokens("logit_bias", map(int, body.get("logit_bias", ())), size)
     settings = settings_of(body["generation_config"], size) if "generation_config" in body else None
     config = config_of(body, settings, model)
     said = {name: value for name, value in {**(settings or {}), **body}.items() if value is not None}
@@ -207,10 +224,15 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
     try:
         messages = [] if route is COMPLETION else as_messages(_conversation(body))
     except Unsupported as error:
-        raise Refused(str(error) if route is CHAT else f"{route.needs}: {error}") from error
+        raise Refused(str(error) if route is CHAT else f"{route.needs[0]}: {error}") from error
+    prompts = _prompts(body["prompt"], size) if route is COMPLETION else ()
+    if config.max_new_tokens == 0 and not body.get("echo"):
+        raise Refused("max_tokens=0 is not accepted: it must be 1 or more, or with echo")
+    if "top_logprobs" in body and "logprobs" not in body:
+        raise Refused("top_logprobs is not accepted without logprobs: true")
     return AnswerRequest(
         request_id,
-        body["prompt"] if route is COMPLETION else None,
+        prompts,
         messages,
         tools,
         variables,
@@ -220,22 +242,57 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         limited,
         body.get("stream", False),
         body.get("stream_options", {}).get("include_usage"),
-        structure=structure,
+        structure,
+        body.get("n", 1),
+        body.get("top_logprobs", 0) if body.get("logprobs") is True else body.get("logprobs"),
+        body.get("echo", False),
+        float(body.get("frequency_penalty", 0)),
+        float(body.get("presence_penalty", 0)),
+        body.get("assistant"),
     )
+
+
+def _prompts(given: str | list[Any], size: int) -> tuple[str | list[int], ...]:
+    """The prompts of a completion, whose tokens the model has."""
+    found = (given,) if isinstance(given, str) or isinstance(given[0], int) else tuple(given)
+    for each in found:
+        if not isinstance(each, str):
+            check_tokens("prompt", each, size)
+    return found
+
+
+def check(body: Any, route: Route, model_name: str) -> Body:
+    """The fields of a request that are given. Raises Refused for what a route does not take, and another model."""
+    if not isinstance(body, dict):
+        raise Refused("the body is not a JSON object")
+    empty = [name for name in ("stop", "logit_bias") if body.get(name) in ([], {})]
+    if body.get("logprobs") is False:
+        empty += ["logprobs", *(() if body.get("top_logprobs") else ("top_logprobs",))]
+    body = {name: value for name, value in body.items() if value is not None and name not in empty}
+    _check(body, route)
+    if body.get("model", model_name) != model_name:
+        raise unknown_model(body["model"], model_name)
+    return body
 
 
 def _check(body: Body, route: Route) -> None:
     unknown = sorted(body.keys() - route.fields)
     if unknown:
         raise Refused(f"the request has fields that this route does not know: {', '.join(unknown)}", 422)
-    if route.needs not in body:
-        raise Refused(f"{route.needs} is missing")
+    missing = [name for name in route.needs if name not in body]
+    if missing:
+        raise Refused(f"{missing[0]} is missing")
     for name, value in body.items():
-        accepts, said = ACCEPTED.get(name, nothing())
-        if name == "prompt" and route is not COMPLETION:
-            accepts, said = nothing(f": {route.needs} is")
+        accepts, said = route.own.get(name) or ACCEPTED.get(name, nothing())
+        if name == "prompt" and "prompt" not in (*route.needs, *route.own):
+            accepts, said = nothing(f": {route.needs[0]} is")
         if not accepts(value):
             raise Refused(f"{name}={str(value)[:80]!r} is not accepted: it must be {said}")
+
+
+def unknown_model(name: Any, own: str) -> Refused:
+    """The error of a request for another model than the server's own."""
+    return Refused(f"the model {name!r} does not exist: this server has {own!r}", 404, "model_not_found")
 
 
 def too_many(count: int, limits: Limits) -> Refused:

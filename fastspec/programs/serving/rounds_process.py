@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch import Tensor
-
 from fastspec.generation.stats import Stats
+from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.continuous import Continuous
 from fastspec.patches.hf.ends import keep_criterion
-from fastspec.programs.serving.batch import read_tokens, submit
+from fastspec.programs.serving.batch import BatchPrompt, PutRound, TextScorer, read_tokens, submit
 from fastspec.programs.serving.wire import Failure, Wire
 
 Opened = tuple[Continuous, Any]
@@ -29,12 +28,19 @@ Opened = tuple[Continuous, Any]
 
 @dataclass(frozen=True, slots=True)
 class PromptMessage:
-    """A prompt that is asked for: its tokens, a GenerationConfig, and a seed."""
+    """A prompt whose answer is asked for."""
+
+    number: int
+    prompt: BatchPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class TextMessage:
+    """A text that is to be scored, each token with the `count` likeliest."""
 
     number: int
     ids: list[int]
-    config: Any
-    seed: int | None
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Ready:
     config: Any
     generation_config: Any
     max_length: int
+    info: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +84,10 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of one round for one prompt."""
+    """A round of one prompt, or a part of a text that was scored."""
 
     number: int
-    tokens: list[int]
+    round: StreamedRound
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,7 @@ def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
     except BaseException as error:  # a command's exit, too, is the other process's to make
         _fail(connection, error)
         return
-    ready = Ready(tokenizer, batch.model.config, batch.model.generation_config, batch.max_length)
+    ready = Ready(tokenizer, batch.model.config, batch.model.generation_config, batch.max_length, batch.info)
     try:
         pickle.dumps(ready)
     except Exception as error:
@@ -162,7 +169,8 @@ class BatchEnd:
 
     def __init__(self, connection: Connection, batch: Continuous, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
-        self.answers: dict[int, Future[Tensor]] = {}
+        self.answers: dict[int, Future[Any]] = {}
+        self.scorer = TextScorer(batch)
         self.wire = Wire(connection, self._state)
 
     def run(self, ready: Ready) -> None:
@@ -171,6 +179,7 @@ class BatchEnd:
         for messages, _ in self.wire.parcels():
             for message in messages:
                 if isinstance(message, Close):
+                    self.scorer.close()
                     self.batch.close(cancel=True)
                     self.wire.end()
                     self.wire.flush()
@@ -179,32 +188,33 @@ class BatchEnd:
 
     def _take(self, message: Any) -> None:
         if isinstance(message, PromptMessage):
-            self._submit(message)
+            self._submit(message.number, message.prompt)
+        elif isinstance(message, TextMessage):
+            scored = self.scorer.score(message.ids, message.count, self._posts(message.number))
+            self._is_taken(message.number, scored)
         elif isinstance(message, Cancelled) and message.number in self.answers:
             self.answers[message.number].cancel()
         elif isinstance(message, Criterion):
             keep_criterion(self.tokenizer, message.strings, message.made)
 
-    def _submit(self, prompt: PromptMessage) -> None:
+    def _posts(self, number: int) -> PutRound:
+        return lambda round: self.wire.post(Tokens(number, round))
+
+    def _submit(self, number: int, prompt: BatchPrompt) -> None:
         """Hand a prompt to the batch, and say what became of it."""
-        number = prompt.number
         try:
-            answer = submit(
-                self.batch,
-                self.tokenizer,
-                prompt.ids,
-                prompt.config,
-                lambda tokens: self.wire.post(Tokens(number, tokens)),
-                prompt.seed,
-            )
+            answer = submit(self.batch, self.tokenizer, prompt, self._posts(number))
         except Exception as error:
             self.wire.post(Taken(number, Failure.of(error)))
-            return
+        else:
+            self._is_taken(number, answer)
+
+    def _is_taken(self, number: int, answer: Future[Any]) -> None:
         self.wire.post(Taken(number, None))
         self.answers[number] = answer
         answer.add_done_callback(lambda done: self._ended(number, done))
 
-    def _ended(self, number: int, answer: Future[Tensor]) -> None:
+    def _ended(self, number: int, answer: Future[Any]) -> None:
         self.answers.pop(number, None)
         error = None if answer.cancelled() else answer.exception()
         self.wire.post(Ended(number, None if error is None else Failure.of(error)))
@@ -212,4 +222,4 @@ class BatchEnd:
     def _state(self) -> State:
         batch = self.batch
         counts = {name: getattr(batch.stats, name) for name in COUNTS}
-        return State(batch.running, batch.alive, batch.turns, Stats(**counts))
+        return State(batch.running, batch.alive, batch.turns + self.scorer.passes, Stats(**counts))

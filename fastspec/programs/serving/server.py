@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.verify import TokenLogprob
+from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.hf.ends import end_tokens, stop_criterion
 from fastspec.programs.serving.answers import (
     AnswerReader,
     CallsParser,
-    Content,
     End,
     Event,
-    Reasoning,
     ResponseParser,
+    TokenNames,
+    ToolCall,
     merged,
 )
-from fastspec.programs.serving.batch import Sent, Served
+from fastspec.programs.serving.batch import BatchPrompt, PutRound, Sent, Served
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
@@ -37,6 +41,11 @@ STALLED = 30.0
 log = logging.getLogger("fastspec.serve")
 
 
+def _seed(number: int) -> int:
+    """A seed of 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 class FinishReason:
     """Why an answer ended, of the configuration that it was asked with."""
 
@@ -46,37 +55,49 @@ class FinishReason:
 
     def of(self, tokens: list[int]) -> Literal["stop", "length"]:
         """ "length" where there is room for no more, and it neither said its end nor a stop string at last."""
-        if len(tokens) < self.limit or tokens[-1] in self.ends:
+        if len(tokens) < self.limit or (tokens and tokens[-1] in self.ends):
             return "stop"
         text = self.tokenizer.decode(tokens) if self.stop else ""
         return "stop" if any(string in text for string in self.stop) else "length"
 
 
-class ServedAnswer:
-    """Answer that a batch decodes: its tokens are measured, and its events posted to `queue`, an error as itself.
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """A prompt's text and its tokens."""
 
-    It is the streamer's reader of a `Served`.
-    """
+    text: str
+    ids: list[int]
+
+
+class Row:
+    """Answer that a batch decodes: its tokens are measured, and its events posted to `queue` with its number."""
 
     def __init__(
         self,
-        asked: AnswerRequest,
+        answers: ServedAnswers,
+        index: int,
         prompt_tokens: int,
         reason: FinishReason,
         reader: AnswerReader,
-        metrics: Metrics,
-        mail: Mail,
+        echo: list[Event],
     ) -> None:
-        self.asked, self.prompt_tokens, self.reason = asked, prompt_tokens, reason
-        self.reader, self.metrics, self.mail = reader, metrics, mail
-        self.queue: asyncio.Queue[list[Event] | BaseException] = asyncio.Queue()
+        self.answers, self.index, self.prompt_tokens, self.reason = answers, index, prompt_tokens, reason
+        self.reader, self.echo = reader, echo
+        self.asked, self.metrics = answers.asked, answers.metrics
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.accepted = self.drafted = 0
         self.called = False
         self.first: float | None = None
+        if self.asked.stream:
+            self._post(echo)
 
-    def put_tokens(self, tokens: list[int]) -> None:
-        """Take a round's tokens."""
+    def put_round(self, round: StreamedRound) -> None:
+        """Take a round."""
+        tokens = round.tokens
         self.tokens += tokens
+        self.accepted += round.accepted
+        self.drafted += round.drafted
         self.metrics.tokens.inc(len(tokens))
         self.metrics.rate.add(len(tokens))
         first = self.first is None
@@ -84,12 +105,14 @@ class ServedAnswer:
             self.first = time.perf_counter() - self.asked.arrived
             self.metrics.first_token.observe(self.first)
         if self.asked.stream:
-            self._post(self.reader.add(tokens), urgent=first)
+            self._post(self.reader.add(tokens, round.logprobs), urgent=first)
+        else:
+            self.logprobs += round.logprobs or ()
 
     def _post(self, events: list[Event], urgent: bool = False) -> None:
-        self.called = self.called or any(not isinstance(event, (Content, Reasoning)) for event in events)
+        self.called = self.called or any(isinstance(event, ToolCall) for event in events)
         if events:
-            self.mail.post(self.queue, events, urgent)
+            self.answers.post(self.index, events, urgent)
 
     def over(self, future: Future[Any]) -> None:
         """The batch is done with it, however it ended."""
@@ -99,45 +122,82 @@ class ServedAnswer:
             if future.cancelled():
                 error = Refused("the server stops", 503)
             elif error is None:
-                self._post([*(() if self.asked.stream else self.reader.add(self.tokens)), *self.reader.finish()])
-                reason = "tool_calls" if self.called else self.reason.of(self.tokens)
-                self._post([End(reason, self.prompt_tokens, len(self.tokens))])
+                self.end()
         except Exception as raised:
             error, outcome = raised, "error"
         if error is not None:
-            self.mail.post(self.queue, error)
+            self.answers.post(self.index, error)
         seconds = time.perf_counter() - self.asked.arrived
         self.metrics.requests.labels(outcome).inc()
         self.metrics.seconds.observe(seconds)
         first = "none" if self.first is None else f"{self.first:.3f} s"
         said = f"{self.prompt_tokens} prompt tokens, {len(self.tokens)} new, first after {first}, {seconds:.3f} s"
-        log.info("%s: %s, %s", self.asked.request_id, outcome, said)
+        name = self.asked.request_id + (f"[{self.index}]" if self.asked.count > 1 else "")
+        log.info("%s: %s, %s", name, outcome, said)
         if outcome == "error":
-            log.error("%s failed", self.asked.request_id, exc_info=error)
+            log.error("%s failed", name, exc_info=error)
 
-    async def events(self) -> AsyncIterator[list[Event]]:
-        """The events as they come, up to the end. Raises what ended the answer."""
-        while True:
-            events: list[Event] = []
-            for item in await all_of(self.queue):
+    def end(self) -> None:
+        """Post what is left, and the end."""
+        if not self.asked.stream:
+            scored = self.logprobs if self.asked.logprobs is not None else None
+            self._post([*self.echo, *self.reader.add(self.tokens, scored)])
+        self._post(self.reader.finish())
+        reason = "tool_calls" if self.called else self.reason.of(self.tokens)
+        self._post([End(reason, len(self.tokens), self.accepted, self.drafted, self.reader.cut.found)])
+
+
+Item = tuple[int, "list[Event] | BaseException"]
+
+
+class ServedAnswers:
+    """Answers to one request, whose prompts have so many tokens; their events come to one queue."""
+
+    def __init__(self, asked: AnswerRequest, prompt_tokens: int, metrics: Metrics, mail: Mail) -> None:
+        self.asked, self.prompt_tokens, self.metrics, self.mail = asked, prompt_tokens, metrics, mail
+        self.queue: asyncio.Queue[Item] = asyncio.Queue()
+        self.sent: list[Sent] = []
+
+    def post(self, index: int, item: list[Event] | BaseException, urgent: bool = False) -> None:
+        """Hand on the events of one answer, or its error."""
+        self.mail.post(self.queue, (index, item), urgent)
+
+    def cancel(self) -> None:
+        """Let go of all."""
+        for sent in self.sent:
+            sent.answer.cancel()
+
+    async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """The events of all answers as they come, up to their ends. Raises what ended one of them, and cancels the
+        others."""
+        left = self.asked.count
+        while left:
+            parts: dict[int, list[Event]] = {}
+            error: BaseException | None = None
+            for index, item in await all_of(self.queue):
                 if isinstance(item, BaseException):
-                    if events:
-                        yield list(merged(events))
-                    raise item
-                events += item
-            yield list(merged(events))
-            if isinstance(events[-1], End):
-                return
+                    error = error or item
+                elif error is None:
+                    parts.setdefault(index, []).extend(item)
+            if parts:
+                yield [(index, event) for index, events in parts.items() for event in merged(events)]
+            if error is not None:
+                self.cancel()
+                raise error
+            left -= sum(isinstance(events[-1], End) for events in parts.values())
 
 
 class Server:
     """What answers the requests of one model: an open batch, its tokenizer, and the model's name."""
 
-    def __init__(self, batch: Served, tokenizer: Any, name: str, limits: Limits) -> None:
+    def __init__(
+        self, batch: Served, tokenizer: Any, name: str, limits: Limits, info: dict[str, str] | None = None
+    ) -> None:
         self.batch, self.tokenizer, self.name, self.limits = batch, tokenizer, name, limits
-        self.metrics = Metrics(batch)
+        self.info = {"model": name, **batch.info, **(info or {})}
+        self.metrics = Metrics(batch, self.info)
         self.template = response_template(tokenizer, batch.model.config)
-        self.special = frozenset(tokenizer.all_special_ids)
+        self.special, self.names = frozenset(tokenizer.all_special_ids), TokenNames(tokenizer)
         self.since = int(time.time())
         self.reading = ThreadPoolExecutor(16, "fastspec-prompts")
         self.making = ThreadPoolExecutor(1, "fastspec-stop-strings")
@@ -148,12 +208,13 @@ class Server:
         self._turns, self._moved = -1, 0.0
         tokenizer("", add_special_tokens=False)  # sets padding and truncation, which threads could not beside others
 
-    async def ask(self, read: Callable[[], AnswerRequest]) -> ServedAnswer:
+    async def ask(self, read: Callable[[], AnswerRequest]) -> ServedAnswers:
         """Hand a request to the batch, which has taken it when this returns; `read` reads it, in a thread. Raises
         Refused: 400 for what cannot be answered, 429 where too many wait, 503 where the batch takes nothing any
         more."""
         loop = asyncio.get_running_loop()
-        asked, ids, reader = await loop.run_in_executor(self.reading, lambda: self._read(read()))
+        self._refuse_full(1)  # before a text is tokenized
+        asked, prompts = await loop.run_in_executor(self.reading, lambda: self._read(read()))
         if asked.stop:  # which may take seconds: other requests go on meanwhile
             try:
                 criterion = await loop.run_in_executor(self.making, stop_criterion, self.tokenizer, asked.stop)
@@ -165,41 +226,114 @@ class Server:
                 await loop.run_in_executor(self.compiling, check, asked.structure)
             except Unsupported as error:
                 raise Refused(str(error)) from error
-        self._fit(asked, len(ids))
+        configs = [self._fit(asked, len(prompt.ids)) for prompt in prompts]
+        self._refuse_full(asked.count)
         if self.mail is None or self.mail.loop is not loop:
             self.mail = Mail(loop)
-        reason = FinishReason(asked.config, self.batch.model.generation_config, self.tokenizer, asked.stop)
-        answer = ServedAnswer(asked, len(ids), reason, reader, self.metrics, self.mail)
+        prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        answers = ServedAnswers(asked, prompt_tokens, self.metrics, self.mail)
+        LET_GO.get([]).append(answers.cancel)
+        try:
+            scored = await self._scored(answers, prompts)
+            for place, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
+                for number in range(asked.n):
+                    self._send(answers, place * asked.n + number, prompt, config, scored[place])
+            for sent in answers.sent:
+                await self._is_taken(sent)
+        except BaseException:
+            answers.cancel()
+            raise
+        self.metrics.prompt_tokens.inc(prompt_tokens)
+        return answers
+
+    async def _scored(self, answers: ServedAnswers, prompts: list[ReadPrompt]) -> list[list[TokenLogprob]]:
+        """The log-probabilities of each prompt's tokens from the second on, where they are part of the answer."""
+        asked = answers.asked
+        found: list[list[TokenLogprob]] = [[] for _ in prompts]
+        if not asked.echo or asked.logprobs is None:
+            return found
+
+        def put_round(place: int) -> PutRound:
+            return lambda round: found[place].extend(round.logprobs or ())
+
+        self._begin()
+        scored = [
+            self.batch.score(prompt.ids, asked.logprobs, put_round(place)) for place, prompt in enumerate(prompts)
+        ]
+        answers.sent += scored
+        for sent in scored:
+            await self._is_taken(sent)
+            try:
+                await asyncio.wrap_future(sent.answer)
+            except asyncio.CancelledError:
+                if sent.answer.cancelled():
+                    raise Refused("the server stops", 503) from None
+                raise
+            except Unsupported as error:
+                raise Refused(f"echo with logprobs: {error}") from error
+        answers.sent.clear()
+        return found
+
+    def _send(
+        self, answers: ServedAnswers, index: int, prompt: ReadPrompt, config: Any, scored: list[TokenLogprob]
+    ) -> None:
+        """Ask the batch for one answer; where it has no token it is there at once."""
+        asked, reader = answers.asked, self._reader(answers.asked, prompt)
+        reason = FinishReason(config, self.batch.model.generation_config, self.tokenizer, asked.stop)
+        echo = reader.echo(prompt.text, prompt.ids, scored) if asked.echo else []
+        row = Row(answers, index, len(prompt.ids), reason, reader, echo)
+        if asked.config.max_new_tokens == 0:
+            done: Future[None] = Future()
+            done.set_result(None)
+            row.over(done)
+            return
+        self._begin()
+        seed = None if asked.seed is None else _seed(asked.seed + index % asked.n)
+        given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, asked.logprobs)
+        sent = self.batch.send(given, row.put_round)
+        answers.sent.append(sent)
+        sent.answer.add_done_callback(row.over)
+
+    def _begin(self) -> None:
+        """Note when the first of what is open came."""
         if not self._open:
             self._moved = time.monotonic()
-        sent = self.batch.send(ids, asked.config, answer.put_tokens, asked.seed)
-        LET_GO.get([]).append(sent.answer.cancel)
-        sent.answer.add_done_callback(answer.over)
-        await self._is_taken(sent)
-        self.metrics.prompt_tokens.inc(len(ids))
-        return answer
 
-    def _read(self, asked: AnswerRequest) -> tuple[AnswerRequest, list[int], AnswerReader]:
-        """(a request, the tokens of its prompt, the reader of its answer). Texts are tokenized by a call that lets go
-        of the interpreter."""
-        if asked.prompt is not None:
-            return asked, self._ids(asked.prompt, special=True), AnswerReader(self.tokenizer, None)
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": asked.tools}
+    def _read(self, asked: AnswerRequest) -> tuple[AnswerRequest, list[ReadPrompt]]:
+        """A request and its prompts. Texts are tokenized by a call that lets go of the interpreter. Raises Refused for
+        another assistant than the rows have."""
+        own = self.info["assistant"]
+        if asked.assistant not in (None, own, *(("none",) if own == "autoregressive" else ())):
+            raise Refused(f"assistant={asked.assistant!r} is not accepted: all requests here are answered with {own!r}")
+        return asked, [self._prompt(each) for each in asked.prompts] or [self.templated(asked)]
+
+    def _prompt(self, given: str | list[int]) -> ReadPrompt:
+        """A prompt as it stands."""
+        if isinstance(given, str):
+            return ReadPrompt(given, self.ids(given, special=True))
+        return ReadPrompt(self.tokenizer.decode(given, skip_special_tokens=True), given)
+
+    def templated(self, asked: AnswerRequest, answers: bool = True) -> ReadPrompt:
+        """The prompt that the model's template makes of a conversation, up to where an answer begins."""
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": answers, "tools": asked.tools}
         try:
             text = self.tokenizer.apply_chat_template(asked.messages, **options, **asked.variables)
         except Exception as error:  # of any kind: a template raises what it likes
             raise Refused(f"the model's chat template: {type(error).__name__}: {error}") from error
-        ids = self._ids(text, special=False)
-        structure = asked.structure
-        if structure is not None and structure.calls:
-            return asked, ids, AnswerReader(self.tokenizer, CallsParser(structure.tool), self.special)
-        if structure is not None or self.template is None:
-            return asked, ids, AnswerReader(self.tokenizer, None)
-        ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
-        parser = ResponseParser(self.template, self.tokenizer, asked.tools, text)
-        return asked, ids, AnswerReader(self.tokenizer, parser, ends)
+        return ReadPrompt(text, self.ids(text, special=False))
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _reader(self, asked: AnswerRequest, prompt: ReadPrompt) -> AnswerReader:
+        names, structure = self.names if asked.logprobs is not None else None, asked.structure
+        if structure is not None and structure.calls:
+            return AnswerReader(self.tokenizer, CallsParser(structure.tool), self.special, asked.stop, names)
+        if asked.prompts or self.template is None or structure is not None:
+            return AnswerReader(self.tokenizer, None, stop=asked.stop, names=names)
+        ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
+        parser = ResponseParser(self.template, self.tokenizer, asked.tools, prompt.text)
+        return AnswerReader(self.tokenizer, parser, ends, asked.stop, names)
+
+    def ids(self, text: str, special: bool) -> list[int]:
+        """The tokens of a text. Raises Refused for one that is far too long, by its first ones."""
         most = self.batch.max_length
 
         def ids(text: str) -> list[int]:
@@ -215,11 +349,11 @@ class Server:
                 raise Refused(f"the prompt has {count} tokens or more, and this server takes {most - 1} at most")
         return ids(text)
 
-    def _fit(self, asked: AnswerRequest, length: int) -> None:
-        """Say how long the answer may get. Raises Refused for a prompt that has no room, and where too many wait."""
-        batch, config = self.batch, asked.config
+    def _fit(self, asked: AnswerRequest, length: int) -> Any:
+        """The settings of one prompt, with how long its answer may get. Raises Refused where it has no room."""
+        batch, config = self.batch, copy.copy(asked.config)
         room = min(batch.max_length - length, self.limits.tokens)
-        if room < 1:
+        if room < (1 if config.max_new_tokens != 0 else 0):
             raise Refused(f"the prompt has {length} tokens, and this server takes {batch.max_length - 1} at most")
         if config.max_new_tokens is None and config.max_length is not None:
             config.max_new_tokens, config.max_length = config.max_length - length, None
@@ -227,9 +361,19 @@ class Server:
             config.max_new_tokens = min(config.max_new_tokens or NEW_TOKENS, room)
         elif config.max_new_tokens > self.limits.tokens:
             raise too_many(config.max_new_tokens, self.limits)
-        if batch.waiting >= self.limits.queue:
+        return config
+
+    def _refuse_full(self, count: int) -> None:
+        """Raise Refused where so many answers cannot wait: as many as rows and queue hold may come at once."""
+        waiting, rows = self.batch.waiting, self.batch.stats.rows
+        if count > self.limits.queue + rows:
+            raise Refused(
+                f"{count} answers are asked for at once, and this server has {rows} rows and lets {self.limits.queue} "
+                "wait: send fewer prompts, or a smaller n"
+            )
+        if waiting >= self.limits.queue or (count > 1 and waiting + count > self.limits.queue + rows):
             self.metrics.requests.labels("refused").inc()
-            message = f"{batch.waiting} requests are waiting already: try again later"
+            message = f"{waiting} requests are waiting already: try again later"
             raise Refused(message, 429, headers={"Retry-After": "1"})
 
     async def _is_taken(self, sent: Sent) -> None:

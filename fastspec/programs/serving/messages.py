@@ -1,0 +1,226 @@
+"""`/v1/messages`: requests in Anthropic's form as those of a chat, and answers in that form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastspec.programs.serving.answers import Content, End, Event, Logprobs, Reasoning, ToolCall, merged
+from fastspec.programs.serving.fields import ACCEPTED, ANY, STOP, Check
+from fastspec.programs.serving.forms import Form, JsonObject
+from fastspec.programs.serving.middleware import message_error
+from fastspec.programs.serving.requests import AnswerRequest, Body, Refused, Route
+
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+
+
+def _is_text_or_blocks(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, dict) for each in value))
+
+
+def _are_tools(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, dict)
+        and each.get("type") in (None, "custom")
+        and isinstance(each.get("name"), str)
+        and isinstance(each.get("input_schema"), dict)
+        for each in value
+    )
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") in (*CHOICES, "tool")
+
+
+def _is_thinking(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") in ("disabled", "adaptive")
+
+
+FIELDS: dict[str, Check] = {
+    "system": (_is_text_or_blocks, "a text, or a list of blocks of type text"),
+    "stop_sequences": STOP,
+    "tools": (_are_tools, "a list of tools, each with a name and an input_schema"),
+    "tool_choice": (_is_choice, "an object of type auto, none, any or tool"),
+    "thinking": (_is_thinking, "of type disabled or adaptive: what a model thinks has no budget here"),
+    "cache_control": ANY,
+}
+SAME = "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier"
+"""Fields that a chat has too."""
+REFUSED = "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "output_config", "speed"
+
+
+def as_chat(body: Body) -> Body:
+    """The fields of a chat that a checked request comes to. Raises Refused for what no chat has."""
+    found = {name: body[name] for name in SAME if name in body}
+    found["messages"] = _system(body.get("system")) + _messages(body["messages"])
+    if body.get("stop_sequences"):
+        found["stop"] = body["stop_sequences"]
+    if body.get("tools"):
+        found["tools"] = [_tool(tool) for tool in body["tools"]]
+    choice = body.get("tool_choice")
+    if choice is not None:
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        found["tool_choice"] = CHOICES.get(choice["type"], named)
+        if choice.get("disable_parallel_tool_use"):
+            found["parallel_tool_calls"] = False
+    if body.get("thinking", {}).get("type") == "disabled":
+        found["chat_template_kwargs"] = {"enable_thinking": False}
+    return found
+
+
+def _route(*needs: str) -> Route:
+    names = frozenset((*SAME, *FIELDS, *REFUSED, "messages"))
+    return Route(needs, names, FIELDS | {"messages": ACCEPTED["messages"]}, as_chat)
+
+
+MESSAGE, COUNTED = _route("messages", "max_tokens"), _route("messages")
+"""Routes of an answer, and of the count of a prompt's tokens."""
+
+
+def _tool(tool: Body) -> Body:
+    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _text(blocks: Any, place: str) -> str:
+    """The text of a string, or of blocks of text."""
+    if blocks is None or isinstance(blocks, str):
+        return blocks or ""
+    texts = []
+    for number, block in enumerate(blocks if isinstance(blocks, list) else [blocks]):
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise Refused(f"{place}[{number}] must be a block of type text")
+        texts.append(block["text"])
+    return "\n".join(texts)
+
+
+def _system(system: Any) -> list[Body]:
+    return [{"role": "system", "content": _text(system, "system")}] if system else []
+
+
+def _messages(given: list[Body]) -> list[Body]:
+    """The messages of a chat; results of tools are messages of their own before the text beside them."""
+    found: list[Body] = []
+    for number, message in enumerate(given):
+        content: Any = message.get("content")
+        role, place = message.get("role"), f"messages[{number}].content"
+        if role not in ("user", "assistant") or not _is_text_or_blocks(content):
+            raise Refused(f"messages[{number}] must have a role, user or assistant, and content, a text or blocks")
+        if isinstance(content, str):
+            found.append({"role": role, "content": content})
+        elif role == "user":
+            found += _from_user(content, place)
+        else:
+            found.append(_from_assistant(content, place))
+    return found
+
+
+def _from_user(blocks: list[Any], place: str) -> list[Body]:
+    results, texts = [], []
+    for number, block in enumerate(blocks):
+        if block.get("type") == "tool_result" and isinstance(block.get("tool_use_id"), str):
+            content = _text(block.get("content"), f"{place}[{number}].content")
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+        else:
+            texts.append(_block_text(block, f"{place}[{number}]"))
+    return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
+
+
+def _from_assistant(blocks: list[Any], place: str) -> Body:
+    texts, calls, thoughts = [], [], []
+    for number, block in enumerate(blocks):
+        if block.get("type") == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif block.get("type") == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        else:
+            texts.append(_block_text(block, f"{place}[{number}]"))
+    found: Body = {"role": "assistant", "content": "\n".join(texts)}
+    if calls:
+        found["tool_calls"] = calls
+    if thoughts:
+        found["reasoning_content"] = "\n".join(thoughts)
+    return found
+
+
+def _block_text(block: Body, place: str) -> str:
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise Refused(f"{place} of type {str(block.get('type'))[:40]!r} is not read: text, thinking and tools are")
+    text: str = block["text"]
+    return text
+
+
+class MessageForm(Form):
+    """Form of `/v1/messages`: blocks, each opened, written and closed by events with its own index."""
+
+    done = False
+
+    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
+        super().__init__(asked, model, prompt_tokens)
+        self.content: list[JsonObject] = []
+        self.inside: type[Event] | None = None
+        """Kind of the text that the last block is still given."""
+
+    def message(self, **more: Any) -> JsonObject:
+        """The message so far."""
+        return {
+            **{"id": f"msg_{self.asked.request_id}", "type": "message", "role": "assistant", "model": self.model},
+            **{"content": list(self.content), "stop_reason": None, "stop_sequence": None},
+            "usage": {"input_tokens": self.prompt_tokens, "output_tokens": 0},
+            **more,
+        }
+
+    def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
+        """The message that a stream comes to."""
+        for event in merged(answers[0]):
+            messages = self.add(event)
+        *_, ended, _ = messages
+        usage = {"input_tokens": self.prompt_tokens, **ended["usage"]}
+        return self.message(**ended["delta"], usage=usage)
+
+    def begin(self) -> list[JsonObject]:
+        """A message without blocks."""
+        return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
+
+    def add(self, event: Event, index: int = 0) -> list[JsonObject]:
+        """The messages of one event; another kind than the last one's closes its block."""
+        if isinstance(event, Logprobs):
+            return []
+        messages = self._close() if self.inside is not None and type(event) is not self.inside else []
+        if isinstance(event, End):
+            reason = "stop_sequence" if event.stop is not None and event.reason == "stop" else STOPS[event.reason]
+            delta = {"stop_reason": reason, "stop_sequence": event.stop if reason == "stop_sequence" else None}
+            usage = {"output_tokens": event.tokens}
+            return [*messages, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+        if isinstance(event, ToolCall):
+            name = f"toolu_{self.asked.request_id}_{len(self.content)}"
+            messages += self._open(type="tool_use", id=name, name=event.name, input={})
+            messages.append(self._delta("input_json_delta", partial_json=event.arguments))
+            self.content[-1]["input"] = json.loads(event.arguments)
+            return messages + self._close()
+        name = "thinking" if isinstance(event, Reasoning) else "text"
+        if self.inside is None:
+            more = {"signature": ""} if isinstance(event, Reasoning) else {}
+            messages += self._open(type=name, **{name: ""}, **more)
+            self.inside = type(event)
+        assert isinstance(event, (Content, Reasoning))
+        self.content[-1][name] += event.text
+        return [*messages, self._delta(f"{name}_delta", **{name: event.text})]
+
+    def failed(self, message: str, status: int) -> list[JsonObject]:
+        """The error."""
+        return [message_error(message, status)]
+
+    def _open(self, **block: Any) -> list[JsonObject]:
+        self.content.append(block)
+        return [{"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}]
+
+    def _delta(self, kind: str, **more: Any) -> JsonObject:
+        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": {"type": kind, **more}}
+
+    def _close(self) -> list[JsonObject]:
+        self.inside = None
+        return [{"type": "content_block_stop", "index": len(self.content) - 1}]

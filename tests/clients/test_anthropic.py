@@ -1,0 +1,75 @@
+"""The anthropic package as a client of `/v1/messages`: whole, streamed, and the round trip of a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.clients import MARKS
+from helpers.saying import ANSWERS, saying
+from helpers.serve import NAME, SECONDS, Served, served, talk
+
+pytestmark = MARKS
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+GIVEN: dict[str, Any] = {"model": NAME, "messages": talk("hello"), "max_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with torch.no_grad():
+        model, tokenizer = saying(ANSWERS["all"])
+    with served(model, rows=2, assistant="autoregressive", tokenizer=tokenizer) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Any:
+    anthropic = pytest.importorskip("anthropic")
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=SECONDS)
+
+
+def content(message: Any) -> list[dict[str, Any]]:
+    return [block.model_dump(exclude={"id"}, exclude_none=True) for block in message.content]
+
+
+def test_whole_and_streamed(client: Any) -> None:
+    tools = [{"name": "weather", "input_schema": SCHEMA}]
+    for more in ({}, {"tools": tools}, {"tools": tools, "max_tokens": 9}):
+        whole = client.messages.create(**{**GIVEN, **more})
+        with client.messages.stream(**{**GIVEN, **more}) as stream:
+            texts = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert content(final) == content(whole)
+        assert texts == "".join(block.text for block in whole.content if block.type == "text")
+        assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert whole.stop_reason == "max_tokens"
+
+
+def test_a_tool_is_called_and_answered(client: Any) -> None:
+    given = {**GIVEN, "tools": [{"name": "weather", "input_schema": SCHEMA}], "system": "You know the weather."}
+    first = client.messages.create(**given)
+    calls = [block for block in first.content if block.type == "tool_use"]
+    assert first.stop_reason == "tool_use" and [call.input for call in calls] == [{"city": "Oslo"}, {"city": "Bergen"}]
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"} for call in calls]
+    history = [
+        *given["messages"],
+        {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]},
+        {"role": "user", "content": results},
+    ]
+    second = client.messages.create(**{**given, "messages": history})
+    assert second.usage.input_tokens > first.usage.input_tokens
+    counted = client.messages.count_tokens(model=NAME, messages=history, tools=given["tools"], system=given["system"])
+    assert counted.input_tokens == second.usage.input_tokens
+
+
+def test_errors_are_the_packages_own(client: Any) -> None:
+    import anthropic
+
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        client.messages.create(**{**GIVEN, "model": "claude"})
+    with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
+        client.messages.create(**GIVEN, stop_sequences=[""])
+    stopped = client.messages.create(**GIVEN, stop_sequences=["Hm"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Hm")

@@ -1,0 +1,174 @@
+"""`/v1/messages`: answers in Anthropic's form, whole and streamed, of the events that the other forms are made of. With
+the anthropic package they are in tests/clients."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.saying import ANSWERS, saying
+from helpers.serve import MARKS, SECONDS, Served, post, served, talk
+
+pytestmark = MARKS
+MESSAGES, CHATS, COUNT = "/v1/messages", "/v1/chat/completions", "/v1/messages/count_tokens"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
+CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
+GIVEN = {"messages": talk("hello"), "temperature": 0}
+
+
+@pytest.fixture(scope="module", params=["all", "a call", "blanks"])
+def said(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
+    """(an answer, a server whose model says it)."""
+    with torch.no_grad():
+        model, tokenizer = saying(ANSWERS[request.param])
+    with served(model, rows=2, assistant="autoregressive", tokenizer=tokenizer) as server:
+        yield request.param, server
+
+
+def answered(server: Served, **fields: Any) -> Any:
+    status, answer = post(server, MESSAGES, json.dumps({"max_tokens": 200, **GIVEN, **fields}).encode())
+    assert status == 200, answer
+    return answer
+
+
+def streamed(server: Served, **fields: Any) -> Any:
+    """The message that the events of a stream come to."""
+    body = json.dumps({"max_tokens": 200, "stream": True, **GIVEN, **fields}).encode()
+    request = urllib.request.Request(server.url + MESSAGES, body)
+    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        parts = answer.read().decode().strip().split("\n\n")
+    events = []
+    for part in parts:
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    first, ping, *middle, last, stop = events
+    assert (first["type"], ping["type"], last["type"], stop["type"]) == (
+        *("message_start", "ping", "message_delta", "message_stop"),
+    )
+    message, inside = first["message"], False
+    for event in middle:
+        place = len(message["content"]) - 1
+        if event["type"] == "content_block_start":
+            assert not inside and event["index"] == place + 1
+            message["content"].append({**event["content_block"], "partial": ""})
+            inside = True
+            continue
+        assert inside and event["index"] == place
+        block = message["content"][place]
+        if event["type"] == "content_block_stop":
+            inside, partial = False, block.pop("partial")
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(partial)
+            continue
+        delta = event["delta"]
+        name = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}[delta["type"]]
+        block["partial" if name == "partial_json" else name] += delta[name]
+    assert not inside
+    return {**message, **last["delta"], "usage": {**message["usage"], **last["usage"]}}
+
+
+def plain(message: Any) -> Any:
+    """A message without what is another with each request."""
+    content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
+    return {**message, "id": None, "content": content}
+
+
+def test_blocks_are_what_a_chat_has_whole_and_streamed(said: tuple[str, Served]) -> None:
+    name, server = said
+    for more, chat in (({}, {}), ({"tools": [TOOL]}, {"tools": [CHAT_TOOL]})):
+        for limit in (200, 9):
+            message = answered(server, max_tokens=limit, **more)
+            assert plain(streamed(server, max_tokens=limit, **more)) == plain(message)
+            body = json.dumps({"max_tokens": limit, **GIVEN, **chat}).encode()
+            other = post(server, CHATS, body)[1]
+            choice, content = other["choices"][0], message["content"]
+            texts = "".join(block["text"] for block in content if block["type"] == "text")
+            thoughts = "".join(block["thinking"] for block in content if block["type"] == "thinking")
+            calls = [(block["name"], block["input"]) for block in content if block["type"] == "tool_use"]
+            assert texts == (choice["message"]["content"] or "")
+            assert thoughts == choice["message"].get("reasoning_content", "")
+            functions = [call["function"] for call in choice["message"].get("tool_calls", ())]
+            assert calls == [(each["name"], json.loads(each["arguments"])) for each in functions]
+            assert (
+                message["stop_reason"]
+                == {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[choice["finish_reason"]]
+            )
+            usage = other["usage"]["prompt_tokens"], other["usage"]["completion_tokens"]
+            assert (message["usage"]["input_tokens"], message["usage"]["output_tokens"]) == usage
+        if name == "all" and more:
+            kinds = [block["type"] for block in answered(server, **more)["content"]]
+            assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
+
+
+def test_a_stop_sequence_is_named(said: tuple[str, Served]) -> None:
+    text = answered(said[1])["content"][-1]["text"]
+    for ask in (answered, streamed):
+        message = ask(said[1], stop_sequences=["nowhere", text[-1]])
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", text[-1])
+
+
+def test_a_conversation_is_that_of_a_chat(said: tuple[str, Served]) -> None:
+    """Blocks of text, systems, calls of tools and what they answered: the tokens are those of the same chat."""
+    server = said[1]
+    call = {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "Oslo"}}
+    answer = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "rain"}]}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    given = {
+        "system": [
+            {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "short"},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "w5"}]},
+            {"role": "assistant", "content": [thought, {"type": "text", "text": "w6"}, call]},
+            {"role": "user", "content": [answer, {"type": "text", "text": "w7"}]},
+        ],
+        "tools": [TOOL],
+    }
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    chat = [
+        {"role": "system", "content": "Be\nshort"},
+        {"role": "user", "content": "w5"},
+        {
+            "role": "assistant",
+            "content": "w6",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "rain"},
+        {"role": "user", "content": "w7"},
+    ]
+    count = post(server, COUNT, json.dumps(given).encode())[1]["input_tokens"]
+    assert count == answered(server, **given)["usage"]["input_tokens"]
+    body = json.dumps({"messages": chat, "tools": [CHAT_TOOL], "max_tokens": 1}).encode()
+    assert count == post(server, CHATS, body)[1]["usage"]["prompt_tokens"]
+    assert count > post(server, COUNT, json.dumps({"messages": talk("w5")}).encode())[1]["input_tokens"]
+
+
+def test_refusals_have_anthropics_form_and_name_what_is_wrong(said: tuple[str, Served]) -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}
+    for fields, status, words in (
+        ({"max_tokens": None}, 400, "max_tokens is missing"),
+        ({"messages": None}, 400, "messages is missing"),
+        ({"messages": [{"role": "system", "content": "w5"}]}, 400, "messages[0] must have a role"),
+        ({"messages": [{"role": "user", "content": [image]}]}, 400, "messages[0].content[0] of type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, 400, "messages[0].content[0]"),
+        ({"model": "claude"}, 404, "the model 'claude' does not exist"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "thinking"),
+        ({"output_config": {"effort": "low"}}, 400, "output_config"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, 400, "parallel"),
+        ({"system": 5}, 400, "system"),
+        ({"n": 2}, 422, "n"),
+        ({"stop_sequences": [""]}, 400, "stop_sequences"),
+    ):
+        got, answer = post(said[1], MESSAGES, json.dumps({"max_tokens": 5, **GIVEN, **fields}).encode())
+        kind = "not_found_error" if status == 404 else "invalid_request_error"
+        assert (got, answer["type"], answer["error"]["type"]) == (status, "error", kind), (fields, answer)
+        assert words in answer["error"]["message"], (fields, answer)
