@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HEADS = {"eagle3": "eagle3", "eagle2": "eagle", "eagle": "eagle"}
 """Assistants with a head -> the option that names it."""
-ASSISTANTS = (*HEADS, "nasd", "autoregressive")
+ASSISTANTS = (*HEADS, "mtp", "nasd", "autoregressive")
 """Names of assistants that an open batch decodes with, and a command can take."""
 ASSISTANT = f"{', '.join(ASSISTANTS[:-1])} or {ASSISTANTS[-1]}; that of a head where there is one, else nasd."
 Assistant = Annotated[str | None, typer.Option(help=ASSISTANT)]
