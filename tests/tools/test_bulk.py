@@ -377,7 +377,7 @@ def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_
     done = CliRunner().invoke(app, [*given, "--assistant", "speculative"])
     assert done.exit_code == 1
     assert (
-        "--assistant speculative: accepted are eagle3, eagle2, eagle, nasd, autoregressive"
+        "--assistant speculative: accepted are eagle3, eagle2, eagle, mtp, nasd, autoregressive"
         in f"{done.exception} {done.output}".replace("\n", " ")
     )
 
