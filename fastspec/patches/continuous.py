@@ -123,7 +123,12 @@ def continuous(
     whole = isinstance(prefill_chunk, Integral) and not isinstance(prefill_chunk, bool) and prefill_chunk >= 1
     if prefill_chunk is not None and not whole:
         raise Unsupported(f'continuous: prefill_chunk={prefill_chunk!r} must be at least 1, None or "auto"')
-    decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
+
+    def resolved() -> Decoding:
+        found: Decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
+        return found
+
+    decoding = resolved()
     if isinstance(decoding, DynamicDecoding) and decoding.auto is not None:
         raise Unsupported(
             'total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of '
@@ -135,7 +140,7 @@ def continuous(
             f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
         )
     caches = narrows if prefix_caching is None else prefix_caching
-    return Continuous(model, session, decoding, rows, max_length, prefill_chunk, narrows, caches)
+    return Continuous(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches)
 
 
 class Continuous:
@@ -152,6 +157,7 @@ class Continuous:
         model: Any,
         session: PatchSession,
         decoding: Decoding,
+        resolved: Callable[[], Decoding],
         rows: int,
         max_length: int | None,
         chunk: int | None,
@@ -159,6 +165,7 @@ class Continuous:
         prefix_caching: bool,
     ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
+        self._resolved = resolved
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
         self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
@@ -468,6 +475,7 @@ class Continuous:
         with self.session.turn.taken(device_of(self.model)):
             self._stale = False
             self._settled.known.clear()
+            self.decoding = self._resolved()  # its head may have to follow the model
             self._settle()
             self._widths.begin()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -282,13 +283,18 @@ def test_a_draft_vocabulary_bounds_what_is_drafted_and_follows_the_texts(tmp_pat
         whole = load_mtp(True, model)
         head = with_vocabulary(whole, narrow, model)
         assert with_vocabulary(whole, narrow, model) is head and head.config.draft_vocab_size == 256
-        assert head.module.drafted().unique().numel() == 256 and head.module.drafted()[:240].tolist() == [*range(240)]
+        assert head.drafted().unique().numel() == 256 and head.drafted()[:240].tolist() == [*range(240)]
         head.hear(ids, torch.tensor([6]))
-        assert head.module.drafted()[240:244].tolist() == [590, 591, 592, 593]
-        rows = model.lm_head.weight[head.module.drafted()]
-        assert torch.equal(head.readout().weight, rows) and head.module.drafted().unique().numel() == 256
+        assert head.drafted()[240:244].tolist() == [590, 591, 592, 593]
+        rows = model.lm_head.weight[head.drafted()]
+        assert torch.equal(head.readout().weight, rows) and head.drafted().unique().numel() == 256
         head.hear(ids[:, 4:5], torch.tensor([0]))  # nothing of it is real
-        assert head.module.drafted()[240:244].tolist() == [590, 591, 592, 593]
+        assert head.drafted()[240:244].tolist() == [590, 591, 592, 593]
+        with fastspec.continuous(
+            model, assistant=narrow, rows=2
+        ) as batch:  # the texts' tokens are no change of weights
+            answers = [batch.submit(ids.repeat(1, 4), max_new_tokens=4, do_sample=False) for _ in range(2)]
+            assert torch.equal(*(answer.result() for answer in answers)) and batch.stats.reused > 0
         assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant=narrow))
         assert with_vocabulary(whole, fastspec.Mtp(), model) is whole  # small enough
         assert with_vocabulary(whole, fastspec.Mtp(draft_vocab="full"), model) is whole
@@ -319,21 +325,71 @@ def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_
         read_list(path, 30)
 
 
-@pytest.mark.parametrize("lazily", [False, True])
-def test_saving_the_model_keeps_its_layer(lazily: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "lazily"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)])
+def test_saving_the_model_keeps_its_layer(kind: str, lazily: bool, tmp_path: Path) -> None:
     """Into one file, and into several that an index names."""
-    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    model, _ = loaded(kind, tmp_path / "first")
+    held = load_mtp(True, model).module.state_dict()
     with fastspec.patched(model, mtp=None if lazily else True):
         if lazily:
             model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant="mtp")
         model.save_pretrained(tmp_path / "one")
         model.save_pretrained(tmp_path / "several", max_shard_size="50KB")
+        model.save_pretrained(tmp_path / "first")  # over what it was read from
     assert "save_pretrained" not in vars(model)
-    held = load_mtp(tmp_path / "first", model).module.state_dict()
-    for name in ("one", "several"):
+    for name in ("one", "several", "first"):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         mine = load_mtp(True, again).module.state_dict()
         assert mine.keys() == held.keys() and all(torch.equal(mine[key], held[key]) for key in held)
+
+
+def test_a_layer_that_is_gone_from_its_files_is_not_lost_in_silence(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    with fastspec.patched(model, mtp=True):
+        broken(
+            tmp_path / "first",
+            **{name: None for name in load_file(tmp_path / "first" / "model.safetensors") if "mtp" in name},
+        )
+        with pytest.raises(CheckpointError, match="nothing was saved"):
+            model.save_pretrained(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_fewer_drafted_tokens_than_children_are_refused(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    (tmp_path / "few.json").write_text("[7, 8, 9]")
+    few = fastspec.Mtp(depth=2, top_k=4, total_tokens=8, draft_vocab=str(tmp_path / "few.json"))
+    with fastspec.patched(model), pytest.raises(Unsupported, match="draft vocabulary of 3"):
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=few)
+
+
+def test_several_threads_may_be_the_first_to_ask(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    ids = torch.tensor([[7, 8, 9]])
+    plain = model.generate(ids, max_new_tokens=5, do_sample=False)
+    with fastspec.patched(model), ThreadPoolExecutor(4) as pool:
+        answers = [
+            pool.submit(model.generate, ids, max_new_tokens=5, do_sample=False, assistant=TREE) for _ in range(4)
+        ]
+        assert all(torch.equal(answer.result(), plain) for answer in answers)
+    assert "save_pretrained" not in vars(model)
+
+
+def test_the_probe_is_not_a_call_of_the_users(tmp_path: Path) -> None:
+    model, _ = loaded("glm4_moe", tmp_path)
+    model.generation_config.return_dict_in_generate = True
+    model.generation_config.num_beams = model.generation_config.num_return_sequences = 2
+    assert load_mtp(True, model).config.norm_output
+
+
+def test_an_open_batch_whose_model_is_cast_goes_on(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    ids = torch.tensor([[7, 8, 9]])
+    with fastspec.patched(model, mtp=True), fastspec.continuous(model, assistant=TREE, rows=2) as batch:
+        batch.submit(ids, max_new_tokens=4, do_sample=False).result()
+        model.double()
+        answer = batch.submit(ids, max_new_tokens=6, do_sample=False).result()
+        assert torch.equal(answer, type(model).generate(model, ids, max_new_tokens=6, do_sample=False))
 
 
 def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class HeadProgram:
 
     def __init__(self, bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None = None) -> None:
         config, head = bound.config, bound.module
-        self.head, self.binding, self.ops = head, bound.binding, ops
+        self.head, self.binding, self.ops, self.d2t = head, bound.binding, ops, bound.d2t
         self.config, self.state, self.cut = config, state, cut
         if cut is None and ops.packs:
             self._pack()
@@ -316,7 +316,7 @@ class HeadProgram:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`Ops.topk_expand` of readout [B, M, H] with the head's LM head, or with a foreign one's logits."""
         x = readout if self.weight is not None else self.logits(readout)
-        return self.ops.topk_expand(x, self.weight, scores, count, self.head.d2t, out)  # type: ignore[return-value]
+        return self.ops.topk_expand(x, self.weight, scores, count, self.d2t, out)  # type: ignore[return-value]
 
 
 class MtpProgram(HeadProgram):

@@ -79,9 +79,12 @@ class DraftVocabulary:
     """The drafted tokens of a head that reads rows of its target's LM head: those it was made with, and in the last
     `free` places tokens that texts brought besides, the most frequent ones first."""
 
-    def __init__(self, ids: Tensor, free: int, size: int, device: torch.device) -> None:
-        self.ids, self.free = ids.to(device), free
-        self.base = torch.zeros(size, dtype=torch.bool, device=device).index_fill_(0, self.ids, True)
+    def __init__(self, ids: Tensor, free: int, size: int, d2t: Tensor) -> None:
+        device = d2t.device
+        self.free = free
+        self.d2t = d2t.clone()
+        """[V_d] as `DraftHead.d2t`, as it is now: no part of the module, whose captured rounds these changes leave."""
+        self.base = torch.zeros(size, dtype=torch.bool, device=device).index_fill_(0, ids.to(device), True)
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
         """In units of 1 / ONCE, whole numbers: processes that hold a model together make the same of them."""
 
@@ -90,10 +93,10 @@ class DraftVocabulary:
         real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts.index_add_(0, tokens.flatten(), real.flatten() * ONCE)
 
-    def renew(self, d2t: Tensor, rows: Tensor, lm_head: Tensor) -> None:
-        """Give the free places to the tokens that were counted most, in place: offsets d2t [V_d], and rows [V_d, H] of
-        lm_head [V, H]. What was counted long ago fades. Waits for nothing."""
-        size = len(self.counts)
+    def renew(self, rows: Tensor, lm_head: Tensor) -> None:
+        """Give the free places to the tokens that were counted most, in place, with rows [V_d, H] of lm_head [V, H].
+        What was counted long ago fades. Waits for nothing."""
+        size, d2t = len(self.counts), self.d2t
         order = torch.where(self.base, -1, self.counts) * size - torch.arange(size, device=d2t.device)  # without ties
         tokens = torch.topk(order, self.free).indices
         places = torch.arange(len(d2t) - self.free, len(d2t), device=d2t.device)
@@ -148,6 +151,16 @@ class BoundHead:
             self.derived.readout = made
         return made
 
+    @property
+    def d2t(self) -> Tensor:
+        """[V_d] offsets from the drafted tokens to the target's."""
+        vocabulary = self.derived.vocabulary
+        return self.module.d2t if vocabulary is None else vocabulary.d2t
+
+    def drafted(self) -> Tensor:
+        """The target's ids [V_d] of the drafted tokens."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
     @torch.no_grad()
     def hear(self, ids: Tensor, counts: Tensor) -> None:
         """Begin texts whose first counts [B] of ids [B, T] are real: their tokens join a draft vocabulary that has free
@@ -155,7 +168,7 @@ class BoundHead:
         vocabulary, made, lm_head = self.derived.vocabulary, self.derived.readout, self.binding.lm_head
         if vocabulary is not None and made is not None and lm_head is not None:
             vocabulary.count(ids, counts)
-            vocabulary.renew(self.module.d2t, made.weight, cast(Tensor, lm_head.weight))
+            vocabulary.renew(made.weight, cast(Tensor, lm_head.weight))
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -168,7 +181,7 @@ class BoundHead:
         assert lm_head is not None
         if between is None:
             few = slice(None, None, max(1, len(made.weight) // 64))
-            rows = cast(Tensor, lm_head.weight).detach()[self.module.drafted()[few].to(made.weight.device)]
+            rows = cast(Tensor, lm_head.weight).detach()[self.drafted()[few].to(made.weight.device)]
             if not torch.equal(rows.to(made.weight), made.weight[few]):
                 made.weight.copy_(self._product(lm_head))
             return
@@ -190,7 +203,7 @@ class BoundHead:
     def _product(self, lm_head: nn.Module) -> Tensor:
         module, matrix = self.module, self.module.lm_head_map
         _check_rows(module, lm_head)
-        rows = module.target_rows(lm_head)
+        rows = module.target_rows(lm_head, self.drafted())
         if matrix is not None:
             rows = rows.float() @ matrix.weight.to(rows.device, torch.float32)
         return rows.to(module.fc.weight)
@@ -214,7 +227,7 @@ def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: i
     _check_rows(module, head.binding.lm_head)
     twin = BoundHead(module, head.binding, head.rows)
     twin.readout()
-    twin.derived.vocabulary = DraftVocabulary(ids, free, whole.vocab_size, device)
+    twin.derived.vocabulary = DraftVocabulary(ids, free, whole.vocab_size, module.d2t)
     head.derived.narrowed = key, twin
     return twin
 

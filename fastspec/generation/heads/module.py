@@ -283,11 +283,12 @@ class DraftHead(nn.Module):
             )
         return self.binding
 
-    def target_rows(self, lm_head: nn.Module) -> Tensor:
-        """The rows [V_d, H] of the target's LM head for the drafted tokens; of all processes that hold it together."""
+    def target_rows(self, lm_head: nn.Module, ids: Tensor | None = None) -> Tensor:
+        """The rows [V_d, H] of the target's LM head for the drafted tokens, or for `ids`; of all processes that hold it
+        together."""
         weight = cast(Tensor, lm_head.weight).detach()
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        rows: Tensor = weight[self.drafted().to(weight.device)]
+        rows: Tensor = weight[(self.drafted() if ids is None else ids).to(weight.device)]
         return rows
 
     def drafted(self) -> Tensor:

@@ -6,8 +6,9 @@ Names of its tensors by family: transformers' conversion mapping of `MtpModel`, 
 from __future__ import annotations
 
 import hashlib
-import json
+import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -33,12 +33,13 @@ from fastspec.generation.heads.module import HeadConfig, MtpHead
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
+from fastspec.patches.hf.cache import cache_argument, kept_cache
 from fastspec.patches.hf.compat import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
 from fastspec.patches.session import session_of
 
-INDEX, WHOLE, OWN_FILE = "model.safetensors.index.json", "model.safetensors", "mtp.safetensors"
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 WRAPPED = r"^(?:model\.|language_model\.)*"
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
@@ -273,30 +274,35 @@ def _needed(where: str, name: str, revision: str | None) -> str:
     return found
 
 
-def save_with_mtp(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
-    """A model's `save_pretrained` that keeps the MTP layer in its files, which transformers would lose."""
-    type(model).save_pretrained(model, save_directory, *args, **options)
+def save_with_mtp(model: Any, *args: Any, **options: Any) -> Any:
+    """A model's `save_pretrained` that keeps the MTP layer among its tensors, which transformers would lose. Raises
+    CheckpointError, before anything is written, where the files that it was read from hold it no more."""
+    save = type(model).save_pretrained
+    given = inspect.signature(save).bind(model, *args, **options).arguments
     session = session_of(model)
     head = None if session is None else session.resources.get("mtp")
-    if head is None or head.module.source is None or not options.get("is_main_process", True):
-        return
+    if head is None or head.module.source is None or getattr(model, "_hf_peft_config_loaded", False):
+        return save(model, *args, **options)
+    if getattr(model, "hf_quantizer", None) is not None:
+        warnings.warn(
+            "save_pretrained of a quantised model leaves its MTP layer out, as transformers does", stacklevel=2
+        )
+        return save(model, *args, **options)
     where, revision = head.module.source
-    found = _found(where, head_layers := model.config.get_text_config().num_hidden_layers, revision)
+    found = _found(where, model.config.get_text_config().num_hidden_layers, revision)
     if found is None:
         raise CheckpointError(
-            f"{where} held an MTP layer behind {head_layers} layers when it was read, and does no more"
+            f"{where} holds the MTP layer no more that was read from it, and nothing was saved: "
+            "fastspec.unpatch(model) lets the model be saved without"
         )
     tensors: dict[str, Tensor] = {}
     for path, names in found[1]:
         with safe_open(path(), framework="pt", device="cpu") as file:
             tensors |= {key: file.get_tensor(key) for key in names}
-    folder = Path(save_directory)
-    save_file(tensors, folder / OWN_FILE, metadata={"format": "pt"})
-    index = folder / INDEX
-    if index.exists():  # several files: those that are not in it are read by nobody
-        told = files.parse_json(index.read_text())
-        told["weight_map"] |= dict.fromkeys(tensors, OWN_FILE)
-        index.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+    held = given.get("state_dict")
+    state = {**(model.state_dict() if held is None else held), **tensors}
+    rest = {name: value for name, value in given.items() if name not in ("self", "state_dict", "kwargs")}
+    return save(model, **rest, **given.get("kwargs", {}), state_dict=state)
 
 
 def _built(
@@ -354,6 +360,11 @@ def _built(
     head.d2t, head.source = head.d2t.to(target.device), source
     own = None
     if embedding is not None:
+        if embedding.shape[0] < target.rows[0]:
+            raise CheckpointError(
+                f"the MTP layer of {where} has an embedding of {embedding.shape[0]} tokens, and this {target.name} has "
+                f"{target.rows[0]}"
+            )
         own = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype), freeze=True)
     return bind(head.requires_grad_(False).eval(), own, target)
 
@@ -362,8 +373,13 @@ def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None
     """The number of the target's last layer with full attention whose parts have the names of the MTP layer's: mixtures
     have dense layers too. Without any the last one, whose names tell what is missing."""
     mine = {name.removeprefix("layer.") for name in state if name.startswith("layer.")}
+
+    def names(layer: nn.Module) -> set[str]:
+        """Names as without LoRA."""
+        return {name.replace(".base_layer.", ".") for name in layer.state_dict() if ".lora_" not in name}
+
     full = [number for number, layer in enumerate(layers) if hasattr(layer, adapter.attention)]
-    same = [number for number in full if mine == set(layers[number].state_dict())]
+    same = [number for number in full if mine == names(layers[number])]
     return max(same or full, default=None)
 
 
@@ -426,9 +442,12 @@ def _agreements(head: BoundHead, model: Any, readings: tuple[HeadConfig, ...]) -
     """The share of the tokens of the target's own answer that a head drafts from its true states, by reading."""
     text = model.config.get_text_config()
     length = min(PROBE_TOKENS, text.max_position_embeddings - 1)
-    prompt = default_prompt(model)
-    settings = {"min_new_tokens": length, "max_new_tokens": length, "do_sample": False}
-    ids = type(model).generate(model, prompt, attention_mask=torch.ones_like(prompt), **settings)
+    ids = last = default_prompt(model)
+    taking, cache = cache_argument(type(model).forward), None
+    for _ in range(length):  # `generate` would heed the user's generation_config
+        out = model(last, use_cache=True, **{taking: cache})
+        last, cache = out.logits[:, -1:].argmax(-1), kept_cache(out)
+        ids = torch.cat((ids, last), 1)
     states, picks = states_of(model, ids)
     shares = []
     for reading in readings:

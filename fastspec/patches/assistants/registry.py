@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -208,9 +209,12 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
     refuse_heads(name, model)
     head: BoundHead | None = resources.get(name)
     if head is None and name == Mtp.name:
-        head = resources[name] = load_mtp(True, model)
-        if (session := session_of(model)) is not None:
-            session.set(model, "save_pretrained", MethodType(save_with_mtp, model))
+        with _loading:
+            head = resources.get(name)
+            if head is None:
+                head = resources[name] = load_mtp(True, model)
+                if (session := session_of(model)) is not None:
+                    session.set(model, "save_pretrained", MethodType(save_with_mtp, model))
     if head is None:
         raise Unsupported(
             f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it"
@@ -219,11 +223,19 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
     if fresh is not head:
         resources.update({each: fresh for each, held in resources.items() if held is head})
         head = fresh
+    _check_top_k(head, top_k)
+    return head
+
+
+_loading = Lock()
+"""Of heads that calls load: several may be the first."""
+
+
+def _check_top_k(head: BoundHead, top_k: int) -> None:
     if top_k > head.config.draft_vocab_size:
         raise Unsupported(
             f"top_k={top_k} children of a node exceed the head's draft vocabulary of {head.config.draft_vocab_size}"
         )
-    return head
 
 
 def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecoding:
@@ -234,10 +246,13 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
 def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: Any) -> EagleDecoding:
     fields, most = trees_of(config, device_of(model).type)
     head = _head(config.name, resources, model, most)
+    if isinstance(config, Mtp):
+        head = with_vocabulary(head, config, model)
+        _check_top_k(head, most)
     return EagleDecoding(
         **fields,
         cpp=CPP_TREE if config == Eagle3() else None,
-        head=with_vocabulary(head, config, model) if isinstance(config, Mtp) else head,
+        head=head,
         drafts=fused_drafter if config.fused else EagleDrafter,
         cut=None if config.fused else cut_over(head.module, group_of(model)),
     )

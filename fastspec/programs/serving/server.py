@@ -310,7 +310,10 @@ class Server:
     def _prompt(self, given: str | list[int]) -> ReadPrompt:
         """A prompt as it stands."""
         if isinstance(given, str):
-            return ReadPrompt(given, self.ids(given, special=True))
+            ids = self.ids(given, special=True)
+            if not ids:
+                raise Refused("prompt is empty: an answer needs a token to go on from")
+            return ReadPrompt(given, ids)
         return ReadPrompt(self.tokenizer.decode(given, skip_special_tokens=True), given)
 
     def templated(self, asked: AnswerRequest, answers: bool = True) -> ReadPrompt:

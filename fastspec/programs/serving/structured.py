@@ -74,7 +74,12 @@ def _of_calls(choice: Any, tools: list[Body] | None) -> Structure:
 
 
 def _parameters(function: Body) -> Body:
-    return {**ANY_OBJECT, **(function.get("parameters") or {})}
+    given = function.get("parameters") or {}
+    if given.get("type", "object") != "object":
+        raise Unsupported(
+            f"the parameters of the tool {function['name']!r} are of type {given['type']!r}: arguments are an object"
+        )
+    return {**ANY_OBJECT, **given}
 
 
 def check(structure: Structure) -> None:
