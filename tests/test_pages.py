@@ -51,7 +51,9 @@ def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     for module in BINDING:  # before anything is replaced: what they import stays theirs
         import_module(f"fastspec.{module}")
     for module in ("models", "patches.cascade.stages"):
-        monkeypatch.setattr(f"fastspec.{module}.load_model", lambda name, *options: (stand_in(name), small_tokenizer()))
+        monkeypatch.setattr(
+            f"fastspec.{module}.load_model", lambda name, *options, **more: (stand_in(name), small_tokenizer())
+        )
     monkeypatch.setattr("fastspec.patches.cascade.stages.load_tokenizer", lambda name: small_tokenizer())
     for module in (heads, probe):
         monkeypatch.setattr(

@@ -248,17 +248,24 @@ class LayerParts:
     """The layer's output [B, N, H], and its own input of every token [B, N, P] where it has one -> its output."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFamily:
+class LayerFamily(ABC):
     """What a target's family makes of modules of its own classes that are no part of the target."""
 
-    layer: Callable[[nn.Module, Ops, FullAttentionState], LayerParts]
-    """A layer, the first of a state."""
-    norm: Callable[[nn.Module, Ops], Norm]
-    tables: Callable[[int], tuple[Tensor, Tensor]]
-    """Number of positions P -> cos and sin [P, R / 2] of full attention."""
-    pack: Callable[[nn.Module], object]
-    """Lays the weights of a layer that read one input one after another."""
+    @abstractmethod
+    def layer(self, module: nn.Module, ops: Ops, state: FullAttentionState) -> LayerParts:
+        """A layer, the first of a state."""
+
+    @abstractmethod
+    def norm(self, module: nn.Module, ops: Ops) -> Norm:
+        """A norm."""
+
+    @abstractmethod
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """Number of positions P -> cos and sin [P, R / 2] of full attention."""
+
+    @abstractmethod
+    def pack(self, module: nn.Module) -> None:
+        """Lay the weights of a layer that read one input one after another."""
 
 
 def one_by_one(

@@ -359,7 +359,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Any) -> None:
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config | {"backbone_hidden_size": 48}))
     refused(CheckpointError, "cannot be loaded", mtp=tmp_path / "whole")
     refused(CheckpointError, r"fastspec.patch\(model, mtp=...\) takes it", eagle3=tmp_path / "broken")
-    refused(CheckpointError, "a checkpoint of their own", assistant="mtp")
+    refused(Unsupported, "a checkpoint of their own", assistant="mtp")
     refused(Unsupported, "no such kernel", mtp=assistant, assistant=Mtp(fused=True))
     wide = Mtp(depth=1, top_k=30)
     refused(Unsupported, "exceed the 21 tokens", mtp=assistant_for(model, **ORDERED), assistant=wide)

@@ -67,9 +67,11 @@ def test_pairs_that_wait_are_fed_before_the_next_tree_and_forgotten_by_the_next_
     assert isinstance(fused, FusedDrafter) and fused.pair_counts.tolist() == [3, 3]
     wanted, tree = plain.propose(LENGTH + 3), fused.propose(LENGTH + 3)
     assert torch.equal(tree.tokens, wanted.tokens) and torch.equal(tree.parents, wanted.parents)
-    for mine, theirs in ((fused.scores, plain.scores), (fused.last, plain.last)):
+    for mine, theirs in ((fused.growth.scores, plain.growth.scores), (fused.last, plain.last)):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
-    assert torch.equal(fused.tokens, plain.tokens) and torch.equal(fused.parents, plain.parents)
+    assert torch.equal(fused.growth.tokens, plain.growth.tokens) and torch.equal(
+        fused.growth.parents, plain.growth.parents
+    )
     assert fused.state.lengths.tolist() == plain.state.lengths.tolist() == [LENGTH + 3] * 2
     fused.open(40)
     assert fused.pair_counts.tolist() == [0, 0]

@@ -286,7 +286,7 @@ OTHERS = {
     r"a language model of its own": whole_mixture,
     r"Medusa heads, which draft every position from one hidden state.*fastspec train": medusa,
     r"Medusa heads": lambda config, state: config.update({"medusa_num_heads": 4}),
-    r"an MTP module, which comes with its own model": mtp,
+    r"an MTP module, which drafts for the model that it comes with: fastspec.patch\(model, mtp=PATH\)": mtp,
     r"an EAGLE-4 head": lambda config, state: config.update({"architectures": ["LlamaForCausalLMEagle4"]}),
     r"Gemma 4's assistant, which reads the keys and values": lambda config, state: config.update(
         {"model_type": "gemma4_assistant"}

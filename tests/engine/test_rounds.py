@@ -235,7 +235,15 @@ class Kept(Batch):
         self.alone = True
         self.places, self.log, self.grown = list(range(rows)), [], []  # type: tuple[list[int], list[Any], list[Any]]
 
-    def take(self, prompt: int, tokens: list[int], accepted: int, scores: Tensor | None, logits: Tensor | None) -> None:
+    def take(
+        self,
+        prompt: int,
+        tokens: list[int],
+        accepted: int,
+        scores: Tensor | None,
+        logits: Tensor | None,
+        drafted: int = 0,
+    ) -> None:
         self.log.append((prompt, tokens, accepted, scores, logits))
         self.out.tokens[prompt] += tokens
 

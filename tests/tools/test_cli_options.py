@@ -74,7 +74,7 @@ def test_commands_that_load_a_model_take_a_device_and_a_backend(
 ) -> None:
     model = str(saved / "model")
     items = tmp_path / "items.jsonl"
-    items.write_text(json.dumps({"id": "a", "prompt": "w9", "answer": 1}) + "\n")
+    items.write_text("".join(json.dumps({"id": f"a{n}", "prompt": "w9", "answer": 1}) + "\n" for n in range(60)))
     files = ["--prompts", str(items), "--out", str(tmp_path / "p.safetensors"), "--answers", str(tmp_path / "a.jsonl")]
     named = [*files, "--stage", f"a={model}", "--model", f"b={model}"] if "cascade" in command else ["--model", model]
     named += ["--head", "smollm2-135m-instruct"] if "demo" in command else files[:4] if "generate" in command else []

@@ -25,7 +25,7 @@ from fastspec.generation.heads.fit import Reading, misfits, with_taps
 from fastspec.generation.heads.load import is_copy, load, read_checkpoint
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.patches.hf.compat import device_of
-from fastspec.patches.hf.layers import layer_family
+from fastspec.patches.hf.layers import ModelLayers
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.parallel import is_spread
 
@@ -43,9 +43,11 @@ def sizes_of(target: PreTrainedModel | PretrainedConfig) -> Sizes:
     return Sizes(text.vocab_size, text.hidden_size, text.num_hidden_layers, width)
 
 
-def parts_of(target: PreTrainedModel) -> TargetParts:
-    """Parts of a target that heads are fitted and bound to."""
-    lm_head, device, adapter = target.get_output_embeddings(), device_of(target), adapter_for(target)
+def parts_of(target: PreTrainedModel, *, layers: bool = False) -> TargetParts:
+    """Parts of a target that heads are fitted and bound to; with `layers` what runs layers of its kind, where it has an
+    adapter."""
+    lm_head, device = target.get_output_embeddings(), device_of(target)
+    adapter = adapter_for(target) if layers else None
     weight = getattr(lm_head, "weight", None)
     return TargetParts(
         name=type(target).__name__,
@@ -55,7 +57,7 @@ def parts_of(target: PreTrainedModel) -> TargetParts:
         device=device,
         dtype=target.dtype,
         lm_head_device=weight.device if is_spread(target) and weight is not None else device,
-        family=None if adapter is None else layer_family(target, adapter),
+        family=None if adapter is None else ModelLayers(target, adapter),
     )
 
 

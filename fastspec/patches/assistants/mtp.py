@@ -100,7 +100,7 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
     Raises Unsupported for a model without an adapter, and CheckpointError where the files hold no such head, or not all
     of it.
     """
-    mode, target = mode_for(model), parts_of(model)
+    mode, target = mode_for(model), parts_of(model, layers=True)
     if mode.adapter is None:
         raise Unsupported(
             f"assistant 'mtp' runs the draft layer of a checkpoint through an adapter, and {target.name} runs in "

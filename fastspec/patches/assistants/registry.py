@@ -22,7 +22,7 @@ from fastspec.config import (
     Nasd,
     Speculative,
 )
-from fastspec.errors import Unsupported
+from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, trees_of
 from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafter
@@ -212,14 +212,17 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
         with _loading:
             head = resources.get(name)
             if head is None:
-                head = resources[name] = load_mtp(True, model)
+                try:
+                    head = resources[name] = load_mtp(True, model)
+                except CheckpointError as error:
+                    raise Unsupported(f"assistant {name!r} has no head: {error}") from error
                 if (session := session_of(model)) is not None:
                     session.set(model, "save_pretrained", MethodType(save_with_mtp, model))
     if head is None:
         raise Unsupported(
             f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it"
         )
-    fresh = followed(head, parts_of(model))
+    fresh = followed(head, parts_of(model, layers=name == Mtp.name))
     if fresh is not head:
         resources.update({each: fresh for each, held in resources.items() if held is head})
         head = fresh

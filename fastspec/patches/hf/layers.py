@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -478,20 +479,30 @@ def pack_layer(parts: Adapter, layer: Any, *, experts: bool = True) -> list[Tens
     return moved
 
 
-def layer_family(model: Any, parts: Adapter) -> LayerFamily:
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelLayers(LayerFamily):
     """What a model's family makes of layers and norms of its classes that are no part of it."""
 
-    def layer(module: Any, ops: Ops, state: FullAttentionState) -> LayerParts:
-        return layer_parts(parts, module, ops, state, 0)
+    model: Any
+    parts: Adapter
 
-    def tables(count: int) -> tuple[Tensor, Tensor]:
-        kind = "full_attention" if parts.rotary_by_kind else None
-        found = rotary_tables(model, parts, (kind,), count)[kind]
+    def layer(self, module: Any, ops: Ops, state: FullAttentionState) -> LayerParts:
+        """A layer, the first of a state."""
+        return layer_parts(self.parts, module, ops, state, 0)
+
+    def norm(self, module: Any, ops: Ops) -> Norm:
+        """A norm."""
+        return norm_of(module, ops, self.parts)
+
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of full attention."""
+        kind = "full_attention" if self.parts.rotary_by_kind else None
+        found = rotary_tables(self.model, self.parts, (kind,), count)[kind]
         return found.cos, found.sin
 
-    return LayerFamily(
-        layer, lambda module, ops: norm_of(module, ops, parts), tables, lambda module: pack_layer(parts, module)
-    )
+    def pack(self, module: Any) -> None:
+        """Lay the weights of a layer together."""
+        pack_layer(self.parts, module)
 
 
 def reads_outliers(module: nn.Module) -> bool:

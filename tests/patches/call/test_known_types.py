@@ -17,7 +17,8 @@ from transformers.generation import stopping_criteria as sc
 import fastspec
 from fastspec.patches.call import processors
 from fastspec.patches.call import processors as selection
-from fastspec.patches.call.processors import CRITERIA, ROWWISE, are_known
+from fastspec.patches.call.grammar import Grammar, GrammarOfCall
+from fastspec.patches.call.processors import CRITERIA, ROWWISE, TokenPenalties, are_known
 
 WIDTH = 9
 MADE: dict[type, Any] = {
@@ -45,6 +46,7 @@ MADE: dict[type, Any] = {
     lp.ForcedEOSTokenLogitsProcessor: lambda: lp.ForcedEOSTokenLogitsProcessor(WIDTH + LENGTH, 7),
     lp.SuppressTokensAtBeginLogitsProcessor: lambda: lp.SuppressTokensAtBeginLogitsProcessor(list(range(6, 60)), WIDTH),
     lp.ExponentialDecayLengthPenalty: lambda: lp.ExponentialDecayLengthPenalty((3, 1.4), 7, WIDTH),
+    TokenPenalties: lambda: TokenPenalties(0.7, 0.5, WIDTH),
     sc.MaxLengthCriteria: lambda: sc.MaxLengthCriteria(WIDTH + 7),
     sc.EosTokenCriteria: lambda: sc.EosTokenCriteria(list(range(6, 12))),
     sc.MaxTimeCriteria: lambda: sc.MaxTimeCriteria(math.inf),
@@ -60,7 +62,7 @@ def both():
 
 
 def test_every_type_of_the_table_is_here():
-    assert set(MADE) == {*ROWWISE, *CRITERIA}
+    assert set(MADE) | {Grammar, GrammarOfCall} == {*ROWWISE, *CRITERIA}  # grammars: test_grammar.py
 
 
 @pytest.mark.parametrize("kind", MADE, ids=lambda kind: kind.__name__)
