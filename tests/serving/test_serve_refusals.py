@@ -57,6 +57,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (ONE, {"prompt": ["w5"] * 129}, 400, "a list of up to 128"),
     (ONE, {"prompt": ["w5", [5, 9999]]}, 400, "prompt names a token that the model has not"),
     (ONE, {"prompt": ""}, 400, "one token"),
+    (ONE, {"prompt": ["w5", ""], "echo": True, "logprobs": 1}, 400, "one token"),
     (ONE, {"prompt": "w6 " * 91}, 400, "has 91 tokens"),
     (ONE, {"prompt": "w6 " * 60, "max_tokens": 30}, 400, "max_length"),
     (ONE, {"max_tokens": 0}, 400, "max_tokens"),

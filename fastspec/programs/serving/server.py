@@ -312,7 +312,7 @@ class Server:
         if isinstance(given, str):
             ids = self.ids(given, special=True)
             if not ids:
-                raise Refused("prompt is empty: an answer needs a token to go on from")
+                raise Refused("prompt is empty: an answer needs one token or more to go on from")
             return ReadPrompt(given, ids)
         return ReadPrompt(self.tokenizer.decode(given, skip_special_tokens=True), given)
 
