@@ -249,7 +249,7 @@ class LayerParts:
 
 
 class LayerFamily(ABC):
-    """What a target's family makes of modules of its own classes that are no part of the target."""
+    """Maker of layers, norms and tables of a target's family from modules that are no part of the target."""
 
     @abstractmethod
     def layer(self, module: nn.Module, ops: Ops, state: FullAttentionState) -> LayerParts:

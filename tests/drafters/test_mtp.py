@@ -219,6 +219,9 @@ def test_a_copy_of_the_targets_lm_head_is_not_held_twice(tmp_path: Path) -> None
     own = torch.randn(97, 64)
     broken(tmp_path, **copies | {"model.layers.3.shared_head.head.weight": own})
     assert torch.equal(load_mtp(True, model).module.lm_head.weight, own)
+    broken(tmp_path, **copies | {"model.layers.3.embed_tokens.weight": own})
+    given = load_mtp(load_mtp(True, model).as_module(), model).binding  # a head that was loaded before
+    assert given.own_embedding and torch.equal(given.embedding.weight, own)
 
 
 @torch.no_grad()

@@ -164,7 +164,7 @@ class HeadDrafter(Drafter):
         return self._step(x, residual, steps, steps, layout)
 
     def readouts(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """What the LM head reads after each of the pairs of a text, [B, T, H]; none of them is kept."""
+        """States that the LM head reads after each of the pairs of a text, [B, T, H]; none of them is kept."""
         return self._read(tokens, features, self.reserve(tokens.shape[1]), None)[1]
 
     def _step(

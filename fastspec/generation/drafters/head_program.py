@@ -348,7 +348,7 @@ class MtpProgram(HeadProgram):
     def feed(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         embedded = (self.look_up or self.binding.embedding)(tokens).to(hidden.dtype)
         parts = self.token_norm(embedded)[0], self.state_norm(hidden)[0]
-        total = self.fc(torch.cat(parts[::-1] if self.config.states_first else parts, -1))
+        total = self.fc(torch.cat(parts, -1))
         norm = self.layers[0].input_norm
         return (total, total) if norm is None else norm(total)
 

@@ -62,7 +62,7 @@ class TargetParts:
 
 @dataclass
 class Derived:
-    """What is derived from a bound head: the LM head of `BoundHead.readout`, the head in a lower precision (`lowered`),
+    """Parts derived from a bound head: the LM head of `BoundHead.readout`, the head in a lower precision (`lowered`),
     the head with a draft vocabulary (`narrowed`), and that vocabulary. Copies and pickles of the head begin without
     them."""
 

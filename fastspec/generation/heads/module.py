@@ -58,8 +58,7 @@ class HeadConfig:
     the feature is the last hidden state after the target's final norm. `last_tap_before_norm`: a tap after the
     target's last layer is before that norm, where `hidden_states` has it after the norm. `own_lm_head` is False for
     heads that use the target's LM head: whole, or with `target_rows` its rows of the drafted tokens, after a matrix
-    [H, H] of the head's own. `states_first`: an MTP head fuses the hidden state before the embedding, not behind
-    it.
+    [H, H] of the head's own.
     """
 
     kind: str = "eagle3"
@@ -87,7 +86,6 @@ class HeadConfig:
     own_lm_head: bool = True
     target_rows: bool = False
     last_tap_before_norm: bool = False
-    states_first: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("eagle3", "eagle", "mtp"):
@@ -255,7 +253,7 @@ class Binding:
 
 
 class DraftHead(nn.Module):
-    """What all drafting heads have: a fusion `fc` of what they read, a final norm or none, an LM head or the target's,
+    """Parts of all drafting heads: a fusion `fc` of what they read, a final norm or none, an LM head or the target's,
     and the map `d2t` of their draft vocabulary, whose values are offsets."""
 
     config: HeadConfig

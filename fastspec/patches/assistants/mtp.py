@@ -54,8 +54,6 @@ class MtpForm:
     names: tuple[tuple[str, str], ...]
     final: bool = True
     """True where a norm stands before the LM head."""
-    states_first: bool = False
-    """True where the fusion takes the hidden state before the embedding."""
     disputed: bool = False
     """True where programs differ in the side of the target's final norm that the hidden state is from: after it, unless
     a probe shows otherwise."""
@@ -107,7 +105,8 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
             f"generic mode ({mode.why or 'it has none'}): use 'nasd' or 'speculative'"
         )
     if isinstance(source, MtpHead):
-        return bind(source, None, target)
+        held = source.binding
+        return bind(source, held.embedding if held is not None and held.own_embedding else None, target)
     if source is not True and not isinstance(source, (str, Path)):
         raise CheckpointError(
             f"mtp= is a {type(source).__name__}, which holds no draft layers: accepted are True, a directory, a hub "
@@ -194,7 +193,6 @@ def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
         ("layers", str(max(1, len(steps)))),
         ("tensors", str(sum(len(names) for _, names in by_file))),
         ("hidden states", f"{side}, unless a probe shows otherwise" if form.disputed else side),
-        ("order", "state, embedding" if form.states_first else "embedding, state"),
         ("norm before the LM head", "yes" if form.final else "no"),
         (config.model_type, runs),
     ]
@@ -408,7 +406,6 @@ def _config(
         max_position_embeddings=text.max_position_embeddings,
         norm_output=True,
         own_lm_head=own_lm_head,
-        states_first=form.states_first,
     )
 
 
