@@ -74,10 +74,13 @@ def pretend(target: int | str) -> None:
     from fastspec.kernels.drafting import topk_expand
     from fastspec.kernels.linear import experts, linear
     from fastspec.kernels.linear import hopper as hopper_linear
+    from fastspec.kernels.quantised import linear as stored
+    from fastspec.kernels.quantised.conversions import assembly
 
     triton.runtime.driver.set_active(Absent(target))
     capability = 0 if isinstance(target, str) else target
     launch._capable = lambda device: capability >= 90
+    stored._assembly = lambda kind, dtype, device: assembly(kind, dtype) if capability else None
     for module in (linear, topk_expand):
         module.has_descriptors = launch._capable
     launch.shared_memory = lambda device: limit_of(target)
@@ -131,7 +134,7 @@ def whole(*shape: int) -> Tensor:
 
 def stored_weights(channels: int, depth: int, dtype: torch.dtype) -> dict[str, Any]:
     """Weights [channels, depth] as quantisers store them."""
-    from fastspec.kernels.quantised.reference import E4M3, INT8, PACKED4, TABLE4, Nested, StoredWeight
+    from fastspec.kernels.quantised.reference import E4M3, INT8, NF4, PACKED4, Nested, StoredWeight
 
     def octets(width: int) -> Tensor:
         return torch.zeros(channels, width, dtype=torch.uint8)
@@ -145,9 +148,7 @@ def stored_weights(channels: int, depth: int, dtype: torch.dtype) -> dict[str, A
     nested = Nested(single(256), single(channels * depth // 2**14), single(1)[0], 256)
     places = torch.zeros(channels, depth // 64, dtype=torch.uint8)
     return {
-        "nested nf4": StoredWeight(
-            octets(depth // 2), TABLE4, places, (1, 64), depth, dtype, table=single(16), nested=nested
-        ),
+        "nested nf4": StoredWeight(octets(depth // 2), NF4, places, (1, 64), depth, dtype, nested=nested),
         "int8 on sums": StoredWeight(octets(depth), INT8, single(channels, 1), (1, depth), depth, dtype, on_sums=True),
         "e4m3 in blocks": StoredWeight(octets(depth), E4M3, single(*blocks), (128, 128), depth, dtype),
         "4 bits by groups": StoredWeight(*four, zeros=zeros),
@@ -168,7 +169,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.layer import rope_cache
     from fastspec.kernels.linear import linear, ordered, swiglu
     from fastspec.kernels.linear import linear as linear_parts
-    from fastspec.kernels.linear.reference import DeferredProduct
+    from fastspec.kernels.linear.reference import SILU, DeferredProduct
     from fastspec.kernels.parallel import joins, reduced_norm
     from fastspec.kernels.parallel.words import ROWS, Space, words_of
     from fastspec.kernels.quantised import linear as quantised
@@ -282,6 +283,12 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             yield (
                 f"stored product of {kind}, {rows} rows",
                 lambda n=rows, w=weight: quantised.linear(few(1, n, inner), w, None),
+            )
+        eight = stored_weights(hidden, inner, dtype)["e4m3 in blocks"]
+        for count, kind in ((3, None), (2, SILU)):
+            yield (
+                f"{count} stored products, {rows} rows",
+                lambda n=rows, w=eight, c=count, k=kind: quantised.linears(few(1, n, inner), [w] * c, [None] * c, k),
             )
         logits = few(1, rows, vocab)
         depths = whole(1, rows)

@@ -8,20 +8,13 @@ from torch import Tensor
 from fastspec.kernels.quantised.reference import (
     E4M3,
     INT8,
+    NF4,
     PACKED4,
     PACKED8,
-    TABLE4,
     Nested,
     StoredWeight,
 )
 
-NF4 = torch.tensor(
-    (
-        (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0),
-        (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
-    )
-).flatten()
-"""Values of 4-bit NormalFloat (Dettmers et al., arXiv 2305.14314, appendix E), rounded to 8 digits."""
 Written = tuple[StoredWeight, Tensor]
 """A weight as stored, and dequantised [M, K]."""
 
@@ -95,7 +88,7 @@ def table4(count: int, depth: int, dtype: torch.dtype, nested: bool = False) -> 
     """Places in a table of 16, the high half of a byte first, in blocks of 64: bitsandbytes' nf4."""
     codes = torch.randint(0, 16, (count, depth))
     scales: Tensor = torch.rand(count, depth // 64)
-    values = NF4.to(codes.device)
+    values = torch.tensor(NF4.table)
     dense, inner = values[codes], None
     if nested:
         places = torch.randint(0, 256, scales.shape)
@@ -107,4 +100,4 @@ def table4(count: int, depth: int, dtype: torch.dtype, nested: bool = False) -> 
     else:
         dense = dense * spread(scales, (1, 64), codes.shape)
     halves = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-    return StoredWeight(halves, TABLE4, scales, (1, 64), depth, dtype, table=values, nested=inner), dense.to(dtype)
+    return StoredWeight(halves, NF4, scales, (1, 64), depth, dtype, nested=inner), dense.to(dtype)

@@ -13,9 +13,11 @@ from helpers.kernels_linear import DTYPES, product
 from helpers.stored import float8, grouped8, packed, rows8, table4
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import linear
 
 from fastspec.kernels.linear.launches import MAX_ROWS
-from fastspec.kernels.linear.reference import SILU, opened
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, opened
 from fastspec.kernels.quantised import linear as kernel
 from fastspec.kernels.quantised import reference
 
@@ -36,6 +38,26 @@ LAYOUTS = {  # name -> (writer, what depths are multiples of)
     "nf4, nested": (partial(table4, nested=True), 64),
 }
 
+KINDS = {
+    "int8": reference.INT8,
+    "8 bits": reference.PACKED8,
+    "4 bits": reference.PACKED4,
+    "e4m3": reference.E4M3,
+    "nf4": reference.NF4,
+    "fp4": reference.FP4,
+}
+
+
+def multiplied(weight: reference.StoredWeight, dtype: torch.dtype) -> Tensor:
+    """What the kernel multiplies by: numbers in 16 bits less their zero points, times scales; not rounded but where
+    neighbours have scales of their own. float64."""
+    lines, columns = torch.arange(weight.shape[0]) // weight.block[0], torch.arange(weight.depth) // weight.block[1]
+    columns = columns.to(weight.device) if weight.groups is None else weight.groups
+    numbers, zeros = reference.numbers(weight).to(dtype).double(), reference.zeros(weight)
+    numbers = numbers if zeros is None else numbers - zeros[:, columns]
+    dense = numbers * reference.scales(weight).double()[lines.to(weight.device)][:, columns]
+    return dense.float().to(dtype).double() if kernel.Form.of(weight, None).spread else dense
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -49,16 +71,18 @@ def test_a_layout_dequantises_bit_for_bit(layout, dtype):
         assert weight.on_sums or torch.equal(reference.dequantised(weight, dtype), dense)
 
 
-def test_every_e4m3_number_is_read():
-    """The bits that the kernel makes of a byte are torch's number, NaN too."""
-    codes = torch.arange(256, dtype=torch.uint8)[None]
-    weight = reference.StoredWeight(codes, reference.E4M3, torch.ones(1, 1), (1, 256), 256, torch.float32)
-    for place in (0x7F, 0xFF):
-        codes[0, place] = 0
-    read = kernel.linear(torch.eye(256), weight, None)[:, 0]
-    assert torch.equal(read, codes[0].view(torch.float8_e4m3fn).float())
-    codes[0, 5] = 0xFF
-    assert kernel.linear(torch.ones(1, 256), weight, None).isnan().all()
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_code_is_read(device, kind, dtype):
+    """The numbers that the kernel makes of all bytes, in each place of a word."""
+    kind, per = KINDS[kind], 8 // KINDS[kind].bits
+    codes = torch.stack([torch.arange(256).roll(shift) for shift in range(4)]).to(torch.uint8).to(device)
+    codes[codes & 0x7F == 0x7F] = 0 if kind == reference.E4M3 else 0x7F
+    ones = torch.ones(4, 1, device=device)
+    weight = reference.StoredWeight(codes, kind, ones, (1, 256 * per), 256 * per, torch.float32)
+    read = kernel.linear(torch.eye(256 * per, device=device, dtype=dtype), weight, None).T
+    assert torch.equal(read, reference.numbers(weight).to(dtype))
 
 
 @EVERYWHERE
@@ -80,13 +104,28 @@ def test_the_kernel_gives_the_product(device, layout, rows, count, units, dtype,
         weight, dense = write(count, depth, dtype)
         x, bias = torch.randn(rows, depth).to(dtype), torch.randn(count).to(dtype) if biased else None
     exact, bound = product(x, dense, bias)
-    if weight.on_sums:  # the scale multiplies a rounded sum, and is not rounded into the weight
-        bound = bound + exact.abs() * 2**-22
+    wanted, wide = product(x, multiplied(weight, dtype), bias)
     out = torch.full_like(exact, torch.nan, dtype=dtype)
-    kernel._launch(x, weight, bias, out, kernel.launch_of(weight))
-    for found in (out, reference.linear(x, weight, bias)):
-        assert bool(((found.double() - exact).abs() <= bound).all())
+    kernel._launch(x, (weight,), (bias,), out, kernel.launch_of(weight, rows))
+    assert bool(((out.double() - wanted).abs() <= wide).all())
+    bound = bound + exact.abs() * 2**-22 if weight.on_sums else bound  # the scale multiplies a rounded sum
+    assert bool(((reference.linear(x, weight, bias).double() - exact).abs() <= bound).all())
     assert torch.equal(out, kernel.linear(x, weight, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_neighbours_change_no_bit(layout, dtype):
+    """Other rows, and other weights in one launch: a row's product stays what it was."""
+    torch.manual_seed(0)
+    write, step = LAYOUTS[layout]
+    with torch.device("cuda"):
+        weights = [write(count, 5 * step if step > 1 else 320, dtype)[0] for count in (80, 32, 32)]
+        x = torch.randn(65, weights[0].depth).to(dtype)
+    whole = [kernel.linear(x, weight, None) for weight in weights]
+    for first, last in ((0, 1), (3, 10), (60, 65)):
+        assert torch.equal(kernel.linears(x[first:last], weights, [None] * 3), torch.cat(whole, -1)[first:last])
 
 
 def test_a_row_has_the_same_bits_beside_any_others():
@@ -106,15 +145,19 @@ def test_many_rows_take_the_dequantised_weight():
     assert torch.equal(kernel.linear(x, weight, None), torch.nn.functional.linear(x, dense))
 
 
-@pytest.mark.parametrize("module", [kernel, reference], ids=["kernel", "reference"])
-def test_weights_side_by_side(module):
+@EVERYWHERE
+@pytest.mark.parametrize("layouts", [("nf4", "e4m3 by lines"), ("nf4", "nf4"), ("e4m3 in blocks of 128",) * 2], ids=str)
+@pytest.mark.parametrize("kind", [None, SILU, GELU_TANH], ids=str)
+def test_weights_side_by_side(device, layouts, kind):
     torch.manual_seed(0)
-    (one, first), (two, second) = packed(4, 32, 24, 64, torch.float32), rows8(24, 64, torch.float32)
-    x = torch.randn(3, 64)
-    both, gated = module.linears(x, (one, two), (None, None)), module.linears(x, (one, two), (None, None), SILU)
-    gate, up = x @ first.T, x @ second.T
-    assert torch.allclose(both, torch.cat((gate, up), -1), atol=1e-4)
-    assert torch.allclose(gated, opened(gate, SILU) * up, atol=1e-3)
+    with torch.device(device):
+        written = [LAYOUTS[layout][0](24, 64, torch.float32) for layout in layouts]
+        x, bias = torch.randn(3, 64), torch.randn(24)
+    weights, biases = [weight for weight, _ in written], [bias, None] if layouts[0] != layouts[1] else [bias, bias]
+    parts = [linear(x, dense, each) for (_, dense), each in zip(written, biases, strict=True)]
+    wanted = torch.cat(parts, -1) if kind is None else opened(parts[0], kind) * parts[1]
+    for module in (kernel, reference):
+        assert torch.allclose(module.linears(x, weights, biases, kind), wanted, atol=1e-3)
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,29 +1,36 @@
-"""Linear layers of stored weights in Triton: codes are read as bytes and dequantised in registers.
+"""Linear layers of stored weights in Triton: codes are read as bytes, and become numbers in registers.
 
-R rows, K input channels, M output channels. A program takes BM output channels, at most TALLEST rows and the whole
-depth, in steps of BK that lie within a scale's block, and sums it in order, in steps of 16. So the bits of a row follow
-from the weight alone, whatever stands beside it (docs/exact.md), and are those of the ordered product of the
-dequantised weight where that does not cut the depth. More than MAX_ROWS rows take torch's product of the dequantised
-weight.
+R rows, K input channels, M output channels. A program takes BM output channels (as many of a gate and of an up part)
+and the whole depth, in steps of BK that lie within a scale's group. The numbers of the codes less their zero point are
+exact in 16 bits (a table's are rounded to them); a group's products are summed in order, in steps of 16, the sum is
+multiplied by the group's scale, and what comes of the groups is added in their order. Where input channels that lie
+beside each other have scales of their own (act-order, groups that no step fits), scales multiply the numbers instead,
+which are then rounded. Of 4 bits the even channels of a step come before the odd ones. So the bits of a row follow from
+the weight alone, whatever stands beside it (docs/exact.md). More than MAX_ROWS rows take torch's product of the
+dequantised weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import padded, stages_within
+from fastspec.kernels.launch import INTERPRETED, PORTABLE, dependent, padded, prefetch, prefetched, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
-from fastspec.kernels.linear.reference import Activation
+from fastspec.kernels.linear.reference import SILU, Activation
+from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
-from fastspec.kernels.quantised.reference import Numbers, StoredWeight
+from fastspec.kernels.quantised.conversions import assembly
+from fastspec.kernels.quantised.hopper import hopper_stored, takes
+from fastspec.kernels.quantised.hopper import launch_of as hopper_launch_of
+from fastspec.kernels.quantised.reference import Codes, Numbers, StoredWeight
 
 TALLEST = 64
 """Rows of a tile."""
@@ -35,8 +42,8 @@ FLOAT8 = tl.constexpr(int(Numbers.E4M3))
 
 
 @triton.jit
-def _numbers(b_codes, p_table, NUMBERS: tl.constexpr, LESS: tl.constexpr):
-    """What codes [BM, BK] stand for, fp32."""
+def _numbers(b_codes, p_table, NUMBERS: tl.constexpr, LESS: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes of any shape stand for, one by one."""
     if NUMBERS == UNSIGNED:
         b_out = b_codes.to(tl.float32) - LESS
     elif NUMBERS == SIGNED:
@@ -44,20 +51,51 @@ def _numbers(b_codes, p_table, NUMBERS: tl.constexpr, LESS: tl.constexpr):
     elif NUMBERS == FLOAT8:  # by bits: devices before 8.9 have no conversion; fp16 holds them all, 2 ** -8 as large
         b_wide = b_codes.to(tl.uint16)
         b_half = (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        b_out = tl.where((b_codes & 0x7F) == 0x7F, float("nan"), b_half.to(tl.float32) * 256.0)
+        b_out = b_half.to(tl.float32) * 256.0
     else:
         b_out = tl.load(p_table + b_codes.to(tl.int32)).to(tl.float32)
-    return b_out
+    return b_out.to(DTYPE)
 
 
 @triton.jit
-def _scales(p_scales, o_at, p_nested, p_factors, p_offset, NESTED: tl.constexpr):
+def _halves(
+    b_codes,
+    p_table,
+    BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    LESS: tl.constexpr,
+    HIGH_FIRST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """Numbers of bytes: of the even input channels and of the odd ones; of 8 bits the same twice."""
+    if BITS == 8:
+        if ASSEMBLY is not None:
+            b_even = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+            b_even = b_even.to(DTYPE, bitcast=True)
+        else:
+            b_even = _numbers(b_codes, p_table, NUMBERS, LESS, DTYPE)
+        b_odd = b_even
+    elif ASSEMBLY is not None:
+        b_even, b_odd = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        b_even, b_odd = b_even.to(DTYPE, bitcast=True), b_odd.to(DTYPE, bitcast=True)
+    else:
+        b_low = _numbers(b_codes & 15, p_table, NUMBERS, LESS, DTYPE)
+        b_high = _numbers(b_codes >> 4, p_table, NUMBERS, LESS, DTYPE)
+        b_even, b_odd = (b_high, b_low) if HIGH_FIRST else (b_low, b_high)
+    return b_even, b_odd
+
+
+@triton.jit
+def _scales(weight, o_at, NESTED: tl.constexpr):
     """Scales at places o_at, fp32; with NESTED they are codes, NESTED of which share a factor."""
     if NESTED:
-        b_code = tl.load(p_nested + tl.load(p_scales + o_at).to(tl.int32)).to(tl.float32)
-        b_out = b_code * tl.load(p_factors + o_at // NESTED).to(tl.float32) + tl.load(p_offset).to(tl.float32)
+        b_code = tl.load(weight.nested + tl.load(weight.scales + o_at).to(tl.int32)).to(tl.float32)
+        b_out = b_code * tl.load(weight.factors + o_at // NESTED).to(tl.float32) + tl.load(weight.offset).to(tl.float32)
     else:
-        b_out = tl.load(p_scales + o_at).to(tl.float32)
+        b_out = tl.load(weight.scales + o_at).to(tl.float32)
     return b_out
 
 
@@ -73,105 +111,350 @@ def _zeros(p_zeros, o_line, o_group, G, WORDS: tl.constexpr, BITS: tl.constexpr,
     return b_out
 
 
-@triton.jit(do_not_specialize=["R"])
-def _stored_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    p_zeros,
-    p_groups,
-    p_table,
-    p_nested,
-    p_factors,
-    p_offset,
-    p_bias,
-    p_out,
-    R,
-    M,
+@triton.jit
+def _weighted(
+    b_w,
+    weight,
+    o_line,
+    o_cols,
     K,
-    G,
-    block_m,
-    block_k,
-    stride_x,
-    stride_codes,
-    BM: tl.constexpr,
+    BITS: tl.constexpr,
+    LESS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    WORDS: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Numbers [BM, C] of input channels o_cols less their zero points, times their scales, rounded to their dtype."""
+    o_near = tl.minimum(o_cols, K - 1)
+    o_group = (o_near // weight.block_k if weight.groups is None else tl.load(weight.groups + o_near))[None, :]
+    b_wide = b_w.to(tl.float32)
+    if ZEROS:
+        b_wide -= _zeros(weight.zeros, o_line[:, None], o_group, weight.columns, WORDS, BITS, LESS)
+    b_wide *= _scales(weight, (o_line // weight.block_m * weight.columns)[:, None] + o_group, NESTED)
+    return b_wide.to(b_w.dtype)
+
+
+@triton.jit
+def _add_step(
+    b_sum,
+    b_even_x,
+    b_odd_x,
+    weight,
+    o_line,
+    o_k,
+    K,
+    p_table,
     BK: tl.constexpr,
-    BR: tl.constexpr,
     BITS: tl.constexpr,
     NUMBERS: tl.constexpr,
     LESS: tl.constexpr,
     HIGH_FIRST: tl.constexpr,
     SPREAD: tl.constexpr,
+    GROUPED: tl.constexpr,
     ZEROS: tl.constexpr,
     WORDS: tl.constexpr,
     NESTED: tl.constexpr,
-    ON_SUMS: tl.constexpr,
-    BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):
-    """Out [R, M] of x [R, K] and codes [M, K * BITS / 8]; with SPREAD the channels of a step have scales of their
-    own, else one for each line."""
-    o_m = tl.program_id(0) * BM + tl.arange(0, BM)
-    o_r = tl.program_id(1) * BR + tl.arange(0, BR)
-    o_bk = tl.arange(0, BK)
+    """Sums [BM, BR] and the products of a step's codes with rows [BR, BK / 2] of even and of odd channels, or twice
+    [BR, BK]."""
     PER: tl.constexpr = 8 // BITS
     o_bytes = tl.arange(0, BK // PER)
-    m_m, m_r = o_m < M, o_r < R
-    o_line = tl.minimum(o_m, M - 1).to(tl.int64)
-    p_lines = p_codes + o_line[:, None] * stride_codes
-    p_rows = p_x + o_r[:, None].to(tl.int64) * stride_x
-    o_scale = (o_line // block_m) * G
-    bytes = (K + PER - 1) // PER
+    p_codes = weight.codes + o_line[:, None] * weight.stride + (o_k // PER + o_bytes)[None, :]
+    if EVEN_K:
+        b_codes = tl.load(p_codes)
+    else:
+        b_codes = tl.load(p_codes, mask=(o_k // PER + o_bytes < (K + PER - 1) // PER)[None, :], other=0)
+    b_even, b_odd = _halves(b_codes, p_table, BITS, NUMBERS, LESS, HIGH_FIRST, DTYPE, ASSEMBLY)
+    o_group = o_k // weight.block_k
+    if SPREAD:
+        b_even = _weighted(b_even, weight, o_line, o_k + o_bytes * PER, K, BITS, LESS, ZEROS, WORDS, NESTED)
+        if PER == 2:
+            b_odd = _weighted(b_odd, weight, o_line, o_k + o_bytes * 2 + 1, K, BITS, LESS, ZEROS, WORDS, NESTED)
+    elif ZEROS:
+        b_zero = _zeros(weight.zeros, o_line, o_group, weight.columns, WORDS, BITS, LESS).to(DTYPE)[:, None]
+        b_even -= b_zero
+        b_odd -= b_zero
+    b_part = tl.zeros_like(b_sum) if GROUPED else b_sum
+    b_part = tl.dot(b_even, tl.trans(b_even_x), b_part, input_precision="ieee")
+    if PER == 2:
+        b_part = tl.dot(b_odd, tl.trans(b_odd_x), b_part, input_precision="ieee")
+    if GROUPED:
+        b_scale = _scales(weight, o_line // weight.block_m * weight.columns + o_group, NESTED)
+        b_part = b_sum + b_part * b_scale[:, None]
+    return b_part
 
-    b_sum = tl.zeros([BM, BR], tl.float32)
-    for o_k in tl.range(0, K, BK, num_stages=STAGES):
-        o_cols, o_at = o_k + o_bk, o_k // PER + o_bytes
-        if EVEN_K:
-            b_x = tl.load(p_rows + o_cols[None, :], mask=m_r[:, None], other=0.0)
-            b_codes = tl.load(p_lines + o_at[None, :])
-        else:
-            b_x = tl.load(p_rows + o_cols[None, :], mask=m_r[:, None] & (o_cols < K)[None, :], other=0.0)
-            b_codes = tl.load(p_lines + o_at[None, :], mask=(o_at < bytes)[None, :], other=0)
-        if BITS == 4:
-            b_low, b_high = b_codes & 15, b_codes >> 4
-            b_codes = tl.reshape(tl.join(b_high, b_low) if HIGH_FIRST else tl.join(b_low, b_high), [BM, BK])
-        b_w = _numbers(b_codes, p_table, NUMBERS, LESS)
-        if not ON_SUMS:
-            if SPREAD:
-                o_near = tl.minimum(o_cols, K - 1)
-                o_group = (o_near // block_k if p_groups is None else tl.load(p_groups + o_near))[None, :]
-                o_lines, o_scales = o_line[:, None], o_scale[:, None] + o_group
-            else:
-                o_group = o_k // block_k
-                o_lines, o_scales = o_line[:, None], o_scale[:, None] + o_group
-            if ZEROS:
-                b_w -= _zeros(p_zeros, o_lines, o_group, G, WORDS, BITS, LESS)
-            b_w *= _scales(p_scales, o_scales, p_nested, p_factors, p_offset, NESTED)
-        b_w = b_w.to(DTYPE).to(p_x.dtype.element_ty)
-        b_sum = tl.dot(b_w, tl.trans(b_x), b_sum, input_precision="ieee")
 
-    if ON_SUMS:
-        b_sum *= tl.load(p_scales + o_scale).to(tl.float32)[:, None]
+@triton.jit
+def _finished(
+    b_sum,
+    weight,
+    o_line,
+    SPREAD: tl.constexpr,
+    GROUPED: tl.constexpr,
+    NESTED: tl.constexpr,
+    BIAS: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """Sums [BM, BR] times what scales are left, plus the bias, rounded once."""
+    if not (SPREAD or GROUPED):
+        b_sum *= _scales(weight, o_line // weight.block_m * weight.columns, NESTED)[:, None]
     if BIAS:
-        b_sum += tl.load(p_bias + o_m, mask=m_m, other=0.0).to(tl.float32)[:, None]
-    o_out = o_r[None, :].to(tl.int64) * M + o_m[:, None]
-    tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_r[None, :])
+        b_sum += tl.load(weight.bias + o_line).to(tl.float32)[:, None]
+    return b_sum.to(OUT)
 
 
-def launch_of(weight: StoredWeight) -> Launch:
-    """The launch of a weight, by its shape and its scales alone; not yet measured."""
-    channels, depth = weight.shape
-    step = 128 if depth >= 128 else 64
-    while step > 32 and weight.block[1] < depth and weight.block[1] % step:
-        step //= 2
-    return Launch(16 if channels < 4096 else 64, step, 4, 4)
+@triton.jit
+def _product(
+    p_x,
+    weight,
+    above,
+    tile,
+    p_out,
+    R,
+    M,
+    K,
+    stride_x,
+    p_table,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    GATED: tl.constexpr,
+    BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    LESS: tl.constexpr,
+    HIGH_FIRST: tl.constexpr,
+    SPREAD: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    WORDS: tl.constexpr,
+    NESTED: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of a weight's output channels; with GATED opened(weight) * above."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    lines = weight.lines
+    o_m = tile * BM + tl.arange(0, BM)
+    o_r = tl.program_id(1) * BR + tl.arange(0, BR)
+    m_m, m_r = o_m < lines, o_r < R
+    o_line = tl.minimum(o_m, lines - 1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        prefetch(weight.codes + o_line * weight.stride, weight.ahead)  # nobody writes weights
+        if GATED:
+            prefetch(above.codes + o_line * above.stride, above.ahead)
+        tl.extra.cuda.gdc_wait()
+    o_bk = tl.arange(0, BK)
+    p_rows = p_x + o_r[:, None].to(tl.int64) * stride_x
+    b_sum = tl.zeros([BM, BR], tl.float32)
+    b_up = b_sum
+    for o_k in tl.range(0, K, BK, num_stages=STAGES):
+        o_cols = o_k + o_bk
+        m_x = m_r[:, None] if EVEN_K else m_r[:, None] & (o_cols < K)[None, :]
+        b_x = tl.load(p_rows + o_cols[None, :], mask=m_x, other=0.0)
+        b_even_x, b_odd_x = b_x, b_x
+        if BITS == 4:
+            b_even_x, b_odd_x = tl.split(tl.reshape(b_x, [BR, BK // 2, 2]))
+        b_sum = _add_step(
+            b_sum,
+            b_even_x,
+            b_odd_x,
+            weight,
+            o_line,
+            o_k,
+            K,
+            p_table,
+            BK,
+            BITS,
+            NUMBERS,
+            LESS,
+            HIGH_FIRST,
+            SPREAD,
+            GROUPED,
+            ZEROS,
+            WORDS,
+            NESTED,
+            EVEN_K,
+            DTYPE,
+            ASSEMBLY,
+        )
+        if GATED:
+            b_up = _add_step(
+                b_up,
+                b_even_x,
+                b_odd_x,
+                above,
+                o_line,
+                o_k,
+                K,
+                p_table,
+                BK,
+                BITS,
+                NUMBERS,
+                LESS,
+                HIGH_FIRST,
+                SPREAD,
+                GROUPED,
+                ZEROS,
+                WORDS,
+                NESTED,
+                EVEN_K,
+                DTYPE,
+                ASSEMBLY,
+            )
+    OUT: tl.constexpr = p_out.dtype.element_ty
+    b_out = _finished(b_sum, weight, o_line, SPREAD, GROUPED, NESTED, BIAS, OUT)
+    if GATED:
+        b_out = gated(
+            b_out, _finished(b_up, above, o_line, SPREAD, GROUPED, NESTED, BIAS, OUT), ALPHA, CUBIC, 0.0, None
+        )
+    o_out = o_r[None, :].to(tl.int64) * M + (weight.first + o_m)[:, None]
+    tl.store(p_out + o_out, b_out, mask=m_m[:, None] & m_r[None, :])
 
 
-def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
-    """`reference.linear` of x [..., K], weight [M, K] and bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded
-    once. The last dimension of x must be contiguous (ValueError otherwise)."""
+@triton.jit(do_not_specialize=["R"])
+def _stored_kernel(
+    p_x,
+    weights,
+    p_out,
+    R,
+    M,
+    K,
+    stride_x,
+    p_table,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    COUNT: tl.constexpr,
+    GATED: tl.constexpr,
+    BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    LESS: tl.constexpr,
+    HIGH_FIRST: tl.constexpr,
+    SPREAD: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    WORDS: tl.constexpr,
+    NESTED: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Out [R, M] of x [R, K] and COUNT weights of one form, side by side; with GATED of a gate and an up part. A weight
+    is what `_operands` makes of it. With SPREAD channels of a step have scales of their own, with GROUPED steps do,
+    else lines."""
+    tile = tl.program_id(0)
+    for i in tl.static_range(COUNT):
+        tiles = (weights[i].lines + BM - 1) // BM
+        if (tile >= 0) & (tile < tiles):
+            _product(
+                p_x,
+                weights[i],
+                weights[COUNT - 1 + GATED],
+                tile,
+                p_out,
+                R,
+                M,
+                K,
+                stride_x,
+                p_table,
+                BM,
+                BK,
+                BR,
+                GATED,
+                BITS,
+                NUMBERS,
+                LESS,
+                HIGH_FIRST,
+                SPREAD,
+                GROUPED,
+                ZEROS,
+                WORDS,
+                NESTED,
+                BIAS,
+                EVEN_K,
+                ALPHA,
+                CUBIC,
+                ASSEMBLY,
+                PDL,
+                STAGES,
+            )
+        tile -= tiles
+
+
+class Operands(NamedTuple):
+    """A weight as the kernel takes it."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor | None
+    nested: Tensor | None
+    factors: Tensor | None
+    offset: Tensor | None
+    bias: Tensor | None
+    lines: int
+    columns: int
+    block_m: int
+    block_k: int
+    stride: int
+    ahead: int
+    """Bytes of each line that may be prefetched."""
+    first: int
+    """Output channel of its first line."""
+
+
+class Form(NamedTuple):
+    """What weights of one launch have in common."""
+
+    kind: Codes
+    depth: int
+    zeros: torch.dtype | None
+    group: int
+    spread: bool
+    nested: int
+    biased: bool
+
+    @classmethod
+    def of(cls, weight: StoredWeight, bias: Tensor | None) -> Form:
+        """Of a weight and its bias."""
+        depth, group = weight.depth, weight.block[1]
+        return cls(
+            weight.kind,
+            depth,
+            None if weight.zeros is None else weight.zeros.dtype,
+            min(group, depth),
+            weight.groups is not None or (group < depth and group % step_of(weight) != 0),
+            0 if weight.nested is None else weight.nested.block,
+            bias is not None,
+        )
+
+
+def step_of(weight: StoredWeight) -> int:
+    """Input channels of a step, which the order of a row's sums hangs on: by the weight alone."""
+    group = min(weight.block[1], weight.depth)
+    return next((step for step in (128, 64, 32) if group % step == 0), 64 if group < weight.depth else 128)
+
+
+def launch_of(weight: StoredWeight, rows: int) -> Launch:
+    """The launch of a weight by rows."""
+    return Launch(16 if weight.shape[0] < 4096 else 64, step_of(weight), 4, 4)
+
+
+def served(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> int:
+    """Rows of x [..., K] that the kernel multiplies, 0 where torch does; ValueError where x does not fit."""
     channels, depth = weight.shape
     if x.shape[-1] != depth or x.stride(-1) != 1 < depth or x.dtype not in DTYPES:
         raise ValueError(
@@ -181,62 +464,125 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     rows = x.numel() // depth if depth else 0
     operands = [operand for operand in (x, bias) if operand is not None]
     graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    if graded or not 0 < rows <= MAX_ROWS or not channels:
+    return 0 if graded or not 0 < rows <= MAX_ROWS or not channels else rows
+
+
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
+    """`reference.linear` of x [..., K], weight [M, K] and bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded
+    once. The last dimension of x must be contiguous (ValueError otherwise)."""
+    rows = served(x, weight, bias)
+    if not rows:
         return reference.linear(x, weight, bias)
-    out = x.new_empty(*x.shape[:-1], channels)
-    _launch(x.reshape(rows, depth), weight, bias, out, launch_of(weight))
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    _multiply(x.reshape(rows, -1), (weight,), (bias,), out)
     return out
-
-
-def _launch(x: Tensor, weight: StoredWeight, bias: Tensor | None, out: Tensor, launch: Launch) -> None:
-    """Fill out [..., M], contiguous, with the product of x [R, K]."""
-    (rows, depth), channels, kind, nested = x.shape, weight.shape[0], weight.kind, weight.nested
-    tall = min(TALLEST, padded(rows))
-    stage = launch.channels * launch.depth * kind.bits // 8 + tall * launch.depth * x.element_size()
-    stages = stages_within(launch.stages, stage, x.device)
-    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": stages}
-    _stored_kernel[(-(-channels // launch.channels), -(-rows // tall))](
-        x,
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        weight.groups,
-        weight.table,
-        None if nested is None else nested.table,
-        None if nested is None else nested.factors,
-        None if nested is None else nested.offset,
-        bias,
-        out,
-        rows,
-        channels,
-        depth,
-        weight.scales.shape[1],
-        *weight.block,
-        x.stride(0),
-        weight.codes.stride(0),
-        BM=launch.channels,
-        BK=launch.depth,
-        BR=tall,
-        BITS=kind.bits,
-        NUMBERS=int(kind.numbers),
-        LESS=kind.less,
-        HIGH_FIRST=kind.high_first,
-        SPREAD=weight.groups is not None or (weight.block[1] < depth and weight.block[1] % launch.depth != 0),
-        ZEROS=weight.zeros is not None,
-        WORDS=weight.zeros is not None and weight.zeros.dtype == torch.int32,
-        NESTED=0 if nested is None else nested.block,
-        ON_SUMS=weight.on_sums,
-        BIAS=bias is not None,
-        EVEN_K=depth % launch.depth == 0,
-        DTYPE=DTYPES[weight.dtype or x.dtype],
-        STAGES=stages,
-        enable_fp_fusion=False,  # a nested scale is a product and a sum, each rounded
-        **options,
-    )
 
 
 def linears(
     x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Tensor | None], kind: Activation | None = None
 ) -> Tensor:
-    """`reference.linears`, a launch for each weight."""
-    return partial(linear_reference.linears, product=linear)(x, weights, biases, kind)  # type: ignore[arg-type]
+    """`reference.linears`: one launch of weights of one form."""
+    rows = min(served(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    forms = {Form.of(weight, bias) for weight, bias in zip(weights, biases, strict=True)}
+    channels = [weight.shape[0] for weight in weights]
+    if not rows or len(forms) > 1 or (kind is not None and channels[0] != channels[1]):
+        return partial(linear_reference.linears, product=linear)(x, weights, biases, kind)  # type: ignore[arg-type]
+    out = x.new_empty(*x.shape[:-1], sum(channels) if kind is None else channels[0])
+    _multiply(x.reshape(rows, -1), weights, biases, out, kind)
+    return out
+
+
+def _multiply(
+    x: Tensor,
+    weights: Sequence[StoredWeight],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    kind: Activation | None = None,
+) -> None:
+    """`_launch` by the launch for x [R, K], or Hopper's own kernel."""
+    if all(takes(x, weight) for weight in weights):
+        hopper_stored(x, weights, biases, out, hopper_launch_of(weights, len(x), kind is not None), kind)
+    else:
+        _launch(x, weights, biases, out, launch_of(weights[0], len(x)), kind)
+
+
+def _launch(
+    x: Tensor,
+    weights: Sequence[StoredWeight],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    launch: Launch,
+    kind: Activation | None = None,
+) -> None:
+    """Fill out [..., M], contiguous, with the products of x [R, K] and weights of one form, side by side, or with a
+    kind opened(gate) * up."""
+    (rows, depth), one, form = x.shape, weights[0], Form.of(weights[0], biases[0])
+    operands, first = [], 0
+    for weight, bias in zip(weights, biases, strict=True):
+        nested = weight.nested
+        operands.append(
+            Operands(
+                weight.codes,
+                weight.scales,
+                weight.zeros,
+                weight.groups,
+                None if nested is None else nested.table,
+                None if nested is None else nested.factors,
+                None if nested is None else nested.offset,
+                bias,
+                weight.shape[0],
+                weight.scales.shape[1],
+                *weight.block,
+                weight.codes.stride(0),
+                prefetched(weight.codes, 256),
+                first,
+            )
+        )
+        first += weight.shape[0]
+    tall, gates = min(TALLEST, padded(rows)), 1 if kind is None else 2
+    stage = gates * launch.channels * launch.depth * one.kind.bits // 8 + tall * launch.depth * x.element_size()
+    stages = stages_within(launch.stages, stage, x.device)
+    tiles = sum(-(-weight.shape[0] // launch.channels) for weight in weights) // gates
+    aligned = all(weight.codes.data_ptr() % 16 == 0 and weight.codes.stride(0) % 16 == 0 for weight in weights)
+    _stored_kernel[(tiles, -(-rows // tall))](
+        x,
+        tuple(operands),
+        out,
+        rows,
+        out.shape[-1],
+        depth,
+        x.stride(0),
+        reference.table(form.kind, x.device) if form.kind.table else None,
+        BM=launch.channels,
+        BK=launch.depth,
+        BR=tall,
+        COUNT=len(weights) // gates,
+        GATED=kind is not None,
+        BITS=form.kind.bits,
+        NUMBERS=int(form.kind.numbers),
+        LESS=form.kind.less,
+        HIGH_FIRST=form.kind.high_first,
+        SPREAD=form.spread,
+        GROUPED=form.group < depth and not form.spread,
+        ZEROS=form.zeros is not None,
+        WORDS=form.zeros == torch.int32,
+        NESTED=form.nested,
+        BIAS=form.biased,
+        EVEN_K=depth % launch.depth == 0,
+        ALPHA=(kind or SILU).alpha,
+        CUBIC=(kind or SILU).cubic,
+        ASSEMBLY=_assembly(form.kind, x.dtype, x.device),
+        STAGES=stages,
+        enable_fp_fusion=False,  # a nested scale is a product and a sum, each rounded
+        num_warps=launch.warps,
+        num_stages=stages,
+        **(dependent(x.device) if aligned else {"PDL": False}),
+    )
+
+
+@lru_cache
+def _assembly(kind: Codes, dtype: torch.dtype, device: torch.device) -> str | None:
+    """PTX for a device that has it."""
+    if INTERPRETED or PORTABLE or device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return assembly(kind, dtype) if torch.cuda.get_device_capability(device) >= (8, 0) else None

@@ -1,7 +1,8 @@
 """Products with stored weights in plain torch: what the kernel beside it computes, and its specification.
 
 A weight [M, K] is dequantised, (code - zero) * scale in fp32, rounded to the dtype that its library dequantises to, and
-multiplied in the activations' dtype with fp32 accumulation. Nothing is repacked: codes, scales and zero points are
+multiplied in the activations' dtype with fp32 accumulation. The kernel does not round the weights: it multiplies sums
+by the scales. Nothing is repacked: codes, scales and zero points are
 views of the tensors that a quantiser wrote.
 
 K input channels, M output channels, G = ceil(K / k) scales of a line, for blocks of m x k weights.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -44,13 +45,24 @@ class Codes:
     less: int = 0
     high_first: bool = False
     """True where the high half of a byte comes before the low one."""
+    table: tuple[float, ...] = ()
+    """What the codes are places in."""
 
 
 INT8 = Codes(8, Numbers.SIGNED)
 PACKED8 = Codes(8, Numbers.UNSIGNED, less=128)
 PACKED4 = Codes(4, Numbers.UNSIGNED, less=8)
 E4M3 = Codes(8, Numbers.E4M3)
-TABLE4 = Codes(4, Numbers.TABLE, high_first=True)
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+NF4 = Codes(4, Numbers.TABLE, high_first=True, table=_NF4)
+"""4-bit NormalFloat (Dettmers et al., arXiv 2305.14314, appendix E)."""
+FP4 = Codes(4, Numbers.TABLE, high_first=True, table=_FP4)
+"""Floating point of 2 exponent bits and 1 mantissa bit, as bitsandbytes has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +96,6 @@ class StoredWeight:
     lines in a word, the first line's lowest, which stand for themselves less `Codes.less`."""
     groups: Tensor | None = None
     """Scale [K] int32 of every input channel, where their order was changed (act-order); else they come in turn."""
-    table: Tensor | None = None
-    """[16] fp32 for codes that are places in it."""
     nested: Nested | None = None
     on_sums: bool = False
     """True where scales, one for a line, multiply the sums, as the library's own forward does."""
@@ -109,6 +119,12 @@ def halves(codes: Tensor, kind: Codes) -> Tensor:
     return torch.stack((high, low) if kind.high_first else (low, high), -1).flatten(-2)
 
 
+@lru_cache
+def table(kind: Codes, device: torch.device) -> Tensor:
+    """A kind's table: [16] fp32."""
+    return torch.tensor(kind.table, device=device)
+
+
 def numbers(weight: StoredWeight) -> Tensor:
     """What the codes stand for before zero points and scales: [M, K] fp32."""
     codes = halves(weight.codes, weight.kind)[:, : weight.depth]
@@ -120,8 +136,7 @@ def numbers(weight: StoredWeight) -> Tensor:
         case Numbers.E4M3:
             return codes.view(torch.float8_e4m3fn).float()
         case Numbers.TABLE:
-            assert weight.table is not None
-            return weight.table.float()[codes.long()]
+            return table(weight.kind, weight.device)[codes.long()]
 
 
 def scales(weight: StoredWeight) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, Expert, Routing
-from fastspec.kernels.quantised.reference import E4M3, INT8, PACKED4, TABLE4, Codes, Nested, StoredWeight
+from fastspec.kernels.quantised.reference import E4M3, INT8, NF4, PACKED4, Codes, Nested, StoredWeight
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.checks.inputs import Draw, LayoutArguments, layers, tree
@@ -87,7 +87,6 @@ def stored(rows: int, kind: Codes, block: tuple[int, int], **more: bool) -> Call
             256,
             None,
             zeros=draw.whole(2**31, 48 * kind.bits // 32, groups).to(torch.int32) if more.get("zeros") else None,
-            table=draw.single(16) if kind == TABLE4 else None,
             nested=nested,
             on_sums=more.get("on_sums", False),
         )
@@ -378,7 +377,7 @@ CHECKS: tuple[Check, ...] = (
     Check("stored_linears", "int8 by lines, one row", stored(1, INT8, (1, 256), on_sums=True)),
     Check("stored_linears", "e4m3 in blocks, 5 rows", stored(5, E4M3, (16, 128))),
     Check("stored_linears", "4 bits, zero points, 20 rows", stored(20, PACKED4, (1, 32), zeros=True)),
-    Check("stored_linears", "a table, nested scales, 80 rows", stored(80, TABLE4, (1, 64), nested=True)),
+    Check("stored_linears", "a table, nested scales, 80 rows", stored(80, NF4, (1, 64), nested=True)),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
     Check("gate_up", "5 rows", products(5, 2 * 48, 256)),
     Check("gate_up", "5 rows, GELU", products(5, 2 * 48, 256, kind=GELU_TANH)),

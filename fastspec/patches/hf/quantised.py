@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from fastspec.kernels.quantised.reference import (
     E4M3,
+    FP4,
     INT8,
+    NF4,
     PACKED4,
     PACKED8,
-    TABLE4,
     Codes,
     Nested,
     StoredWeight,
@@ -30,6 +31,7 @@ Read = StoredWeight | str
 """A weight, or why it is not read as stored."""
 PLAIN_CODES = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 PACKED_CODES = {4: PACKED4, 8: PACKED8}
+TABLE_CODES = {"nf4": NF4, "fp4": FP4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +168,18 @@ def _bitsandbytes(module: Any) -> Read:
     count, depth = module.out_features, module.in_features
     if tuple(state.shape) != (count, depth) or depth % state.blocksize or not weight.is_contiguous():
         return f"blocks of {state.blocksize} go over the ends of its lines of {depth}"
+    kind = TABLE_CODES.get(state.quant_type)
+    if kind is None:
+        return f"its table {state.quant_type!r} is not read: those of {', '.join(TABLE_CODES)} are"
     inner = state.state2 if state.nested else None
     return whole(
         StoredWeight(
             octets(weight.reshape(-1)).view(count, depth // 2),
-            TABLE4,
+            kind,
             state.absmax.view(count, -1),
             (1, state.blocksize),
             depth,
             state.dtype,
-            table=state.code,
             nested=None if inner is None else Nested(inner.code, inner.absmax, state.offset, inner.blocksize),
         )
     )
