@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from common import device_here, milliseconds, parser_of, place, timed, tree_of, write
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
 from fastspec.generation.heads.module import EagleHead, HeadConfig
@@ -59,6 +60,46 @@ def fill(model: torch.nn.Module) -> None:
     """Random matrices, biases of 0 and other vectors of 1."""
     for name, parameter in model.named_parameters():
         parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def as_fp8(model: Any) -> None:
+    """Decoder layers as fine-grained FP8 checkpoints have them: e4m3 in blocks of 128 x 128."""
+    for parent in list(model.model.layers.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is torch.nn.Linear:
+                made = FP8Linear(layer.in_features, layer.out_features, (128, 128), has_bias=layer.bias is not None)
+                made = made.to(layer.weight.device).requires_grad_(False)
+                made.weight.copy_((layer.weight * 2**11).clamp(-448, 448))
+                made.weight_scale_inv.fill_(2**-11)
+                made.bias = layer.bias
+                setattr(parent, name, made)
+
+
+def as_int8(model: Any) -> None:
+    """Decoder layers as torchao's int8, a scale for each line."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model.model.layers, Int8WeightOnlyConfig())
+
+
+def as_nf4(model: Any) -> None:
+    """Decoder layers as bitsandbytes' nf4 with nested scales."""
+    import bitsandbytes
+
+    for parent in list(model.model.layers.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is torch.nn.Linear:
+                sizes = layer.in_features, layer.out_features, layer.bias is not None
+                made = bitsandbytes.nn.Linear4bit(*sizes, model.dtype, True, "nf4")
+                made.weight = bitsandbytes.nn.Params4bit(
+                    layer.weight, False, quant_type="nf4", compress_statistics=True
+                )
+                made.bias = layer.bias
+                setattr(parent, name, made.to(layer.weight.device))
+
+
+STORED = {"dense": lambda model: None, "fp8": as_fp8, "int8": as_int8, "nf4": as_nf4}
+"""Weights of the decoder layers, as quantisers store them."""
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
@@ -255,13 +296,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", default="autoregressive,eagle3")
     parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
     parser.add_argument(
+        "--weights", type=names, default=["dense"], help=f"of {', '.join(STORED)} (as stored), with commas"
+    )
+    parser.add_argument(
         "--sums", type=names, default=["fast"], help="of fast, exact (`patch(exact=True)`), with commas"
     )
     args = parser.parse_args(arguments)
     device, _ = device_here()
     bandwidth = read_bandwidth(device)
     shared = place(device, args.dtype) | {"read_gb_per_s": round(bandwidth / 1e9, 1)}
-    shown = ("shape", "prefix", "batch", "method", "round_ms", "replay_ms", "floor_ms", "parts_ms")
+    shown = ("shape", "weights", "prefix", "batch", "method", "round_ms", "replay_ms", "floor_ms", "parts_ms")
 
     def tell(model: Any, row: dict[str, Any]) -> None:
         read, kept = read_bytes(model, row["experts_read"]), kept_bytes(model, row["prefix"], row["batch"])
@@ -277,7 +321,8 @@ def main(arguments: list[str] | None = None) -> None:
         head_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
         tree = tree_of("60,7,10", fused=FUSED[args.drafter])
         for sums, method in product(args.sums, args.methods.split(",")):
-            with fastspec.patched(model, eagle3=head, backend=args.backend, exact=sums == "exact"):
+            options = {"exact": sums == "exact", "stored": base["weights"] != "dense"}
+            with fastspec.patched(model, eagle3=head, backend=args.backend, **options):
                 assistant = tree if method == "eagle3" and device == "cuda" else method
                 found = ours(model, ids, assistant, args.tokens, args.calls)
                 size = 0 if method == "autoregressive" else head_bytes
@@ -293,13 +338,18 @@ def main(arguments: list[str] | None = None) -> None:
             found = peer(model, ids, args.tokens, args.calls, cache_implementation="static")
             tell(model, base | {"method": "static-compile"} | touched | found)
 
-    for name in args.shapes.split(","):
+    for name, stored in product(args.shapes.split(","), args.weights):
         torch.manual_seed(0)
         model = make_model(name, device, getattr(torch, args.dtype))
+        STORED[stored](model)
         head = make_head(model, args.draft_vocab)
         weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
         for prefix, batch in product(args.prefix, args.batch):
-            measure(model, head, {"shape": name, "weight_bytes": weights, "prefix": prefix, "batch": batch})
+            measure(
+                model,
+                head,
+                {"shape": name, "weights": stored, "weight_bytes": weights, "prefix": prefix, "batch": batch},
+            )
             if device == "cuda":
                 torch.cuda.empty_cache()
         del model, head

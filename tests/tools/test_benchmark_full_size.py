@@ -107,6 +107,22 @@ def test_rows_of_a_mixture_count_the_experts_that_rounds_touch(script, tmp_path,
     assert [row["drafter_read_bytes"] // row["head_bytes"] for row in rows if row["method"] == "eagle3"] == [8, 8]
 
 
+def test_stored_weights_are_read_as_stored(script, tmp_path, monkeypatch) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(script.SHAPES, "small", ("llama", sizes | heads))
+    out = tmp_path / "rows.jsonl"
+    options = "--shapes small --prefix 9 --tokens 8 --calls 1 --dtype float32 --peers none --weights dense,fp8"
+    script.main([*options.split(), "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(row["weights"], row["method"]) for row in rows] == [
+        (weights, method) for weights in ("dense", "fp8") for method in ("autoregressive", "eagle3")
+    ]
+    layers = 6 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 384)
+    scales = 4 * layers // 128**2
+    assert rows[0]["read_bytes"] - rows[2]["read_bytes"] == 3 * layers - scales
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "qwen3_5_text"])
 def test_a_filled_cache_is_what_a_text_leaves(script, family: str, monkeypatch) -> None:
     """As long as the text in every layer, or as its window leaves it; and plain decoding goes on from it."""

@@ -502,7 +502,7 @@ def dtype_of(model: Any) -> torch.dtype:
     """Dtype that a model's layers compute in: the one to which FSDP2's mixed precision casts all weights for a pass, or
     that of most weights of its decoder's matrices, without those of the LM head and the embedding, which may be cast by
     themselves, and without what adapters put beside a layer of the model. `model.dtype` names the embedding's; it
-    stands where no matrix is in a dtype of floating point, as with weights packed in bytes.
+    stands where no matrix is in a dtype of floating point, as with weights stored in bytes.
 
     torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
     """
@@ -516,9 +516,10 @@ def dtype_of(model: Any) -> torch.dtype:
         if isinstance(base := module._modules.get("base_layer"), nn.Module):
             apart |= {id(each) for each in module.parameters()} - {id(each) for each in base.parameters()}
     counts: Counter[torch.dtype] = Counter()
-    held = {id(each): each for module in every_module(model.get_decoder()) for each in own_parameters(module).values()}
-    for each in held.values():
-        if each.dim() > 1 and each.is_floating_point() and each.element_size() > 1 and id(each) not in apart:
+    owned = [own_parameters(module).values() for module in every_module(model.get_decoder())]
+    dense = [own for own in owned if all(each.element_size() > 1 for each in own)]  # beside bytes matrices are scales
+    for each in {id(each): each for own in dense for each in own}.values():
+        if each.dim() > 1 and each.is_floating_point() and id(each) not in apart:
             counts[each.dtype] += each.numel()
     own: torch.dtype = model.dtype
     return counts.most_common(1)[0][0] if counts else own

@@ -18,6 +18,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.kernels.quantised.reference import dequantised
+from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.quantised import read
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
@@ -48,6 +49,16 @@ def by_lines(layer: nn.Linear) -> nn.Module:
     made.weight_scale.data = (torch.rand(1, layer.out_features) + 0.5) / 50
     made.bias = layer.bias
     return made
+
+
+def test_scales_are_not_the_dtype_of_the_layers():
+    """Layers of codes in bytes compute in the embedding's dtype, whatever their scales are in."""
+    model, _ = pair(lambda layer: by_blocks(layer, 16))
+    assert dtype_of(model.bfloat16()) == torch.bfloat16
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.weight_scale_inv.data = module.weight_scale_inv.data.float()
+    assert dtype_of(model) == torch.bfloat16
 
 
 def pair(make: Any, only: str = "", **over: Any) -> tuple[Any, Any]:
