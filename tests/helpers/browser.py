@@ -95,7 +95,9 @@ class Browser:
         """What the console was told since this was asked last: errors of scripts, and what the policy refused."""
         return [entry["message"] for entry in self._ask("POST", f"{self.session}/se/log", {"type": "browser"})]
 
-    def picture(self, path: Path, scheme: str = "light", width: int = 1180, height: int = 760, phone: bool = False) -> None:
+    def picture(
+        self, path: Path, scheme: str = "light", width: int = 1180, height: int = 760, phone: bool = False
+    ) -> None:
         """Write a PNG of the page in a colour scheme."""
         self.look(scheme, width, height, phone)
         path.write_bytes(base64.b64decode(self.tool("Page.captureScreenshot", format="png")["data"]))
