@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-SECONDS = 60.0
+SECONDS = 300.0
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--window-size=1180,760"),

@@ -53,6 +53,8 @@ class Engine(Generic[TargetT]):
         """The call's own rounds, those without its drafter, and those that verify a given text."""
         self.undrafted = self._undrafted()
         """Rounds that the drafter hears of and drafts nothing for, where it can."""
+        self.drafts = True
+        """False where no row takes drafts in the rounds from here on."""
         self.rests = False
         """True where the last round was such a round."""
         self.current = self.main
@@ -134,24 +136,16 @@ class Engine(Generic[TargetT]):
         found: list[int] = self.target.lengths.tolist()
         return found
 
-    def step(
-        self,
-        longest: int,
-        stats: Stats,
-        verifier: Verifier | None = None,
-        asynchronous: bool = False,
-        *,
-        drafts: bool = True,
-    ) -> Emitted:
+    def step(self, longest: int, stats: Stats, verifier: Verifier | None = None, asynchronous: bool = False) -> Emitted:
         """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts,
         and the tokens.
 
         `verifier` decides in place of `choice`. With `asynchronous` the next round is launched before this one is read,
         where it can be: rows that this round ends go on for one more, and only the tokens of this one can be read.
-        Without `drafts` it is a round of `undrafted`, unless one of the others is in flight.
+        Without `drafts` it is a round of `undrafted`, unless one of the other rounds is in flight.
         """
         if not self.in_flight:
-            self.rests = not drafts and self.undrafted is not None
+            self.rests = not self.drafts and self.undrafted is not None
         if self.rests and self.undrafted is not None:
             self.fallback.tell(self.drafter)
             return self._step(self.undrafted, longest, stats, verifier or self.choice, asynchronous)

@@ -129,8 +129,8 @@ class Rounds(Generic[TargetT]):
         if any(batch.running) or engine.in_flight:
             asynchronous = stays and self.joining is None and not self._lets_in() and batch.goes_on(engine.main.longest)
             engine.state.activate(batch.running, batch.padded)
-            emitted = engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous, drafts=batch.drafting)
-            take(emitted, engine, batch)
+            engine.drafts = batch.drafting
+            take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
 
     def _lets_in(self) -> bool:
         """True where prompts that wait take rows now."""
