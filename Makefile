@@ -41,8 +41,8 @@ test-clients: $(CLIENTS)/.clients  ## the tests with lm-eval, TRL, PEFT and othe
 test-targets: $(VENV)/.test  ## every kernel compiled for six compute capabilities, some two minutes; CI runs it
 	$(BIN)/python -m pytest -m slow -n 2 tests/kernels/test_targets.py -k each_device $(ARGS)
 
-test-served: $(CLIENTS)/.clients  ## the server with lm-eval, through hundreds of requests and a kill, and with SmolLM2; CI runs it
-	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients/test_serve_long.py tests/clients/test_serve_smollm2.py \
+test-served: $(CLIENTS)/.clients  ## the server with lm-eval, through hundreds of requests and a kill, with SmolLM2, and its page in Chromium; CI runs it
+	$(CLIENTS)/bin/python -m pytest -m clients -n 2 --dist loadfile tests/clients/test_serve_long.py tests/clients/test_serve_smollm2.py tests/clients/test_browser.py \
 		tests/clients/test_lm_eval.py::test_a_server_answers_its_local_completions_model $(ARGS)
 
 mutants: $(VENV)/.mutants  ## mutation testing, hours at first, goes on where it was stopped; ARGS="drafters --most 20" for some

@@ -68,6 +68,16 @@ class TokenTree:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Draft tree of one row on the host: tokens and parents of its nodes, node 0 the root, and the accepted path as
+    node ids from the root on."""
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Verdict of a walk: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft tokens on
     it, `bonus` [B] the target's own token after it, the next root; `emitted` [B, P] is `tokens`, where a round has

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from types import TracebackType
@@ -203,6 +204,7 @@ class Continuous:
         streamer: Any = None,
         *,
         seed: int | None = None,
+        drafts: bool = True,
         **options: Any,
     ) -> AnswerFuture:
         """Ask for the answer to one prompt, ids [T] or [1, T] int64 on any device -> the future of what `generate`
@@ -212,9 +214,12 @@ class Continuous:
         is that of its draws (None: one from torch's own generator). `future.cancel()` lets go of it, whether it waits
         or runs. The streamer is called from the batch's thread; what it raises ends this prompt alone.
 
+        Without `drafts` the answer is the same, a token a round. While no row takes drafts a round costs what it does
+        in plain decoding, and what the assistant reads of it; beside rows that do it costs what theirs do.
+
         Raises Unsupported for what an open batch does not decode, a prompt that with its answer is longer than
-        `max_length` included; ValueError for settings that transformers refuses, and tokens that the model has not;
-        FastSpecError where the batch is closed.
+        `max_length` included, and for `drafts=False` with an assistant that always drafts; ValueError for settings that
+        transformers refuses, and tokens that the model has not; FastSpecError where the batch is closed.
         """
         refuse_overrides(self.model)
         if ids.dim() == 1:
@@ -222,6 +227,15 @@ class Continuous:
         given = {"generation_config": generation_config, "streamer": streamer}
         given = {"input_ids": ids, **{name: value for name, value in given.items() if value is not None}, **options}
         single = prepare(self.model, self._original, given, seed, self._settled)
+        if not drafts:
+            engine = self._widths.current.engine
+            if engine.drafter is not None and engine.undrafted is None:
+                raise Unsupported(
+                    f"drafts=False: {type(engine.drafter).__name__} of assistant {self.decoding.name!r} does not say "
+                    "observes_roots, so that it would not hear of rounds without drafts: open a batch of "
+                    "'autoregressive' for these prompts"
+                )
+            single.rule = replace(single.rule, drafts=False)
         length = single.ids.shape[1] + single.limit
         if length > self.max_length:
             raise Unsupported(

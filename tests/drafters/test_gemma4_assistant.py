@@ -254,6 +254,12 @@ def test_an_open_batch(made: Any) -> None:
     with fastspec.continuous(model, "mtp", rows=4) as batch:
         found = [batch.submit(ids[0], max_new_tokens=20, eos_token_id=NEVER) for ids in texts]
         assert [each.result(60)[0, -20:].tolist() for each in found] == expected
+        for share in (1, 2):  # without drafts, alone and beside others
+            found = [
+                batch.submit(ids[0], max_new_tokens=20, eos_token_id=NEVER, drafts=at % share > 0)
+                for at, ids in enumerate(texts)
+            ]
+            assert [each.result(60)[0, -20:].tolist() for each in found] == expected
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])

@@ -125,9 +125,12 @@ def test_turns_and_open_batches(both: tuple[Any, MtpModel]) -> None:
         second = model.generate(more, **{CACHE: first[CACHE]}, assistant=TREE, **given)
         assert torch.equal(second, type(model).generate(model, more, **given))
         with fastspec.continuous(model, assistant=TREE, rows=2) as batch:
-            answers = [batch.submit(line, max_new_tokens=10, do_sample=False) for line in lines]
-            texts = [answer.result() for answer in answers]
-        for line, text in zip(lines, texts, strict=True):
+            texts = []
+            for drafts in ([True] * 3, [False] * 3, [False, True, False]):
+                pairs = zip(lines, drafts, strict=True)
+                answers = [batch.submit(line, max_new_tokens=10, do_sample=False, drafts=on) for line, on in pairs]
+                texts += [answer.result() for answer in answers]
+        for line, text in zip(lines * 3, texts, strict=True):
             plain = type(model).generate(model, line, max_new_tokens=10, do_sample=False)
             assert torch.equal(plain, text)
 

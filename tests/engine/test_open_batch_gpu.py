@@ -59,6 +59,18 @@ def in_threads(ask: Callable[[int], None], count: int) -> None:
         raise raised[0]
 
 
+@pytest.mark.parametrize("assistant", [TREE, "nasd"], ids=["eagle3", "nasd"])
+def test_rounds_without_drafts_are_captured_too(assistant):
+    """Alone, where the drafter hears of them, and beside rows that draft."""
+    plain, model = made("bigram")
+    ids = [each.to(DEVICE) for each in texts(*COUNTS)]
+    want = [plain.generate(each[None], **settings(at))[0].tolist() for at, each in enumerate(ids)]
+    with fastspec.continuous(model, assistant, rows=4, max_length=128) as batch:
+        for share in (1, 2, 3):
+            asked = [batch.submit(each, drafts=at % share > 0, **settings(at)) for at, each in enumerate(ids)]
+            assert told(asked) == want
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=["autoregressive", "eagle3", "nasd"])
 def test_threads_submit_while_rounds_are_captured(assistant, rows):

@@ -29,13 +29,14 @@ class Told:
     raises: Exception | None = None
     is_cancelled: bool = False
     keeps_logits: bool = False
+    keeps_tree: bool = False
     finished: list[tuple[list[int], BaseException | None]] = field(default_factory=list)
 
     @property
     def ids(self) -> Tensor:
         return torch.full((1, self.name), 7)
 
-    def observe(self, drafted: int, logits: Tensor | None) -> None:
+    def observe(self, drafted: int, logits: Tensor | None, tree: Any) -> None:
         """Nobody reads it here."""
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:

@@ -243,6 +243,7 @@ class Kept(Batch):
         scores: Tensor | None,
         logits: Tensor | None,
         drafted: int = 0,
+        tree: Any = None,
     ) -> None:
         self.log.append((prompt, tokens, accepted, scores, logits))
         self.out.tokens[prompt] += tokens

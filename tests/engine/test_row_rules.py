@@ -38,9 +38,10 @@ class Asked:
     stop: Any = None
     is_cancelled: bool = False
     keeps_logits: bool = False
+    keeps_tree: bool = False
     ids: Tensor = field(default_factory=lambda: torch.tensor([[1]]))
 
-    def observe(self, drafted: int, logits: Tensor | None) -> None:
+    def observe(self, drafted: int, logits: Tensor | None, tree: Any) -> None:
         """Nobody reads it here."""
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:

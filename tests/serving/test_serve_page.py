@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fastspec.programs.serving.middleware import RequestMiddleware
 from fastspec.programs.training.save import save_head
 
 pytestmark = MARKS
-CLIENT, STRUCTURED, PROGRAM, APART = [
+CLIENT, ROUNDS, STRUCTURED, PROGRAM, APART = [
     each.text for each in snippets(Path("docs/serving.md")) if each.needs == {"clients"}
 ]
 MODEL, ADDRESS = "smollm2-135m-instruct", "http://127.0.0.1:8000/v1"
@@ -47,6 +48,17 @@ def test_the_clients_snippet_prints_an_answer_as_it_comes(monkeypatch: pytest.Mo
             model=MODEL, messages=[{"role": "user", "content": "Why is the sky blue?"}], temperature=0
         )
     assert capsys.readouterr().out == whole.choices[0].message.content != ""
+
+
+def test_the_rounds_snippet_prints_the_rounds_of_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    with served(fastspec.patch(small_target(peak=0.15)), assistant="nasd", name=MODEL) as server:
+        lead_to(server, monkeypatch)
+        exec(compile(ROUNDS.replace("The capital of France is", "w5 w9"), "docs/serving.md", "exec"), {})
+        whole = server.client().completions.create(model=MODEL, prompt="w5 w9", temperature=0)
+    lines = [line.split(" ", 1) for line in capsys.readouterr().out.splitlines()]
+    rounds = [literal_eval(pairs) for _, pairs in lines]
+    assert "".join(text for each in rounds for text, _ in each) == whole.choices[0].text != ""
+    assert {"accepted", "bonus"} <= {mark for each in rounds for _, mark in each} and int(lines[-1][0]) > 0
 
 
 def test_the_structured_snippet_prints_what_its_class_holds(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

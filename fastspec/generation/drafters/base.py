@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol, cast
@@ -136,6 +136,9 @@ class Drafter(Buffered, ABC):
     """Nodes of the largest tree, the root included."""
     max_path: int
     """Nodes of the longest path in it."""
+    observes_roots: bool = False
+    """True where it hears of rounds without drafts by `catch_up`, or by `observe` of trees of the root alone that are
+    not its own. Then prompts of an open batch may ask for no drafts."""
     ends: frozenset[int] = frozenset()
     """The call's end tokens; set before `begin`."""
     mark: Callable[[str], None] = staticmethod(unmarked)
@@ -201,6 +204,41 @@ class Drafter(Buffered, ABC):
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
+
+
+class RootsOnly(Drafter):
+    """Drafter of a root alone, root [B], that lets another drafter of the same rows know what they emit."""
+
+    nodes = max_path = 1
+
+    def __init__(self, drafter: Drafter, root: Tensor) -> None:
+        self.drafter, self.root = drafter, root
+        self.traits = Traits(drafter.traits.place, reads_logits=drafter.traits.reads_logits)
+        self.catches_up = type(drafter).catch_up is not Drafter.catch_up
+
+    def reserve(self, committed: int) -> int:
+        return self.drafter.reserve(committed)
+
+    def fits(self, committed: int) -> bool:
+        return self.drafter.fits(committed)
+
+    @property
+    def buffers(self) -> Hashable:
+        return self.drafter.buffers
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        """Nothing: the other has begun."""
+
+    def propose(self, extent: int) -> TokenTree:
+        return TokenTree.root_only(self.root)
+
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
+        if self.catches_up:
+            self.drafter.catch_up(verdict.bonus[:, None], active.long().tolist())
+        else:
+            self.drafter.observe(tree, verdict, logits, features, active, extent)
 
 
 class HostDrafter(Drafter):

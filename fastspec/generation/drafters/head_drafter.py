@@ -38,6 +38,7 @@ class HeadDrafter(Drafter):
     """
 
     traits = Traits(Place.DEVICE, reusable=True, reads_logits=False)
+    observes_roots = True
 
     def __init__(
         self,

@@ -135,6 +135,8 @@ class NasdDrafter(HostDrafter):
     one, without the target's likeliest ones beside them.
     """
 
+    observes_roots = True
+
     def __init__(
         self,
         config: Nasd,

@@ -59,6 +59,7 @@ class SharedCacheDrafter(Drafter):
     """
 
     traits = Traits(Place.DEVICE, reusable=True, reads_logits=False)
+    observes_roots = True
 
     def __init__(
         self,

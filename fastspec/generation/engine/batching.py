@@ -8,6 +8,7 @@ from torch import Tensor
 from fastspec.errors import NoDistribution
 from fastspec.generation.engine.call import Outcome, Prefix, Request
 from fastspec.generation.stats import Stats
+from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import Steps, measure, until_end
 from fastspec.kernels.verification.reference import NO_TOKEN
 
@@ -95,6 +96,19 @@ class Batch:
         """True where the logits of a prompt's tokens are asked for."""
         return self.request.keep_logits
 
+    def keeps_tree(self, prompt: int) -> bool:
+        """True where a prompt's draft trees are asked for."""
+        return False
+
+    def drafts_for(self, prompt: int) -> bool:
+        """True where drafts of a prompt's row may be accepted."""
+        return True
+
+    @property
+    def drafting(self) -> bool:
+        """True unless rows go on, none of which takes drafts."""
+        return True
+
     def read(self, prompt: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
         """Take a prompt's first token, of scores and logits [1, V]."""
         if self.request.measure:
@@ -115,10 +129,11 @@ class Batch:
         scores: Tensor | None,
         logits: Tensor | None,
         drafted: int = 0,
+        tree: DraftTree | None = None,
     ) -> None:
-        """Append tokens of a round, which had `drafted` draft tokens, to a prompt's answer until it ends; scores and
-        logits are [len(tokens), V]. Raises NoDistribution where it goes on behind the last of them, and that is
-        `NO_TOKEN`."""
+        """Append tokens of a round, which had `drafted` draft tokens and this tree, to a prompt's answer until it ends;
+        scores and logits are [len(tokens), V]. Raises NoDistribution where it goes on behind the last of them, and that
+        is `NO_TOKEN`."""
         request, answer = self.request, self.out.tokens[prompt]
         if request.steps is not None:
             self._take_steps(request.steps, prompt, tokens, accepted)

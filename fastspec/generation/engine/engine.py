@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place
+from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, RootsOnly
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine.call import Fallback, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
@@ -51,6 +51,12 @@ class Engine(Generic[TargetT]):
             for each in (drafter, None, None)
         )
         """The call's own rounds, those without its drafter, and those that verify a given text."""
+        self.undrafted = self._undrafted()
+        """Rounds that the drafter hears of and drafts nothing for, where it can."""
+        self.drafts = True
+        """False where no row takes drafts in the rounds from here on."""
+        self.rests = False
+        """True where the last round was such a round."""
         self.current = self.main
         self.schedules: dict[tuple[RoundProgram, Place], Schedule] = {}
         self.fallback = Fallback(self.state.root.device)
@@ -67,10 +73,19 @@ class Engine(Generic[TargetT]):
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
         self.main.drafter = drafter
+        self.undrafted = self._undrafted()
+
+    def _undrafted(self) -> RoundProgram | None:
+        drafter, state = self.drafter, self.state
+        if drafter is None or not drafter.observes_roots:
+            return None
+        return RoundProgram(self.target, RootsOnly(drafter, state.root), self.ops, state)
 
     def profile(self, clock: Clock | None) -> None:
         """Take the phases of the rounds from here on down, or not."""
         self.main.clock = self.plain.clock = clock
+        if self.undrafted is not None:
+            self.undrafted.clock = clock
 
     def fits(self, committed: int) -> bool:
         """True where there is room for so many committed tokens of each row already."""
@@ -127,7 +142,13 @@ class Engine(Generic[TargetT]):
 
         `verifier` decides in place of `choice`. With `asynchronous` the next round is launched before this one is read,
         where it can be: rows that this round ends go on for one more, and only the tokens of this one can be read.
+        Without `drafts` it is a round of `undrafted`, unless one of the other rounds is in flight.
         """
+        if not self.in_flight:
+            self.rests = not self.drafts and self.undrafted is not None
+        if self.rests and self.undrafted is not None:
+            self.fallback.tell(self.drafter)
+            return self._step(self.undrafted, longest, stats, verifier or self.choice, asynchronous)
         if not self.fallback.is_next(self.current.drafter):
             return self._step(self.current, longest, stats, verifier or self.choice, asynchronous)
         emitted = self._step(

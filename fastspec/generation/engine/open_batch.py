@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Generic, Protocol
 
@@ -25,9 +25,9 @@ from fastspec.generation.engine.verifier import Text, Verifier
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
-from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.tree import DraftTree, TokenTree, Verdict
 from fastspec.generation.verify import RowProcessor, choose, walk, walk_with_history
-from fastspec.kernels.verification.reference import SamplingSettings, uniform_at
+from fastspec.kernels.verification.reference import NO_TOKEN, SamplingSettings, uniform_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Rule:
     process_at: RowProcessor | None = None
     history: Tensor | None = None
     constraint: Constraint | None = None
+    drafts: bool = True
+    """Whether drafts may be accepted; the tokens are the same without."""
 
     @property
     def is_greedy(self) -> bool:
@@ -81,8 +83,13 @@ class Prompt(Protocol):
     def keeps_logits(self) -> bool:
         """True where `observe` takes the logits of its tokens."""
 
-    def observe(self, drafted: int, logits: Tensor | None) -> None:
-        """Take how many draft tokens a round had, and the raw logits [N, V] fp32 of its tokens, before these."""
+    @property
+    def keeps_tree(self) -> bool:
+        """True where `observe` takes draft trees."""
+
+    def observe(self, drafted: int, logits: Tensor | None, tree: DraftTree | None) -> None:
+        """Take how many draft tokens a round had, the raw logits [N, V] fp32 of its tokens, and its draft tree, before
+        these."""
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Take a round's tokens."""
@@ -203,9 +210,27 @@ class OpenBatch(Batch):
         held = self.prompts[prompt]
         return held is not None and held.keeps_logits
 
+    def keeps_tree(self, prompt: int) -> bool:
+        """True where the prompt in this row asks for its draft trees."""
+        held = self.prompts[prompt]
+        return held is not None and held.keeps_tree
+
+    def drafts_for(self, prompt: int) -> bool:
+        """True where the prompt in this row takes drafts."""
+        held = self.prompts[prompt]
+        return held is None or held.rule.drafts
+
+    @property
+    def drafting(self) -> bool:
+        """True unless rows go on, none of which takes drafts."""
+        going = [row for row, on in enumerate(self.active) if on]
+        return not going or any(map(self.drafts_for, going))
+
     def goes_on(self, longest: int) -> bool:
-        """True where a round may be launched before the one in front of it is read, whose logits nobody asks for."""
-        return super().goes_on(longest) and not any(map(self.keeps_logits, self.places))
+        """True where a round may be launched before the one in front of it is read, of which nobody asks for more than
+        tokens."""
+        asked = any(self.keeps_logits(row) or self.keeps_tree(row) for row in self.places)
+        return super().goes_on(longest) and not asked
 
     def take(
         self,
@@ -215,12 +240,13 @@ class OpenBatch(Batch):
         scores: Tensor | None,
         logits: Tensor | None,
         drafted: int = 0,
+        tree: DraftTree | None = None,
     ) -> None:
         """Takes a round's tokens of a prompt; one that has ended leaves its row."""
         held = self.prompts[prompt]
         try:  # `guarded`, without what its generator costs a row and round
             if held is not None:
-                held.observe(drafted, logits)
+                held.observe(drafted, logits, tree)
             super().take(prompt, tokens, accepted, None, None)
         except BaseException as error:
             self.errors.setdefault(prompt, error)
@@ -285,6 +311,10 @@ class OpenBatch(Batch):
         held.emit(tokens, accepted, done)
 
 
+NEVER_PICKED = NO_TOKEN - 1
+"""Stands for the drafts of a row that takes none."""
+
+
 class OwnRules(Verifier):
     """The choice by the rule of each row's prompt.
 
@@ -302,12 +332,12 @@ class OwnRules(Verifier):
         return Place.HOST if self._ruled() else Place.DEVICE
 
     def _ruled(self) -> list[tuple[int, Rule]]:
-        """Rows that go on and whose rule is not the plain one."""
-        held = zip(self.batch.active, self.batch.prompts, strict=True)
+        """Rows that go on and whose rule is not the plain one, or that take no drafts in a round that has some."""
+        held, drafting = zip(self.batch.active, self.batch.prompts, strict=True), self.batch.drafting
         return [
             (row, prompt.rule)
             for row, (on, prompt) in enumerate(held)
-            if on and prompt is not None and not prompt.rule.is_plain
+            if on and prompt is not None and not (prompt.rule.is_plain and (prompt.rule.drafts or not drafting))
         ]
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -330,6 +360,11 @@ class OwnRules(Verifier):
         if not ruled:
             return VerifiedTree(scored, walk(tree, picks, self.ops), None)
         positions = self.target.lengths[:, None] + tree.depths + 1
+        undrafted = [row for row, rule in ruled if not rule.drafts]
+        if undrafted:
+            tokens = tree.tokens.clone()
+            tokens[undrafted, 1:] = NEVER_PICKED
+            tree = replace(tree, tokens=tokens)
         for row, rule in ruled:
             if rule.process_at is None and not rule.is_greedy:
                 with self.batch.guarded(row):
@@ -338,7 +373,7 @@ class OwnRules(Verifier):
         for row, rule in ruled:
             if rule.process_at is not None:
                 with self.batch.guarded(row):
-                    walked = self._walked(row, rule, rule.process_at, scored, positions)
+                    walked = self._walked(row, rule, rule.process_at, replace(scored, tree=tree), positions)
                     for mine, theirs in (
                         (verdict.path, walked.path),
                         (verdict.accepted, walked.accepted),

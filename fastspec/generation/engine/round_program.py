@@ -25,7 +25,7 @@ from fastspec.generation.engine.call import RoundState
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Clock, Marks, unmarked
 from fastspec.generation.target import Target
-from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.generation.tree import DraftTree, TokenTree, Verdict
 from fastspec.generation.verify import fill_ended, measure
 
 EXTENT_BUCKET = 128
@@ -102,6 +102,12 @@ class Round:
     def features(self) -> Tensor:
         """The target's features [B, N, F]."""
         return self.judged.scored.features
+
+    def tree_of(self, row: int, drafted: int, accepted: int) -> DraftTree:
+        """A row's tree on the host, of `drafted` draft tokens, without the nodes that fill it up."""
+        path: list[int] = self.verdict.path[row, : accepted + 1].tolist()
+        nodes = 1 + max(drafted, *path)
+        return DraftTree(self.tree.tokens[row, :nodes].tolist(), self.tree.parents[row, :nodes].tolist(), path)
 
     def scores_along(self, row: int, path: Tensor) -> Tensor:
         """Processed scores [len(path), V] fp32 of the first nodes of a row's path."""

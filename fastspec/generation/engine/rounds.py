@@ -129,6 +129,7 @@ class Rounds(Generic[TargetT]):
         if any(batch.running) or engine.in_flight:
             asynchronous = stays and self.joining is None and not self._lets_in() and batch.goes_on(engine.main.longest)
             engine.state.activate(batch.running, batch.padded)
+            engine.drafts = batch.drafting
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
 
     def _lets_in(self) -> bool:
@@ -324,8 +325,10 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         logits = last.logits[row, paths[row]].float() if batch.keeps_logits(prompt) else None
         if measures is not None:
             batch.measures[prompt].append(measures[row, : accepted + 1])
-        begin, own = len(batch.out.tokens[prompt]), nodes if drafted is None else drafted[row]
-        batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits, own)
+        begin, drafts = len(batch.out.tokens[prompt]), batch.drafts_for(prompt)
+        own = 0 if not drafts else nodes if drafted is None else drafted[row]
+        tree = last.tree_of(row, own, accepted) if drafts and batch.keeps_tree(prompt) else None
+        batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits, own, tree)
         batch.count(prompt, begin, accepted, own, nodes > 0)
     follows = engine.main.longest if engine.in_flight else 0
     batch.grow([accepted + 1 for accepted, *_ in emitted], engine.state.running, follows)

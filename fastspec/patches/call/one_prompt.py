@@ -28,6 +28,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.open_batch import Rule
+from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import drawn_seed, top_logprobs
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.call.processors import (
@@ -200,7 +201,7 @@ class PreparedPrompt:
         self.text = ids[0].cpu()
         self.rounds = streamer if isinstance(streamer, RoundStreamer) else None
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None and self.rounds is None else None
-        self._observed: tuple[int, Tensor | None] = (0, None)
+        self._observed: tuple[int, Tensor | None, DraftTree | None] = (0, None, None)
         self.future = AnswerFuture()
 
     def move(self, device: torch.device) -> None:
@@ -224,16 +225,21 @@ class PreparedPrompt:
         """True where the streamer asks for log-probabilities."""
         return self.rounds is not None and self.rounds.logprobs is not None
 
-    def observe(self, drafted: int, logits: Tensor | None) -> None:
+    @property
+    def keeps_tree(self) -> bool:
+        """True where the streamer asks for draft trees."""
+        return self.rounds is not None and self.rounds.trees
+
+    def observe(self, drafted: int, logits: Tensor | None, tree: DraftTree | None) -> None:
         """Keep what the streamer is told with the round's tokens."""
-        self._observed = drafted, logits
+        self._observed = drafted, logits, tree
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Hand a round's tokens to the streamer."""
         if self.rounds is not None:
-            (drafted, logits), count = self._observed, self.rounds.logprobs
+            (drafted, logits, tree), count = self._observed, self.rounds.logprobs
             found = None if logits is None or count is None else top_logprobs(logits, tokens, count)
-            self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found))
+            self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found, tree))
         if self.streaming is not None:
             self.streaming.emit(0, tokens, accepted, done)
 

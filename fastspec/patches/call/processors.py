@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import (
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.engine.verifier import ChoiceRule
+from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import RowProcessor, TokenLogprob
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.call.grammar import Grammar, GrammarOfCall
@@ -327,19 +328,22 @@ class Streaming:
 @dataclass(frozen=True, slots=True)
 class StreamedRound:
     """Tokens that a round gave to one prompt, of its `drafted` draft tokens those that are among them, and the
-    log-probabilities where they are asked for."""
+    log-probabilities and the draft tree where they are asked for; a prompt that takes no drafts has no tree, nor has
+    its first token."""
 
     tokens: list[int]
     accepted: int = 0
     drafted: int = 0
     logprobs: list[TokenLogprob] | None = None
+    tree: DraftTree | None = None
 
 
 class RoundStreamer(ABC):
     """Streamer of one prompt of an open batch that takes rounds; with `logprobs` each token's log-probability under the
-    model's own distribution, beside so many of the likeliest tokens."""
+    model's own distribution, beside so many of the likeliest tokens, and with `trees` the draft tree of each round."""
 
     logprobs: int | None = None
+    trees: bool = False
 
     @abstractmethod
     def put_round(self, round: StreamedRound) -> None:

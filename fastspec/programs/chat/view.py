@@ -17,15 +17,14 @@ from fastspec.cascade.decisions import Explanation
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
+from fastspec.programs.marks import ACCEPTED, BONUS, OWN, RECOVERED, own_mark
 from fastspec.programs.terminal import table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-ACCEPTED, RECOVERED, BONUS, OWN = "accepted", "recovered", "bonus", "own"
 STYLES: dict[str, str | None] = {ACCEPTED: "bold green", RECOVERED: "bold yellow", BONUS: "bold cyan", OWN: None}
-"""Mark -> style. OWN is a token of the target with no draft beside it: the first of an answer, and all of plain
-decoding."""
+"""Mark -> style."""
 COLUMN = 36
 """Characters of the screen's width that a column needs."""
 PAUSE = 0.1
@@ -46,12 +45,8 @@ class RoundTree:
 
     @property
     def mark(self) -> str:
-        """Mark of the target's own token: recovered in a rejected draft's place, a bonus after the path's end."""
-        beside = [self.tokens[i] for i in range(1, len(self.tokens)) if self.parents[i] == self.path[-1]]
-        if len(self.tokens) == 1:
-            return OWN
-        # an end token ends the walk although it was drafted
-        return RECOVERED if beside and self.last not in beside else BONUS
+        """Mark of the target's own token."""
+        return own_mark(self.tokens, self.parents, self.path, self.last)
 
 
 class AnswerStreamer(MarkedStreamer):

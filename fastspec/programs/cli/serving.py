@@ -160,6 +160,7 @@ def serve(
     cors: Annotated[
         list[str] | None, typer.Option(help='Origin of pages that browsers let ask, "*" for any; may be repeated.')
     ] = None,
+    page: Annotated[bool, typer.Option(help="Serve a page to chat with the model in a browser, at /.")] = True,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
     ] = None,
@@ -215,6 +216,7 @@ def serve(
             api_key=api_key,
             origins=cors or (),
             head=chosen.head,
+            page=page,
         )
         with left_alone_by_the_collector():
             run_server(app, listener, log_level=log_level, grace=grace)

@@ -12,6 +12,8 @@ import regex
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.generation.verify import TokenLogprob
+from fastspec.patches.call.processors import StreamedRound
+from fastspec.programs.marks import ACCEPTED, OWN, own_mark
 from fastspec.programs.serving.requests import parse
 
 BEGUN = "\ufffd"
@@ -61,6 +63,30 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedTree:
+    """Draft tree of a round: tokens of its nodes, node 0 the last token before the round, their texts and parents, and
+    the accepted path as node numbers."""
+
+    tokens: list[int]
+    texts: list[str]
+    parents: list[int]
+    path: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRound:
+    """Round of an answer: its tokens, the text and the mark of each (`fastspec.programs.marks`), how many drafts it had
+    and, where it had some, their tree. The texts of all rounds are together the text of the answer's tokens, but for
+    a character that its last token begins."""
+
+    tokens: list[int]
+    texts: list[str]
+    marks: list[str]
+    drafted: int
+    tree: NamedTree | None
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """End of the answer, with its tokens, and of the draft tokens those that are among them. `stop` is the stop string
     that ended it."""
@@ -72,7 +98,7 @@ class End:
     stop: str | None = None
 
 
-Event = Content | Reasoning | ToolCall | Logprobs | End
+Event = Content | Reasoning | ToolCall | Logprobs | NamedRound | End
 
 
 def merged(events: Iterable[Event]) -> Iterator[Event]:
@@ -348,6 +374,24 @@ class TokenNames:
         """A token whose text begins there."""
         top = tuple((self.bytes_of(token), logprob) for token, logprob in scored.top)
         return NamedToken(self.bytes_of(scored.token), scored.logprob, top, offset)
+
+
+class RoundNames:
+    """Names of the rounds of one answer, in their order."""
+
+    def __init__(self, tokenizer: Any, names: TokenNames) -> None:
+        self.texts, self.names = Detokenizer(tokenizer, skip_special_tokens=True), names
+
+    def named(self, round: StreamedRound) -> NamedRound:
+        """A round with texts and marks."""
+        texts, tree, own = [self.texts.add([token]) for token in round.tokens], round.tree, OWN
+        found: NamedTree | None = None
+        if tree is not None:
+            own = own_mark(tree.tokens, tree.parents, tree.path, round.tokens[-1])
+            pieces = [self.names.bytes_of(token).decode(errors="replace") for token in tree.tokens]
+            found = NamedTree(tree.tokens, pieces, tree.parents, tree.path)
+        marks = [ACCEPTED] * round.accepted + [own] * (len(texts) - round.accepted)
+        return NamedRound(round.tokens, texts, marks, round.drafted, found)
 
 
 class AnswerReader:

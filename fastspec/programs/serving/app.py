@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from transformers.utils import logging as transformers_logging
@@ -28,7 +28,8 @@ from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
 from fastspec.programs.serving.messages import MESSAGE, MessageForm
-from fastspec.programs.serving.middleware import RequestMiddleware, error_on
+from fastspec.programs.serving.middleware import PAGE, RequestMiddleware, error_on
+from fastspec.programs.serving.page import read_page
 from fastspec.programs.serving.remote import Remote
 from fastspec.programs.serving.requests import (
     CHAT,
@@ -73,6 +74,7 @@ def build_app(
     api_key: str | None = None,
     origins: Sequence[str] = (),
     head: str | None = None,
+    page: bool = True,
 ) -> RequestMiddleware:
     """An ASGI application that answers OpenAI's routes, and Anthropic's, for one model by an open batch, and closes the
     batch at its shutdown.
@@ -80,7 +82,8 @@ def build_app(
     `batch` is an open batch of this process, or one in a process of its own, whose process it ends. `name` is what
     requests call the model, `tokenizer` a fast one of transformers, of which an open batch here makes stop strings.
     With `api_key` requests must bring it. `origins` are those of pages that browsers let ask, "*" for any; `head` is
-    what the log and the metrics call the assistant's. Raises Unsupported for a tokenizer that is not a fast one.
+    what the log and the metrics call the assistant's. With `page` there is a chat at `/`. Raises Unsupported for a
+    tokenizer that is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise Unsupported(
@@ -124,12 +127,16 @@ def build_app(
     def metrics_page() -> Response:
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    if page:
+        text, headers = read_page()
+        app.add_api_route(PAGE, lambda: HTMLResponse(text, headers=headers), methods=["GET"])
+
     @app.exception_handler(HTTPException)  # starlette's own, of a route that has no such method
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         told = error_on(request.url.path, str(error.detail), error.status_code)
         return JSONResponse(told, error.status_code, error.headers)
 
-    return RequestMiddleware(app, PATHS, server.limits.body, api_key, origins)
+    return RequestMiddleware(app, (*((PAGE,) if page else ()), *PATHS), server.limits.body, api_key, origins)
 
 
 def _answering(made_of: Callable[[str, bytes], Awaitable[Response]]) -> Any:

@@ -31,7 +31,8 @@ PutRound = Callable[[StreamedRound], None]
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
     """A prompt's tokens, and how its answer is chosen: a GenerationConfig, a seed, OpenAI's penalties. With `logprobs`
-    each token comes with its log-probability and so many of the likeliest tokens."""
+    each token comes with its log-probability and so many of the likeliest tokens, with `trees` each round with its
+    draft tree; without `drafts` it is decoded a token a round."""
 
     ids: list[int]
     config: Any
@@ -39,6 +40,8 @@ class BatchPrompt:
     frequency: float = 0.0
     presence: float = 0.0
     logprobs: int | None = None
+    trees: bool = False
+    drafts: bool = True
 
 
 def read_tokens(batch: Continuous, tokenizer: Any) -> None:
@@ -57,8 +60,8 @@ def _grammar(tokenizer: Any, structure: str, ends: tuple[int, ...]) -> Any:
 class TokenStreamer(RoundStreamer):
     """Streamer of an open batch that hands on rounds and nothing else."""
 
-    def __init__(self, told: PutRound, logprobs: int | None) -> None:
-        self.told, self.logprobs = told, logprobs
+    def __init__(self, told: PutRound, logprobs: int | None, trees: bool) -> None:
+        self.told, self.logprobs, self.trees = told, logprobs, trees
 
     def put_round(self, round: StreamedRound) -> None:
         """Hand a round on."""
@@ -78,7 +81,8 @@ def submit(batch: Continuous, tokenizer: Any, prompt: BatchPrompt, put_round: Pu
         processors.append(_grammar(tokenizer, json.dumps(structure), ends))
     if processors:
         options["logits_processor"] = processors
-    return batch.submit(row, config, TokenStreamer(put_round, prompt.logprobs), **options)
+    streamer = TokenStreamer(put_round, prompt.logprobs, prompt.trees)
+    return batch.submit(row, config, streamer, drafts=prompt.drafts, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,14 @@ def _is_stream_options(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, bool) for each in value.values())
 
 
+def _is_extension(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() <= {"rounds"}
+        and all(isinstance(each, bool) for each in value.values())
+    )
+
+
 def _are_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_whole(0)[0], value))
 
@@ -158,6 +166,7 @@ ACCEPTED: dict[str, Check] = {
     "prompt": (_is_prompt, f"a text, a list of token numbers, or a list of up to {ANSWERS} of these"),
     "echo": TRUTH,
     "assistant": _instance(str, "a text"),
+    "fastspec": (_is_extension, "an object with rounds, true or false"),
     "input": (
         lambda value: isinstance(value, str) or _are_objects(value),
         "a text, or a list of messages, texts and calls of functions",

@@ -6,9 +6,20 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from fastspec.programs.serving.answers import Content, End, Event, Logprobs, NamedToken, Reasoning, ToolCall, merged
+from fastspec.programs.serving.answers import (
+    Content,
+    End,
+    Event,
+    Logprobs,
+    NamedRound,
+    NamedToken,
+    Reasoning,
+    ToolCall,
+    merged,
+)
 from fastspec.programs.serving.middleware import error_body
 from fastspec.programs.serving.requests import AnswerRequest
 
@@ -52,6 +63,8 @@ class Choices(Form):
         self.ends: dict[int, End] = {}
         self.tokens: dict[int, list[NamedToken]] = {}
         """Of each answer those whose log-probabilities no chunk has yet."""
+        self.rounds: dict[int, list[NamedRound]] = {}
+        """Of each answer those that no chunk has yet, where they are asked for."""
 
     @abstractmethod
     def part(self, event: Event, index: int) -> JsonObject:
@@ -79,12 +92,17 @@ class Choices(Form):
         found: JsonObject = {"index": index, "finish_reason": None, "logprobs": None, **fields}
         if self.asked.logprobs is not None:
             found["logprobs"] = self.logprobs(self.tokens.pop(index, []))
+        if self.asked.rounds:
+            found["fastspec"] = {"rounds": [asdict(each) for each in self.rounds.pop(index, [])]}
         return found
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
         """A chunk; the last one has the counts unless the request says where it wants them."""
         if isinstance(event, Logprobs):
             self.tokens.setdefault(index, []).extend(event.tokens)
+            return []
+        if isinstance(event, NamedRound):
+            self.rounds.setdefault(index, []).append(event)
             return []
         choice = self.choice(index, **self.part(event, index))
         if not isinstance(event, End):
@@ -100,7 +118,8 @@ class Choices(Form):
         assert isinstance(end, End)
         self.ends[index] = end
         self.tokens[index] = [token for each in found if isinstance(each, Logprobs) for token in each.tokens]
-        return [each for each in found if not isinstance(each, Logprobs)], end
+        self.rounds[index] = [each for each in found if isinstance(each, NamedRound)]
+        return [each for each in found if not isinstance(each, (Logprobs, NamedRound))], end
 
 
 class ChatForm(Choices):
@@ -233,7 +252,7 @@ class ResponseForm(Form):
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []
         if isinstance(event, ToolCall):
             return messages + self._call(event)
-        if isinstance(event, Logprobs):
+        if isinstance(event, (Logprobs, NamedRound)):
             return []
         if isinstance(event, End):
             if all(item["type"] == "reasoning" for item in self.items):

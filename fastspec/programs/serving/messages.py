@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastspec.programs.serving.answers import Content, End, Event, Logprobs, Reasoning, ToolCall, merged
+from fastspec.programs.serving.answers import Content, End, Event, Logprobs, NamedRound, Reasoning, ToolCall, merged
 from fastspec.programs.serving.fields import ACCEPTED, ANY, STOP, Check
 from fastspec.programs.serving.forms import Form, JsonObject
 from fastspec.programs.serving.middleware import message_error
@@ -187,7 +187,7 @@ class MessageForm(Form):
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
         """The messages of one event; another kind than the last one's closes its block."""
-        if isinstance(event, Logprobs):
+        if isinstance(event, (Logprobs, NamedRound)):
             return []
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []
         if isinstance(event, End):

@@ -21,7 +21,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 LET_GO: ContextVar[list[Callable[[], object]]] = ContextVar("fastspec_let_go")
 """What is called when nobody waits for the request that is being answered any more: a stream whose client goes before
 its first byte was never begun, so that nothing of its own can take care."""
-OPEN = ("/health",)
+PAGE = "/"
+"""Path of the page."""
+OPEN = ("/health", PAGE)
 """Paths that need no key."""
 MESSAGES = "/v1/messages"
 """Where answers have Anthropic's form."""
@@ -94,7 +96,8 @@ class RequestMiddleware:
     def _refused(self, scope: Message) -> tuple[int, str] | None:
         """Status and reason for a request that is not let in."""
         headers, path = dict(scope["headers"]), scope["path"]
-        if path not in self.paths and not any(path.startswith(each) for each in self.paths if each[-1] == "/"):
+        folders = [each for each in self.paths if each[-1] == "/" and each != PAGE]
+        if path not in self.paths and not any(map(path.startswith, folders)):
             return 404, f"{path} is not served: there are {', '.join(self.paths)}"
         if self.key is not None and scope["path"] not in OPEN:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")

@@ -99,6 +99,8 @@ class AnswerRequest:
     frequency: float = 0.0
     presence: float = 0.0
     assistant: str | None = None
+    rounds: bool = False
+    """True where the rounds are told, with their draft trees."""
     arrived: float = field(default_factory=time.perf_counter)
 
     @property
@@ -115,8 +117,8 @@ def _route(needs: str, params: Any, *more: str, own: dict[str, Check]) -> Route:
     return Route((needs,), frozenset(params.__annotations__) | {*SAMPLING, *more}, own)
 
 
-CHAT = _route("messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs", own=OF_CHATS)
-COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, own=OF_COMPLETIONS)
+CHAT = _route("messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs", "fastspec", own=OF_CHATS)
+COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, "fastspec", own=OF_COMPLETIONS)
 RESPONSE = _route("input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs", own={})
 
 
@@ -249,6 +251,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         float(body.get("frequency_penalty", 0)),
         float(body.get("presence_penalty", 0)),
         body.get("assistant"),
+        body.get("fastspec", {}).get("rounds", False),
     )
 
 

@@ -21,6 +21,7 @@ from fastspec.programs.serving.answers import (
     End,
     Event,
     ResponseParser,
+    RoundNames,
     TokenNames,
     ToolCall,
     merged,
@@ -38,6 +39,8 @@ LONG = 16
 takes a tokenizer seconds."""
 STALLED = 30.0
 """Seconds without the end of a turn of the rounds, while requests are there, from which on a server is unhealthy."""
+NO_DRAFTS = "none", "autoregressive"
+"""Assistants that a request may name beside that of the rows: then it takes no drafts."""
 log = logging.getLogger("fastspec.serve")
 
 
@@ -80,10 +83,13 @@ class Row:
         reason: FinishReason,
         reader: AnswerReader,
         echo: list[Event],
+        rounds: RoundNames | None = None,
     ) -> None:
         self.answers, self.index, self.prompt_tokens, self.reason = answers, index, prompt_tokens, reason
         self.reader, self.echo = reader, echo
-        self.asked, self.metrics = answers.asked, answers.metrics
+        self.asked, self.metrics, self.rounds = answers.asked, answers.metrics, rounds
+        self.named: list[Event] = []
+        """Rounds of an answer that is not streamed."""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.accepted = self.drafted = 0
@@ -104,9 +110,11 @@ class Row:
         if self.first is None:
             self.first = time.perf_counter() - self.asked.arrived
             self.metrics.first_token.observe(self.first)
+        named: list[Event] = [] if self.rounds is None else [self.rounds.named(round)]
         if self.asked.stream:
-            self._post(self.reader.add(tokens, round.logprobs), urgent=first)
+            self._post([*named, *self.reader.add(tokens, round.logprobs)], urgent=first)
         else:
+            self.named += named
             self.logprobs += round.logprobs or ()
 
     def _post(self, events: list[Event], urgent: bool = False) -> None:
@@ -141,7 +149,7 @@ class Row:
         """Post what is left, and the end."""
         if not self.asked.stream:
             scored = self.logprobs if self.asked.logprobs is not None else None
-            self._post([*self.echo, *self.reader.add(self.tokens, scored)])
+            self._post([*self.named, *self.echo, *self.reader.add(self.tokens, scored)])
         self._post(self.reader.finish())
         reason = "tool_calls" if self.called else self.reason.of(self.tokens)
         self._post([End(reason, len(self.tokens), self.accepted, self.drafted, self.reader.cut.found)])
@@ -281,7 +289,8 @@ class Server:
         asked, reader = answers.asked, self._reader(answers.asked, prompt)
         reason = FinishReason(config, self.batch.model.generation_config, self.tokenizer, asked.stop)
         echo = reader.echo(prompt.text, prompt.ids, scored) if asked.echo else []
-        row = Row(answers, index, len(prompt.ids), reason, reader, echo)
+        rounds = RoundNames(self.tokenizer, self.names) if asked.rounds else None
+        row = Row(answers, index, len(prompt.ids), reason, reader, echo, rounds)
         if asked.config.max_new_tokens == 0:
             done: Future[None] = Future()
             done.set_result(None)
@@ -289,7 +298,8 @@ class Server:
             return
         self._begin()
         seed = None if asked.seed is None else _seed(asked.seed + index % asked.n)
-        given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, asked.logprobs)
+        how = asked.logprobs, asked.rounds, asked.assistant not in NO_DRAFTS
+        given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, *how)
         sent = self.batch.send(given, row.put_round)
         answers.sent.append(sent)
         sent.answer.add_done_callback(row.over)
@@ -303,8 +313,8 @@ class Server:
         """A request and its prompts. Texts are tokenized by a call that lets go of the interpreter. Raises Refused for
         another assistant than the rows have."""
         own = self.info["assistant"]
-        if asked.assistant not in (None, own, *(("none",) if own == "autoregressive" else ())):
-            raise Refused(f"assistant={asked.assistant!r} is not accepted: all requests here are answered with {own!r}")
+        if asked.assistant not in (None, own, *NO_DRAFTS):
+            raise Refused(f"assistant={asked.assistant!r} is not accepted: all rows here have {own!r}, or 'none'")
         return asked, [self._prompt(each) for each in asked.prompts] or [self.templated(asked)]
 
     def _prompt(self, given: str | list[int]) -> ReadPrompt:
