@@ -60,6 +60,13 @@ class Oracle:
         return replace(found, drafts=partial(OracleDrafter, oracle=self))
 
 
+@dataclass(slots=True)
+class Held:
+    """Prompts and continuations [B, T] of the rows, by position, which drafters of all sizes read."""
+
+    texts: Tensor
+
+
 class OracleDrafter(EagleDrafter):
     """`EagleDrafter` of which a chain of the drafts is exchanged for the target's continuation.
 
@@ -72,14 +79,19 @@ class OracleDrafter(EagleDrafter):
     def __init__(self, *given: Any, oracle: Oracle, capacity: int, rows: int, **more: Any) -> None:
         super().__init__(*given, capacity=capacity, rows=rows, **more)
         self.oracle, device = oracle, self.root.device
-        self.texts = torch.zeros(rows, capacity, dtype=torch.long, device=device)
-        """Prompts and continuations [B, T], by position."""
+        self.held = Held(torch.zeros(rows, capacity, dtype=torch.long, device=device))
         self.streams = torch.zeros(rows, 1, dtype=torch.long, device=device)
         """Seeds [B, 1] of the numbers that say which drafts are right."""
         self.survival = torch.zeros(256, device=device)
         self.survival[1 : len(oracle.survival) + 1] = torch.tensor(oracle.survival)
         self.vocabulary = self.head.config.vocab_size
         self._lay_out()
+
+    def sized(self, shape: TreeShape) -> Drafter:
+        other = super().sized(shape)
+        assert isinstance(other, OracleDrafter)
+        other._lay_out()
+        return other
 
     def _lay_out(self) -> None:
         """Nodes 1 to D are a chain; the others are further children of its nodes but the last."""
@@ -95,32 +107,32 @@ class OracleDrafter(EagleDrafter):
 
     def open(self, capacity: int) -> None:
         super().open(capacity)
-        if self.texts.shape[1] < capacity:
-            self.texts = self.texts.new_zeros(len(self.texts), capacity)
+        if self.held.texts.shape[1] < capacity:
+            self.held.texts = self.held.texts.new_zeros(len(self.held.texts), capacity)
 
     @property
     def buffers(self) -> Any:
-        return super().buffers, self.texts.data_ptr()
+        return super().buffers, self.held.texts.data_ptr()
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         super().begin(ids, counts, features, root)
         for row, (text, count) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
             known = text[:count]
-            whole = torch.tensor(known + self.oracle.answers.get(tuple(known), []))[: self.texts.shape[1]]
-            self.texts[row, : len(whole)] = whole.to(self.texts.device)
+            whole = torch.tensor(known + self.oracle.answers.get(tuple(known), []))[: self.held.texts.shape[1]]
+            self.held.texts[row, : len(whole)] = whole.to(self.held.texts.device)
             self.streams[row] = hash(tuple(known))
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         super().move_row(row, other, source, count)
         assert isinstance(other, OracleDrafter)
         self.streams[row] = other.streams[source]
-        width = min(self.texts.shape[1], other.texts.shape[1])
-        self.texts[row, :width] = other.texts[source, :width]
+        width = min(self.held.texts.shape[1], other.held.texts.shape[1])
+        self.held.texts[row, :width] = other.held.texts[source, :width]
 
     def propose(self, extent: int) -> TokenTree:
         drafted = super().propose(extent).tokens
         shape, lengths = self.tree, self.target.lengths[:, None]
-        right = self.texts.gather(1, (lengths + shape.depths).clamp(max=self.texts.shape[1] - 1))
+        right = self.held.texts.gather(1, (lengths + shape.depths).clamp(max=self.held.texts.shape[1] - 1))
         agrees = self.chain & (uniform_at(self.streams, lengths) < self.survival[shape.depths])
         wrong = torch.where(drafted == right, (right + 1) % self.vocabulary, drafted)
         tokens = torch.cat((drafted[:, :1], torch.where(agrees, right, wrong)[:, 1:]), 1)

@@ -159,6 +159,7 @@ class Rounds(Generic[TargetT]):
 
     def _read(self, room: int | None) -> int:
         """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails."""
+        self.engine.settle()
         if self.joining is not None:
             return self._read_alone((self.joining.row, self.joining.prompt, self.joining.ids), room)
         batch = self.batch
@@ -353,6 +354,8 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
         if drafter is not None and request.answers is None:
             drafter.begin(*text, features, begun)
         engine.begin(begun)
+        if engine.sizes is not None:
+            engine.sizes.begin()
         firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
     for row, token in enumerate(firsts):
         one = slice(row, row + 1)
