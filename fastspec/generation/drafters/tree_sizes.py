@@ -38,7 +38,7 @@ SETTLED = 200
 BETTER, WORTH_MAKING = 1.02, 1.06
 """A size replaces another that promises less by this factor; the second where it has to be captured first."""
 DECAY = 0.98
-"""Weight that a round with drafts keeps with every further one."""
+"""Weight that a round keeps with every further one, with drafts or without: a text may have changed meanwhile."""
 BETWEEN_CALLS = 0.5
 """Weight that the rounds of earlier calls keep."""
 USUAL, PRIOR = 0.6, 4.0
@@ -170,7 +170,7 @@ class TreeSizes:
         self.length, self.rounds, self.drafted = 0, 0, 0
         """The bucket of the texts, rounds since the beginning, and those with drafts."""
         self.samples: list[float] = []
-        self.made: Collection[int] = ()
+        self.made: frozenset[int] = frozenset()
         """The sizes that need not be captured, as far as is known."""
         self.size = self.first
         self.begin()
@@ -183,8 +183,8 @@ class TreeSizes:
         """A call begins, on a text of its own."""
         self.acceptance.fade(BETWEEN_CALLS)
         self.left, self.gain, self.since = GRANTED_COLD if self._is_cold() else GRANTED, 0.0, 0
-        """Target passes that drafts may still lose, what the last round with drafts accepted, and such rounds
-        since sizes were compared."""
+        """Target passes that drafts may still lose, what the last round with drafts accepted, and rounds since sizes
+        were compared."""
         self.samples.clear()
         if self.drafted < EVIDENCE and self.price(self.first) <= self.left:
             self._use(self.first, BLOCK)
@@ -235,11 +235,11 @@ class TreeSizes:
     def count(self, size: int, accepted: Sequence[int], ms: float | None, length: int, made: Collection[int]) -> None:
         """Take a round of this size: the drafts that each running row accepted, its milliseconds where these say
         something, and the longest text. `made` are the sizes that have run before in these rounds."""
-        self.length, self.made = bucket(length), made
+        self.length, self.made = bucket(length), frozenset(made)
         self.rounds += 1
+        self.since += 1
         if size and accepted:
             self.drafted += 1
-            self.since += 1
             self.acceptance.count(size - 1, accepted)
             self.gain = sum(accepted) / len(accepted)
             self.left = min(MOST_EARNED, max(0.0, self.left + self.gain - self.price(size)))
