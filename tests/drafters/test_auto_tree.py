@@ -170,9 +170,9 @@ def test_other_strings_are_refused(kind, value):
 
 
 def test_the_sizes_of_a_device_hold_its_own_tree_and_are_six_at_most_with_none():
-    for kind, config in ((kind, config) for kind in TREE_STEPS for config in (Eagle3, Eagle2, Mtp)):
+    for kind, made in ((kind, made) for kind in TREE_STEPS for made in (Eagle3, Eagle2, Mtp)):
         for rows in (1, 2, 4, 7, 8, 9, 16, 31, 32, 64, 127, 128, 1000):
-            steps, first = config(total_tokens="auto").steps(kind, rows)
+            steps, first = made(total_tokens="auto").steps(kind, rows)
             assert first == Eagle3().shape(kind, rows) and first in steps and 1 <= len(steps) <= MOST_STEPS
             nodes = [shape.total_tokens for shape in steps]
             assert nodes == sorted(set(nodes)) and max(nodes) * rows <= max(MOST_NODES[kind], rows * first.total_tokens)
@@ -180,7 +180,7 @@ def test_the_sizes_of_a_device_hold_its_own_tree_and_are_six_at_most_with_none()
                 one.max_path <= other.max_path and one.depth * one.top_k <= other.depth * other.top_k
                 for one, other in pairwise(steps)
             )
-            assert config(total_tokens="auto").shape(kind, rows) == steps[-1]
+            assert made(total_tokens="auto").shape(kind, rows) == steps[-1]
     assert [shape.total_tokens for shape in Eagle3(total_tokens="auto").steps("cuda")[0]] == [2, 4, 8, 16, 60]
     assert [shape.total_tokens for shape in AUTO.steps("cpu")[0]] == [2, 4, 8, 16]
     assert AUTO.steps("cuda")[0][-1] == fastspec.TreeShape(22, 2, 3)  # all that it grows
@@ -400,6 +400,13 @@ def test_calls_choose_by_what_rounds_took_and_accepted(knows, monkeypatch, tmp_p
     assert [known for known, before in zip(again.measured, choice.measured, strict=True) if before] == [True] * sum(
         choice.measured
     )
+
+
+def test_trees_that_are_left_to_the_device_choose_where_it_says_so(knows, monkeypatch):
+    monkeypatch.setattr("fastspec.config.CHOOSING", frozenset({"cpu"}))
+    for each in (Eagle3(), Eagle3(total_tokens=8), Eagle3(depth=2)):
+        same(knows, each, prompts(7), max_new_tokens=20)
+    assert set(fastspec.report(knows[1]).trees) == {(Eagle3(), 1)}
 
 
 def test_a_fixed_size_reads_no_clock(knows, monkeypatch):
