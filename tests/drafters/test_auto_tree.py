@@ -424,15 +424,30 @@ def test_a_copy_chooses_for_itself_and_another_dtype_does(knows):
     assert len(fastspec.report(model).trees) == 1 and len(session_of(model).trees) == 2
 
 
-def test_experts_that_tokens_choose_make_nodes_dear():
+def test_experts_that_tokens_choose_make_nodes_dear(monkeypatch):
     model = tiny_model("qwen3_moe")
-    whole, experts, share = round_times.read_weights(model)
+    whole, experts, share = round_times.expert_bytes(model)
     assert experts == sum(w.nbytes for name, w in model.named_parameters() if ".experts." in name) > 0
-    assert share == 0.5 and whole > 0
-    dense = tiny_model()
-    steps = Eagle3(total_tokens="auto").steps("cuda")[0]
-    times = [round_times.prior_times(each, torch.device("cuda"), steps, 0, 1) for each in (model, dense)]
-    assert all(found == sorted(found) for found in times)
+    assert share == 0.5 and whole > 0 == round_times.expert_bytes(tiny_model())[1]
+    steps, found = Eagle3(total_tokens="auto").steps("cuda")[0], []
+    for read in ((6 * 10**9, 64 * 10**9, 8 / 256), (8 * 10**9, 0, 1.0)):
+        monkeypatch.setattr(round_times, "expert_bytes", lambda _, read=read: read)
+        times = round_times.prior_times(model, torch.device("cuda"), steps, 0, 1)
+        assert times == sorted(times)
+        found.append([ms / times[0] for ms in times])
+    (_, _, four, _, sixteen, sixty), dense = found
+    assert four > 1.5 and sixteen > 3 and sixty > 6 and max(dense) < 1.7
+
+
+def test_nothing_is_measured_inside_a_profile(knows, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path))
+    with fastspec.profile(knows[1]):
+        same(knows, AUTO, prompts(7), max_new_tokens=60, eos_token_id=NEVER)
+    (choice,) = fastspec.report(knows[1]).trees.values()
+    assert not any(choice.measured)
+    same(knows, AUTO, prompts(7), max_new_tokens=60, eos_token_id=NEVER)
+    (choice,) = fastspec.report(knows[1]).trees.values()
+    assert any(choice.measured)
 
 
 def test_what_is_given_back_frees_its_sizes_of_rounds(knows, forced):

@@ -175,7 +175,8 @@ class Engine(Generic[TargetT]):
             self.fallback.count(emitted, self.state)
         going = zip(emitted, self.state.running, self.state.padded, strict=True)
         accepted = [max(row[0], -1 - row[0]) for row, running, padded in going if running and not padded]
-        settled = asynchronous or not self.target.captures  # a call's first rounds wait for the host
+        # a call's first captured rounds wait for the host, and those of a profile for its marks
+        settled = (asynchronous or not self.target.captures) and self.main.clock is None
         ms = 1e3 * (now - began) if began is not None and settled and not made else None
         sizes.count(self.size, accepted, ms, longest, self.sized.keys())
         self.measured_from = now

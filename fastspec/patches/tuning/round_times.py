@@ -23,7 +23,7 @@ from fastspec.patches.hf.compat import device_of, dtype_of
 from fastspec.patches.session import PatchSession
 
 FOLDER = "rounds"
-LEVEL = {"cpu": 0.2, "cuda": 0.03}
+LEVEL = {"cpu": 0.2, "cuda": 0.045}
 """Milliseconds of one level of a draft phase, by the kind of device, beside reading the head."""
 
 
@@ -53,7 +53,7 @@ def tree_sizes(
     return session.trees[key]
 
 
-def read_weights(model: Any) -> tuple[int, int, float]:
+def expert_bytes(model: Any) -> tuple[int, int, float]:
     """Bytes that every pass reads, those of all experts, and the share of the experts that a token chooses."""
     config = model.config.get_text_config()
     experts = {id(weight) for name, weight in model.named_parameters() if ".experts." in name}
@@ -69,12 +69,13 @@ def prior_times(
     model: Any, device: torch.device, shapes: Sequence[TreeShape], head_bytes: int, rows: int
 ) -> list[float]:
     """Milliseconds of a round without drafts and of one of each shape: of reading the weights, of which tokens choose
-    experts independently, and of drafting."""
+    experts independently, and of drafting. Asynchronous rounds do not wait for the host."""
     cost, level = COSTS.get(device.type, COSTS["cuda"]), LEVEL.get(device.type, LEVEL["cuda"])
-    whole, experts, share = read_weights(model)
+    whole, experts, share = expert_bytes(model)
+    host = cost.host if cost.asynchronous else 0.0
 
     def scored(nodes: int) -> float:
-        return cost.of(nodes, round(whole + experts * (1 - (1 - share) ** nodes)))
+        return cost.of(nodes, round(whole + experts * (1 - (1 - share) ** nodes))) - host
 
     drafted = [(shape.depth + 1) * (level + head_bytes / cost.bytes_per_ms) for shape in shapes]
     passes = [scored(rows * shape.total_tokens) for shape in shapes]
