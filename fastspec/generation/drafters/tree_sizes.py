@@ -298,10 +298,6 @@ class TreeSizes:
     def _choose(self, begins: bool = False) -> None:
         """The size of the next rounds, and how many they are."""
         rates, former = self.rates(), self.size
-        if former == 0 and not begins:
-            self.gain = 0.0
-            self._use(self._probe(), 1)
-            return
         paying = [size for size in range(1, len(rates)) if self._affords(size)]
         best = max((0, *paying), key=rates.__getitem__)
         if former in paying and best:
@@ -312,6 +308,8 @@ class TreeSizes:
             self._use(0, EVIDENCE)
         elif best:
             self._use(best, BLOCK)
+        elif former == 0 and not begins:
+            self._use(self._probe(), 1)
         else:
             price = self.price(self._probe()) + self.switch / self.ms(0)
             self._use(0, min(LONGEST_REST, max(EVIDENCE, math.ceil(price / PROBES))))

@@ -39,7 +39,8 @@ def tree_sizes(
     if key not in session.trees:
         shapes, first = decoding.sizes(rows, ops)
         head = sum(weight.nbytes for module in decoding.modules for weight in module.parameters())
-        path = path_of(device, str(model.config.to_json_string()), str(dtype), ops.name, decoding.name, head, rows)
+        kind = f"{model.config.to_json_string()}{shapes}"
+        path = path_of(device, kind, str(dtype), ops.name, decoding.name, head, rows)
         session.trees[key] = TreeSizes(
             shapes,
             first,
@@ -82,11 +83,11 @@ def prior_times(
     return [scored(rows), *(ms + more for ms, more in zip(passes, drafted, strict=True))]
 
 
-def path_of(device: torch.device, config: str, *words: object) -> Path:
-    """The file of one kind of rounds."""
+def path_of(device: torch.device, kind: str, *words: object) -> Path:
+    """The file of one kind of rounds: of a model's configuration and shapes of trees, and of further words."""
     from fastspec.kernels.tuned_launches import name_of
 
-    shape = hashlib.sha256(config.encode()).hexdigest()[:16]
+    shape = hashlib.sha256(kind.encode()).hexdigest()[:16]
     name = name_of(device) if device.type == "cuda" else f"{device.type}-{torch.get_num_threads()}"
     return files.cache_folder() / FOLDER / files.file_name(name, shape, *map(str, words), *files.versions().values())
 
