@@ -220,6 +220,31 @@ def fresh_maker(request):
     return make
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", list(MAKERS))
+@pytest.mark.parametrize("rounds", [1, 3, 12])
+def test_another_size_in_every_round_on_a_gpu(forced, kind, rounds):
+    """Captured, and with a round in flight: in calls, batches and an open batch, whose drafts a good head has right."""
+    target, head = MAKERS[kind]
+    plain, model = target().cuda(), target().cuda()
+    fastspec.patch(model, eagle3=head(model).cuda())
+    taken = forced(rounds=rounds)
+    for lengths in ((7,), (9, 3, 1)):
+        inputs = {name: ids.cuda() for name, ids in prompts(*lengths).items()}
+        for _ in range(3):
+            same((plain, model), AUTO, inputs, max_new_tokens=300, eos_token_id=NEVER)
+    with fastspec.continuous(model, AUTO, rows=3) as batch:
+        ids = [torch.arange(6, 46 + length, device="cuda")[None] for length in range(3, 10)]
+        futures = [batch.submit(row, max_new_tokens=80, do_sample=False, eos_token_id=NEVER) for row in ids]
+        for row, future in zip(ids, futures, strict=True):
+            wanted = plain.generate(row, max_new_tokens=80, do_sample=False, eos_token_id=NEVER)
+            assert future.result(300).tolist() == wanted.tolist()
+    assert {size for size, _ in taken} == {0, 1, 2, 3, 4}
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+    assert kind == "random" or sum(drafted) > 2 * len(drafted)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_head_reads_what_was_emitted_without_it(forced, monkeypatch, captured):
     """All drafts of a head that knows its target are accepted, however many rounds went without them: also where more
