@@ -47,6 +47,11 @@ class TreeShape:
         """Longest path in nodes, the root included; a round emits at most this many tokens."""
         return min(self.depth + 2, self.total_tokens)
 
+    def limited(self, nodes: int) -> TreeShape:
+        """The same with fewer nodes, grown no further than these reach."""
+        top_k = min(self.top_k, nodes - 1)
+        return TreeShape(total_tokens=nodes, depth=min(self.depth, nodes - 2), top_k=top_k)
+
 
 # (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance.md.
 DEFAULT_TREES = {
@@ -68,8 +73,16 @@ BATCH_TREES = {
 # (temperature, depth) -> the depth of the device's trees at the most in calls that sample at this temperature and
 # above, where fewer levels are accepted than a greedy call's.
 SAMPLED_DEPTHS = ((0.8, 3), (0.0, 5))
-# (device type) -> numbers of nodes that total_tokens="auto" chooses from.
-AUTO_SIZES = {"cpu": (2, 4, 6, 8, 12, 16, 24, 32), "cuda": (8, 16, 24, 32, 48, 60, 64, 96, 128)}
+# (device type) -> trees that total_tokens="auto" chooses from, ascending, beside the device's own: MOST_STEPS of them.
+TREE_STEPS = {
+    "cpu": (TreeShape(2, 0, 1), TreeShape(4, 2, 1), TreeShape(8, 3, 2), TreeShape(16, 3, 4)),
+    "cuda": (TreeShape(2, 0, 1), TreeShape(4, 2, 1), TreeShape(8, 5, 2), TreeShape(16, 5, 4), TreeShape(60, 7, 10)),
+}
+MOST_STEPS = 5
+# device types on which a tree that is left to the device chooses its size as total_tokens="auto" does.
+CHOOSING: frozenset[str] = frozenset()
+# (device type) -> nodes of the trees of all rows at the most, where the device's own have fewer.
+MOST_NODES = {"cpu": 64, "cuda": 512}
 
 
 def for_rows(shape: TreeShape, batched: Iterable[tuple[int, TreeShape]], rows: int) -> TreeShape:
@@ -199,39 +212,58 @@ class _DynamicTree:
                 f"{type(self).__name__}: total_tokens={self.total_tokens!r}; accepted are a whole number of nodes, "
                 '"auto" and None'
             )
+        if self.fused and self.total_tokens == "auto":
+            raise Unsupported(
+                f'{type(self).__name__}: fused=True drafts trees of one size, and total_tokens="auto" chooses among '
+                "several: give a number of nodes, or leave fused out"
+            )
         self.shape("cuda")
 
     @property
     def is_default(self) -> bool:
-        """True where the tree is left to the device, the number of rows and the temperature."""
+        """True where the tree is left to the device and the number of rows."""
         return self.depth is None and self.top_k is None and self.total_tokens is None
+
+    def chooses(self, device_type: str) -> bool:
+        """True where rounds choose the size of their trees on a device of this type."""
+        return self.total_tokens == "auto" or (self.is_default and not self.fused and device_type in CHOOSING)
 
     def batched(self, device_type: str) -> tuple[tuple[int, TreeShape], ...]:
         """(rows, the tree in batches of so many and more), ascending, where it is left to the device."""
         return BATCH_TREES.get(device_type, ()) if self.is_default else ()
 
     def shape(self, device_type: str, rows: int = 1) -> TreeShape:
-        """The tree for each of so many rows on a device of this type; for "auto" the largest of `sizes`."""
+        """The tree for each of so many rows on a device of this type; for "auto" the largest of `steps`."""
         default = DEFAULT_TREES.get(device_type, DEFAULT_TREES["cuda"])
         if self.is_default:
             return for_rows(default, self.batched(device_type), rows)
-        rest = default if self.total_tokens == "auto" else TreeShape()
+        if self.total_tokens == "auto":
+            return self.steps(device_type, rows)[0][-1]
+        rest = TreeShape()
         depth = rest.depth if self.depth is None else self.depth
         top_k = rest.top_k if self.top_k is None else self.top_k
         _whole(type(self).__name__, 1, top_k=top_k)
         _whole(type(self).__name__, 0, depth=depth)
         grown = top_k + depth * top_k**2 + 1
-        if isinstance(self.total_tokens, str):
-            total = min(max(AUTO_SIZES.get(device_type, AUTO_SIZES["cuda"])), grown)
-        else:
-            total = min(rest.total_tokens, grown) if self.total_tokens is None else self.total_tokens
+        total = self.total_tokens
+        if not isinstance(total, int):
+            total = min(rest.total_tokens, grown)
         return TreeShape(total_tokens=total, depth=depth, top_k=top_k)
 
-    def sizes(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of nodes that "auto" chooses from on a device of this type, ascending; else the one given."""
-        most = self.shape(device_type).total_tokens
-        choice = AUTO_SIZES.get(device_type, AUTO_SIZES["cuda"]) if self.total_tokens == "auto" else (most,)
-        return tuple(sorted({min(size, most) for size in choice}))
+    def steps(self, device_type: str, rows: int = 1) -> tuple[tuple[TreeShape, ...], TreeShape]:
+        """The trees that "auto" chooses from for each of so many rows on a device of this type, ascending, and the one
+        that it begins with. A `depth` and a `top_k` that are given bound all of them."""
+        kind = device_type if device_type in TREE_STEPS else "cuda"
+        steps, first = TREE_STEPS[kind], for_rows(DEFAULT_TREES[kind], BATCH_TREES.get(kind, ()), rows)
+        if self.depth is not None or self.top_k is not None:
+            whole = _DynamicTree(self.depth, self.top_k, None).shape(kind)
+            nodes = sorted({min(each.total_tokens, whole.total_tokens) for each in (*steps, first)})
+            steps = tuple(whole.limited(each) for each in nodes)
+            first = whole.limited(min(first.total_tokens, whole.total_tokens))
+        most = max(first.total_tokens, MOST_NODES[kind] // rows)
+        held = {each.total_tokens: each for each in (*steps, first) if each.total_tokens <= most}
+        ascending = [held[nodes] for nodes in sorted(held)]
+        return tuple(each for each in ascending if each in (*ascending[: MOST_STEPS - 1], first)), first
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +272,8 @@ class Eagle3(_DynamicTree):
     kernels of the CPU a smaller one, in calls that sample a shallower one) or, where one is given, the published values
     (depth 7, top_k 10, total_tokens 60) for the rest.
 
-    total_tokens="auto" measures once and takes the number of nodes with the most expected tokens per millisecond
-    (docs/assistants.md); depth and top_k are then the device's where they are not given.
+    total_tokens="auto" lets every round have as many nodes as pay, by the measured times of rounds and what was
+    accepted so far, down to none (docs/assistants.md); depth and top_k then bound the trees where they are given.
 
     fused=True drafts in one launch of a Triton kernel, and is refused, when the call is made, where the kernel cannot
     run; False drafts in separate kernels, and so does None, since these were faster with every head that was measured.

@@ -14,6 +14,7 @@ from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
 from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
+from fastspec.generation.drafters.tree_sizes import TreeChoice
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.stats import Profile, Stats
@@ -22,7 +23,6 @@ from fastspec.patches.assistants.heads import load_heads
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
 from fastspec.patches.assistants.speculative import check_draft
-from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend
 from fastspec.patches.call.generate import generate, generate_batch, init_continuous_batching
 from fastspec.patches.call.refusals import refuse_heads
@@ -250,8 +250,8 @@ class Report:
     """Calls of each op from Python since the patch; what a captured round repeats is counted by `Stats.replays` of its
     call."""
     trees: dict[tuple[Any, int], TreeChoice] = field(default_factory=dict)
-    """(config, rows) -> what total_tokens="auto" measured and chose for the model as it is now."""
-
+    """(config, rows) -> what total_tokens="auto" has measured and chooses for the model as it is now, in the last kind
+    of call."""
     default: Any = None
     """The assistant of calls that name none."""
     unassisted: dict[str, int] = field(default_factory=dict)
@@ -369,8 +369,8 @@ def report(model: Any) -> Report:
         unassisted=dict(session.unassisted),
         memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
         trees={
-            (config, rows): choice
-            for (config, rows, *where), choice in session.trees.items()
+            (steps.config, rows): sizes.choice()
+            for (steps, rows, *where, _), sizes in session.trees.items()
             if where == [device, dtype]
         },
     )

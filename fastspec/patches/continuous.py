@@ -21,7 +21,6 @@ from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
-from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
 from fastspec.generation.engine.prefix_cache import LEAST, LEAST_CAPTURED, PrefixCache
@@ -130,11 +129,6 @@ def continuous(
         return found
 
     decoding = resolved()
-    if isinstance(decoding, DynamicDecoding) and decoding.auto is not None:
-        raise Unsupported(
-            'total_tokens="auto" measures on the text of a call, which an open batch does not have: give a number of '
-            "nodes"
-        )
     refuse_overrides(model)
     if sees_ahead(model, adapter_for(model)):
         raise Unsupported(

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, PatchConflict, Unsupported
 from fastspec.generation.decoder_layer import is_packed, unpack
+from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Profile, Stats
-from fastspec.patches.assistants.tree_size import TreeChoice
 from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.changes import ModuleSettings
@@ -203,8 +203,8 @@ class PatchSession:
     profile: Profile | None = None
     """Profile that the parts of every round are taken down in, inside `fastspec.profile`."""
     engines: Engines = field(default_factory=Engines)
-    trees: dict[Any, TreeChoice] = field(default_factory=dict)
-    """(config, rows, device, dtype) -> the size of its trees, where that was left to a measurement."""
+    trees: dict[Any, TreeSizes] = field(default_factory=dict)
+    """(decoding's steps, rows, device, dtype, temperature) -> the sizes of its trees, where rounds choose them."""
     warned: bool = False
     """True where the user was warned that the draft model's drafts are not accepted."""
     batches: int = 0

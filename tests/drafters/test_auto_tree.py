@@ -1,52 +1,65 @@
-"""`total_tokens="auto"`: the choice by a table of costs, and what measuring leaves of a call: its tokens, its seed, one
-size for all."""
+"""Trees of the device's own sizes, and of those that rounds choose (`total_tokens="auto"`): whatever is chosen, in
+every round another size, tokens are plain decoding's, and the head reads what was emitted without it."""
 
 from __future__ import annotations
 
 import copy
-import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle, pairwise
+from typing import Any
 
 import pytest
 import torch
-from helpers.generate import MAKERS, SHALLOW, prompts, same, seer1, stats
+from helpers.captured import stand_in
+from helpers.gemma4 import bigram_gemma4, knowing
+from helpers.generate import MAKERS, NEVER, SHALLOW, bigram, prompts, same, seer, seer1, stats
 from helpers.models import tiny_head, tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers.mtp import loaded
 
 import fastspec
-from fastspec import Eagle2, Eagle3
-from fastspec.config import AUTO_SIZES, BATCH_TREES, CPP_TREE, DEFAULT_TREES, sampled
+from fastspec import Eagle2, Eagle3, Mtp
+from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, sampled
 from fastspec.errors import Unsupported
-from fastspec.generation import layer_state
+from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.patches.assistants import registry as assistants
-from fastspec.patches.assistants import tree_size
-from fastspec.patches.assistants.tree_size import (
-    MOST_POWER,
-    PRIOR,
-    TreeChoice,
-    choose_size,
-    expected_tokens,
-    monotone,
-    power_of,
-)
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import assembly
+from fastspec.patches.call.assembly import new_engine
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
+from fastspec.patches.tuning import round_times
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-AUTO = Eagle3(depth=2, top_k=3, total_tokens="auto")  # 21 candidates: sizes 2, 4, 6, 8, 12, 16, 22 on the CPU
+AUTO = Eagle3(depth=2, top_k=3, total_tokens="auto")  # 2, 4, 8 and 16 nodes on the CPU
+ORDER = (4, 0, 1, 1, 0, 0, 0, 3, 2, 0)
+"""Sizes, of which every one follows every kind of another; 0 has no drafts."""
 
 
-@pytest.fixture(autouse=True)
-def few_rounds(monkeypatch) -> None:
-    """How many rounds are measured proves nothing here: fewer than of a user's call."""
-    monkeypatch.setattr(tree_size, "TIMED", 2)
-    monkeypatch.setattr(tree_size, "COUNTED", 10)
+@pytest.fixture
+def forced(monkeypatch) -> Callable[..., list[tuple[int, list[int]]]]:
+    """Let rounds have sizes in this order, `rounds` of each -> the size and the accepted drafts of every round."""
+
+    def force(order: tuple[int, ...] = ORDER, rounds: int = 1) -> list[tuple[int, list[int]]]:
+        taken: list[tuple[int, list[int]]] = []
+        turns: dict[int, Iterator[int]] = {}
+        count = TreeSizes.count
+
+        def choose(self: TreeSizes, begins: bool = False) -> None:
+            self._use(min(next(turns.setdefault(id(self), cycle(order))), len(self.shapes)), rounds)
+
+        def watched(self: TreeSizes, size: int, accepted: list[int], *more: Any) -> None:
+            taken.append((size, list(accepted)))
+            count(self, size, accepted, *more)
+
+        monkeypatch.setattr(TreeSizes, "_choose", choose)
+        monkeypatch.setattr(TreeSizes, "_affords", lambda self, size: True)
+        monkeypatch.setattr(TreeSizes, "count", watched)
+        monkeypatch.setattr(round_times, "keep_times", lambda path, known: None)
+        return taken
+
+    return force
 
 
 @pytest.fixture(params=list(MAKERS))
@@ -58,101 +71,10 @@ def fresh(request):
 
 
 @pytest.fixture
-def random():
-    """As `fresh`, of one kind, where it does not matter how good the drafts are."""
-    model = MAKERS["random"][0]()
-    return MAKERS["random"][0](), fastspec.patch(model, eagle3=MAKERS["random"][1](model))
-
-
-@pytest.fixture
-def measured(monkeypatch) -> list[int]:
-    """The batch size of everything that was measured."""
-    rows: list[int] = []
-
-    def spy(fresh, ops, request, sizes):
-        rows.append(request.prompts.shape[0])
-        return tree_size.choose_tree(fresh, ops, request, sizes)
-
-    monkeypatch.setattr(assembly, "choose_tree", spy)
-    return rows
-
-
-def test_the_choice_weighs_tokens_against_time():
-    expected, verify = [1.5, 2.0, 2.5, 2.6], [5.0, 5.0, 7.0, 20.0]
-    assert choose_size(expected, 1.0, verify) == 1  # 0.25, 0.333, 0.3125, 0.124
-    assert choose_size(expected, 10.0, verify) == 2  # dear drafts pay for more nodes: 0.1, 0.133, 0.147, 0.087
-    assert choose_size([1.0, 2.0, 4.0], 1.0, [1.0, 3.0, 7.0]) == 0  # equal rates: the smallest
-    assert choose_size([3.0], 1.0, [2.0]) == 0
-
-
-@given(st.lists(st.tuples(st.floats(1, 20), st.floats(0.01, 100)), min_size=1, max_size=9), st.floats(0.01, 100))
-def test_no_size_promises_more_than_the_chosen_one(table, draft_ms):
-    expected, verify = zip(*table, strict=True)
-    rates = [tokens / (draft_ms + ms) for tokens, ms in table]
-    best = choose_size(expected, draft_ms, verify)
-    assert all(rate < rates[best] for rate in rates[:best]) and all(rate <= rates[best] for rate in rates)
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=9))
-def test_times_never_fall_with_size(times):
-    forced = monotone(times)
-    assert list(forced) == sorted(forced) and all(after <= before for before, after in zip(times, forced, strict=True))
-    assert forced[-1] == times[-1] and set(forced) <= set(times) and monotone(sorted(times)) == tuple(sorted(times))
-    assert monotone([31, 130, 40, 36, 37, 50, 48]) == (
-        31,
-        36,
-        36,
-        36,
-        37,
-        48,
-        48,
-    )  # a slow spell is cut off by what came after it
-
-
-def test_expected_tokens_sum_the_probabilities_of_the_best_paths():
-    scores = torch.tensor([[0.5, 0.25, 0.125, 0.4], [1.0, 0.0, 0.0, 0.5]]).log()
-    found = expected_tokens(scores, (2, 3, 5))
-    assert torch.allclose(found, torch.tensor([[1.5, 1.9, 2.275], [2.0, 2.5, 2.5]]))
-
-
-CHANCES = torch.tensor(
-    [[0.5, 0.3, 0.1, 0.05, 0.04, 0.0], [0.9, 0.6, 0.2, 0.2, 0.1, 0.01], [0.02, 0.4, 0.2, 0.1, 0.05, 0.3]]
-)
-
-
-@pytest.mark.parametrize("nodes", [2, 4, 7])
-@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4, 6, 9])
-def test_confidences_are_raised_to_the_power_that_promises_what_came(nodes, accepted):
-    power = power_of(CHANCES.log(), nodes, accepted)
-    best = CHANCES.sort(1, descending=True).values[:, : nodes - 1].double()
-    rounds, promised = len(best), float(best.sum())
-    counted = float((best**power).sum()) * (1 + PRIOR / rounds)  # the prior's rounds promise what these do on average
-    goal = accepted + PRIOR * promised / rounds
-    if 1.001 / MOST_POWER < power < MOST_POWER / 1.001:
-        assert counted == pytest.approx(goal, rel=1e-6)
-    else:
-        assert (counted > goal) == (power > 1)
-    assert (power > 1) == (accepted < promised)
-
-
-def test_a_power_of_a_head_that_is_right_is_one():
-    chances = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.25, 0.25]])
-    assert power_of(chances.log(), 4, 2) == pytest.approx(1.0)
-    assert power_of(chances.log(), 4, 5) < 1 < power_of(chances.log(), 4, 1)
-
-
-def test_sizes_stay_within_what_a_tree_can_hold():
-    assert AUTO.sizes("cpu") == (2, 4, 6, 8, 12, 16, 22) and AUTO.sizes("cuda") == (8, 16, 22)
-    assert AUTO.shape("cpu") == fastspec.TreeShape(total_tokens=22, depth=2, top_k=3)
-    for device, default in DEFAULT_TREES.items():
-        config = Eagle2(total_tokens="auto")
-        assert (
-            config.sizes(device) == AUTO_SIZES[device] and config.shape(device).total_tokens == AUTO_SIZES[device][-1]
-        )
-        assert (config.shape(device).depth, config.shape(device).top_k) == (default.depth, default.top_k)
-        assert Eagle3().sizes(device) == (default.total_tokens,) and Eagle3().shape(device) == default
-    assert Eagle3(depth=0, top_k=1, total_tokens="auto").sizes("cuda") == (2,)
-    assert len({AUTO, Eagle3(depth=2, top_k=3, total_tokens="auto"), Eagle3(depth=2, top_k=3, total_tokens=22)}) == 2
+def knows():
+    """As `fresh`, with a head that knows its target."""
+    model = bigram()
+    return bigram(), fastspec.patch(model, eagle3=seer(model))
 
 
 def test_the_trees_of_the_cpp_kernels_are_those_of_an_eagle3_without_sizes():
@@ -178,7 +100,7 @@ def test_a_large_batch_grows_smaller_trees_where_none_was_named(monkeypatch):
     assert Eagle3().shape("cuda") == Eagle3().shape("cuda", BATCH_TREES["cuda"][0][0] - 1) == DEFAULT_TREES["cuda"]
     assert all(Eagle3().shape("cuda", rows) == shape for rows, shape in BATCH_TREES["cuda"])
     named = Eagle3(total_tokens=5, depth=2, top_k=2)
-    assert named.shape("cpu", 8) == named.shape("cpu") and AUTO.shape("cpu", 8) == AUTO.shape("cpu")
+    assert named.shape("cpu", 8) == named.shape("cpu")
     target, head = MAKERS["bigram"]
     model = target()
     plain, patched = target(), fastspec.patch(model, eagle3=head(model))
@@ -247,62 +169,221 @@ def test_other_strings_are_refused(kind, value):
         kind(total_tokens=value)
 
 
-def test_the_size_is_chosen_once_for_each_batch_size(fresh, measured):
+def test_the_sizes_of_a_device_hold_its_own_tree_and_are_six_at_most_with_none():
+    for kind, made in ((kind, made) for kind in TREE_STEPS for made in (Eagle3, Eagle2, Mtp)):
+        for rows in (1, 2, 4, 7, 8, 9, 16, 31, 32, 64, 127, 128, 1000):
+            steps, first = made(total_tokens="auto").steps(kind, rows)
+            assert first == Eagle3().shape(kind, rows) and first in steps and 1 <= len(steps) <= MOST_STEPS
+            nodes = [shape.total_tokens for shape in steps]
+            assert nodes == sorted(set(nodes)) and max(nodes) * rows <= max(MOST_NODES[kind], rows * first.total_tokens)
+            assert all(
+                one.max_path <= other.max_path and one.depth * one.top_k <= other.depth * other.top_k
+                for one, other in pairwise(steps)
+            )
+            assert made(total_tokens="auto").shape(kind, rows) == steps[-1]
+    assert [shape.total_tokens for shape in Eagle3(total_tokens="auto").steps("cuda")[0]] == [2, 4, 8, 16, 60]
+    assert [shape.total_tokens for shape in AUTO.steps("cpu")[0]] == [2, 4, 8, 16]
+    assert AUTO.steps("cuda")[0][-1] == fastspec.TreeShape(22, 2, 3)  # all that it grows
+    assert Eagle3(depth=0, top_k=1, total_tokens="auto").steps("cuda") == ((fastspec.TreeShape(2, 0, 1),),) * 1 + (
+        fastspec.TreeShape(2, 0, 1),
+    )
+
+
+def test_one_launch_drafts_one_size():
+    with pytest.raises(Unsupported, match="fused=True drafts trees of one size"):
+        Eagle3(total_tokens="auto", fused=True)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("lengths", [(7,), (9, 3, 1)])
+def test_another_size_in_every_round_changes_no_token(fresh_maker, forced, monkeypatch, rounds, captured, lengths):
+    if captured:
+        stand_in(monkeypatch)
+    pair = fresh_maker()
+    taken = forced(rounds=rounds)
+    for _ in range(3):  # in the third all is captured
+        same(pair, AUTO, prompts(*lengths), max_new_tokens=60, eos_token_id=NEVER)
+    assert {size for size, _ in taken} >= ({0, 1, 2, 3, 4} if rounds < 5 else {0, 1, 4})
+    assert all(not any(accepted) for size, accepted in taken if not size)
+
+
+@pytest.fixture(params=list(MAKERS))
+def fresh_maker(request):
+    """Makes what `fresh` is, after a backend was exchanged."""
+    target, head = MAKERS[request.param]
+
+    def make() -> tuple[Any, Any]:
+        model = target()
+        return target(), fastspec.patch(model, eagle3=head(model))
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", list(MAKERS))
+@pytest.mark.parametrize("rounds", [1, 3, 12])
+def test_another_size_in_every_round_on_a_gpu(forced, kind, rounds):
+    """Captured, and with a round in flight: in calls, batches and an open batch, whose drafts a good head has right."""
+    target, head = MAKERS[kind]
+    plain, model = target().cuda(), target().cuda()
+    fastspec.patch(model, eagle3=head(model).cuda())
+    taken = forced(rounds=rounds)
+    for lengths in ((7,), (9, 3, 1)):
+        inputs = {name: ids.cuda() for name, ids in prompts(*lengths).items()}
+        for _ in range(3):
+            same((plain, model), AUTO, inputs, max_new_tokens=300, eos_token_id=NEVER)
+    with fastspec.continuous(model, AUTO, rows=3) as batch:
+        ids = [torch.arange(6, 46 + length, device="cuda")[None] for length in range(3, 10)]
+        futures = [batch.submit(row, max_new_tokens=80, do_sample=False, eos_token_id=NEVER) for row in ids]
+        for row, future in zip(ids, futures, strict=True):
+            wanted = plain.generate(row, max_new_tokens=80, do_sample=False, eos_token_id=NEVER)
+            assert future.result(300).tolist() == wanted.tolist()
+    assert {size for size, _ in taken} == {0, 1, 2, 3, 4}
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+    assert kind == "random" or sum(drafted) > 2 * len(drafted)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_head_reads_what_was_emitted_without_it(forced, monkeypatch, captured):
+    """All drafts of a head that knows its target are accepted, however many rounds went without them: also where more
+    did than it keeps features of, and in rows that end."""
+    if captured:
+        stand_in(monkeypatch)
+    monkeypatch.setattr(Drafter, "backlog", 7)
+    model = bigram()
+    pair = bigram(), fastspec.patch(model, eagle3=seer(model))
+    for order in ((4, *(0,) * 20), (0, 1), (0, 0, 0, 0, 0, 0, 0, 4, 4)):
+        with pytest.MonkeyPatch.context():
+            taken = forced(order)
+            for _ in range(2):
+                same(pair, Eagle3(total_tokens="auto"), prompts(9, 3, 1), max_new_tokens=90)
+            drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+            assert not drafted or sum(drafted) > 3.2 * len(drafted)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, captured):
+    """Keys and values of every pair, and the states that it drafts from, row by row."""
+    if captured:
+        stand_in(monkeypatch)
+    monkeypatch.setattr(Drafter, "backlog", 9)
+    made: list[Any] = []
+    monkeypatch.setattr(assembly, "new_engine", lambda plan: made.append(new_engine(plan)) or made[-1])
+    for order in ((4,), (4, *(0,) * 20), ORDER):
+        forced(order)
+        model = MAKERS["random"][0]()
+        fastspec.patch(model, eagle3=tiny_head(model), backend="auto" if captured else "torch")
+        options = {"do_sample": False, "max_new_tokens": 50, "eos_token_id": NEVER, "pad_token_id": 0}
+        model.generate(**prompts(9, 3, 5), **options, assistant=Eagle3(total_tokens="auto"))
+    expected = made[0].drafter
+    for drafter in (engine.drafter for engine in made[1:]):
+        for row, (mine, theirs) in enumerate(
+            zip(drafter.state.lengths.tolist(), expected.state.lengths.tolist(), strict=True)
+        ):
+            assert min(mine, theirs) >= prompts(9, 3, 5)["attention_mask"][row].sum() + 45
+            for one, other in (
+                (drafter.attention.k, expected.attention.k),
+                (drafter.attention.v, expected.attention.v),
+            ):
+                pairs = [each[0][row, :, : min(mine, theirs)] for each in (one, other)]
+                assert torch.allclose(*pairs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_seed_draws_the_same_answer_with_trees_of_any_size(fresh, forced, rounds):
     model = fresh[1]
+    for options in ({"temperature": 1.2}, {"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.2}):
+        call = {"do_sample": True, "max_new_tokens": 40, "eos_token_id": NEVER, "pad_token_id": 0, **options}
+        emitted = []
+        for assistant, order in ((Eagle3(), ORDER), (AUTO, ORDER), (AUTO, ORDER[::-1]), (AUTO, (0,))):
+            forced(order, rounds)
+            torch.manual_seed(5)
+            emitted.append(model.generate(**prompts(5, 8), **call, assistant=assistant).tolist())
+        assert emitted[0] == emitted[1] == emitted[2] == emitted[3]
+
+
+def test_prompts_that_join_rows_in_the_middle_of_rounds_without_drafts(fresh, forced):
+    forced()
+    pair = fresh
+    inputs, options = prompts(9, 3, 7, 5, 8), {"do_sample": False, "max_new_tokens": 24}
+    expected = pair[0].generate(**inputs, **options)
+    got = pair[1].generate(**inputs, **options, assistant=fastspec.ContinuousBatch(AUTO, rows=2))
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_open_batch_chooses_sizes(forced, monkeypatch, captured):
+    """Prompts come and go while rounds of all sizes run, widen and narrow, and begin like others."""
+    if captured:
+        stand_in(monkeypatch)
+    taken = forced()
+    model = bigram()
+    plain, patched = bigram(), fastspec.patch(model, eagle3=seer(model))
+    ids = [torch.arange(6, 46 + length)[None] for length in range(3, 10)]
+    with fastspec.continuous(patched, AUTO, rows=4) as batch:
+        counts = [4 + 9 * (index % 3) for index in range(6)] + [60]
+        futures = [
+            batch.submit(row, max_new_tokens=count, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
+            for row, count in zip(ids, counts, strict=True)
+        ]
+        sampled_once = [batch.submit(ids[0], max_new_tokens=20, do_sample=True, seed=3) for _ in range(2)]
+        for row, count, future in zip(ids, counts, futures, strict=True):
+            wanted = plain.generate(row, max_new_tokens=count, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
+            assert future.result(300).tolist() == wanted.tolist()
+        assert sampled_once[0].result(300).tolist() == sampled_once[1].result(300).tolist()
+        found = batch.submit(ids[0], max_new_tokens=30, do_sample=False, eos_token_id=NEVER, pad_token_id=0).result(300)
+        assert found.tolist() == plain.generate(ids[0], max_new_tokens=30, eos_token_id=NEVER).tolist()
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+    assert {size for size, _ in taken} == {0, 1, 2, 3, 4} and sum(drafted) > 2 * len(drafted)
+    assert {rows for _, rows in fastspec.report(patched).trees} >= {4}
+
+
+def test_gemma_4_s_assistant_chooses_sizes(forced, monkeypatch):
+    for captured in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if captured:
+                stand_in(patch)
+            taken, model = forced(), bigram_gemma4()
+            fastspec.patch(model, mtp=knowing(model), backend="torch")
+            for _ in range(2):
+                same((bigram_gemma4(), model), Mtp(total_tokens="auto"), prompts(7, 3), max_new_tokens=60)
+            drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+            assert {size for size, _ in taken} == {0, 1, 2, 3, 4} and sum(drafted) > 3 * len(drafted)
+
+
+def test_the_layer_of_a_checkpoint_chooses_sizes(forced, tmp_path):
+    """Over recurrent layers, whose rounds without drafts commit as all others do."""
+    taken = forced()
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    plain = copy.deepcopy(model)
+    fastspec.patch(model, mtp=True)
     for _ in range(2):
-        same(fresh, AUTO, prompts(7))
-    assert measured == [1]
-    chosen = fastspec.report(model).trees[AUTO, 1]
-    assert stats(model).drafted == stats(model).row_rounds * (chosen.chosen - 1)
-    same(fresh, AUTO, prompts(9, 3, 1))
-    same(fresh, AUTO, prompts(30, 2, 8), repetition_penalty=1.2)
-    assert measured == [1, 3] and fastspec.report(model).trees[AUTO, 1] is chosen
-    same(
-        fresh, Eagle3(depth=1, top_k=3, total_tokens="auto"), prompts(7), max_new_tokens=1
-    )  # a call that no round is left in
-    assert measured == [1, 3, 1] and len(fastspec.report(model).trees) == 3
-    assert len(fastspec.report(model).calls) == 5  # what is measured is no call
+        same((plain, model), Mtp(total_tokens="auto"), prompts(7, 3), max_new_tokens=40, eos_token_id=NEVER)
+    assert {size for size, _ in taken} == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("table", list(AUTO_SIZES))
-def test_the_choice_is_that_of_its_table(device, table, monkeypatch):
-    monkeypatch.setitem(AUTO_SIZES, device, AUTO_SIZES[table])
-    target, head = MAKERS["bigram"]
-    plain, model = target().to(device), target().to(device)
-    fastspec.patch(model, eagle3=head(model).to(device))
-    inputs = {name: tensor.to(device) for name, tensor in prompts(7, 4).items()}
-    for _ in range(2):
-        same((plain, model), AUTO, inputs)
-    (choice,) = fastspec.report(model).trees.values()
-    assert choice.sizes == AUTO.sizes(device) and choice.draft_ms > 0
-    assert list(choice.verify_ms) == sorted(choice.verify_ms) and list(choice.expected) == sorted(choice.expected)
-    most = [
-        min(size, AUTO.depth + 2) + 1e-4 for size in choice.sizes
-    ]  # a path and the bonus token; fp32 sums of probabilities
-    assert choice.expected[0] > 1 and all(found <= bound for found, bound in zip(choice.expected, most, strict=True))
-    assert choice.chosen == choice.sizes[choose_size(choice.expected, choice.draft_ms, choice.verify_ms)]
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "gemma3_text"])
+def test_recurrent_layers_and_windows(forced, kind):
+    forced()
+    target = tiny_model(kind, sliding_window=8, **SHALLOW) if kind == "gemma3_text" else tiny_model(kind, **SHALLOW)
+    model = fastspec.patch(copy.deepcopy(target), eagle3=tiny_head(target))
+    same((target, model), AUTO, prompts(7, 3), max_new_tokens=30)
 
 
-def test_confidences_are_those_of_the_drafts(monkeypatch):
-    """A head that knows its target expects what it is given: with all verify times equal the largest tree wins."""
-    target, head = MAKERS["bigram"]
-    model = target()
-    fastspec.patch(model, eagle3=head(model))
-    monkeypatch.setattr(tree_size, "monotone", lambda times: (1.0,) * len(times))
-    model.generate(**prompts(6), do_sample=False, max_new_tokens=12, assistant=AUTO)
-    (choice,) = fastspec.report(model).trees.values()
-    assert choice.chosen == choice.sizes[-1] and choice.expected[-1] > choice.expected[0] > 1
+def test_an_eagle_2_head_chooses_sizes(forced):
+    taken, model = forced(), bigram()
+    fastspec.patch(model, eagle2=seer1(model))
+    same((bigram(), model), Eagle2(depth=2, top_k=3, total_tokens="auto"), prompts(7, 3), max_new_tokens=40)
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+    assert sum(drafted) > 2 * len(drafted)
 
 
-def test_a_draw_is_that_of_the_same_size_by_number(fresh):
-    model, options = fresh[1], {"do_sample": True, "temperature": 1.2, "max_new_tokens": 20}
-    emitted = []
-    for assistant in (AUTO, AUTO, None):
-        assistant = assistant or Eagle3(depth=2, top_k=3, total_tokens=fastspec.report(model).trees[AUTO, 2].chosen)
-        torch.manual_seed(5)
-        emitted.append(model.generate(**prompts(5, 8), **options, assistant=assistant).tolist())
-    assert emitted[0] == emitted[1] == emitted[2]  # the call that measures draws no number more
+def test_processors_that_look_at_the_history_and_lockstep(fresh, forced):
+    forced()
+    for options in ({"repetition_penalty": 1.3}, {"max_time": 1000.0}):
+        same(fresh, AUTO, prompts(9, 3), max_new_tokens=30, **options)
 
 
 def test_a_past_is_read_and_left_alone(fresh):
@@ -317,111 +398,87 @@ def test_a_past_is_read_and_left_alone(fresh):
     ids = torch.cat((first[0].sequences, torch.tensor([[5, 40, 11]])), 1)
     turns = zip((plain, model), first, ({}, {"assistant": AUTO}), strict=True)
     emitted = [m.generate(ids, **{CACHE: kept_cache(out)}, **options, **extra).sequences for m, out, extra in turns]
-    assert emitted[0].tolist() == emitted[1].tolist() and (AUTO, 1) in fastspec.report(model).trees
+    assert emitted[0].tolist() == emitted[1].tolist()
 
 
-def test_rows_that_have_ended_do_not_count(monkeypatch):
-    target, head = MAKERS["random"]
-    model = target()
-    fastspec.patch(model, eagle3=head(model))
-    counted, taken = [], []
-    monkeypatch.setattr(
-        tree_size,
-        "expected_tokens",
-        lambda scores, sizes: counted.append(len(scores)) or expected_tokens(scores, sizes),
-    )
-    monkeypatch.setattr(
-        tree_size,
-        "power_of",
-        lambda scores, nodes, accepted: taken.append(accepted) or power_of(scores, nodes, accepted),
-    )
-    options = {"do_sample": False, "assistant": AUTO}
-    model.generate(**prompts(5, 8), **options, max_new_tokens=70, eos_token_id=1000)
-    model.generate(**prompts(5, 8, 3), **options, max_new_tokens=2)
-    model.generate(**prompts(5), **options, max_new_tokens=70, eos_token_id=list(range(97)))
-    assert counted == [2 * tree_size.COUNTED, 3, 1]
-    assert all(0 <= accepted <= 3 * rounds for accepted, rounds in zip(taken, counted, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["bigram", "random"])
-def test_the_largest_tree_is_expected_to_give_what_it_gave(kind, monkeypatch):
-    target, head = MAKERS[kind]
-    model = target(num_hidden_layers=6)
-    fastspec.patch(model, eagle3=head(model))
-    taken = []
-    monkeypatch.setattr(tree_size, "power_of", lambda *given: taken.append(given) or power_of(*given))
-    model.generate(**prompts(6, 9, 4), do_sample=False, max_new_tokens=70, assistant=AUTO, eos_token_id=1000)
-    ((scores, nodes, accepted),) = taken
+def test_calls_choose_by_what_rounds_took_and_accepted(knows, monkeypatch, tmp_path):
+    """Without anything forced: a call begins with the device's own size, and later ones go on from what is known, in
+    another session from the file."""
+    monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path))
+    plain, model = knows
+    for _ in range(3):
+        same((plain, model), AUTO, prompts(7), max_new_tokens=150, eos_token_id=NEVER)
     (choice,) = fastspec.report(model).trees.values()
-    rounds, promised = len(scores), float(scores.exp().sum())  # the largest tree keeps every candidate
-    assert (
-        rounds == 3 * tree_size.COUNTED
-        and nodes == choice.sizes[-1]
-        and choice.power == power_of(scores, nodes, accepted) != 1.0
+    assert choice.sizes == (1, 2, 4, 8, 16) and any(choice.measured) and choice.chosen in choice.sizes
+    assert min(choice.round_ms) > 0 and choice.expected[0] == 1.0 and choice.expected[4] > 2.5
+    assert f"{AUTO}, rows: 1" in str(fastspec.report(model)) and f"{choice.chosen} nodes chosen" in str(
+        fastspec.report(model)
     )
-    assert choice.expected[-1] - 1 == pytest.approx((accepted + PRIOR * promised / rounds) / (rounds + PRIOR), rel=1e-4)
-    assert (accepted > rounds) == (kind == "bigram")  # one head knows its target, the other does not
-
-
-def test_the_report_shows_the_table(random):
-    same(random, AUTO, prompts(7))
-    shown, choice = str(fastspec.report(random[1])), fastspec.report(random[1]).trees[AUTO, 1]
-    assert f"{AUTO}, rows: 1" in shown and f"{choice.chosen} nodes chosen" in shown
-    table = TreeChoice((2, 4), 1.0, (3.0, 3.5), (1.5, 2.25), 4)
-    lines = str(table).split("\n")
-    assert [line.split() for line in lines[2:]] == [
-        ["2", "3.000", "1.500", "0.3750"],
-        ["4", "3.500", "2.250", "0.5000", "<"],
-    ]
-
-
-def test_a_copy_measures_for_itself_and_unpatch_forgets(random, measured):
-    model = random[1]
-    same(random, AUTO, prompts(7))
-    twin = copy.deepcopy(model)
-    assert not fastspec.report(twin).trees and len(fastspec.report(model).trees) == 1
-    same((random[0], twin), AUTO, prompts(7))
-    assert measured == [1, 1]
+    same((plain, model), AUTO, prompts(9, 3), max_new_tokens=10)
+    assert set(fastspec.report(model).trees) == {(AUTO, 1), (AUTO, 2)}
     session = session_of(model)
     fastspec.unpatch(model)
-    assert not session.trees
+    assert not session.trees and list((tmp_path / "rounds").glob("*.json"))
+    fastspec.patch(model, eagle3=seer(model))
+    same((plain, model), AUTO, prompts(7), max_new_tokens=2)
+    (again,) = fastspec.report(model).trees.values()
+    assert [known for known, before in zip(again.measured, choice.measured, strict=True) if before] == [True] * sum(
+        choice.measured
+    )
 
 
-def test_another_dtype_is_another_machine(random, measured):
-    model = random[1].double()
-    call = {"do_sample": False, "max_new_tokens": 8, "assistant": AUTO}
-    model.generate(**prompts(7), **call)
-    model.float().generate(**prompts(7), **call)
-    assert measured == [1, 1] and len(fastspec.report(model).trees) == 1 and len(session_of(model).trees) == 2
+def test_trees_that_are_left_to_the_device_choose_where_it_says_so(knows, monkeypatch):
+    monkeypatch.setattr("fastspec.config.CHOOSING", frozenset({"cpu"}))
+    for each in (Eagle3(), Eagle3(total_tokens=8), Eagle3(depth=2)):
+        same(knows, each, prompts(7), max_new_tokens=20)
+    assert set(fastspec.report(knows[1]).trees) == {(Eagle3(), 1)}
 
 
-def test_an_eagle_2_head_has_its_own_choice(measured):
-    target, _ = MAKERS["bigram"]
-    model = target()
-    fastspec.patch(model, eagle2=seer1(model))
-    same((target(), model), Eagle2(depth=2, top_k=3, total_tokens="auto"), prompts(7, 3))
-    assert measured == [2] and not math.isnan(sum(fastspec.report(model).trees[Eagle2(2, 3, "auto"), 2].expected))
+def test_a_fixed_size_reads_no_clock(knows, monkeypatch):
+    monkeypatch.setattr(TreeSizes, "__init__", None)
+    same(knows, Eagle3(total_tokens=8), prompts(7), max_new_tokens=40, eos_token_id=NEVER)
+    assert stats(knows[1]).drafted == 7 * stats(knows[1]).row_rounds and not fastspec.report(knows[1]).trees
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "gemma3_text"])
-def test_a_text_that_cannot_be_made_shorter_is_read_anew_for_every_size(kind, measured, monkeypatch):
-    """Recurrent states, and windows whose rings go round: every size begins where the others began."""
-    monkeypatch.setattr(layer_state, "STEP", 1)
-    read: list[list[int]] = []
-    original = tree_size._Trial.run
+def test_a_copy_chooses_for_itself_and_another_dtype_does(knows):
+    model = knows[1]
+    same(knows, AUTO, prompts(7))
+    twin = copy.deepcopy(model)
+    assert not fastspec.report(twin).trees and len(fastspec.report(model).trees) == 1
+    model.double().generate(**prompts(7), do_sample=False, max_new_tokens=8, assistant=AUTO)
+    assert len(fastspec.report(model).trees) == 1 and len(session_of(model).trees) == 2
 
-    def spy(trial, size, count):
-        found = original(trial, size, count)
-        again = tree_size._Trial(trial.fresh, trial.ops, trial.request)
-        wanted = original(again, size, count)
-        assert (
-            torch.equal(found[1], wanted[1]) and found[2] == wanted[2]
-        )  # the scores of all rounds, and what was accepted
-        read.append(trial.lengths.tolist())
-        return found
 
-    monkeypatch.setattr(tree_size._Trial, "run", spy)
-    target = tiny_model(kind, sliding_window=8, **SHALLOW) if kind == "gemma3_text" else tiny_model(kind, **SHALLOW)
-    model = fastspec.patch(copy.deepcopy(target), eagle3=tiny_head(target))
-    same((target, model), AUTO, prompts(7, 3), max_new_tokens=12)
-    assert measured == [2] and read == [[7, 3]] * 7
+def test_experts_that_tokens_choose_make_nodes_dear(monkeypatch):
+    model = tiny_model("qwen3_moe")
+    whole, experts, share = round_times.expert_bytes(model)
+    assert experts == sum(w.nbytes for name, w in model.named_parameters() if ".experts." in name) > 0
+    assert share == 0.5 and whole > 0 == round_times.expert_bytes(tiny_model())[1]
+    steps, found = Eagle3(total_tokens="auto").steps("cuda")[0], []
+    for read in ((6 * 10**9, 64 * 10**9, 8 / 256), (8 * 10**9, 0, 1.0)):
+        monkeypatch.setattr(round_times, "expert_bytes", lambda _, read=read: read)
+        times = round_times.prior_times(model, torch.device("cuda"), steps, 0, 1)
+        assert times == sorted(times)
+        found.append([ms / times[0] for ms in times])
+    (_, _, four, _, sixteen, sixty), dense = found
+    assert four > 1.5 and sixteen > 3 and sixty > 6 and max(dense) < 1.7
+
+
+def test_nothing_is_measured_inside_a_profile(knows, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path))
+    with fastspec.profile(knows[1]):
+        same(knows, AUTO, prompts(7), max_new_tokens=60, eos_token_id=NEVER)
+    (choice,) = fastspec.report(knows[1]).trees.values()
+    assert not any(choice.measured)
+    same(knows, AUTO, prompts(7), max_new_tokens=60, eos_token_id=NEVER)
+    (choice,) = fastspec.report(knows[1]).trees.values()
+    assert any(choice.measured)
+
+
+def test_what_is_given_back_frees_its_sizes_of_rounds(knows, forced):
+    forced()
+    same(knows, AUTO, prompts(7), max_new_tokens=40)
+    engine = session_of(knows[1])
+    assert engine is not None
+    fastspec.unpatch(knows[1])
+    assert not engine.trees and not engine.engines.held

@@ -250,7 +250,6 @@ def test_what_is_closed_and_what_cannot_be_opened(monkeypatch):
         ("unknown", "eagle4", {}),
         ("rows", TREE, {"rows": 0}),
         ("prefill_chunk=0", TREE, {"prefill_chunk": 0}),
-        ("give a number of nodes", fastspec.Eagle3(total_tokens="auto"), {}),
     ):
         with pytest.raises(Unsupported, match=words):
             fastspec.continuous(model, assistant, **options)

@@ -8,7 +8,9 @@ import os
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import count as count_from
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from transformers.distributed import DistributedConfig
 import fastspec
 from fastspec.generation.decoder_layer import joint, unpack
 from fastspec.generation.drafters import head_program as head_cut
+from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.kernels.linear.reference import experts
 from fastspec.kernels.parallel import reference
 from fastspec.patches.hf.cache import CACHE, kept_cache
@@ -205,6 +208,31 @@ def calls(load: Loader, kind: str) -> list[Any]:
         mask = torch.cat((inputs["attention_mask"], emitted), 1)
         made += [torch.stack(out.scores).argmax(-1)]
         made += [model.generate(again, attention_mask=mask, **{CACHE: kept_cache(out)}, **GREEDY, assistant="eagle3")]
+    return made
+
+
+def sized(load: Loader, kind: str) -> list[Any]:
+    """Rounds whose sizes every process chooses alike, though their clocks differ, and which none of them waits for."""
+    del kind
+    model, whole, made, taken = load("bigram"), here(bigram(**SMALL)), [], []
+    seconds, count = count_from(1), TreeSizes.count
+
+    def watched(sizes: TreeSizes, size: int, *more: Any) -> None:
+        taken.append(size)
+        count(sizes, size, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeSizes, "count", watched)
+        clock = SimpleNamespace(perf_counter=lambda: next(seconds) * (0.001 if first() else 0.1 * (1 + len(taken) % 7)))
+        patch.setattr("fastspec.generation.engine.engine.time", clock)
+        with fastspec.patched(model, eagle3=here(seer(whole))):
+            for _ in range(3):
+                auto = fastspec.Eagle3(total_tokens="auto")
+                made += [model.generate(**given(5, 9), **{**GREEDY, "max_new_tokens": 60}, assistant=auto)]
+                if dist.is_initialized():
+                    found: list[Any] = [None] * SIZE
+                    dist.all_gather_object(found, (taken, fastspec.report(model).trees[auto, 2]))
+                    assert found[0] == found[1] and found[0][0], found
     return made
 
 

@@ -69,7 +69,7 @@ def test_trees_have_the_size_asked_for_or_are_refused(eagles: Chat, nodes: int, 
 
 
 def test_an_automatic_tree_is_measured_before_the_answer_is_timed(eagles: Chat) -> None:
-    assert execute(eagles, "/tree auto 2 3") == "tree: auto, at most 22 nodes, depth 2, top_k 3"
+    assert execute(eagles, "/tree auto 2 3") == "tree: auto, at most 16 nodes, depth 2, top_k 3"
     config = fastspec.Eagle3(total_tokens="auto", depth=2, top_k=3)
     assert eagles.settings.assistant("eagle3") == config
     asked: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ def test_an_automatic_tree_is_measured_before_the_answer_is_timed(eagles: Chat) 
     assert [given["max_new_tokens"] for given in asked] == [4, 12, 12] and {given["assistant"] for given in asked} == {
         config
     }
-    assert set(trees) == {fastspec.report(eagles.model).trees[config, 1].chosen}
+    assert set(trees) <= set(fastspec.report(eagles.model).trees[config, 1].sizes)
     execute(eagles, "/tree default")
 
 

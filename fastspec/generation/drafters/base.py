@@ -20,6 +20,7 @@ from typing import ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import unmarked
@@ -141,6 +142,8 @@ class Drafter(Buffered, ABC):
     not its own. Then prompts of an open batch may ask for no drafts."""
     ends: frozenset[int] = frozenset()
     """The call's end tokens; set before `begin`."""
+    backlog: int = 128
+    """Rounds without drafts at the most before `catch_up`, where the size of a round is chosen."""
     mark: Callable[[str], None] = staticmethod(unmarked)
     """Called with the name of a part of `propose` that is done, where a profile is taken."""
 
@@ -201,6 +204,14 @@ class Drafter(Buffered, ABC):
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Take the tokens [B, n] that the rows emitted in rounds without drafts, counts [B] of it."""
+
+    def resting(self) -> Drafter | None:
+        """What stands for this drafter in rounds without drafts, where it has to see what the target makes of them."""
+        return None
+
+    def sized(self, shape: TreeShape) -> Drafter:
+        """This drafter with other trees, on the same state: no larger ones than its own."""
+        raise NotImplementedError(f"{type(self).__name__} drafts trees of one size")
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""

@@ -95,6 +95,19 @@ def refuse_wide(shape: TreeShape, ops: Ops) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TreeSteps:
+    """The trees that a config chooses from on a device of this type, by the number of rows."""
+
+    config: Any
+    device_type: str
+
+    def __call__(self, rows: int) -> tuple[tuple[TreeShape, ...], TreeShape]:
+        """The trees, ascending, and the one that rounds begin with."""
+        found: tuple[tuple[TreeShape, ...], TreeShape] = self.config.steps(self.device_type, rows)
+        return found
+
+
 DecodingT = TypeVar("DecodingT", bound="DynamicDecoding")
 
 
@@ -104,8 +117,11 @@ class DynamicDecoding(Decoding):
 
     name: str
     shape: TreeShape
-    auto: Any = None
-    """The config that leaves the number of nodes to a measurement; `shape` then has the most that it chooses from."""
+    steps: TreeSteps | None = None
+    """The trees that rounds of so many rows choose from, ascending, and the one that they begin with; None where every
+    round has `shape`."""
+    temperature: float | None = None
+    """The temperature of calls that sample."""
     batched: tuple[tuple[int, TreeShape], ...] = ()
     """(rows, the tree in batches of so many and more), ascending; `shape` in smaller ones."""
     cpp: TreeShape | None = None
@@ -113,20 +129,28 @@ class DynamicDecoding(Decoding):
     default: bool = False
     """True where the trees are the device's own, which are shallower in calls that sample."""
 
-    def sized(self: DecodingT, nodes: int) -> DecodingT:
-        """The same with trees of this many nodes."""
-        return replace(self, shape=replace(self.shape, total_tokens=nodes), auto=None, batched=(), cpp=None)
-
     def sampled(self: DecodingT, temperature: float) -> DecodingT:
         """The same for calls that sample at this temperature."""
         if not self.default:
             return self
         batched = tuple((rows, sampled(shape, temperature)) for rows, shape in self.batched)
-        return replace(self, shape=sampled(self.shape, temperature), batched=batched)
+        return replace(self, shape=sampled(self.shape, temperature), batched=batched, temperature=temperature)
 
     def tree(self, rows: int, ops: Ops) -> TreeShape:
-        """The tree of each of so many rows."""
+        """The tree of each of so many rows, the largest where rounds choose."""
+        if self.steps is not None:
+            return self.sizes(rows, ops)[0][-1]
         return self.cpp if self.cpp is not None and ops.name == "cpp" else for_rows(self.shape, self.batched, rows)
+
+    def sizes(self, rows: int, ops: Ops) -> tuple[tuple[TreeShape, ...], TreeShape]:
+        """The trees that rounds choose from, ascending, and the first one, where they do."""
+        assert self.steps is not None
+        shapes, first = self.steps(rows)
+        if self.cpp is not None and ops.name == "cpp":
+            first = next((each for each in shapes if each.total_tokens == self.cpp.total_tokens), first)
+        if self.temperature is None:
+            return shapes, first
+        return tuple(sampled(each, self.temperature) for each in shapes), sampled(first, self.temperature)
 
 
 def trees_of(config: Any, device_type: str) -> tuple[dict[str, Any], int]:
@@ -136,8 +160,8 @@ def trees_of(config: Any, device_type: str) -> tuple[dict[str, Any], int]:
     fields = {
         "name": config.name,
         "shape": shape,
-        "auto": config if config.total_tokens == "auto" else None,
+        "steps": TreeSteps(config, device_type) if config.chooses(device_type) else None,
         "batched": batched,
-        "default": config.is_default,
+        "default": config.depth is None and config.top_k is None and not isinstance(config.total_tokens, int),
     }
     return fields, max(each.top_k for each in (shape, *(tree for _, tree in batched)))

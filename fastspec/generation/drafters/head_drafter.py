@@ -9,7 +9,8 @@ children come from that pass too.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import copy
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,9 @@ from fastspec.generation.sequence_state import SequenceState
 from fastspec.generation.target import prompt_parts, widest_part
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.drafting.reference import own_bits
+
+BACKLOG = 1024
+"""Tokens of all rows whose features wait for a head in rounds without drafts."""
 
 
 class HeadDrafter(Drafter):
@@ -75,11 +79,16 @@ class HeadDrafter(Drafter):
         self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
         self.resumed = 0
         """Pairs that were there before the prompt's own."""
+        self.backlog = min(self.backlog, max(16, BACKLOG // rows))
+        self.rest: RestingDrafter | None = None
+        """Where rounds without drafts leave what this drafter has not read."""
 
     def open(self, capacity: int) -> None:
         follow(self.head)
         self.state.open(capacity)
         self.resumed = 0
+        if self.rest is not None:
+            self.rest.kept.zero_()
 
     def reserve(self, committed: int) -> int:
         committed = self.state.reserve(committed)
@@ -97,20 +106,42 @@ class HeadDrafter(Drafter):
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs of ids [B, T], counts [B] real tokens, with features [B, T, F]; root [B] follows."""
         before, self.resumed = self.resumed, 0
+        if self.rest is not None:
+            self.rest.kept.zero_()
         self.root.copy_(root)
         self.head.hear(ids, counts)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
         following = following.scatter(1, (counts - 1).clamp(min=0)[:, None], root[:, None])
         self.reserve(before + ids.shape[1])
+        self._read_pairs(following, features, counts, before)
+
+    def _read_pairs(self, tokens: Tensor, features: Tensor, counts: Tensor, before: int) -> None:
+        """Feed pairs of tokens [B, T] and features [B, T, F], counts [B] of them, after `before` pairs at most."""
         if self.chunks is not None:
             self.state.reached = self.state.slots  # a captured part writes its padding too
-        for start, width in prompt_parts(ids.shape[1], self.widest):
+        for start, width in prompt_parts(tokens.shape[1], self.widest):
             part = slice(start, start + width)
-            inputs = following[:, part], features[:, part], (counts - start).clamp(0, width)
+            inputs = tokens[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:
                 self._extend(*inputs, before + start + width)
             else:
                 self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
+
+    def resting(self) -> Drafter:
+        if self.rest is None:
+            self.rest = RestingDrafter(self)
+        return self.rest
+
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Feed the pairs of rounds without drafts, whose features the resting drafter kept."""
+        assert self.rest is not None
+        taken, width = torch.tensor(counts, device="cpu").to(tokens.device), tokens.shape[1]
+        if self.head.derived.vocabulary is not None:
+            self.head.derived.vocabulary.count(tokens, taken)
+        before = 0 if self.chunks is not None else int(self.state.lengths.max())
+        self.reserve(before + width)
+        self._read_pairs(tokens, self.rest.features[:, :width], taken, before)
+        self.rest.kept.zero_()
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         self.move_row(row, other, 0, count)
@@ -174,6 +205,44 @@ class HeadDrafter(Drafter):
         return self.program.step(
             x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {FULL_LAYOUT: layout})
         )
+
+
+class RestingDrafter(Drafter):
+    """A head's drafter in rounds without drafts: it keeps the target's features of up to `backlog` of them, which the
+    head reads before it drafts again."""
+
+    traits = Traits(Place.DEVICE, reads_logits=False)
+    nodes = max_path = 1
+
+    def __init__(self, drafter: HeadDrafter) -> None:
+        config = drafter.head.config
+        width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
+        self.root, self.state = drafter.root, drafter.state
+        self.features = drafter.last.new_zeros(len(self.root), drafter.backlog, width)
+        """Features [B, n, F] of the last token before each of the rounds."""
+        self.kept = torch.zeros(1, dtype=torch.long, device=self.root.device)
+        """The number of these rounds."""
+
+    def reserve(self, committed: int) -> int:
+        return self.state.reserve(committed)
+
+    def fits(self, committed: int) -> bool:
+        return self.state.fits(committed)
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        """Nothing: the drafter that rests begins."""
+
+    def propose(self, extent: int) -> TokenTree:
+        """The root alone."""
+        return TokenTree.root_only(self.root)
+
+    def observe(
+        self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
+    ) -> None:
+        """Keep the features of the roots [B, 1, F]."""
+        self.features.index_copy_(1, self.kept, features[:, :1].to(self.features.dtype))
+        self.kept.add_(1)
+        self.root.copy_(torch.where(active, verdict.bonus, self.root))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,13 +378,24 @@ class EagleDrafter(HeadDrafter):
         self, head: BoundHead, shape: TreeShape, *, rows: int, capacity: int, ops: Ops, cut: Cut | None = None
     ) -> None:
         refuse_wide(shape, ops)
-        grown = shape.depth * shape.top_k
-        sizes = shape.total_tokens, shape.max_path, grown
+        sizes = shape.total_tokens, shape.max_path, shape.depth * shape.top_k
         super().__init__(head, *sizes, rows=rows, capacity=capacity, ops=ops, cut=cut)
-        self.shape, device = shape, self.last.device
+        self._grows(shape)
+
+    def _grows(self, shape: TreeShape) -> None:
+        """Draft trees of this shape."""
+        rows, device = len(self.root), self.root.device
+        self.shape, self.nodes, self.max_path = shape, shape.total_tokens, shape.max_path
+        self.grown = shape.depth * shape.top_k
         self.growth = TreeGrowth(shape, rows=rows, device=device)
         # of the nodes that the passes feed, in their order
-        self.fed_depths = (torch.arange(grown, device=device) // shape.top_k).expand(rows, -1)
+        self.fed_depths = (torch.arange(self.grown, device=device) // shape.top_k).expand(rows, -1)
+
+    def sized(self, shape: TreeShape) -> Drafter:
+        assert max(shape.depth * shape.top_k, shape.max_path) <= self.state.tail
+        other = copy.copy(self)
+        other._grows(shape)
+        return other
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""

@@ -6,6 +6,7 @@ last emitted token, and see the committed text and no other node, so neither a p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -72,25 +73,45 @@ class SharedCacheDrafter(Drafter):
         device: torch.device,
         ops: Ops,
     ) -> None:
-        shape = replace(shape, top_k=min(shape.top_k, shape.total_tokens - 1))
-        refuse_wide(shape, ops)
-        self.program_of, self.ops, self.shape = program_of, ops, shape
-        self.nodes, self.max_path = shape.total_tokens, shape.max_path
-        self.growth = TreeGrowth(shape, rows=rows, device=device)
+        self.program_of, self.ops = program_of, ops
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         self.last = torch.zeros(rows, width, dtype=dtype, device=device)
         """The target's last hidden state [B, Ht] before the root."""
-        self.zeros, self.no_words = {}, {}
+        self.zeros: dict[int, Tensor] = {}
+        self.no_words: dict[int, Tensor] = {}
         """By the number of nodes a pass reads: their depths [B, N], and what they see of one another [B, N, W]."""
-        for count in (1, shape.top_k):
-            self.zeros[count] = torch.zeros(rows, count, dtype=torch.long, device=device)
-            self.no_words[count] = torch.zeros(rows, count, (count + 63) // 64, dtype=torch.long, device=device)
+        self._grows(shape)
         self.row = torch.arange(rows, device=device)
+        self.rests = False
+        """True where it stands in rounds without drafts."""
         self.target: Target
         self.program: SharedCacheProgram
         self.tables: Mapping[str | None, Rotary] = {}
         self.covered = 0
         """Positions that the tables hold."""
+
+    def _grows(self, shape: TreeShape) -> None:
+        """Draft trees of this shape."""
+        shape = replace(shape, top_k=min(shape.top_k, shape.total_tokens - 1))
+        refuse_wide(shape, self.ops)
+        rows, device = len(self.root), self.root.device
+        self.shape, self.nodes, self.max_path = shape, shape.total_tokens, shape.max_path
+        self.growth = TreeGrowth(shape, rows=rows, device=device)
+        for count in (1, shape.top_k):
+            self.zeros[count] = torch.zeros(rows, count, dtype=torch.long, device=device)
+            self.no_words[count] = torch.zeros(rows, count, (count + 63) // 64, dtype=torch.long, device=device)
+
+    def sized(self, shape: TreeShape) -> Drafter:
+        other = copy.copy(self)
+        other.zeros, other.no_words = dict(self.zeros), dict(self.no_words)
+        other._grows(shape)
+        return other
+
+    def resting(self) -> Drafter:
+        other = copy.copy(self)
+        other.nodes = other.max_path = 1
+        other.rests = True
+        return other
 
     def bind(self, target: Target) -> None:
         self.target, self.program = target, self.program_of(target)
@@ -137,6 +158,8 @@ class SharedCacheDrafter(Drafter):
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the root and the state before it; `extent` bounds the committed tokens of any row."""
+        if self.rests:
+            return TokenTree.root_only(self.root)
         extent, ops, program = self.reserve(extent), self.ops, self.program
         hidden, readout = program.step(self.root[:, None], self.last[:, None], self._nodes(1, extent))
         nodes, words = self._nodes(self.shape.top_k, extent), self.growth.no_words

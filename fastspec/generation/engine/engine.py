@@ -3,15 +3,19 @@ these."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, RootsOnly
 from fastspec.generation.drafters.given_text import GivenText
+from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.call import Fallback, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
 from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
@@ -27,7 +31,7 @@ class Engine(Generic[TargetT]):
     """A target and a drafter of `rows` rows, and all programs of their rounds, which share one state.
 
     A drafter that mixes makes the rule's choice a `MixedChoice`. `measures` and `pad_token` are those of
-    `RoundProgram`.
+    `RoundProgram`. `sizes` chooses how many nodes the trees of a round have; None: those of the drafter's own.
     """
 
     def __init__(
@@ -40,16 +44,16 @@ class Engine(Generic[TargetT]):
         rows: int,
         measures: bool = False,
         pad_token: int | None = None,
+        sizes: TreeSizes | None = None,
     ) -> None:
         self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
         draws = Draws(ops, self.state.streams, target.lengths) if rule.sample else None
         self.choice = Choice(ops, rule, draws)
         if isinstance(drafter, MixingDrafter):
             self.choice = MixedChoice(ops, drafter, rule, draws)
-        self.main, self.plain, self.given = (
-            RoundProgram(target, each, ops, self.state, measures=measures, pad_token=pad_token)
-            for each in (drafter, None, None)
-        )
+        self._program = partial(RoundProgram, target, ops=ops, state=self.state, measures=measures, pad_token=pad_token)
+        resting = None if drafter is None or sizes is None else drafter.resting()
+        self.main, self.plain, self.given = (self._program(each) for each in (drafter, resting, None))
         """The call's own rounds, those without its drafter, and those that verify a given text."""
         self.undrafted = self._undrafted()
         """Rounds that the drafter hears of and drafts nothing for, where it can."""
@@ -58,6 +62,13 @@ class Engine(Generic[TargetT]):
         self.rests = False
         """True where the last round was such a round."""
         self.current = self.main
+        self.sizes = sizes
+        self.sized: dict[int, RoundProgram] = {}
+        """The rounds of every size that was chosen."""
+        self.size = 0
+        """That of the last round."""
+        self.measured_from: float | None = None
+        """Second from which the next round's time counts; None where other work comes before it."""
         self.schedules: dict[tuple[RoundProgram, Place], Schedule] = {}
         self.fallback = Fallback(self.state.root.device)
         self.last: Round
@@ -83,9 +94,9 @@ class Engine(Generic[TargetT]):
 
     def profile(self, clock: Clock | None) -> None:
         """Take the phases of the rounds from here on down, or not."""
-        self.main.clock = self.plain.clock = clock
-        if self.undrafted is not None:
-            self.undrafted.clock = clock
+        undrafted = () if self.undrafted is None else (self.undrafted,)
+        for program in (self.main, self.plain, *undrafted, *self.sized.values()):
+            program.clock = clock
 
     def fits(self, committed: int) -> bool:
         """True where there is room for so many committed tokens of each row already."""
@@ -101,6 +112,7 @@ class Engine(Generic[TargetT]):
         """Start after a prompt whose first new tokens are root [B]."""
         self.drain()
         self.fallback.begin()
+        self.measured_from = None
         self.state.root.copy_(root)
         self.state.activate([True] * len(self.state.running))
 
@@ -110,7 +122,7 @@ class Engine(Generic[TargetT]):
         """Give a row another prompt, of `count` tokens, which row `source` of this target and this drafter has read
         (None: their only one). root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to
         leave. No round may be in flight."""
-        self.fallback.tell(self.drafter)
+        self.settle()
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
             if source is None:
@@ -121,6 +133,7 @@ class Engine(Generic[TargetT]):
 
     def copy_row(self, row: int, other: Engine[TargetT], source: int, count: int) -> None:
         """Copy the `count` committed tokens of a row of another engine, to which nothing is in flight."""
+        other.settle()
         self.target.copy_row(row, other.target, count, source)
         if self.drafter is not None and other.drafter is not None:
             self.drafter.move_row(row, other.drafter, source, count)
@@ -147,8 +160,10 @@ class Engine(Generic[TargetT]):
         if not self.in_flight:
             self.rests = not self.drafts and self.undrafted is not None
         if self.rests and self.undrafted is not None:
-            self.fallback.tell(self.drafter)
+            self.settle()
             return self._step(self.undrafted, longest, stats, verifier or self.choice, asynchronous)
+        if self.sizes is not None and self.current is self.main:
+            return self._sized_step(self.sizes, longest, stats, verifier or self.choice, asynchronous)
         if not self.fallback.is_next(self.current.drafter):
             return self._step(self.current, longest, stats, verifier or self.choice, asynchronous)
         emitted = self._step(
@@ -158,6 +173,47 @@ class Engine(Generic[TargetT]):
         if not self.fallback.left:
             self.fallback.tell(self.drafter)
         return emitted
+
+    def _sized_step(
+        self, sizes: TreeSizes, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
+    ) -> Emitted:
+        """`step` with trees of the size that was chosen. It changes where no round is in flight: the last one of a size
+        is read before one of another is launched."""
+        assert self.drafter is not None
+        missed, most = self.fallback.missed, self.drafter.backlog
+        if not self.in_flight:
+            if missed and (sizes.size or len(missed) >= most):
+                self.settle()
+            self.size = sizes.size
+        stays = sizes.size == self.size and sizes.goes_on
+        stays = stays and (self.size > 0 or len(self.fallback.missed) + 1 < most)
+        made, began = SPENT.first_runs + SPENT.captures, self.measured_from
+        emitted = self._step(self._of_size(sizes, self.size), longest, stats, verifier, asynchronous and stays)
+        now, made = time.perf_counter(), SPENT.first_runs + SPENT.captures - made
+        if not self.size:
+            self.fallback.left = 1  # these rounds are decided on one by one
+            self.fallback.count(emitted, self.state)
+        going = zip(emitted, self.state.running, self.state.padded, strict=True)
+        accepted = [max(row[0], -1 - row[0]) for row, running, padded in going if running and not padded]
+        # a call's first captured rounds wait for the host, and those of a profile for its marks
+        settled = (asynchronous or not self.target.captures) and self.main.clock is None
+        ms = 1e3 * (now - began) if began is not None and settled and not made else None
+        sizes.count(self.size, accepted, ms, longest, self.sized.keys())
+        self.measured_from = now
+        return emitted
+
+    def _of_size(self, sizes: TreeSizes, size: int) -> RoundProgram:
+        """The rounds of a size, 0 without drafts."""
+        assert self.drafter is not None
+        if size not in self.sized:
+            self.sized[size] = self.plain if not size else self._program(self.drafter.sized(sizes.shapes[size - 1]))
+            self.sized[size].clock = self.main.clock
+        return self.sized[size]
+
+    def settle(self) -> None:
+        """Let the drafter read what was emitted without it; other work comes between two rounds."""
+        self.fallback.tell(self.drafter)
+        self.measured_from = None
 
     def _step(
         self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
@@ -180,7 +236,7 @@ class Engine(Generic[TargetT]):
     @property
     def graph(self) -> torch.cuda.CUDAGraph | None:
         """The graph of the call's whole rounds, where there is one; what it reads is left as the last round left it."""
-        schedule = self.schedules.get((self.main, Place.DEVICE))
+        schedule = self.schedules.get((self.sized.get(self.size, self.main), Place.DEVICE))
         return None if schedule is None else schedule.whole
 
     @property
@@ -196,4 +252,6 @@ class Engine(Generic[TargetT]):
     def end(self) -> None:
         """The call is over: nothing is in flight, and the drafter has observed all of it."""
         self.drain()
-        self.fallback.tell(self.drafter)
+        self.settle()
+        if self.sizes is not None:
+            self.sizes.end()

@@ -160,11 +160,13 @@ class Rounds(Generic[TargetT]):
 
     def _read(self, room: int | None) -> int:
         """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails."""
+        self.engine.measured_from = None
         if self.joining is not None:
             return self._read_alone((self.joining.row, self.joining.prompt, self.joining.ids), room)
         batch = self.batch
         prefix = batch.prefix()
         if prefix is not None:
+            self.engine.settle()  # a row that runs may have what is read
             row = batch.row_for(prefix)
             return self._read_alone((row, *batch.next(row)), room, prefix=prefix)
         rows = batch.free()[: self._count_of_next(room)]
@@ -356,6 +358,8 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
         if drafter is not None and request.answers is None:
             drafter.begin(*text, features, begun)
         engine.begin(begun)
+        if engine.sizes is not None:
+            engine.sizes.begin()
         firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
     for row, token in enumerate(firsts):
         one = slice(row, row + 1)

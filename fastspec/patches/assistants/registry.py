@@ -254,7 +254,7 @@ def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: An
         _check_top_k(head, most)
     return EagleDecoding(
         **fields,
-        cpp=CPP_TREE if config == Eagle3() else None,
+        cpp=CPP_TREE if fields["default"] and config.name == Eagle3.name else None,
         head=head,
         drafts=fused_drafter if config.fused else EagleDrafter,
         cut=None if config.fused else cut_over(head.module, group_of(model)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import partial
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
@@ -14,33 +13,20 @@ from fastspec.generation.drafters.given_text import CHUNKS
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import TOGETHER_TOKENS
 from fastspec.generation.stats import Clock
-from fastspec.patches.assistants.tree_size import choose_tree
 from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.changes import weight_places
-from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.tuning.round_times import tree_sizes
 
 
 def sized(plan: Plan) -> Plan:
-    """The plan with its trees: their depth where it is left to the temperature, and their size where it is left to a
-    measurement, once for calls of one kind."""
-    decoding, trees, rows = plan.decoding, plan.session.trees, plan.request.width
-    if not isinstance(decoding, DynamicDecoding):
+    """The plan with trees of the depth that is left to the temperature."""
+    decoding = plan.decoding
+    if not isinstance(decoding, DynamicDecoding) or not plan.processing.sample:
         return plan
-    if plan.processing.sample:
-        decoding = decoding.sampled(plan.processing.temperature)
-        plan = replace(plan, decoding=decoding)
-    if decoding.auto is None:
-        return plan
-    key = decoding.auto, rows, plan.device, dtype_of(plan.model)
-    if key not in trees:
-        plan.session.engines.make_room()
-        sizes = decoding.auto.sizes(plan.device.type)
-        choice = choose_tree(partial(_fresh, plan), plan.ops, plan.request.begins(), sizes)
-        trees[key] = choice if plan.ranks is None else plan.ranks.first_value(choice)
-    return replace(plan, decoding=decoding.sized(trees[key].chosen))
+    return replace(plan, decoding=decoding.sampled(plan.processing.temperature))
 
 
 def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
@@ -52,6 +38,8 @@ def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
         key = None if key is None else _key(plan)  # making the drafter may have packed its head's weights
     else:
         engine.drafter = _opened(plan, engine.target, engine.drafter, plan.request.width)
+    if engine.sizes is not None and plan.ranks is not None:
+        engine.sizes.agree(plan.ranks.first_value)
     _restore(plan, engine.target)
     engine.profile(None if plan.session.profile is None else Clock(plan.session.profile, plan.device))
     return engine, key
@@ -69,6 +57,7 @@ def new_engine(plan: Plan) -> Engine[HFModel]:
         rows=plan.request.width,
         measures=plan.request.measure,
         pad_token=None if plan.steps is None else plan.steps.pad_token,
+        sizes=tree_sizes(plan.model, plan.session, plan.decoding, plan.ops, plan.request.width, plan.ranks is None),
     )
 
 
@@ -153,13 +142,6 @@ def _opened(plan: Plan, target: HFModel, drafter: Drafter | None, rows: int) -> 
     drafter.open(plan.capacity)
     drafter.ends = plan.request.ends
     return drafter
-
-
-def _fresh(plan: Plan) -> tuple[HFModel, Drafter | None]:
-    """A target that stands behind the past, and a drafter whose drafts are not drawn."""
-    target, drafter = _made(plan, plan.request.width, None)
-    _restore(plan, target)
-    return target, drafter
 
 
 def _restore(plan: Plan, target: HFModel) -> None:

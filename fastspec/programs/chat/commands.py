@@ -313,7 +313,7 @@ def _tree_value(chat: Chat) -> str:
 
 @command(
     "tree N|auto|default [DEPTH] [TOP_K]",
-    "nodes of the trees of eagle2 and eagle3, root counted; auto measures",
+    "nodes of the trees of eagle2 and eagle3, root counted; auto: as many as pay",
     _tree_value,
     ("auto", "default"),
 )

@@ -33,6 +33,7 @@ from helpers.ranks import (
     own_layer,
     packed,
     seen,
+    sized,
     whole,
     work,
 )
@@ -57,7 +58,21 @@ OTHERS = [
 ]
 KINDS = [
     (run.__name__, run, "")
-    for run in (calls, cut_heads, drafted, own_layer, narrow, packed, captured, seen, hooked, refusals, tuned, by_first)
+    for run in (
+        calls,
+        cut_heads,
+        drafted,
+        own_layer,
+        sized,
+        narrow,
+        packed,
+        captured,
+        seen,
+        hooked,
+        refusals,
+        tuned,
+        by_first,
+    )
 ]
 GEMMA4_EXPERTS = {
     "enable_moe_block": True,
@@ -148,6 +163,10 @@ def test_heads_are_cut_too(both: Made) -> None:
 
 def test_calls_of_every_kind_give_the_same_tokens(both: Made) -> None:
     compare(both, "calls", calls)
+
+
+def test_sizes_of_trees_are_chosen_alike(both: Made) -> None:
+    compare(both, "sized", sized)
 
 
 def test_of_logits_the_likeliest_are_joined(both: Made) -> None:

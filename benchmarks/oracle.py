@@ -1,0 +1,253 @@
+"""Time whole calls of models with random weights at a given acceptance, beside plain decoding in the same run.
+
+A head with random weights drafts, at its real cost; the target's own continuation, which a plain call gave, then takes
+the place of a chain of its drafts: draft token d of a round is right, with all before it, with the d-th probability of
+`--survival`, by numbers that hang on the prompt and the position. All other drafts are wrong. The default is that of a
+397B Qwen's MTP layer (SPEED-Bench, coding). So tokens per second are those of a head that reaches this acceptance.
+
+Embeddings are large and the LM head looks for the token after the last one: which token is likeliest does not hang on
+the rounding of a pass, so that trees of any size emit the same text. Mixtures choose experts for each token
+independently; with `--collapsed` the embeddings of all tokens are alike, and so are their experts.
+
+    python benchmarks/oracle.py --shapes llama-8b --rows 1,8,32 --trees auto "60,7,10" --out rows.jsonl
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from common import Row, device_here, parser_of, place, timed, tree_of, write
+from full_size import EMBEDDED, SHAPES, make_head, make_model, numbers, routers_of
+from torch import Tensor
+
+import fastspec
+from fastspec.config import TreeShape
+from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.head_drafter import EagleDrafter
+from fastspec.generation.target import Target
+from fastspec.generation.tree import TokenTree
+from fastspec.kernels.verification.reference import uniform_at
+from fastspec.patches.assistants.registry import EagleDecoding, resolve
+from fastspec.patches.session import session_of
+from fastspec.programs.bench.report import quantiles
+
+QWEN_MTP = (0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24)
+CALLS = 5
+
+
+@dataclass(eq=False, slots=True)
+class Oracle:
+    """Continuations of prompts by the prompts' tokens, and the probabilities that the first d drafts are right."""
+
+    survival: Sequence[float] = QWEN_MTP
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def learn(self, prompts: Tensor, answers: Tensor) -> None:
+        """Take prompts [B, T] and what `generate` returned for them [B, T + new]."""
+        for text, whole in zip(prompts.tolist(), answers.tolist(), strict=True):
+            self.answers[tuple(text)] = whole[len(text) :]
+
+    def decoding(self, assistant: Any, model: Any) -> EagleDecoding:
+        """The decoding of an EAGLE assistant with this oracle's drafts."""
+        session = session_of(model)
+        assert session is not None
+        found = resolve(assistant, session.resources, model)
+        return replace(found, drafts=partial(OracleDrafter, oracle=self))
+
+
+@dataclass(slots=True)
+class Held:
+    """Prompts and continuations [B, T] of the rows, by position, which drafters of all sizes read."""
+
+    texts: Tensor
+
+
+class OracleDrafter(EagleDrafter):
+    """`EagleDrafter` of which a chain of the drafts is exchanged for the target's continuation.
+
+    The continuation lies on the device and is looked up by the committed tokens of a row, so that rounds are captured
+    as any head's. Prompts that begin like others are read whole.
+    """
+
+    resume = Drafter.resume
+
+    def __init__(self, *given: Any, oracle: Oracle, capacity: int, rows: int, **more: Any) -> None:
+        super().__init__(*given, capacity=capacity, rows=rows, **more)
+        self.oracle, device = oracle, self.root.device
+        self.held = Held(torch.zeros(rows, capacity, dtype=torch.long, device=device))
+        self.streams = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        """Seeds [B, 1] of the numbers that say which drafts are right."""
+        self.survival = torch.zeros(256, device=device)
+        self.survival[1 : len(oracle.survival) + 1] = torch.tensor(oracle.survival)
+        self.vocabulary = self.head.config.vocab_size
+        self._lay_out()
+
+    def sized(self, shape: TreeShape) -> Drafter:
+        other = super().sized(shape)
+        assert isinstance(other, OracleDrafter)
+        other._lay_out()
+        return other
+
+    def _lay_out(self) -> None:
+        """Nodes 1 to D are a chain; the others are further children of its nodes but the last."""
+        depth = min(self.max_path, self.nodes) - 1
+        index = torch.arange(self.nodes, device=self.root.device)
+        parents = torch.where(index <= depth, index - 1, (index - depth - 1) % max(1, depth)).clamp(min=0)
+        parents = parents.expand(len(self.root), -1).contiguous()
+        self.chain = (index > 0) & (index <= depth)
+        self.tree = TokenTree.from_parents(torch.zeros_like(parents), parents, self.max_path)
+
+    def bind(self, target: Target) -> None:
+        self.target = target
+
+    def open(self, capacity: int) -> None:
+        super().open(capacity)
+        if self.held.texts.shape[1] < capacity:
+            self.held.texts = self.held.texts.new_zeros(len(self.held.texts), capacity)
+
+    @property
+    def buffers(self) -> Any:
+        return super().buffers, self.held.texts.data_ptr()
+
+    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        super().begin(ids, counts, features, root)
+        for row, (text, count) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
+            known = text[:count]
+            whole = torch.tensor(known + self.oracle.answers.get(tuple(known), []))[: self.held.texts.shape[1]]
+            self.held.texts[row, : len(whole)] = whole.to(self.held.texts.device)
+            self.streams[row] = hash(tuple(known))
+
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        super().move_row(row, other, source, count)
+        assert isinstance(other, OracleDrafter)
+        self.streams[row] = other.streams[source]
+        width = min(self.held.texts.shape[1], other.held.texts.shape[1])
+        self.held.texts[row, :width] = other.held.texts[source, :width]
+
+    def propose(self, extent: int) -> TokenTree:
+        drafted = super().propose(extent).tokens
+        shape, lengths = self.tree, self.target.lengths[:, None]
+        right = self.held.texts.gather(1, (lengths + shape.depths).clamp(max=self.held.texts.shape[1] - 1))
+        agrees = self.chain & (uniform_at(self.streams, lengths) < self.survival[shape.depths])
+        wrong = torch.where(drafted == right, (right + 1) % self.vocabulary, drafted)
+        tokens = torch.cat((drafted[:, :1], torch.where(agrees, right, wrong)[:, 1:]), 1)
+        return replace(shape, tokens=tokens)
+
+
+def expected_length(survival: Sequence[float], shape: TreeShape) -> float:
+    """Tokens of a round, the bonus token included, with trees of a shape."""
+    return 1 + sum(survival[: min(shape.max_path, shape.total_tokens) - 1])
+
+
+def steady(model: Any, collapsed: bool = False) -> Any:
+    """Let the likeliest token be the one after the last, by a margin that no rounding reaches."""
+    embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    embedding.normal_(0.0, EMBEDDED)
+    common = torch.nn.functional.normalize(torch.randn_like(embedding[0]), dim=0)
+    embedding.addr_(embedding @ common, common, alpha=-1)
+    lm_head.weight = torch.nn.Parameter(embedding.roll(1, 0) / EMBEDDED, requires_grad=False)
+    if collapsed:  # 80 % of an embedding is that of all tokens, which the LM head does not see
+        embedding.mul_(0.2**0.5).add_(common * (0.8 * len(common)) ** 0.5 * EMBEDDED)
+    return model
+
+
+def whole_calls(model: Any, prompts: Tensor, assistant: Any, tokens: int, calls: int) -> tuple[Tensor, list[float]]:
+    """Answers of `generate`, and the seconds of each of so many calls, behind two that compile and capture."""
+    options = {"do_sample": False, "attention_mask": torch.ones_like(prompts), "max_new_tokens": tokens}
+
+    def run() -> Tensor:
+        found: Tensor = model.generate(prompts, assistant=assistant, **options)
+        return found
+
+    answers = [run() for _ in range(2)][-1]
+    return answers, [timed(run) for _ in range(calls)]
+
+
+def in_flight(model: Any, prompts: Tensor, assistant: Any, rows: int, tokens: int, calls: int) -> list[float]:
+    """Seconds in which an open batch of so many rows answers all prompts, given at once."""
+    spent = []
+    length = prompts.shape[1] + tokens
+    with fastspec.continuous(model, assistant, rows, max_length=length, prefix_caching=False) as batch:
+
+        def run() -> None:
+            options = {"max_new_tokens": tokens, "do_sample": False}
+            for future in [batch.submit(row, **options) for row in prompts]:
+                future.result()
+
+        for _ in range(2):
+            run()
+        spent = [timed(run) for _ in range(calls)]
+    return spent
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 32], help="rows, with commas between")
+    parser.add_argument("--prefix", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of a call")
+    parser.add_argument("--calls", type=int, default=CALLS)
+    parser.add_argument("--trees", nargs="+", default=["auto"], help='trees: auto, default, or "nodes,depth,top_k"')
+    parser.add_argument("--survival", default=",".join(map(str, QWEN_MTP)), help="P(the first d drafts are right)")
+    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--collapsed", action="store_true", help="let the tokens of a mixture read the same experts")
+    parser.add_argument("--open", action="store_true", help="answer 4 prompts a row in an open batch besides")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--backend", default="auto")
+    args = parser.parse_args(arguments)
+    survival = [float(each) for each in args.survival.split(",")]
+    device, usual = device_here()
+    dtype = usual if args.dtype is None else getattr(torch, args.dtype)
+    shown = ("shape", "rows", "way", "method", "tree", "tokens_per_second", "over_plain", "acceptance_length", "equal")
+    trees = {text: fastspec.Eagle3() if text == "default" else tree_of(text) for text in args.trees}
+
+    def tell(base: Row, seconds: list[float], count: int, **more: Any) -> float:
+        rate = count / statistics.median(seconds)
+        found = {"tokens_per_second": round(rate, 1), "seconds_quantiles": quantiles(seconds)}
+        write(args.out, place(device, dtype) | base | found | more, shown)
+        return rate
+
+    for name in args.shapes.split(","):
+        torch.manual_seed(0)
+        model = steady(make_model(name, device, dtype), args.collapsed)
+        head, oracle = make_head(model, args.draft_vocab), Oracle(survival)
+        base = {"shape": name, "prefix": args.prefix, "new_tokens": args.tokens, "survival": survival}
+        base |= {"collapsed": args.collapsed} if routers_of(model) else {}
+        with fastspec.patched(model, eagle3=head, backend=args.backend):
+            for rows in args.rows:
+                many = torch.randint(10, model.config.vocab_size, (4 * rows, args.prefix), device=device)
+                ids, here = many[:rows], base | {"rows": rows, "way": "generate"}
+                plain, seconds = whole_calls(model, ids, "autoregressive", args.tokens, args.calls)
+                first = tell(here | {"method": "autoregressive"}, seconds, plain[:, args.prefix :].numel())
+                oracle.learn(ids, plain)
+                decodings = {text: oracle.decoding(tree, model) for text, tree in trees.items()}
+                for text, decoding in decodings.items():
+                    found, seconds = whole_calls(model, ids, decoding, args.tokens, args.calls)
+                    last, count = fastspec.report(model).last, found[:, args.prefix :].numel()
+                    told = {"acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds}
+                    told["drafted"] = round(last.drafted / last.row_rounds, 1)
+                    told["equal"] = round(float((found == plain).all(1).float().mean()), 3)
+                    told["over_plain"] = round(count / statistics.median(seconds) / first, 3)
+                    tell(here | {"method": "eagle3", "tree": text}, seconds, count, **told)
+                if args.open:
+                    here["way"], count = "open", many.shape[0] * args.tokens
+                    for part in many[rows:].split(rows):
+                        oracle.learn(part, whole_calls(model, part, "autoregressive", args.tokens, 0)[0])
+                    seconds = in_flight(model, many, "autoregressive", rows, args.tokens, args.calls)
+                    first = tell(here | {"method": "autoregressive"}, seconds, count)
+                    for text, decoding in decodings.items():
+                        seconds = in_flight(model, many, decoding, rows, args.tokens, args.calls)
+                        over = round(count / statistics.median(seconds) / first, 3)
+                        tell(here | {"method": "eagle3", "tree": text}, seconds, count, over_plain=over)
+        del model, head
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Sizes of the trees of a call's rounds: as many nodes as pay, a chain, or no drafts at all.
+
+The size of a round has the most expected tokens over its milliseconds, as in DSpark's rule (arXiv 2607.05147): the
+tokens by the acceptance seen so far at every depth, the milliseconds by those of earlier rounds. Drafts that bring
+nothing may cost a call `GRANTED` target passes and `PROBES` of the rest, however dear they are.
+
+Both are read from what the host has anyway, so that no round waits, and no clock decides a token: a tree of any size
+emits what plain decoding emits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from fastspec.config import TreeShape
+
+Milliseconds = dict[int, dict[int, float]]
+"""Milliseconds of a round by the length of its texts, as `bucket` counts it, and by the number of nodes."""
+GRANTED, GRANTED_COLD = 2.0, 8.0
+"""Target passes that drafts may lose at the start of a call, and where every other size has to be captured first."""
+MOST_EARNED = 16.0
+"""Target passes that drafts may lose at the most, however much they brought before."""
+PROBES = 0.008
+"""Target passes a round, on average, that trying drafts again may cost while they do not pay."""
+LONGEST_REST = 256
+"""Rounds without drafts at the most before they are tried again."""
+BLOCK = 8
+"""Rounds of one size before another may be chosen."""
+EVIDENCE = 4
+"""Rounds with drafts before a size is judged by what they accepted."""
+CAUTION = 1.5
+"""Prices of its own that must be left for drafts of another size to begin."""
+SETTLED = 200
+"""Rounds of one kind after which sizes are captured to try drafts again, and to learn what plain rounds cost."""
+BETTER, WORTH_MAKING = 1.02, 1.06
+"""A size replaces another that promises less by this factor; the second where it has to be captured first."""
+DECAY = 0.98
+"""Weight that a round keeps with every further one, with drafts or without: a text may have changed meanwhile."""
+BETWEEN_CALLS = 0.5
+"""Weight that the rounds of earlier calls keep."""
+USUAL, PRIOR = 0.6, 4.0
+"""Chance that a chain's first draft is accepted, before any was seen, and the rounds that it counts as."""
+TRUST = 16.0
+"""Rounds of a size that count as much as what those of other sizes say of it."""
+WIDTH = 0.43
+"""Growth of a level's chances with the logarithm of its width, fitted to trees of 16 and 32 nodes and chains of 1, 3
+and 5 of an EAGLE-1 head for SmolLM2 on MT-bench, HumanEval and GSM8K."""
+RENEWED = 0.25
+"""Weight of a block's milliseconds among those of its size."""
+
+
+def bucket(length: int) -> int:
+    """Texts of lengths that count as one: up to 1,024 tokens, 4,096, 16,384, and so on."""
+    return max(0, math.ceil(math.log2(max(1, length) / 1024) / 2))
+
+
+def width_of(shape: TreeShape) -> float:
+    """How many times the chances of a chain a level of this tree has, as `Acceptance` counts them."""
+    return 1 + WIDTH * math.log(max(1.0, (shape.total_tokens - 1) / (shape.max_path - 1)))
+
+
+class Acceptance:
+    """Counts of accepted drafts by size and depth, later ones with more weight.
+
+    A level is passed with probability 1 - exp(-c w): c belongs to the text, the head and the depth, and w = `width_of`
+    to the tree, so that the rounds of one size say what another would accept. A size's own rounds count besides.
+    """
+
+    def __init__(self, shapes: Sequence[TreeShape]) -> None:
+        self.levels = [shape.max_path - 1 for shape in shapes]
+        self.widths = list(map(width_of, shapes))
+        self.tried = [[0.0] * levels for levels in self.levels]
+        self.passed = [[0.0] * levels for levels in self.levels]
+        self.rounds, self.gained = [0.0] * len(shapes), [0.0] * len(shapes)
+
+    def count(self, size: int, accepted: Sequence[int]) -> None:
+        """Take how many drafts each running row accepted in a round of this size."""
+        tried, passed = self.tried[size], self.passed[size]
+        for drafts in accepted:
+            for depth in range(min(drafts + 1, self.levels[size])):
+                tried[depth] += 1
+                passed[depth] += drafts > depth
+        self.rounds[size] += len(accepted)
+        self.gained[size] += sum(accepted)
+
+    def fade(self, weight: float) -> None:
+        """Let all that was counted weigh less."""
+        for table in (*self.tried, *self.passed, self.rounds, self.gained):
+            table[:] = [weight * value for value in table]
+
+    def chances(self) -> list[float]:
+        """c at every depth: the mean of what the sizes say, and of the depth above it."""
+        found, before = [], -math.log(1 - USUAL)
+        for depth in range(max(self.levels)):
+            total, weight = PRIOR * before, PRIOR
+            for tried, passed, width in zip(self.tried, self.passed, self.widths, strict=True):
+                if depth < len(tried) and tried[depth]:
+                    failed = (tried[depth] - passed[depth] + 0.5) / (tried[depth] + 1)
+                    total -= tried[depth] * math.log(failed) / width
+                    weight += tried[depth]
+            before = total / weight
+            found.append(before)
+        return found
+
+    def expected(self) -> list[float]:
+        """Tokens of a round of every size, the bonus token included."""
+        chances, found = self.chances(), []
+        for levels, width, rounds, gained in zip(self.levels, self.widths, self.rounds, self.gained, strict=True):
+            reached, told = 1.0, 0.0
+            for chance in chances[:levels]:
+                reached *= 1 - math.exp(-chance * width)
+                told += reached
+            found.append(1 + (TRUST * told + gained) / (TRUST + rounds))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TreeChoice:
+    """Size of the rounds of one kind of call as it stands: nodes of each size (1: no drafts), milliseconds of a round
+    and whether they were measured, expected tokens, and the nodes chosen; `print` shows a table."""
+
+    sizes: tuple[int, ...]
+    round_ms: tuple[float, ...]
+    measured: tuple[bool, ...]
+    expected: tuple[float, ...]
+    chosen: int
+
+    def __str__(self) -> str:
+        lines = [f"{self.chosen} nodes chosen", "nodes  round ms  expected  tokens/ms"]
+        for size, ms, measured, tokens in zip(self.sizes, self.round_ms, self.measured, self.expected, strict=True):
+            told = f"{size:5} {ms:8.3f}{' ' if measured else '~'} {tokens:9.3f} {tokens / ms:10.4f}"
+            lines.append(told + ("  <" if size == self.chosen else ""))
+        return "\n".join(lines)
+
+
+class TreeSizes:
+    """Chooser of the size of rounds of one kind, `rows` at a time: `size` is that of the next round, 0 without drafts,
+    else a place in `shapes`, ascending, counted from 1.
+
+    `prior` has milliseconds of a round of every size, by which sizes are compared that were not measured, and `known`
+    what was measured before. With `timed=False` what the rounds of a call take is used from the next call on, as
+    processes do that must choose alike. `captures` says that a size has to be captured before it runs, and `switch`
+    what a change costs, in milliseconds, beside the rounds: none is in flight then.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TreeShape],
+        first: TreeShape,
+        prior: Sequence[float],
+        *,
+        known: Milliseconds | None = None,
+        captures: bool = False,
+        switch: float = 0.0,
+        timed: bool = True,
+        keep: Callable[[Milliseconds], object] | None = None,
+    ) -> None:
+        self.shapes, self.prior, self.captures, self.timed, self.keep = tuple(shapes), prior, captures, timed, keep
+        self.switch = switch
+        self.first = 1 + self.shapes.index(first)
+        self.acceptance = Acceptance(self.shapes)
+        self.known: Milliseconds = {} if known is None else known
+        self.unkept = False
+        """True where something was measured that is not in `known` as it was kept."""
+        self.pending: Milliseconds = {}
+        """What the rounds of this call took, where it is used by the next one."""
+        self.length, self.rounds, self.drafted = 0, 0, 0
+        """The bucket of the texts, rounds since the beginning, and those with drafts."""
+        self.samples: list[float] = []
+        self.made: frozenset[int] = frozenset()
+        """The sizes that need not be captured, as far as is known."""
+        self.size = self.first
+        self.begin()
+
+    def nodes(self, size: int) -> int:
+        """Nodes of a tree of this size."""
+        return self.shapes[size - 1].total_tokens if size else 1
+
+    def begin(self) -> None:
+        """A call begins, on a text of its own."""
+        self.acceptance.fade(BETWEEN_CALLS)
+        self.left, self.gain, self.since = GRANTED_COLD if self._is_cold() else GRANTED, 0.0, 0
+        """Target passes that drafts may still lose, what the last round with drafts accepted, and rounds since sizes
+        were compared."""
+        self.samples.clear()
+        if self.drafted < EVIDENCE and self.price(self.first) <= self.left:
+            self._use(self.first, BLOCK)
+        else:
+            self._choose(begins=True)
+
+    def end(self) -> None:
+        """A call is over: keep what was measured."""
+        if self.unkept and self.keep is not None:
+            self.unkept = False
+            self.keep(self.known)
+
+    def agree(self, first: Callable[[Milliseconds], Milliseconds]) -> None:
+        """Use what the rounds of earlier calls took, in all processes what they took in the first one."""
+        for length, spent in self.pending.items():
+            for nodes, ms in spent.items():
+                self._take(length, nodes, ms)
+        self.pending = {}
+        self.known = first(self.known)
+
+    @property
+    def goes_on(self) -> bool:
+        """True where the round after the next one has the same size, as far as is known."""
+        return self.due > 1 or (self.size > 0 and not self.probes)
+
+    def ms(self, size: int) -> float:
+        """Milliseconds of a round of this size: measured, or by the prior's ratio to the nearest that was."""
+        if not self.known:
+            return self.prior[size]
+        spent = self.known[min(self.known, key=lambda length: abs(length - self.length))]
+        if (found := spent.get(self.nodes(size))) is not None:
+            return found
+        sizes = [each for each in range(len(self.prior)) if self.nodes(each) in spent]
+        if not sizes:
+            return self.prior[size]
+        near = min(sizes, key=lambda each: abs(each - size))
+        return self.prior[size] * spent[self.nodes(near)] / self.prior[near]
+
+    def price(self, size: int) -> float:
+        """Target passes that a round of this size costs more than one without drafts."""
+        return max(0.0, self.ms(size) / self.ms(0) - 1)
+
+    def rates(self) -> list[float]:
+        """Expected tokens a millisecond of every size."""
+        expected = [1.0, *self.acceptance.expected()]
+        return [tokens / self.ms(size) for size, tokens in enumerate(expected)]
+
+    def count(self, size: int, accepted: Sequence[int], ms: float | None, length: int, made: Collection[int]) -> None:
+        """Take a round of this size: the drafts that each running row accepted, its milliseconds where these say
+        something, and the longest text. `made` are the sizes that have run before in these rounds."""
+        self.length, self.made = bucket(length), frozenset(made)
+        self.rounds += 1
+        self.since += 1
+        if size and accepted:
+            self.drafted += 1
+            self.acceptance.count(size - 1, accepted)
+            self.gain = sum(accepted) / len(accepted)
+            self.left = min(MOST_EARNED, max(0.0, self.left + self.gain - self.price(size)))
+        if size != self.size:  # it was in flight when another was chosen
+            return
+        if ms is not None:
+            self.samples.append(ms)
+        self.due -= 1
+        if self.due <= 0 or (size and not self._affords(size)):
+            self._measured()
+            self.acceptance.fade(DECAY**self.since)
+            self.since = 0
+            self._choose()
+
+    def choice(self) -> TreeChoice:
+        """The choice as it stands."""
+        sizes = range(len(self.prior))
+        spent = self.known.get(self.length, {})
+        return TreeChoice(
+            tuple(map(self.nodes, sizes)),
+            tuple(map(self.ms, sizes)),
+            tuple(self.nodes(size) in spent for size in sizes),
+            (1.0, *self.acceptance.expected()),
+            self.nodes(self.size),
+        )
+
+    def _affords(self, size: int) -> bool:
+        """True where a round of this size may bring nothing, or the last one, of this size, brought what it cost."""
+        if size == self.size:
+            return self.price(size) <= max(self.left, self.gain)
+        return CAUTION * self.price(size) <= self.left
+
+    def _measured(self) -> None:
+        """Take the milliseconds of a block, which the few rounds that something disturbed do not change."""
+        if len(self.samples) > 1:
+            spent, nodes = median(self.samples), self.nodes(self.size)
+            if self.timed:
+                self._take(self.length, nodes, spent)
+            else:
+                self.pending.setdefault(self.length, {})[nodes] = spent
+        self.samples.clear()
+
+    def _take(self, length: int, nodes: int, ms: float) -> None:
+        if length not in self.known and self.known:  # as elsewhere, and so much more or less for all sizes
+            other = self.known[min(self.known, key=lambda each: abs(each - length))]
+            more = ms - other.get(nodes, ms)
+            self.known[length] = {each: max(0.5 * spent, spent + more) for each, spent in other.items()}
+        table = self.known.setdefault(length, {})
+        before = table.get(nodes)
+        table[nodes] = ms if before is None else before + RENEWED * (ms - before)
+        self.unkept = self.unkept or before is None or abs(table[nodes] - before) > 0.1 * before
+
+    def _use(self, size: int, rounds: int) -> None:
+        self.size, self.due, self.probes = size, rounds, size > 0 and rounds == 1
+
+    def _choose(self, begins: bool = False) -> None:
+        """The size of the next rounds, and how many they are."""
+        rates, former = self.rates(), self.size
+        paying = [size for size in range(1, len(rates)) if self._affords(size)]
+        best = max((0, *paying), key=rates.__getitem__)
+        if former in paying and best:
+            wanted = WORTH_MAKING if self.captures and best not in self.made else BETTER
+            if rates[best] < wanted * rates[former] or self.drafted < EVIDENCE:
+                best = former
+        if best and not begins and self._unknown() and not self._is_cold():
+            self._use(0, EVIDENCE)
+        elif best:
+            self._use(best, BLOCK)
+        elif former == 0 and not begins:
+            self._use(self._probe(), 1)
+        else:
+            price = self.price(self._probe()) + self.switch / self.ms(0)
+            self._use(0, min(LONGEST_REST, max(EVIDENCE, math.ceil(price / PROBES))))
+
+    def _probe(self) -> int:
+        """The size that drafts are tried again with: the cheapest."""
+        sizes = range(1, len(self.prior))
+        there = [size for size in sizes if size in self.made] if self._is_cold() else []
+        return min(there or sizes, key=self.price)
+
+    def _is_cold(self) -> bool:
+        """True where a size has to be captured first, and too few rounds have run to pay for it."""
+        return self.captures and self.rounds < SETTLED
+
+    def _unknown(self) -> bool:
+        """True where what a plain round takes is a guess."""
+        tables = (*self.known.values(), *self.pending.values())
+        return not any(1 in spent for spent in tables)

@@ -1,0 +1,234 @@
+"""The sizes of rounds' trees by simulated costs and acceptance: the most expected tokens a millisecond, a bounded loss
+where nothing is accepted, and a way back where drafts pay again."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastspec import files
+from fastspec.config import TREE_STEPS, TreeShape
+from fastspec.generation.drafters.tree_sizes import (
+    BETTER,
+    BLOCK,
+    EVIDENCE,
+    GRANTED_COLD,
+    SETTLED,
+    Acceptance,
+    TreeChoice,
+    TreeSizes,
+    bucket,
+    width_of,
+)
+from fastspec.patches.tuning import round_times
+
+SHAPES = TREE_STEPS["cuda"]
+COSTS = {
+    "small, on a GPU": (0.456, 0.62, 0.78, 1.0, 1.1, 1.3),
+    "8 billion weights, on a GPU": (4.0, 4.5, 4.8, 5.3, 5.5, 6.43),
+    "small experts, on a GPU": (1.5, 2.3, 3.1, 4.6, 7.0, 13.0),
+    "on a CPU": (20.0, 24.0, 30.0, 42.0, 60.0, 120.0),
+}
+"""Milliseconds of a round without drafts, and of one of each of SHAPES."""
+
+
+def chooser(costs: tuple[float, ...], **more: object) -> TreeSizes:
+    """A chooser whose prior thinks drafts cheaper than they are."""
+    prior = [costs[0], *(0.8 * cost for cost in costs[1:])]
+    return TreeSizes(SHAPES, SHAPES[-1], prior, **more)  # type: ignore[arg-type]
+
+
+class Text:
+    """Rounds of a text whose drafts are accepted with `chance`, c of `Acceptance`, at a cost for each size."""
+
+    def __init__(self, sizes: TreeSizes, costs: tuple[float, ...], seed: int = 0) -> None:
+        self.sizes, self.costs, self.random = sizes, costs, random.Random(seed)
+        self.made: set[int] = set()
+        self.tokens, self.ms, self.length = 0, 0.0, 500
+        self.history: list[int] = []
+
+    def round(self, chance: float, rows: int = 1) -> None:
+        size, accepted = self.sizes.size, [0] * rows
+        self.ms += self.sizes.switch * (self.history[-1:] not in ([], [size]))
+        self.made.add(size)
+        self.history.append(size)
+        if size:
+            shape = SHAPES[size - 1]
+            for row in range(rows):
+                while accepted[row] < shape.max_path - 1 and self.random.random() < 1 - math.exp(
+                    -chance * width_of(shape)
+                ):
+                    accepted[row] += 1
+        spent = self.costs[size] * (1 + 0.02 * self.random.gauss(0, 1))
+        self.ms, self.tokens = self.ms + spent, self.tokens + 1 + accepted[0]
+        self.sizes.count(size, accepted, spent, self.length, self.made)
+
+    def call(self, chance: float, tokens: int) -> float:
+        """A whole call -> its tokens a millisecond, in those of plain decoding."""
+        self.sizes.begin()
+        self.tokens, self.ms, self.history = 0, 0.0, []
+        while self.tokens < tokens:
+            self.round(chance)
+        return self.tokens / self.ms * self.costs[0]
+
+
+@pytest.mark.parametrize("switch", [0.0, 0.4])
+@pytest.mark.parametrize("tokens", [128, 1024])
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+def test_a_text_of_which_nothing_is_accepted_costs_three_percent_at_most(costs, tokens: int, switch: float) -> None:
+    for seed in range(5):
+        text = Text(chooser(costs, captures=switch > 0, switch=switch), costs, seed)
+        for _ in range(1 + 3 * SETTLED // tokens):
+            text.call(0.0, tokens)
+        rates = [text.call(0.0, tokens) for _ in range(6)]
+        assert min(rates) > 0.96 and sum(rates) / len(rates) > 0.97
+        assert 0 in text.history and set(text.history) != {0}  # drafts are tried again
+
+
+@pytest.mark.parametrize("chance", [0.2, 0.45, 0.7, 1.1])
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+def test_calls_come_near_the_best_fixed_size(costs, chance: float) -> None:
+    text = Text(chooser(costs), costs)
+    found = [text.call(chance, 1024) for _ in range(8)][2:]
+    best = 1.0
+    for shape, cost in zip(SHAPES, costs[1:], strict=True):
+        passed = 1 - math.exp(-chance * width_of(shape))
+        best = max(best, sum(passed**depth for depth in range(shape.max_path)) / cost * costs[0])
+    assert sum(found) / len(found) > 0.92 * best
+
+
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+def test_drafts_come_back_where_they_pay_again(costs) -> None:
+    text = Text(chooser(costs), costs)
+    text.call(0.0, 1024)
+    assert text.history[-50:].count(0) > 40
+    for _ in range(600):
+        text.round(1.6)
+    assert 0 not in text.history[-100:]
+    for _ in range(600):
+        text.round(0.0)
+    assert text.history[-100:].count(0) > 90
+
+
+COUNTS = st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 8), min_size=1, max_size=9)), max_size=30)
+
+
+@given(st.lists(st.floats(0.1, 50.0), min_size=6, max_size=6), COUNTS, st.integers(0, 5), st.booleans())
+@settings(deadline=None)
+def test_no_size_promises_more_than_the_chosen_one(costs, rounds, former: int, captures: bool) -> None:
+    """Whatever rounds cost and accepted, where nothing else has a say: the budget is ample, and all sizes are made."""
+    known = {0: {1: costs[0], **{shape.total_tokens: cost for shape, cost in zip(SHAPES, costs[1:], strict=True)}}}
+    sizes = chooser((1.0,) * 6, known=known, captures=captures)
+    for size, accepted in rounds:
+        sizes.acceptance.count(size, [min(drafts, SHAPES[size].max_path - 1) for drafts in accepted])
+    sizes.left, sizes.drafted, sizes.rounds, sizes.made = 1e9, EVIDENCE, SETTLED, frozenset(range(6))
+    sizes._use(former, BLOCK)
+    sizes._choose(begins=former == 0)
+    rates = sizes.rates()
+    assert rates == [tokens / cost for tokens, cost in zip((1.0, *sizes.acceptance.expected()), costs, strict=True)]
+    best = max(rates)
+    assert rates[sizes.size] == best or (sizes.size == former > 0 and rates[former] * BETTER >= best and former)
+    assert sizes.size > 0 or rates[0] == best
+
+
+def test_a_cold_call_takes_one_size_and_a_second_one_where_it_pays() -> None:
+    costs = COSTS["8 billion weights, on a GPU"]
+    text = Text(chooser(costs, captures=True), costs)
+    for _ in range(60):
+        text.round(1.1)
+    assert set(text.history) == {5}  # and no round to learn what others cost
+    text = Text(chooser(costs, captures=True), costs)
+    while 0 not in text.history:
+        text.round(0.0)
+    assert GRANTED_COLD / (costs[5] / costs[0] - 1) - BLOCK < len(text.history)
+    assert len(set(text.history)) <= 6
+
+
+def test_dear_trees_are_not_begun_with() -> None:
+    """Where the first size costs more than a text of which nothing is accepted may lose."""
+    costs = COSTS["small experts, on a GPU"]
+    sizes = chooser(costs)
+    assert sizes.price(5) > sizes.left and 0 < sizes.size < 4
+
+
+def test_other_sizes_say_what_one_would_accept() -> None:
+    """Counts of a chain foretell those of a tree of the same law, and the other way round."""
+    for seen in range(5):
+        acceptance, chance, draws = Acceptance(SHAPES), 0.8, random.Random(0)
+        levels, passed = SHAPES[seen].max_path - 1, 1 - math.exp(-chance * width_of(SHAPES[seen]))
+        for _ in range(6000):
+            accepted = 0
+            while accepted < levels and draws.random() < passed:
+                accepted += 1
+            acceptance.count(seen, [accepted])
+        for shape, told in zip(SHAPES, acceptance.expected(), strict=True):
+            passed = 1 - math.exp(-chance * width_of(shape))
+            wanted = sum(passed**depth for depth in range(shape.max_path))
+            assert told == pytest.approx(wanted, rel=0.1)
+        acceptance.fade(0.0)
+        assert acceptance.rounds == [0.0] * 5 and acceptance.expected() == Acceptance(SHAPES).expected()
+
+
+def test_a_size_s_own_rounds_count_more_than_what_others_say() -> None:
+    acceptance = Acceptance(SHAPES)
+    acceptance.count(0, [0] * 100)
+    acceptance.count(4, [8] * 400)
+    assert acceptance.expected()[0] < 1.3 and acceptance.expected()[4] > 8
+
+
+def test_what_rounds_take_is_known_by_length_and_by_size() -> None:
+    assert [bucket(length) for length in (0, 1, 1024, 1025, 4096, 4097, 16384, 65536)] == [0, 0, 0, 1, 1, 2, 2, 3]
+    sizes = chooser((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), known={0: {1: 10.0, 60: 30.0}})
+    assert sizes.ms(0) == 10.0 and sizes.ms(5) == 30.0
+    assert sizes.ms(1) == pytest.approx(16.0) and sizes.ms(4) == pytest.approx(25.0)  # by the nearest that is known
+    assert sizes.price(5) == pytest.approx(2.0)
+    sizes._use(5, 2)
+    for _ in range(2):
+        sizes.count(5, [3], 36.0, 5000, {5})  # longer texts: every size takes so much longer
+    assert sizes.known[2] == {1: 16.0, 60: 36.0} and sizes.known[0] == {1: 10.0, 60: 30.0}
+
+
+def test_without_a_clock_a_call_uses_what_earlier_ones_took() -> None:
+    """As processes do that hold a model together, with the first one's times."""
+    kept: list[object] = []
+    sizes = chooser((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), timed=False, keep=kept.append)
+    before = [sizes.ms(size) for size in range(6)]
+    text = Text(sizes, (7.0,) * 6)
+    text.call(0.5, 200)
+    assert [sizes.ms(size) for size in range(6)] == before and not sizes.known and sizes.pending
+    sizes.end()
+    assert not kept
+    sizes.agree(lambda mine: {0: dict.fromkeys(mine[0], 5.0)})
+    assert len(sizes.known[0]) > 1 and set(sizes.known[0].values()) == {5.0} and sizes.ms(0) == 5.0
+    sizes.end()
+    assert kept == [sizes.known]
+
+
+def test_what_was_measured_is_kept_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rounds" / "one.json"
+    assert round_times.read_times(path) == {}
+    round_times.keep_times(path, {0: {1: 1.5, 60: 2.5}, 2: {1: 3.0}})
+    assert round_times.read_times(path) == {0: {1: 1.5, 60: 2.5}, 2: {1: 3.0}}
+    files.write(path, {"round_ms": [1, 2]})
+    with pytest.warns(RuntimeWarning, match="damaged and is ignored"):
+        assert round_times.read_times(path) == {}
+
+
+def test_a_choice_prints_a_table() -> None:
+    table = TreeChoice((1, 4), (3.0, 3.5), (True, False), (1.0, 2.25), 4)
+    assert [line.split() for line in str(table).split("\n")] == [
+        ["4", "nodes", "chosen"],
+        ["nodes", "round", "ms", "expected", "tokens/ms"],
+        ["1", "3.000", "1.000", "0.3333"],
+        ["4", "3.500~", "2.250", "0.6429", "<"],
+    ]
+
+
+def test_a_shape_with_fewer_nodes_grows_no_further_than_these_reach() -> None:
+    assert TreeShape(60, 7, 10).limited(2) == TreeShape(2, 0, 1)
+    assert TreeShape(60, 7, 10).limited(4) == TreeShape(4, 2, 3) and TreeShape(8, 5, 2).limited(4) == TreeShape(4, 2, 2)
