@@ -207,7 +207,8 @@ def read_bytes(model: Any, experts: float | None) -> int:
     for name, weight in model.named_parameters():
         if id(weight) in whole:
             share = experts / weight.shape[0] if experts is not None and ".experts." in name else 1
-            total += round(weight.nbytes * share)
+            codes = getattr(weight, "qdata", None)  # torchao's tensors count the bytes of what they stand for
+            total += round((weight.nbytes if codes is None else codes.nbytes + weight.scale.nbytes) * share)
     return total
 
 

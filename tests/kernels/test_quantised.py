@@ -56,7 +56,7 @@ def multiplied(weight: reference.StoredWeight, dtype: torch.dtype) -> Tensor:
     numbers, zeros = reference.numbers(weight).to(dtype).double(), reference.zeros(weight)
     numbers = numbers if zeros is None else numbers - zeros[:, columns]
     dense = numbers * reference.scales(weight).double()[lines.to(weight.device)][:, columns]
-    return dense.float().to(dtype).double() if kernel.Form.of(weight, None).spread else dense
+    return dense.float().to(dtype).double() if kernel.StoredForm.of(weight, None).spread else dense
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -225,7 +225,7 @@ class RootsOnly(Drafter):
     def __init__(self, drafter: Drafter, root: Tensor) -> None:
         self.drafter, self.root = drafter, root
         self.traits = Traits(drafter.traits.place, reads_logits=drafter.traits.reads_logits)
-        self.catches_up = type(drafter).catch_up is not Drafter.catch_up
+        self.catches_up = drafter.traits.place is Place.HOST and type(drafter).catch_up is not Drafter.catch_up
 
     def reserve(self, committed: int) -> int:
         return self.drafter.reserve(committed)

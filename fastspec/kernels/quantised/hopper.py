@@ -267,7 +267,7 @@ def hopper_stored(
     for weight, bias in zip(weights, biases, strict=True):
         codes = weight.codes[:, :depth] if side == 1 else weight.codes.view(-1, depth // side)
         described.append(_descriptor(codes, launch.channels, gl.uint8))
-        operands.append(Operands(weight.scales, bias, weight.shape[0], weight.scales.shape[1], weight.block[0]))
+        operands.append(HopperOperands(weight.scales, bias, weight.shape[0], weight.scales.shape[1], weight.block[0]))
         tiles += -(-weight.shape[0] // lines)
     rows_of_parts = x if side == 1 else x.view(rows * side, -1)
     _hopper_stored[(tiles // gates, -(-rows * side // launch.rows))](
@@ -299,7 +299,7 @@ def hopper_stored(
     )
 
 
-class Operands(NamedTuple):
+class HopperOperands(NamedTuple):
     """A weight as the kernel takes it, beside its codes: the descriptors of a launch are arguments of their own."""
 
     scales: Tensor

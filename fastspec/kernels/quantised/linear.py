@@ -353,7 +353,7 @@ def _stored_kernel(
     STAGES: tl.constexpr,
 ):
     """Out [R, M] of x [R, K] and COUNT weights of one form, side by side; with GATED of a gate and an up part. A weight
-    is what `_operands` makes of it. With SPREAD channels of a step have scales of their own, with GROUPED steps do,
+    is a `StoredOperands`. With SPREAD channels of a step have scales of their own, with GROUPED steps do,
     else lines."""
     tile = tl.program_id(0)
     for i in tl.static_range(COUNT):
@@ -394,7 +394,7 @@ def _stored_kernel(
         tile -= tiles
 
 
-class Operands(NamedTuple):
+class StoredOperands(NamedTuple):
     """A weight as the kernel takes it."""
 
     codes: Tensor
@@ -416,7 +416,7 @@ class Operands(NamedTuple):
     """Output channel of its first line."""
 
 
-class Form(NamedTuple):
+class StoredForm(NamedTuple):
     """What weights of one launch have in common."""
 
     kind: Codes
@@ -428,7 +428,7 @@ class Form(NamedTuple):
     biased: bool
 
     @classmethod
-    def of(cls, weight: StoredWeight, bias: Tensor | None) -> Form:
+    def of(cls, weight: StoredWeight, bias: Tensor | None) -> StoredForm:
         """Of a weight and its bias."""
         depth, group = weight.depth, weight.block[1]
         return cls(
@@ -483,7 +483,7 @@ def linears(
 ) -> Tensor:
     """`reference.linears`: one launch of weights of one form."""
     rows = min(served(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    forms = {Form.of(weight, bias) for weight, bias in zip(weights, biases, strict=True)}
+    forms = {StoredForm.of(weight, bias) for weight, bias in zip(weights, biases, strict=True)}
     channels = [weight.shape[0] for weight in weights]
     if not rows or len(forms) > 1 or (kind is not None and channels[0] != channels[1]):
         return partial(linear_reference.linears, product=linear)(x, weights, biases, kind)  # type: ignore[arg-type]
@@ -516,12 +516,12 @@ def _launch(
 ) -> None:
     """Fill out [..., M], contiguous, with the products of x [R, K] and weights of one form, side by side, or with a
     kind opened(gate) * up."""
-    (rows, depth), one, form = x.shape, weights[0], Form.of(weights[0], biases[0])
+    (rows, depth), one, form = x.shape, weights[0], StoredForm.of(weights[0], biases[0])
     operands, first = [], 0
     for weight, bias in zip(weights, biases, strict=True):
         nested = weight.nested
         operands.append(
-            Operands(
+            StoredOperands(
                 weight.codes,
                 weight.scales,
                 weight.zeros,
