@@ -99,8 +99,8 @@ def _hopper_stored(
     ASSEMBLY: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    PDL: gl.constexpr,
     WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Out [R, M] in d_x's dtype. The grid's second side counts tiles of BR rows. With SIDE codes and rows are those of
     the parts; SERIES divides the steps."""

@@ -69,9 +69,11 @@ def apart(rows: int, channels: Sequence[int], depth: int, kind: Activation | Non
     return make
 
 
-def stored(rows: int, kind: Codes, block: tuple[int, int], **more: bool) -> Callable[[Draw], Inputs]:
+def stored(
+    rows: int, kind: Codes, block: tuple[int, int], gate: Activation | None = None, **more: bool
+) -> Callable[[Draw], Inputs]:
     """x [rows, 256] times two weights of 48 channels as a quantiser stores them, with scales of blocks; `more` says
-    which of `zeros`, `nested` and `on_sums` they have."""
+    which of `zeros`, `nested` and `on_sums` they have. With a `gate` both have a bias, else one has."""
 
     def weight(draw: Draw) -> StoredWeight:
         groups = 256 // block[1]
@@ -91,7 +93,11 @@ def stored(rows: int, kind: Codes, block: tuple[int, int], **more: bool) -> Call
             on_sums=more.get("on_sums", False),
         )
 
-    return lambda draw: ((draw.floats(1, rows, 256), [weight(draw), weight(draw)], [None, draw.floats(48)]), {})
+    def make(draw: Draw) -> Inputs:
+        x, weights, bias = draw.floats(1, rows, 256), [weight(draw), weight(draw)], draw.floats(48)
+        return (x, weights, [bias if gate else None, bias], gate), {}
+
+    return make
 
 
 def attention(
@@ -376,6 +382,7 @@ CHECKS: tuple[Check, ...] = (
     Check("linears", "5 rows, a gate of GELU", apart(5, (48, 48), 256, GELU_TANH)),
     Check("stored_linears", "int8 by lines, one row", stored(1, INT8, (1, 256), on_sums=True)),
     Check("stored_linears", "e4m3 in blocks, 5 rows", stored(5, E4M3, (16, 128))),
+    Check("stored_linears", "e4m3 in blocks, a gate, 20 rows", stored(20, E4M3, (16, 128), SILU)),
     Check("stored_linears", "4 bits, zero points, 20 rows", stored(20, PACKED4, (1, 32), zeros=True)),
     Check("stored_linears", "a table, nested scales, 80 rows", stored(80, NF4, (1, 64), nested=True)),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
