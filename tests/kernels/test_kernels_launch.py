@@ -33,6 +33,7 @@ ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 # The products let dependents start before their own wait: see the last paragraph of launch.py, and their tests.
 KERNELS = Path(launch.__file__).parent
 PRODUCTS = {KERNELS / "linear" / f"{name}.py" for name in ("linear", "row", "hopper")}
+PRODUCTS |= {KERNELS / "quantised" / f"{name}.py" for name in ("linear", "hopper")}
 FILES = [
     path
     for path in sorted(KERNELS.rglob("*.py"))
