@@ -74,6 +74,7 @@ def pretend(target: int | str) -> None:
     from fastspec.kernels.drafting import topk_expand
     from fastspec.kernels.linear import experts, linear
     from fastspec.kernels.linear import hopper as hopper_linear
+    from fastspec.kernels.quantised import hopper as hopper_stored
     from fastspec.kernels.quantised import linear as stored
     from fastspec.kernels.quantised.conversions import assembly
 
@@ -84,7 +85,7 @@ def pretend(target: int | str) -> None:
     for module in (linear, topk_expand):
         module.has_descriptors = launch._capable
     launch.shared_memory = lambda device: limit_of(target)
-    for module in (hopper_attention, hopper_linear, ordered_attention, experts):
+    for module in (hopper_attention, hopper_linear, hopper_stored, ordered_attention, experts):
         module.is_hopper = lambda device: capability == 90
     tree_attention.processors = lambda device: 108
 
