@@ -10,18 +10,20 @@ from collections.abc import Callable
 from functools import partial
 from numbers import Integral
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from fastspec.cascade.config import Cascade
 from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
 from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.handed import VerifyingRounds
 from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
 from fastspec.generation.engine.prefix_cache import LEAST, LEAST_CAPTURED, PrefixCache
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
@@ -50,11 +52,17 @@ from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
+if TYPE_CHECKING:
+    from fastspec.patches.cascade.open_batch import ContinuousCascade
+
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
 CHUNKS = {"cuda": 1024, "cpu": 256}
 """Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
 pass."""
+
+
+BatchT = TypeVar("BatchT", bound="Continuous")
 
 
 def continuous(
@@ -66,19 +74,20 @@ def continuous(
     prefill_chunk: int | Literal["auto"] | None = "auto",
     narrows: bool = True,
     prefix_caching: bool | None = None,
-) -> Continuous:
+) -> Continuous | ContinuousCascade:
     """Decode prompts as they come, up to `rows` at a time:
 
         with fastspec.continuous(model, "eagle3", rows=8) as batch:
             future = batch.submit(ids, max_new_tokens=256)
             future.result()     # what model.generate(ids, max_new_tokens=256) returns
 
-    `assistant` is what `fastspec.ContinuousBatch` takes. A row has room for `max_length` tokens, prompt and answer
-    (None: the model's positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read
-    `prefill_chunk` tokens at a time between two rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number, for
-    work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts can be read
-    together. Where passes are captured, short prompts that wait at the same time are read together, up to eight in one
-    pass.
+    `assistant` is what `fastspec.ContinuousBatch` takes, or "cascade" (a `fastspec.Cascade` of the patch's stages too)
+    in its adaptive mode: then every stage has `rows` rows of its own. A row has room for `max_length` tokens, prompt
+    and answer (None: the model's positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are
+    read `prefill_chunk` tokens at a time between two rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number,
+    for work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts can be
+    read together. Where passes are captured, short prompts that wait at the same time are read together, up to eight in
+    one pass.
 
     Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as
     in another. In low precision a text's rounding depends on the number of rows, and so on the load. With
@@ -100,12 +109,57 @@ def continuous(
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
-    model = unwrapped(model)
+    if assistant == Cascade.name or isinstance(assistant, Cascade):
+        model = unwrapped(model)
+        found: Any = resolve(assistant, _session(model).resources, model)
+        if isinstance(found, Decoding):
+            raise Unsupported(
+                "continuous: the modes 'token' and 'lossless' of a cascade draft with several models for all rows of a "
+                "call at once, and no prompt can join there: mode='adaptive' has an open batch for each stage"
+            )
+        opened: ContinuousCascade = found.continuous(
+            rows,
+            max_length=max_length,
+            prefill_chunk=prefill_chunk,
+            narrows=narrows,
+            prefix_caching=prefix_caching,
+        )
+        return opened
+    return open_batch(
+        Continuous,
+        model,
+        assistant,
+        rows,
+        max_length=max_length,
+        prefill_chunk=prefill_chunk,
+        narrows=narrows,
+        prefix_caching=prefix_caching,
+    )
+
+
+def _session(model: Any) -> PatchSession:
     session = session_of(model)
     if session is None:
         raise Unsupported(
             f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.continuous"
         )
+    return session
+
+
+def open_batch(
+    kind: type[BatchT],
+    model: Any,
+    assistant: Any,
+    rows: int,
+    *,
+    max_length: int | None,
+    prefill_chunk: int | Literal["auto"] | None,
+    narrows: bool,
+    prefix_caching: bool | None,
+) -> BatchT:
+    """An open batch of this class, as `continuous` makes it."""
+    model = unwrapped(model)
+    session = _session(model)
     if group_of(model) is not None:
         raise Unsupported(
             f"continuous: {processes_of(model)} processes hold this {type(model).__name__}, and prompts come to each "
@@ -140,7 +194,7 @@ def continuous(
             f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
         )
     caches = narrows if prefix_caching is None else prefix_caching
-    return Continuous(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches)
+    return kind(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches)
 
 
 class Continuous:
@@ -151,6 +205,9 @@ class Continuous:
     distribution. A sampled answer is a function of the prompt, its settings and its seed, whatever else is decoded. A
     prompt that fails ends with its error in its future, and no other does.
     """
+
+    verifies: ClassVar[bool] = False
+    """True where prompts may bring an answer of another model (`VerifyingRounds`)."""
 
     def __init__(
         self,
@@ -216,6 +273,12 @@ class Continuous:
         `max_length` included; ValueError for settings that transformers refuses, and tokens that the model has not;
         FastSpecError where the batch is closed.
         """
+        return self.arrive(self.prepared(ids, generation_config, streamer, seed, options))
+
+    def prepared(
+        self, ids: Tensor, generation_config: Any, streamer: Any, seed: int | None, options: dict[str, Any]
+    ) -> PreparedPrompt:
+        """The prompt of these arguments of `submit`, which raises what this raises."""
         refuse_overrides(self.model)
         if ids.dim() == 1:
             ids = ids[None]
@@ -230,6 +293,10 @@ class Continuous:
                 f"this batch has room for {self.max_length} (max_length): ask for fewer (max_new_tokens), or shorten "
                 "the prompt"
             )
+        return single
+
+    def arrive(self, single: PreparedPrompt) -> AnswerFuture:
+        """Let a prompt wait for a row."""
         with self._changed:
             self._refuse_closed()
             self._arrived.append(single)
@@ -366,7 +433,8 @@ class Continuous:
         ops = self.session.ops(self.model, mode_for(self.model))
         root = torch.zeros(rows, dtype=torch.long, device=device)
         text = Text(root[:, None], torch.ones_like(root[:, None], dtype=torch.bool))
-        request = Request(text.ids, torch.ones_like(root), [], 0, end_tokens(self.model.generation_config), None)
+        ends, answers = end_tokens(self.model.generation_config), () if self.verifies else None
+        request = Request(text.ids, torch.ones_like(root), [], 0, ends, None, answers=answers)
         processing = Processing(LogitsProcessorList())
         plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
         engine = new_engine(plan)
@@ -376,7 +444,8 @@ class Continuous:
             engine.drafter.begin(request.prompts, request.counts, features, root)
         engine.begin(root)
         first = partial(entry, plan, engine) if other is None else other.entry
-        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), first, self.chunk, self._together)
+        kind = VerifyingRounds if self.verifies else Rounds
+        return kind(engine, batch, OwnRules(batch, engine.target, engine.ops), first, self.chunk, self._together)
 
     def _run(self) -> None:
         """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has

@@ -29,6 +29,7 @@ class Told:
     raises: Exception | None = None
     is_cancelled: bool = False
     keeps_logits: bool = False
+    handed: tuple[int, ...] = ()
     finished: list[tuple[list[int], BaseException | None]] = field(default_factory=list)
 
     @property
