@@ -142,6 +142,15 @@ class CascadeModels:
             self.solvers[key] = Solver(predictor.table(config.risk), self.rates[config.costs])
         return self.solvers[key]
 
+    def cost(self, config: Cascade, visit: Visit) -> float | None:
+        """Milliseconds that a visit's tokens cost by the rates that a configuration decides by; None without any."""
+        rates = self.rates.get(config.costs)
+        if rates is None:
+            return None
+        times = rates.token_ms, rates.verify_ms, rates.start_ms
+        token, verify, start = (each[visit.stage] for each in times)
+        return visit.new_tokens * token + visit.handed_tokens * verify + start
+
     def decoding(self, config: Cascade) -> Any:
         """The decoding of a call. Raises Unsupported for a configuration of other stages."""
         if [stage.model for stage in config.stages] != [stage.stage.model for stage in self.stages[:-1]]:
@@ -268,6 +277,7 @@ class AdaptiveCascade:
             counts = len(row.answer) - kept[at], kept[at], len(handed[at])
             visit = Visit(index, stage.label, "answered: it is the last", *counts, milliseconds=share)
             last, ended = index == len(self.models.stages) - 1, row.answer[-1] in ends
+            visit = replace(visit, cut=len(row.answer) >= limit and not ended)
             if not last or self.on_answer is not None:
                 told = features(
                     outcome.measures[at],
@@ -284,7 +294,7 @@ class AdaptiveCascade:
                     self.on_answer(StageAnswer(row.number, visit, row.answer, len(prompt), ended, told, *times))
                 else:
                     visit, row.done = self.judged(visit, row, told)
-            row.visits.append(visit)
+            row.visits.append(replace(visit, cost=self.models.cost(self.config, visit)))
 
     def handed(self, row: CascadeRow, index: int, given: dict[str, Any]) -> list[int]:
         """The answer that a row has already, in a stage's tokens."""

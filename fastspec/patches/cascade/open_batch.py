@@ -287,18 +287,20 @@ class ContinuousCascade:
             len(call.handed),
             milliseconds=1000 * (time.perf_counter() - call.began),
         )
+        ended = tokens[-1] in stage.ends(ends_of(stage, request.given))
+        visit = replace(visit, cut=len(tokens) >= request.limit and not ended)
         if call.measured is not None:
             told = features(
                 call.measured.whole(),
                 tokens,
                 prompt_tokens=len(call.prompt),
                 limit=request.limit,
-                ended=tokens[-1] in stage.ends(ends_of(stage, request.given)),
+                ended=ended,
                 stage=call.index,
                 stages=len(self.models.stages),
             )
             visit, row.done = request.decides.judged(visit, row, told)
-        self._visited(request, visit)
+        self._visited(request, replace(visit, cost=self.models.cost(self.config, visit)))
         if call.measured is not None and not row.done:
             self._ask(request, call.index + 1)
             return
@@ -339,6 +341,11 @@ class ContinuousCascade:
     def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
         """Warm up one stage after another, as `Continuous.warmup` does -> the seconds that it took."""
         return sum(batch.warmup(length, told) for batch in self.batches)
+
+    @property
+    def rewriting(self) -> tuple[str, ...]:
+        """Names of the stages that read other tokens than the large model, or another prompt."""
+        return tuple(stage.label for stage in self.models.stages if stage.foreign or stage.stage.prompt is not None)
 
     @property
     def max_length(self) -> int:

@@ -23,9 +23,8 @@ from starlette.exceptions import HTTPException
 from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
-from fastspec.patches.continuous import Continuous
 from fastspec.programs.serving.answers import Event
-from fastspec.programs.serving.batch import Here, Served
+from fastspec.programs.serving.batch import Here, OpenBatches, Served
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
 from fastspec.programs.serving.messages import MESSAGE, MessageForm
 from fastspec.programs.serving.middleware import RequestMiddleware, error_on
@@ -65,7 +64,7 @@ log = logging.getLogger("fastspec.serve")
 
 
 def build_app(
-    batch: Continuous | Remote,
+    batch: OpenBatches | Remote,
     tokenizer: Any,
     name: str,
     *,
@@ -86,7 +85,7 @@ def build_app(
         raise Unsupported(
             f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True"
         )
-    served: Served = Here(batch, tokenizer) if isinstance(batch, Continuous) else batch
+    served: Served = batch if isinstance(batch, Remote) else Here(batch, tokenizer)
     server = Server(served, tokenizer, name, limits or Limits(), {} if head is None else {"head": head})
 
     @asynccontextmanager

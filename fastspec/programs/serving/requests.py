@@ -99,6 +99,8 @@ class AnswerRequest:
     frequency: float = 0.0
     presence: float = 0.0
     assistant: str | None = None
+    price: float | None = None
+    """What a bad answer of a cascade costs, in milliseconds."""
     arrived: float = field(default_factory=time.perf_counter)
 
     @property
@@ -107,7 +109,10 @@ class AnswerRequest:
         return self.n * max(1, len(self.prompts))
 
 
-SAMPLING = "seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"
+SAMPLING = (
+    *("seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"),
+    "price",
+)
 """Fields of all routes that OpenAI's interface does not have, or not everywhere."""
 
 
@@ -249,6 +254,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         float(body.get("frequency_penalty", 0)),
         float(body.get("presence_penalty", 0)),
         body.get("assistant"),
+        body.get("price"),
     )
 
 
