@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -52,14 +52,71 @@ from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
-if TYPE_CHECKING:
-    from fastspec.patches.cascade.open_batch import ContinuousCascade
-
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
 CHUNKS = {"cuda": 1024, "cpu": 256}
 """Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
 pass."""
+
+
+class PromptBatch(Protocol):
+    """Open batch as programs use it: a model's (`Continuous`), or one of every stage of a cascade
+    (`ContinuousCascade`)."""
+
+    @property
+    def model(self) -> Any:
+        """The patched model."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt and its answer at most."""
+
+    @property
+    def info(self) -> dict[str, str]:
+        """What it decodes with."""
+
+    @property
+    def stats(self) -> Stats:
+        """Counts since it was opened."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the rounds that have ended."""
+
+    @property
+    def running(self) -> int:
+        """Rows that hold a prompt."""
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for a row."""
+
+    @property
+    def alive(self) -> bool:
+        """True where it takes prompts."""
+
+    def submit(
+        self,
+        ids: Tensor,
+        generation_config: Any = None,
+        streamer: Any = None,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> AnswerFuture:
+        """Ask for the answer to one prompt."""
+
+    def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
+        """Compile and capture before prompts come -> the seconds that it took."""
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Take no more prompts, and return when all answers are there."""
+
+    def __enter__(self) -> PromptBatch: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 BatchT = TypeVar("BatchT", bound="Continuous")
@@ -74,7 +131,7 @@ def continuous(
     prefill_chunk: int | Literal["auto"] | None = "auto",
     narrows: bool = True,
     prefix_caching: bool | None = None,
-) -> Continuous | ContinuousCascade:
+) -> PromptBatch:
     """Decode prompts as they come, up to `rows` at a time:
 
         with fastspec.continuous(model, "eagle3", rows=8) as batch:
@@ -117,7 +174,7 @@ def continuous(
                 "continuous: the modes 'token' and 'lossless' of a cascade draft with several models for all rows of a "
                 "call at once, and no prompt can join there: mode='adaptive' has an open batch for each stage"
             )
-        opened: ContinuousCascade = found.continuous(
+        opened: PromptBatch = found.continuous(
             rows,
             max_length=max_length,
             prefill_chunk=prefill_chunk,

@@ -179,7 +179,7 @@ class AnswerFuture(Future[Tensor]):
     cached_tokens = 0
 
 
-class MeasuredAnswer:
+class AnswerMeasures:
     """The `fastspec.generation.verify.measure` of every token of an answer, as its rounds give them."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class PreparedPrompt:
         self._observed: tuple[int, Tensor | None] = (0, None)
         self.future = AnswerFuture()
         self.handed: Sequence[int] = ()
-        self.measured: MeasuredAnswer | None = None
+        self.measured: AnswerMeasures | None = None
         """Takes the measures of all tokens, where they are asked for."""
 
     def move(self, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.engine.prefix_cache import common_length
 from fastspec.generation.stats import Stats
 from fastspec.generation.verify import drawn_seed
-from fastspec.patches.call.one_prompt import AnswerFuture, MeasuredAnswer
+from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow
 from fastspec.patches.cascade.settings import (
@@ -51,7 +51,7 @@ class StageBatch(Continuous):
         self,
         prompt: Sequence[int],
         handed: Sequence[int],
-        measured: MeasuredAnswer | None,
+        measured: AnswerMeasures | None,
         streamer: Any,
         seed: int,
         options: dict[str, Any],
@@ -109,7 +109,7 @@ class StageCall:
     index: int
     prompt: list[int]
     handed: list[int]
-    measured: MeasuredAnswer | None
+    measured: AnswerMeasures | None
     rounds: StageRounds
     began: float = field(default_factory=time.perf_counter)
 
@@ -245,7 +245,7 @@ class ContinuousCascade:
             self._ask(request, index + 1)
             return
         handed = request.decides.handed(row, index, given)
-        call = StageCall(index, prompt, handed, None if last else MeasuredAnswer(), StageRounds())
+        call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds())
         seed = (request.seed + index * NEXT_SEED + 2**63) % 2**64 - 2**63
         options = stage_options(stage, given, request.limit)
         streamer = request.streamer if last else call.rounds

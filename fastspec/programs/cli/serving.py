@@ -20,7 +20,7 @@ from fastspec.programs.cli.options import Backend, Device, Head, MaxNewTokens, M
 from fastspec.programs.terminal import counting
 
 if TYPE_CHECKING:
-    from fastspec.programs.serving.batch import OpenBatches
+    from fastspec.patches.continuous import PromptBatch
 
 HEADS = {"eagle3": "eagle3", "eagle2": "eagle", "eagle": "eagle"}
 """Assistants with a head -> the option that names it."""
@@ -152,7 +152,7 @@ def opened(
     warmup: int | None = None,
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
-) -> tuple[OpenBatches, Any]:
+) -> tuple[PromptBatch, Any]:
     """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of
     so many tokens."""
     from fastspec.patches.continuous import continuous

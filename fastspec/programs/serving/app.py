@@ -23,8 +23,9 @@ from starlette.exceptions import HTTPException
 from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
+from fastspec.patches.continuous import PromptBatch
 from fastspec.programs.serving.answers import Event
-from fastspec.programs.serving.batch import Here, OpenBatches, Served
+from fastspec.programs.serving.batch import Here, Served
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
 from fastspec.programs.serving.messages import MESSAGE, MessageForm
 from fastspec.programs.serving.middleware import RequestMiddleware, error_on
@@ -64,7 +65,7 @@ log = logging.getLogger("fastspec.serve")
 
 
 def build_app(
-    batch: OpenBatches | Remote,
+    batch: PromptBatch | Remote,
     tokenizer: Any,
     name: str,
     *,

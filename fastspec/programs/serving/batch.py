@@ -20,14 +20,12 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound, TokenPenalties
 from fastspec.patches.cascade.open_batch import ContinuousCascade
-from fastspec.patches.continuous import Continuous
+from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.scoring import text_logprobs
 
 REFUSALS = (Unsupported, ValueError, FastSpecError)
 """What a batch raises for a prompt that it does not take; FastSpecError where it takes none any more."""
-OpenBatches = Continuous | ContinuousCascade
-"""What decodes in one process."""
 PutRound = Callable[[StreamedRound | Visit], None]
 """Takes a round of one answer, or a stage's part in it, or the part of a text that a pass scored."""
 
@@ -46,9 +44,11 @@ class BatchPrompt:
     price: float | None = None
 
 
-def read_tokens(batch: OpenBatches, tokenizer: Any) -> None:
+def read_tokens(batch: PromptBatch, tokenizer: Any) -> None:
     """Let llguidance read the tokenizer before requests come: meanwhile no thread runs, for seconds where there are
-    100,000 tokens. What it cannot read is refused with the first grammar."""
+    100,000 tokens. What it cannot read is refused with the first grammar; a cascade takes none."""
+    if isinstance(batch, ContinuousCascade):
+        return
     with suppress(Unsupported):
         fastspec.Grammar(tokenizer, choice=["a"], end_tokens=sorted(end_tokens(batch.model.generation_config)))
 
@@ -85,7 +85,7 @@ def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
         )
 
 
-def submit(batch: OpenBatches, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:
+def submit(batch: PromptBatch, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:
     """Hand a prompt to an open batch of this process."""
     row, config = torch.tensor([prompt.ids], device="cpu"), prompt.config
     options: dict[str, Any] = {"seed": prompt.seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
@@ -128,7 +128,7 @@ def settle(future: Future[Any], error: BaseException | None) -> None:
 class TextScorer:
     """Thread that scores one text after another, between the rounds of an open batch."""
 
-    def __init__(self, batch: OpenBatches) -> None:
+    def __init__(self, batch: PromptBatch) -> None:
         self.batch, self.threads = batch, ThreadPoolExecutor(1, "fastspec-scores")
         self.passes = 0
         """Passes over texts that have ended."""
@@ -213,7 +213,7 @@ class Served(Protocol):
 class Here:
     """An open batch of this process, as a server uses it."""
 
-    def __init__(self, batch: OpenBatches, tokenizer: Any) -> None:
+    def __init__(self, batch: PromptBatch, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
         self.model, self.max_length, self.scorer = batch.model, batch.max_length, TextScorer(batch)
         self.info = batch.info

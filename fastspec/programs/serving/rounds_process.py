@@ -18,11 +18,12 @@ from typing import Any
 from fastspec.cascade.decisions import Visit
 from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import StreamedRound
+from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import keep_criterion
-from fastspec.programs.serving.batch import BatchPrompt, OpenBatches, PutRound, TextScorer, read_tokens, submit
+from fastspec.programs.serving.batch import BatchPrompt, PutRound, TextScorer, read_tokens, submit
 from fastspec.programs.serving.wire import Failure, Wire
 
-Opened = tuple[OpenBatches, Any]
+Opened = tuple[PromptBatch, Any]
 """An open batch and its tokenizer."""
 
 
@@ -167,7 +168,7 @@ def _end_with_parent() -> None:
 class BatchEnd:
     """This process's end of the connection."""
 
-    def __init__(self, connection: Connection, batch: OpenBatches, tokenizer: Any) -> None:
+    def __init__(self, connection: Connection, batch: PromptBatch, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
         self.answers: dict[int, Future[Any]] = {}
         self.scorer = TextScorer(batch)
