@@ -4,10 +4,10 @@
     python examples/cascade.py --folder /tmp/cascade
 
 The large model is SmolLM2-135M-Instruct. The small stage is a copy of it without two of its 30 layers, which nobody has
-trained to do without them: it knows fewer capitals, and is hardly cheaper. A real small stage is a model of its own; the
-commands are the same. Numbers of some 40 held-out questions show the way and prove nothing: `evaluate` takes the rates
-that were measured here, by which the copy may even be the dearer one. What is explained and served decides by costs in
-the stages' numbers of layers instead, so that it does not hang on what else this machine does.
+trained to do without them: it knows fewer capitals, and is hardly cheaper. A real small stage is a model of its own;
+the commands are the same. Numbers of some 40 held-out questions show the way and prove nothing. `evaluate` takes the
+rates that were measured here, by which the copy may even be the dearer one. What is explained and served decides by
+costs in numbers of layers instead, so that it does not hang on what else this machine does.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ LAYERS, DROPPED = 30, (14, 20)
 NEW_TOKENS = 12
 PRICES = 100, 2000, 40000
 """Milliseconds that a bad answer costs, where a token of the large model costs 30."""
-CAPITALS = dict(
-    line.split(":")
-    for line in """France:Paris Japan:Tokyo Italy:Rome Spain:Madrid Egypt:Cairo Peru:Lima Kenya:Nairobi Cuba:Havana
+PAIRS = """France:Paris Japan:Tokyo Italy:Rome Spain:Madrid Egypt:Cairo Peru:Lima Kenya:Nairobi Cuba:Havana
 Norway:Oslo Poland:Warsaw Greece:Athens Iran:Tehran Chile:Santiago Ghana:Accra Nepal:Kathmandu Turkey:Ankara
 Germany:Berlin Austria:Vienna Hungary:Budapest Portugal:Lisbon Ireland:Dublin Sweden:Stockholm Finland:Helsinki
 Denmark:Copenhagen Belgium:Brussels Romania:Bucharest Bulgaria:Sofia Serbia:Belgrade Croatia:Zagreb Ukraine:Kyiv
@@ -46,8 +44,8 @@ Bangladesh:Dhaka Iraq:Baghdad Syria:Damascus Lebanon:Beirut Jordan:Amman Canada:
 Venezuela:Caracas Ecuador:Quito Uruguay:Montevideo Paraguay:Asuncion Nigeria:Abuja Uganda:Kampala Tanzania:Dodoma
 Zambia:Lusaka Zimbabwe:Harare Angola:Luanda Senegal:Dakar Mali:Bamako Morocco:Rabat Algeria:Algiers Tunisia:Tunis
 Libya:Tripoli Sudan:Khartoum Somalia:Mogadishu Australia:Canberra Iceland:Reykjavik Estonia:Tallinn Latvia:Riga
-Lithuania:Vilnius Mongolia:Ulaanbaatar Armenia:Yerevan Georgia:Tbilisi Azerbaijan:Baku Afghanistan:Kabul""".split()
-)
+Lithuania:Vilnius Mongolia:Ulaanbaatar Armenia:Yerevan Georgia:Tbilisi Azerbaijan:Baku Afghanistan:Kabul"""
+CAPITALS = dict(pair.split(":") for pair in PAIRS.split())
 
 
 def save_small(folder: Path) -> None:
