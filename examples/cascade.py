@@ -106,7 +106,7 @@ def served(cascade: Path, log: Path) -> Iterator[str]:
     command = ["serve", SMOLLM2, "--cascade", str(cascade), "--rows", "4", "--max-length", "512", "--port", str(port)]
     print("\n$ fastspec", *command, flush=True)
     with log.open("w") as file:
-        server = subprocess.Popen([sys.executable, "-m", "fastspec", *command], stderr=file)
+        server = subprocess.Popen([sys.executable, "-m", "fastspec", *command], stdout=file, stderr=file)
         try:
             while f"serving on http://127.0.0.1:{port}" not in log.read_text():
                 if server.poll() is not None:
