@@ -92,6 +92,7 @@ def soak(model: Any, count: int, seed: int = 0, **options: Any) -> list[Any]:
             (each.stage, each.new_tokens, each.kept_tokens, each.handed_tokens) for each in own.visits
         ]
         for mine, theirs in zip(told.visits, own.visits, strict=True):
+            assert (mine.outcome, mine.cost, mine.cut) == (theirs.outcome, theirs.cost, theirs.cut)
             assert mine.quality == pytest.approx(theirs.quality, abs=1e-4)
         if streamer is not None:
             assert streamer.tokens == out[0, ids.shape[1] :].tolist() and streamer.visits == list(told.visits)
@@ -162,6 +163,10 @@ def test_texts_go_from_stage_to_stage_where_tokens_differ(price: float) -> None:
         with pytest.raises(Unsupported, match="sequence_bias speaks of the large model's tokens"):
             batch.submit(ids, sequence_bias={(3,): 1.0}, **GREEDY)
     assert out.tolist() == large.generate(ids, **GREEDY, assistant=config(large, price=price)).tolist()
+    (own,) = fastspec.report(large).last.explanations
+    assert [visit.cut for visit in future.explanation.visits] == [visit.cut for visit in own.visits]
+    first = own.visits[0]  # its limit counts its own tokens, of which the large model has another number
+    assert first.cut and (price > 0 or out.shape[1] - ids.shape[1] != first.new_tokens)
     assert future.explanation.stage == (1 if price else 0) and heard.tokens == out[0, ids.shape[1] :].tolist()
 
 
