@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -243,7 +244,9 @@ def distance(p: Tensor, q: Tensor) -> Tensor:
 class Visit:
     """One stage's part in a request. `new_tokens` were generated, `kept_tokens` of `handed_tokens` taken over from the
     stage before. `quality` is the probability that its answer is acceptable, then those of the later stages;
-    `stop_value` and `go_on_value` the expected losses in milliseconds, or the probability and its threshold."""
+    `stop_value` and `go_on_value` the expected losses in milliseconds, or the probability and its threshold. `cost` is
+    what these tokens cost by the cascade's rates, in milliseconds, where it has some; `cut` says whether the answer
+    ended at its limit."""
 
     stage: int
     name: str
@@ -255,6 +258,15 @@ class Visit:
     quality: tuple[float, ...] = ()
     stop_value: float | None = None
     go_on_value: float | None = None
+    cost: float | None = None
+    cut: bool = False
+
+    @property
+    def outcome(self) -> Literal["answered", "sent_on", "left_out"]:
+        """What became of the request here: this stage's answer was returned, or the next stage was asked, or this one
+        was not."""
+        said = self.why.partition(":")[0]
+        return "left_out" if said == "left out" else "sent_on" if said == "went on" else "answered"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,19 @@ from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from fastspec.cascade.config import Cascade
 from fastspec.config import ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.handed import VerifyingRounds
 from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
 from fastspec.generation.engine.prefix_cache import LEAST, LEAST_CAPTURED, PrefixCache
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
@@ -57,6 +59,69 @@ CHUNKS = {"cuda": 1024, "cpu": 256}
 pass."""
 
 
+class PromptBatch(Protocol):
+    """Open batch as programs use it: a model's (`Continuous`), or one of every stage of a cascade
+    (`ContinuousCascade`)."""
+
+    @property
+    def model(self) -> Any:
+        """The patched model."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt and its answer at most."""
+
+    @property
+    def info(self) -> dict[str, str]:
+        """What it decodes with."""
+
+    @property
+    def stats(self) -> Stats:
+        """Counts since it was opened."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the rounds that have ended."""
+
+    @property
+    def running(self) -> int:
+        """Rows that hold a prompt."""
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for a row."""
+
+    @property
+    def alive(self) -> bool:
+        """True where it takes prompts."""
+
+    def submit(
+        self,
+        ids: Tensor,
+        generation_config: Any = None,
+        streamer: Any = None,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> AnswerFuture:
+        """Ask for the answer to one prompt."""
+
+    def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
+        """Compile and capture before prompts come -> the seconds that it took."""
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Take no more prompts, and return when all answers are there."""
+
+    def __enter__(self) -> PromptBatch: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+BatchT = TypeVar("BatchT", bound="Continuous")
+
+
 def continuous(
     model: Any,
     assistant: Any = "eagle3",
@@ -66,19 +131,20 @@ def continuous(
     prefill_chunk: int | Literal["auto"] | None = "auto",
     narrows: bool = True,
     prefix_caching: bool | None = None,
-) -> Continuous:
+) -> PromptBatch:
     """Decode prompts as they come, up to `rows` at a time:
 
         with fastspec.continuous(model, "eagle3", rows=8) as batch:
             future = batch.submit(ids, max_new_tokens=256)
             future.result()     # what model.generate(ids, max_new_tokens=256) returns
 
-    `assistant` is what `fastspec.ContinuousBatch` takes. A row has room for `max_length` tokens, prompt and answer
-    (None: the model's positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are read
-    `prefill_chunk` tokens at a time between two rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number, for
-    work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts can be read
-    together. Where passes are captured, short prompts that wait at the same time are read together, up to eight in one
-    pass.
+    `assistant` is what `fastspec.ContinuousBatch` takes, or "cascade" (a `fastspec.Cascade` of the patch's stages too)
+    in its adaptive mode: then every stage has `rows` rows of its own. A row has room for `max_length` tokens, prompt
+    and answer (None: the model's positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are
+    read `prefill_chunk` tokens at a time between two rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number,
+    for work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts can be
+    read together. Where passes are captured, short prompts that wait at the same time are read together, up to eight in
+    one pass.
 
     Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as
     in another. In low precision a text's rounding depends on the number of rows, and so on the load. With
@@ -100,12 +166,57 @@ def continuous(
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
-    model = unwrapped(model)
+    if assistant == Cascade.name or isinstance(assistant, Cascade):
+        model = unwrapped(model)
+        found: Any = resolve(assistant, _session(model).resources, model)
+        if isinstance(found, Decoding):
+            raise Unsupported(
+                "continuous: the modes 'token' and 'lossless' of a cascade draft with several models for all rows of a "
+                "call at once, and no prompt can join there: mode='adaptive' has an open batch for each stage"
+            )
+        opened: PromptBatch = found.continuous(
+            rows,
+            max_length=max_length,
+            prefill_chunk=prefill_chunk,
+            narrows=narrows,
+            prefix_caching=prefix_caching,
+        )
+        return opened
+    return open_batch(
+        Continuous,
+        model,
+        assistant,
+        rows,
+        max_length=max_length,
+        prefill_chunk=prefill_chunk,
+        narrows=narrows,
+        prefix_caching=prefix_caching,
+    )
+
+
+def _session(model: Any) -> PatchSession:
     session = session_of(model)
     if session is None:
         raise Unsupported(
             f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.continuous"
         )
+    return session
+
+
+def open_batch(
+    kind: type[BatchT],
+    model: Any,
+    assistant: Any,
+    rows: int,
+    *,
+    max_length: int | None,
+    prefill_chunk: int | Literal["auto"] | None,
+    narrows: bool,
+    prefix_caching: bool | None,
+) -> BatchT:
+    """An open batch of this class, as `continuous` makes it."""
+    model = unwrapped(model)
+    session = _session(model)
     if group_of(model) is not None:
         raise Unsupported(
             f"continuous: {processes_of(model)} processes hold this {type(model).__name__}, and prompts come to each "
@@ -135,7 +246,7 @@ def continuous(
             f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
         )
     caches = narrows if prefix_caching is None else prefix_caching
-    return Continuous(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches)
+    return kind(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches)
 
 
 class Continuous:
@@ -146,6 +257,9 @@ class Continuous:
     distribution. A sampled answer is a function of the prompt, its settings and its seed, whatever else is decoded. A
     prompt that fails ends with its error in its future, and no other does.
     """
+
+    verifies: ClassVar[bool] = False
+    """True where prompts may bring an answer of another model (`VerifyingRounds`)."""
 
     def __init__(
         self,
@@ -215,6 +329,18 @@ class Continuous:
         `max_length` included, and for `drafts=False` with an assistant that always drafts; ValueError for settings that
         transformers refuses, and tokens that the model has not; FastSpecError where the batch is closed.
         """
+        return self.arrive(self.prepared(ids, generation_config, streamer, seed, options, drafts))
+
+    def prepared(
+        self,
+        ids: Tensor,
+        generation_config: Any,
+        streamer: Any,
+        seed: int | None,
+        options: dict[str, Any],
+        drafts: bool = True,
+    ) -> PreparedPrompt:
+        """The prompt of these arguments of `submit`, which raises what this raises."""
         refuse_overrides(self.model)
         if ids.dim() == 1:
             ids = ids[None]
@@ -238,6 +364,10 @@ class Continuous:
                 f"this batch has room for {self.max_length} (max_length): ask for fewer (max_new_tokens), or shorten "
                 "the prompt"
             )
+        return single
+
+    def arrive(self, single: PreparedPrompt) -> AnswerFuture:
+        """Let a prompt wait for a row."""
         with self._changed:
             self._refuse_closed()
             self._arrived.append(single)
@@ -374,7 +504,8 @@ class Continuous:
         ops = self.session.ops(self.model, mode_for(self.model))
         root = torch.zeros(rows, dtype=torch.long, device=device)
         text = Text(root[:, None], torch.ones_like(root[:, None], dtype=torch.bool))
-        request = Request(text.ids, torch.ones_like(root), [], 0, end_tokens(self.model.generation_config), None)
+        ends, answers = end_tokens(self.model.generation_config), () if self.verifies else None
+        request = Request(text.ids, torch.ones_like(root), [], 0, ends, None, answers=answers)
         processing = Processing(LogitsProcessorList())
         plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
         engine = new_engine(plan)
@@ -384,7 +515,8 @@ class Continuous:
             engine.drafter.begin(request.prompts, request.counts, features, root)
         engine.begin(root)
         first = partial(entry, plan, engine) if other is None else other.entry
-        return Rounds(engine, batch, OwnRules(batch, engine.target, engine.ops), first, self.chunk, self._together)
+        kind = VerifyingRounds if self.verifies else Rounds
+        return kind(engine, batch, OwnRules(batch, engine.target, engine.ops), first, self.chunk, self._together)
 
     def _run(self) -> None:
         """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has

@@ -18,6 +18,8 @@ import fastspec
 from fastspec.devices import use_device
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.files import parse_json
+from fastspec.patches.cascade.open_batch import CascadeFuture
+from fastspec.programs import cascades
 from fastspec.programs.texts import encode, first_turn, read_jsonl
 
 try:
@@ -41,11 +43,18 @@ class Task:
 
 
 def settings_of(
-    name: str, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, chat: bool = True
+    name: str,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    chat: bool = True,
+    cascade: fastspec.Cascade | None = None,
 ) -> dict[str, Any]:
     """Settings that answers depend on, as their lines hold them; greedy ones on neither top-p nor seed."""
     drawn = {"temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {"temperature": 0.0}
-    return {"model": name, "max_new_tokens": max_new_tokens, **drawn, "chat": chat}
+    stages = {} if cascade is None else {"cascade": cascades.settings_of(cascade)}
+    return {"model": name, "max_new_tokens": max_new_tokens, **drawn, "chat": chat, **stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +181,11 @@ class Answers:
             return
         tokens = future.result()[0, count:].tolist()
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        ended = len(tokens) < limit or tokens[-1] in self.ends
-        self.add(task, {"text": text, "tokens": len(tokens), "finish": "stop" if ended else "length"})
+        cut, by = len(tokens) >= limit and tokens[-1] not in self.ends, {}
+        if isinstance(future, CascadeFuture) and future.explanation is not None:
+            visit = future.explanation.visits[-1]  # whose own tokens the limit counts
+            cut, by = visit.cut, {"stage": visit.name}
+        self.add(task, {"text": text, "tokens": len(tokens), "finish": "length" if cut else "stop", **by})
 
     def add(self, task: Task, more: dict[str, Any]) -> None:
         """Write a line; none behind one that could not be written, which `broken` tells."""
@@ -217,19 +229,21 @@ def answer_file(
     chat: bool = True,
     share: tuple[int, int] = (0, 1),
     name: str = "",
+    cascade: fastspec.Cascade | None = None,
     tell: Callable[[int, bool], None] = lambda total, failed: None,
 ) -> Done:
     """Answer every line of `prompts` that `out` does not answer yet, in an open batch of `rows` rows.
 
     A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"),
-    or `error`, and `settings` with the model's `name`; they come as answers are done. Above temperature 0 line n is
+    or `error`, and `settings` with the model's `name`; with a `cascade`, the patch's, the assistant is "cascade", and a
+    line has the `stage` that answered. They come as answers are done. Above temperature 0 line n is
     sampled by seed + n. share (r, n): this process answers every n-th of the lines, from the r-th on. `tell(total,
     failed)` is called after every answer. Raises Unsupported as `read_left` and `only_run` do.
     """
     from fastspec.patches.hf.ends import end_tokens
 
     out = Path(out)
-    settings = settings_of(name, max_new_tokens, temperature, top_p, seed, chat)
+    settings = settings_of(name, max_new_tokens, temperature, top_p, seed, chat, cascade)
     # greedy: the defaults, which stand for "not given"
     sampling: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
     if temperature:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from helpers.clients import MARKS, QUESTIONS
@@ -47,3 +50,19 @@ def test_smollm2_answers_as_generate_does_with_stop_strings_and_in_streams(pair,
             wanted = alone(question, **({} if stops is None else {"stop_strings": stops}))
             assert emitted == min((wanted.split(each)[0] for each in stops or ()), key=len, default=wanted)
         assert server.metric("fastspec_acceptance_length") > 1.5
+
+
+def test_the_example_of_a_cascade_is_made_evaluated_explained_and_served(tmp_path: Path) -> None:
+    """SmolLM2 and a copy of it with fewer layers, by the commands of docs/cascade.md."""
+    example = Path(__file__).parents[2] / "examples" / "cascade.py"
+    done = subprocess.run(
+        [sys.executable, str(example), "--folder", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "predictor written to" in done.stdout and "large alone:" in done.stdout
+    assert "stage 0, small: " in done.stdout and "stage 1, large: " in done.stdout
+    counts = dict(
+        line.rsplit(" ", 1) for line in done.stdout.splitlines() if line.startswith("fastspec_stage_requests")
+    )
+    assert counts['fastspec_stage_requests_total{outcome="answered",stage="large"}'] == "1.0", counts
+    assert "; small: sent on, P(acceptable) 0." in done.stdout

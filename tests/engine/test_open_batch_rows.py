@@ -30,6 +30,7 @@ class Told:
     is_cancelled: bool = False
     keeps_logits: bool = False
     keeps_tree: bool = False
+    handed: tuple[int, ...] = ()
     finished: list[tuple[list[int], BaseException | None]] = field(default_factory=list)
 
     @property

@@ -14,6 +14,7 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.hf import ends
+from helpers.cascade import trained
 from helpers.models import tiny_head
 from helpers.serve import TREE
 from helpers.training import small_target, small_tokenizer
@@ -72,3 +73,21 @@ def loading() -> Any:
     """A batch whose model takes longer to load than its server lives."""
     print(os.getpid(), flush=True)
     time.sleep(3600)
+
+
+def cascaded_target() -> Any:
+    """A model whose cascade has a stage with its weights and a noisy LM head: answers begin alike."""
+    small, large = small_target(), small_target()
+    with torch.no_grad():
+        small.lm_head.weight.add_(0.5 * torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
+    stage = fastspec.Stage(small, name="small")
+    cascade = fastspec.Cascade(
+        stages=[stage], label="large", predictor=trained(("small", "large")), costs=[1.0, 2.0], price=1000
+    )
+    return fastspec.patch(large, cascade=cascade)
+
+
+def opened_cascade() -> tuple[Any, Any]:
+    """What `Remote` builds: the cascade's open batch, and its tokenizer."""
+    batch = fastspec.continuous(cascaded_target(), "cascade", rows=4, max_length=400, prefill_chunk=16)
+    return batch, small_tokenizer()

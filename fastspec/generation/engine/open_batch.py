@@ -71,6 +71,8 @@ class Prompt(Protocol):
     """Tokens of its answer at most."""
     ends: frozenset[int]
     rule: Rule
+    handed: Sequence[int]
+    """An answer that another model gave, which `VerifyingRounds` verify as drafts first."""
 
     def reuse(self, count: int) -> None:
         """So many tokens of it are not read, since a row had read them."""
@@ -285,6 +287,12 @@ class OpenBatch(Batch):
         for row, prompt in enumerate(self.prompts):
             if prompt is not None:
                 self._leave(row, error)
+
+    def ended(self, row: int, tokens: int) -> None:
+        """The prompt of a row has ended, with so many tokens, before it began there: the row is free."""
+        self.prompts[row] = None
+        self.prefixes.end(row)
+        self.stats.emitted += tokens
 
     @property
     def held(self) -> int:

@@ -73,6 +73,13 @@ class Joining:
         if self.drafter is not None:
             self.features.append(features)
 
+    def take_over(self, ids: Tensor, features: Tensor) -> None:
+        """Go on behind tokens ids [1, k] of an answer that the target has committed, with their features [1, k, F]."""
+        self.ids = torch.cat((self.ids, ids), 1)
+        self.done += ids.shape[1]
+        if self.features and self.features[-1].shape[2]:
+            self.features.append(features)
+
     def begin(self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed
         scores [1, V]: `first`, where they are known."""
@@ -197,20 +204,24 @@ class Rounds(Generic[TargetT]):
         try:
             joining = self.joining = self.joining or Joining(*waiting, *self.entry(1), prefix)
             count = joining.left if room is None else min(room, joining.left)
-            joining.read(count)
+            if count:
+                joining.read(count)
             if not joining.left:
-                self.joining = None
-                root, scores = joining.begin(self.verifier, first)
-                self.batch.give_away(joining.row)
-                self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
-                self._seat(
-                    joining.row, joining.prompt, joining.done, root.tolist(), scores, joining.logits, joining.prefix
-                )
+                count += self._arrive(joining, first)
             return count
         except Exception as error:
             self.joining = None
             self.batch.refuse(waiting[1], error)
             return 0
+
+    def _arrive(self, joining: Joining, first: tuple[Tensor, Tensor] | None) -> int:
+        """Give a prompt that was read whole its row -> the tokens that were read besides."""
+        self.joining = None
+        root, scores = joining.begin(self.verifier, first)
+        self.batch.give_away(joining.row)
+        self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
+        self._seat(joining.row, joining.prompt, joining.done, root.tolist(), scores, joining.logits, joining.prefix)
+        return 0
 
     def _read_together(self, taken: Sequence[Waiting]) -> int:
         """Read prompts whole in one pass -> the tokens of that, padding counted."""

@@ -29,7 +29,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.open_batch import Rule
 from fastspec.generation.tree import DraftTree
-from fastspec.generation.verify import drawn_seed, top_logprobs
+from fastspec.generation.verify import drawn_seed, measure, top_logprobs
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.call.processors import (
     FILTERS,
@@ -180,6 +180,21 @@ class AnswerFuture(Future[Tensor]):
     cached_tokens = 0
 
 
+class AnswerMeasures:
+    """The `fastspec.generation.verify.measure` of every token of an answer, as its rounds give them."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+
+    def add(self, logits: Tensor, tokens: Sequence[int]) -> None:
+        """Take a round's tokens, and the raw logits [N, V] of these and more behind."""
+        self.parts.append(measure(logits[: len(tokens)], torch.tensor(tokens, dtype=torch.long, device=logits.device)))
+
+    def whole(self) -> Tensor:
+        """[T, 3] fp32 on the CPU."""
+        return torch.cat(self.parts).cpu()
+
+
 class PreparedPrompt:
     """A prompt with its settings, and the `future` of its answer.
 
@@ -203,6 +218,9 @@ class PreparedPrompt:
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None and self.rounds is None else None
         self._observed: tuple[int, Tensor | None, DraftTree | None] = (0, None, None)
         self.future = AnswerFuture()
+        self.handed: Sequence[int] = ()
+        self.measured: AnswerMeasures | None = None
+        """Takes the measures of all tokens, where they are asked for."""
 
     def move(self, device: torch.device) -> None:
         """Bring the prompt to where it is read."""
@@ -222,8 +240,8 @@ class PreparedPrompt:
 
     @property
     def keeps_logits(self) -> bool:
-        """True where the streamer asks for log-probabilities."""
-        return self.rounds is not None and self.rounds.logprobs is not None
+        """True where the streamer asks for log-probabilities, or somebody for measures."""
+        return self.measured is not None or (self.rounds is not None and self.rounds.logprobs is not None)
 
     @property
     def keeps_tree(self) -> bool:
@@ -236,8 +254,12 @@ class PreparedPrompt:
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Hand a round's tokens to the streamer."""
+        drafted, logits, tree = self._observed
+        if self.measured is not None:
+            assert logits is not None
+            self.measured.add(logits, tokens)
         if self.rounds is not None:
-            (drafted, logits, tree), count = self._observed, self.rounds.logprobs
+            count = self.rounds.logprobs
             found = None if logits is None or count is None else top_logprobs(logits, tokens, count)
             self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found, tree))
         if self.streaming is not None:

@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from fastspec.cascade.decisions import Visit
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.engine.verifier import ChoiceRule
@@ -348,6 +349,9 @@ class RoundStreamer(ABC):
     @abstractmethod
     def put_round(self, round: StreamedRound) -> None:
         """Take a round."""
+
+    def put_visit(self, visit: Visit) -> None:  # noqa: B027
+        """Take a stage's part in the answer, of a cascade."""
 
     def put(self, value: Tensor) -> None:  # noqa: B027
         """Take the prompt, which who asks has."""

@@ -69,7 +69,7 @@ class StageAnswer:
 
 
 @dataclass(slots=True)
-class _Row:
+class CascadeRow:
     """A request on its way up."""
 
     number: int
@@ -83,12 +83,13 @@ class _Row:
 class CascadeModels:
     """The stages of a patched model's cascade, the model itself last, and what is kept between calls."""
 
-    def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
+    def __init__(self, config: Cascade, large: Any, patching: Patching, opens: Callable[..., Any]) -> None:
+        """`opens` is `ContinuousCascade`, which lies above."""
         if large.config.is_encoder_decoder:
             raise Unsupported(
                 f"a cascade takes decoder-only models, and {type(large).__name__} is an encoder-decoder model"
             )
-        self.config, self.large = config, large
+        self.config, self.large, self.opens = config, large, opens
         self.stages = stage_models(config, large, patching)
         self.memory = None if config.memory is None else CacheManager(config.memory, host_budget=config.host_memory)
         for stage in self.stages if self.memory is not None else ():
@@ -140,6 +141,15 @@ class CascadeModels:
         if key not in self.solvers:
             self.solvers[key] = Solver(predictor.table(config.risk), self.rates[config.costs])
         return self.solvers[key]
+
+    def cost(self, config: Cascade, visit: Visit) -> float | None:
+        """Milliseconds that a visit's tokens cost by the rates that a configuration decides by; None without any."""
+        rates = self.rates.get(config.costs)
+        if rates is None:
+            return None
+        times = rates.token_ms, rates.verify_ms, rates.start_ms
+        token, verify, start = (each[visit.stage] for each in times)
+        return visit.new_tokens * token + visit.handed_tokens * verify + start
 
     def decoding(self, config: Cascade) -> Any:
         """The decoding of a call. Raises Unsupported for a configuration of other stages."""
@@ -199,6 +209,10 @@ class AdaptiveCascade:
     assistant: Any = None
     reuse: bool = True
 
+    def continuous(self, rows: int, **options: Any) -> Any:
+        """The `ContinuousCascade` of these arguments of `fastspec.continuous`."""
+        return self.models.opens(self, rows, **options)
+
     def check(self, large: Any, given: dict[str, Any]) -> None:
         """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs."""
         refuse(self.models.stages, given)
@@ -212,14 +226,16 @@ class AdaptiveCascade:
         began = time.perf_counter()
         ids, keep = read_prompts(large, given)
         streamer = given.get("streamer")
-        rows = [_Row(number, row[mask].tolist()) for number, (row, mask) in enumerate(zip(ids, keep, strict=True))]
+        rows = [
+            CascadeRow(number, row[mask].tolist()) for number, (row, mask) in enumerate(zip(ids, keep, strict=True))
+        ]
         limit = new_tokens(large, given, ids.shape[1])
         pending = rows
         for index in range(len(self.models.stages)):
             pending = self._visit(index, pending, given, limit)
             if not pending:
                 break
-        answers = [self._answer(row, given) for row in rows]
+        answers = [self.answer(row, given) for row in rows]
         stats = Stats(assistant=self.name, rows=len(rows), emitted=sum(map(len, answers)))
         stats.seconds = time.perf_counter() - began
         stats.explanations = tuple(Explanation(tuple(row.visits)) for row in rows)
@@ -228,15 +244,15 @@ class AdaptiveCascade:
             print("\n".join(map(str, stats.explanations)))
         return self._output(ids, answers, large, given, stats, streamer)
 
-    def _visit(self, index: int, rows: list[_Row], given: dict[str, Any], limit: int) -> list[_Row]:
+    def _visit(self, index: int, rows: list[CascadeRow], given: dict[str, Any], limit: int) -> list[CascadeRow]:
         """Let a stage answer the rows -> those that go on to the next."""
         stage, last = self.models.stages[index], index == len(self.models.stages) - 1
         bound = position_limit(stage.model.config)
-        asked: list[tuple[_Row, list[int], list[int]]] = []  # row, prompt, answer that was handed over
+        asked: list[tuple[CascadeRow, list[int], list[int]]] = []  # row, prompt, answer that was handed over
         for row in rows:
             prompt = stage.read_prompt(row.ids)
             if last or (prompt and (bound is None or len(prompt) < bound)):
-                asked.append((row, prompt, self._handed(row, index, given) if self.reuse else []))
+                asked.append((row, prompt, self.handed(row, index, given) if self.reuse else []))
             else:
                 told = f", and its positions end at {bound}" if prompt else " of this stage"
                 why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
@@ -246,7 +262,7 @@ class AdaptiveCascade:
         return [] if last else [row for row in rows if not row.done]
 
     def _ask(
-        self, index: int, asked: list[tuple[_Row, list[int], list[int]]], given: dict[str, Any], limit: int
+        self, index: int, asked: list[tuple[CascadeRow, list[int], list[int]]], given: dict[str, Any], limit: int
     ) -> None:
         """Let a stage answer rows that fit, and judge its answers."""
         stage = self.models.stages[index]
@@ -261,6 +277,7 @@ class AdaptiveCascade:
             counts = len(row.answer) - kept[at], kept[at], len(handed[at])
             visit = Visit(index, stage.label, "answered: it is the last", *counts, milliseconds=share)
             last, ended = index == len(self.models.stages) - 1, row.answer[-1] in ends
+            visit = replace(visit, cut=len(row.answer) >= limit and not ended)
             if not last or self.on_answer is not None:
                 told = features(
                     outcome.measures[at],
@@ -276,10 +293,10 @@ class AdaptiveCascade:
                     times = _times(outcome.stats, len(asked))
                     self.on_answer(StageAnswer(row.number, visit, row.answer, len(prompt), ended, told, *times))
                 else:
-                    visit, row.done = self._judged(visit, row, told)
-            row.visits.append(visit)
+                    visit, row.done = self.judged(visit, row, told)
+            row.visits.append(replace(visit, cost=self.models.cost(self.config, visit)))
 
-    def _handed(self, row: _Row, index: int, given: dict[str, Any]) -> list[int]:
+    def handed(self, row: CascadeRow, index: int, given: dict[str, Any]) -> list[int]:
         """The answer that a row has already, in a stage's tokens."""
         if row.answer is None:
             return []
@@ -308,7 +325,7 @@ class AdaptiveCascade:
             keep_past(memory, index, out.sequences, kept_cache(out))
         return heard[0]
 
-    def _judged(self, visit: Visit, row: _Row, told: Tensor) -> tuple[Visit, bool]:
+    def judged(self, visit: Visit, row: CascadeRow, told: Tensor) -> tuple[Visit, bool]:
         """Stop or go on, by an answer's features: the visit with the decision and why, and whether it stops."""
         models, config, index = self.models, self.config, visit.stage
         scores = models.predictor(config).score(index, told, config.risk)
@@ -323,10 +340,11 @@ class AdaptiveCascade:
         why = f"{'answered' if stop else 'went on'}: {why}"
         return replace(visit, why=why, quality=scores.quality, stop_value=values[0], go_on_value=values[1]), stop
 
-    def _answer(self, row: _Row, given: dict[str, Any]) -> list[int]:
+    def answer(self, row: CascadeRow, given: dict[str, Any]) -> list[int]:
+        """The answer of a row that is done, in the large model's tokens."""
         last = len(self.models.stages) - 1
         assert row.answer is not None
-        return row.answer if row.giver == last else self._handed(row, last, given)
+        return row.answer if row.giver == last else self.handed(row, last, given)
 
     def _output(
         self, ids: Tensor, answers: list[list[int]], large: Any, given: dict[str, Any], stats: Stats, streamer: Any

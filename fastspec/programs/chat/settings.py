@@ -12,6 +12,7 @@ import fastspec
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
+from fastspec.programs.cascades import with_tokenizer
 
 # processor -> the settings that it reads, in the order of its arguments
 PROCESSORS: dict[str, tuple[str, ...]] = {
@@ -171,16 +172,8 @@ def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, 
 
 
 def _read_cascade(path: str, tokenizer: Any) -> fastspec.Cascade:
-    from fastspec.models import token_table
-    from fastspec.patches.cascade.stages import load_tokenizer
-
-    config = fastspec.Cascade.from_yaml(path)
-    if config.tokenizer is not None and token_table(load_tokenizer(config.tokenizer)) != token_table(tokenizer):
-        raise Unsupported(
-            f"{path}: tokenizer={config.tokenizer!r} has other tokens than the chat's model: name that model's, or "
-            "leave it out, and the chat's own is taken"
-        )
-    return replace(config, tokenizer=tokenizer, explain=False)  # the chat itself shows the decisions
+    config = with_tokenizer(fastspec.Cascade.from_yaml(path), tokenizer, path)
+    return replace(config, explain=False)  # the chat itself shows the decisions
 
 
 def forget_cascade(model: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -42,7 +42,7 @@ def warmup(
     docs/devices.md."""
     import fastspec
 
-    heads = {"eagle3": eagle3, "eagle": eagle, "draft_model": draft_model}
+    heads: dict[str, Any] = {"eagle3": eagle3, "eagle": eagle, "draft_model": draft_model}
     target, _ = patched_model(model, device, backend, dtype=dtype, **heads)
     with counting("calls") as told:
         seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
@@ -83,7 +83,7 @@ def tune(
     if chosen != backend and os.environ.get("TRITON_INTERPRET") != "1":
         raise Unsupported("fastspec tune is for Triton's kernels, on a CUDA device, and the model would be on the CPU")
     with stdout_kept(as_json):
-        heads = {"eagle3": eagle3, "eagle": eagle, "draft_model": draft_model}
+        heads: dict[str, Any] = {"eagle3": eagle3, "eagle": eagle, "draft_model": draft_model}
         target, _ = patched_model(model, device, chosen, dtype=dtype, **heads)
         with counting("shapes") as told:
             found = fastspec.tune(target, rows=rows or (1,), length=length, minutes=minutes, told=told)

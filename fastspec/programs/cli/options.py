@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
+from fastspec.cascade.config import Cascade
+
 Model = Annotated[str, Option(help="Hub id, directory or .gguf file of the target.")]
 Head = Annotated[str | None, Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
@@ -43,6 +45,7 @@ def patched_model(
     eagle3: str | None = None,
     eagle: str | None = None,
     draft_model: str | None = None,
+    cascade: Cascade | None = None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer): a model loaded and patched as a command's options say."""
     import torch
@@ -50,8 +53,10 @@ def patched_model(
     import fastspec
     from fastspec.devices import use_device
     from fastspec.models import load_draft, load_model
+    from fastspec.programs.cascades import with_tokenizer
 
     target, tokenizer = load_model(name, use_device(device), getattr(torch, dtype) if dtype else None)
     draft = load_draft(draft_model, target, tokenizer) if draft_model else None
-    fastspec.patch(target, eagle3=eagle3, eagle=eagle, eagle2=eagle, speculative=draft, backend=backend)
+    stages = None if cascade is None else with_tokenizer(cascade, tokenizer, "the cascade")
+    fastspec.patch(target, eagle3=eagle3, eagle=eagle, eagle2=eagle, speculative=draft, cascade=stages, backend=backend)
     return target, tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,14 +11,16 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
+from fastspec.cascade.config import Cascade
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.models import SHIPPED, SMOLLM2
+from fastspec.programs.cli.cascade_options import CascadeFile, PredictorFile, Price, StageHeads, Stages, cascade_of
 from fastspec.programs.cli.options import Backend, Device, Head, MaxNewTokens, Model, patched_model
 from fastspec.programs.terminal import counting
 
 if TYPE_CHECKING:
-    from fastspec.patches.continuous import Continuous
+    from fastspec.patches.continuous import PromptBatch
 
 HEADS = {"eagle3": "eagle3", "eagle2": "eagle", "eagle": "eagle"}
 """Assistants with a head -> the option that names it."""
@@ -53,12 +55,26 @@ def chosen_of(name: str, eagle3: str | None, eagle: str | None, assistant: str |
     return Chosen(chosen, heads.get(chosen))
 
 
-def model_of(name: str, chosen: Chosen, device: str | None, backend: str) -> tuple[Any, Any]:
-    """(model, tokenizer) of a command, patched with its head. Without a device it is that of the process."""
+def chosen_beside(
+    config: Cascade | None, name: str, eagle3: str | None, eagle: str | None, assistant: str | None
+) -> tuple[Chosen, Cascade | None]:
+    """The assistant of a command, and its cascade, whose large model decodes with that: the cascade's own where the
+    command names none."""
+    if config is not None and assistant is None and not (eagle3 or eagle):
+        assistant = config.assistant
+    chosen = chosen_of(name, eagle3, eagle, assistant)
+    return chosen, None if config is None else replace(config, assistant=chosen.assistant)
+
+
+def model_of(
+    name: str, chosen: Chosen, device: str | None, backend: str, cascade: Cascade | None = None
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a command, patched with its head and its cascade. Without a device it is that of the
+    process."""
     from fastspec.programs.bulk import own_device
 
     head = {HEADS[chosen.assistant]: chosen.head} if chosen.head is not None else {}
-    return patched_model(name, own_device() if device is None else device, backend, **head)
+    return patched_model(name, own_device() if device is None else device, backend, cascade=cascade, **head)
 
 
 def generate(
@@ -68,6 +84,11 @@ def generate(
     eagle3: Head = None,
     eagle: OlderHead = None,
     assistant: Assistant = None,
+    cascade: CascadeFile = None,
+    stage: Stages = None,
+    head: StageHeads = None,
+    predictor: PredictorFile = None,
+    price: Price = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at a time.")] = 8,
     max_new_tokens: MaxNewTokens = 256,
     max_length: Annotated[
@@ -87,10 +108,11 @@ def generate(
     from fastspec.programs.bulk import answer_file, read_left, settings_of, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
-    settings = settings_of(model, max_new_tokens, temperature, top_p, seed, not raw)
+    config = cascade_of(model, cascade, stage, head, predictor, price, backend)
+    settings = settings_of(model, max_new_tokens, temperature, top_p, seed, not raw, config)
     read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
-    chosen = chosen_of(model, eagle3, eagle, assistant)
-    target, tokenizer = model_of(model, chosen, device, backend)
+    chosen, config = chosen_beside(config, model, eagle3, eagle, assistant)
+    target, tokenizer = model_of(model, chosen, device, backend, config)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
@@ -99,7 +121,7 @@ def generate(
             tokenizer,
             prompts,
             out,
-            assistant=chosen.assistant,
+            assistant=chosen.assistant if config is None else config.name,
             rows=rows,
             max_new_tokens=max_new_tokens,
             max_length=max_length,
@@ -109,6 +131,7 @@ def generate(
             chat=not raw,
             share=share,
             name=model,
+            cascade=config,
             tell=lambda total, failed: bar.update(task, total=total, advance=1),
         )
     console.print(
@@ -128,15 +151,17 @@ def opened(
     backend: str = "auto",
     warmup: int | None = None,
     prefix_caching: bool = True,
-) -> tuple[Continuous, Any]:
+    cascade: Cascade | None = None,
+) -> tuple[PromptBatch, Any]:
     """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of
     so many tokens."""
     from fastspec.patches.continuous import continuous
 
-    target, tokenizer = model_of(model, chosen, device, backend)
+    target, tokenizer = model_of(model, chosen, device, backend, cascade)
     chunk: int | Literal["auto"] = prefill_chunk or "auto"
+    assistant = chosen.assistant if cascade is None else cascade.name
     batch = continuous(
-        target, chosen.assistant, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching
+        target, assistant, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching
     )
     if warmup is not None:
         with counting("calls") as told:
@@ -150,6 +175,11 @@ def serve(
     eagle3: Head = None,
     eagle: OlderHead = None,
     assistant: Assistant = None,
+    cascade: CascadeFile = None,
+    stage: Stages = None,
+    head: StageHeads = None,
+    predictor: PredictorFile = None,
+    price: Price = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL by default.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time.")] = 8,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -192,7 +222,8 @@ def serve(
         from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
-    chosen = chosen_of(model, eagle3, eagle, assistant)
+    config = cascade_of(model, cascade, stage, head, predictor, price, backend)
+    chosen, config = chosen_beside(config, model, eagle3, eagle, assistant)
     listener = bound(host, port)  # before a model is loaded in vain
     build = partial(
         opened,
@@ -205,6 +236,7 @@ def serve(
         backend,
         warmup_length if warmup else None,
         prefix_caching,
+        config,
     )
     with listener, Remote(build) as batch:
         limits = Limits(max_tokens, queue, max_body)

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
-from fastspec.patches.continuous import Continuous
+from fastspec.patches.continuous import PromptBatch
 from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
@@ -66,7 +66,7 @@ log = logging.getLogger("fastspec.serve")
 
 
 def build_app(
-    batch: Continuous | Remote,
+    batch: PromptBatch | Remote,
     tokenizer: Any,
     name: str,
     *,
@@ -89,7 +89,7 @@ def build_app(
         raise Unsupported(
             f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True"
         )
-    served: Served = Here(batch, tokenizer) if isinstance(batch, Continuous) else batch
+    served: Served = batch if isinstance(batch, Remote) else Here(batch, tokenizer)
     server = Server(served, tokenizer, name, limits or Limits(), {} if head is None else {"head": head})
 
     @asynccontextmanager

@@ -15,24 +15,26 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 import fastspec
+from fastspec.cascade.decisions import Visit
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound, TokenPenalties
-from fastspec.patches.continuous import Continuous
+from fastspec.patches.cascade.open_batch import ContinuousCascade
+from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.scoring import text_logprobs
 
 REFUSALS = (Unsupported, ValueError, FastSpecError)
 """What a batch raises for a prompt that it does not take; FastSpecError where it takes none any more."""
-PutRound = Callable[[StreamedRound], None]
-"""Takes a round of one answer, or the part of a text that a pass scored."""
+PutRound = Callable[[StreamedRound | Visit], None]
+"""Takes a round of one answer, or a stage's part in it, or the part of a text that a pass scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
     """A prompt's tokens, and how its answer is chosen: a GenerationConfig, a seed, OpenAI's penalties. With `logprobs`
     each token comes with its log-probability and so many of the likeliest tokens, with `trees` each round with its
-    draft tree; without `drafts` it is decoded a token a round."""
+    draft tree; without `drafts` it is decoded a token a round. `price` is that of a cascade."""
 
     ids: list[int]
     config: Any
@@ -42,11 +44,14 @@ class BatchPrompt:
     logprobs: int | None = None
     trees: bool = False
     drafts: bool = True
+    price: float | None = None
 
 
-def read_tokens(batch: Continuous, tokenizer: Any) -> None:
+def read_tokens(batch: PromptBatch, tokenizer: Any) -> None:
     """Let llguidance read the tokenizer before requests come: meanwhile no thread runs, for seconds where there are
-    100,000 tokens. What it cannot read is refused with the first grammar."""
+    100,000 tokens. What it cannot read is refused with the first grammar; a cascade takes none."""
+    if isinstance(batch, ContinuousCascade):
+        return
     with suppress(Unsupported):
         fastspec.Grammar(tokenizer, choice=["a"], end_tokens=sorted(end_tokens(batch.model.generation_config)))
 
@@ -67,8 +72,23 @@ class TokenStreamer(RoundStreamer):
         """Hand a round on."""
         self.told(round)
 
+    def put_visit(self, visit: Visit) -> None:
+        """Hand a stage's part on."""
+        self.told(visit)
 
-def submit(batch: Continuous, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:
+
+def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
+    """Raise Unsupported for penalties of tokens that a stage of a cascade counts otherwise."""
+    named = {"frequency_penalty": prompt.frequency, "presence_penalty": prompt.presence}
+    given = [name for name, value in named.items() if value]
+    if given and batch.rewriting:
+        raise Unsupported(
+            f"{', '.join(given)} is not accepted: it counts the large model's tokens, and the stage "
+            f"{batch.rewriting[0]!r} has other tokens or another prompt"
+        )
+
+
+def submit(batch: PromptBatch, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:
     """Hand a prompt to an open batch of this process."""
     row, config = torch.tensor([prompt.ids], device="cpu"), prompt.config
     options: dict[str, Any] = {"seed": prompt.seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
@@ -82,7 +102,12 @@ def submit(batch: Continuous, tokenizer: Any, prompt: BatchPrompt, put_round: Pu
     if processors:
         options["logits_processor"] = processors
     streamer = TokenStreamer(put_round, prompt.logprobs, prompt.trees)
-    return batch.submit(row, config, streamer, drafts=prompt.drafts, **options)
+    if isinstance(batch, ContinuousCascade):
+        _refuse_penalties(batch, prompt)
+        options["price"] = prompt.price
+    else:
+        options["drafts"] = prompt.drafts
+    return batch.submit(row, config, streamer, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +134,7 @@ def settle(future: Future[Any], error: BaseException | None) -> None:
 class TextScorer:
     """Thread that scores one text after another, between the rounds of an open batch."""
 
-    def __init__(self, batch: Continuous) -> None:
+    def __init__(self, batch: PromptBatch) -> None:
         self.batch, self.threads = batch, ThreadPoolExecutor(1, "fastspec-scores")
         self.passes = 0
         """Passes over texts that have ended."""
@@ -194,7 +219,7 @@ class Served(Protocol):
 class Here:
     """An open batch of this process, as a server uses it."""
 
-    def __init__(self, batch: Continuous, tokenizer: Any) -> None:
+    def __init__(self, batch: PromptBatch, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
         self.model, self.max_length, self.scorer = batch.model, batch.max_length, TextScorer(batch)
         self.info = batch.info

@@ -155,6 +155,7 @@ ACCEPTED: dict[str, Check] = {
     "repetition_penalty": _number(1e-6, 100),
     "frequency_penalty": _number(-2, 2),
     "presence_penalty": _number(-2, 2),
+    "price": (_number(0, math.inf)[0], "a number of milliseconds from 0 on: what a bad answer of a cascade costs"),
     "logit_bias": (
         _is_bias,
         f"an object of up to {SEQUENCES} token numbers and what is added to their scores, -100 to 100",

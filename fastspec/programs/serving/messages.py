@@ -46,7 +46,7 @@ FIELDS: dict[str, Check] = {
     "thinking": (_is_thinking, "of type disabled or adaptive: what a model thinks has no budget here"),
     "cache_control": ANY,
 }
-SAME = "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier"
+SAME = "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "price"
 """Fields that a chat has too."""
 REFUSED = "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "output_config", "speed"
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fastspec.programs.serving.batch import Served
+from fastspec.programs.serving.cascade import StageMetrics
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 WINDOW = 10.0
@@ -65,6 +66,8 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+
+        self.stages = StageMetrics(self.registry, SECONDS)
 
     def collect(self) -> Iterator[Metric]:
         """What the batch itself counts."""

@@ -39,6 +39,8 @@ GREEDY_BELOW = 1e-6
 """Below this temperature answers are greedy, as they are at 0."""
 NEW_TOKENS = 1024
 """New tokens at most where a request does not say how many."""
+NO_DRAFTS = "none", "autoregressive"
+"""Assistants that a request may name beside that of the rows: then it takes no drafts."""
 TEMPLATES_OWN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What `apply_chat_template` takes itself; other names are variables of the template."""
 
@@ -101,6 +103,8 @@ class AnswerRequest:
     assistant: str | None = None
     rounds: bool = False
     """True where the rounds are told, with their draft trees."""
+    price: float | None = None
+    """What a bad answer of a cascade costs, in milliseconds."""
     arrived: float = field(default_factory=time.perf_counter)
 
     @property
@@ -109,7 +113,10 @@ class AnswerRequest:
         return self.n * max(1, len(self.prompts))
 
 
-SAMPLING = "seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"
+SAMPLING = (
+    *("seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"),
+    "price",
+)
 """Fields of all routes that OpenAI's interface does not have, or not everywhere."""
 
 
@@ -252,6 +259,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         float(body.get("presence_penalty", 0)),
         body.get("assistant"),
         body.get("fastspec", {}).get("rounds", False),
+        body.get("price"),
     )
 
 

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fastspec.cascade.decisions import Visit
 from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import StreamedRound
-from fastspec.patches.continuous import Continuous
+from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import keep_criterion
 from fastspec.programs.serving.batch import BatchPrompt, PutRound, TextScorer, read_tokens, submit
 from fastspec.programs.serving.wire import Failure, Wire
 
-Opened = tuple[Continuous, Any]
+Opened = tuple[PromptBatch, Any]
 """An open batch and its tokenizer."""
 
 
@@ -84,10 +85,10 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A round of one prompt, or a part of a text that was scored."""
+    """A round of one prompt, a stage's part in its answer, or a part of a text that was scored."""
 
     number: int
-    round: StreamedRound
+    round: StreamedRound | Visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _end_with_parent() -> None:
 class BatchEnd:
     """This process's end of the connection."""
 
-    def __init__(self, connection: Connection, batch: Continuous, tokenizer: Any) -> None:
+    def __init__(self, connection: Connection, batch: PromptBatch, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
         self.answers: dict[int, Future[Any]] = {}
         self.scorer = TextScorer(batch)

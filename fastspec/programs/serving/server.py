@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fastspec.cascade.decisions import Visit
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound
@@ -27,10 +28,11 @@ from fastspec.programs.serving.answers import (
     merged,
 )
 from fastspec.programs.serving.batch import BatchPrompt, PutRound, Sent, Served
+from fastspec.programs.serving.cascade import is_cut, refuse_fields, told_of
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
-from fastspec.programs.serving.requests import NEW_TOKENS, AnswerRequest, Limits, Refused, too_many
+from fastspec.programs.serving.requests import NEW_TOKENS, NO_DRAFTS, AnswerRequest, Limits, Refused, too_many
 from fastspec.programs.serving.structured import check
 from fastspec.programs.serving.templates import response_template
 
@@ -39,8 +41,6 @@ LONG = 16
 takes a tokenizer seconds."""
 STALLED = 30.0
 """Seconds without the end of a turn of the rounds, while requests are there, from which on a server is unhealthy."""
-NO_DRAFTS = "none", "autoregressive"
-"""Assistants that a request may name beside that of the rows: then it takes no drafts."""
 log = logging.getLogger("fastspec.serve")
 
 
@@ -56,9 +56,12 @@ class FinishReason:
         self.limit, self.tokenizer, self.stop = config.max_new_tokens, tokenizer, stop
         self.ends = end_tokens(config, models)
 
-    def of(self, tokens: list[int]) -> Literal["stop", "length"]:
-        """ "length" where there is room for no more, and it neither said its end nor a stop string at last."""
-        if len(tokens) < self.limit or (tokens and tokens[-1] in self.ends):
+    def of(self, tokens: list[int], cut: bool | None = None) -> Literal["stop", "length"]:
+        """ "length" where there is room for no more, and it neither said its end nor a stop string at last; `cut` says
+        the first, of an answer whose tokens another model counted."""
+        if cut is None:
+            cut = len(tokens) >= self.limit and not (tokens and tokens[-1] in self.ends)
+        if not cut:
             return "stop"
         text = self.tokenizer.decode(tokens) if self.stop else ""
         return "stop" if any(string in text for string in self.stop) else "length"
@@ -93,13 +96,18 @@ class Row:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.accepted = self.drafted = 0
+        self.visits: list[Visit] = []
         self.called = False
         self.first: float | None = None
         if self.asked.stream:
             self._post(echo)
 
-    def put_round(self, round: StreamedRound) -> None:
-        """Take a round."""
+    def put_round(self, round: StreamedRound | Visit) -> None:
+        """Take a round, or a stage's part in the answer."""
+        if isinstance(round, Visit):
+            self.visits.append(round)
+            self.metrics.stages.add(round)
+            return
         tokens = round.tokens
         self.tokens += tokens
         self.accepted += round.accepted
@@ -125,7 +133,7 @@ class Row:
     def over(self, future: Future[Any]) -> None:
         """The batch is done with it, however it ended."""
         error = None if future.cancelled() else future.exception()
-        outcome = "cancelled" if future.cancelled() else "error" if error is not None else self.reason.of(self.tokens)
+        outcome = "cancelled" if future.cancelled() else "error" if error is not None else self._reason()
         try:
             if future.cancelled():
                 error = Refused("the server stops", 503)
@@ -141,9 +149,12 @@ class Row:
         first = "none" if self.first is None else f"{self.first:.3f} s"
         said = f"{self.prompt_tokens} prompt tokens, {len(self.tokens)} new, first after {first}, {seconds:.3f} s"
         name = self.asked.request_id + (f"[{self.index}]" if self.asked.count > 1 else "")
-        log.info("%s: %s, %s", name, outcome, said)
+        log.info("%s: %s, %s%s", name, outcome, said, told_of(self.visits))
         if outcome == "error":
             log.error("%s failed", name, exc_info=error)
+
+    def _reason(self) -> Literal["stop", "length"]:
+        return self.reason.of(self.tokens, is_cut(self.visits))
 
     def end(self) -> None:
         """Post what is left, and the end."""
@@ -151,7 +162,7 @@ class Row:
             scored = self.logprobs if self.asked.logprobs is not None else None
             self._post([*self.named, *self.echo, *self.reader.add(self.tokens, scored)])
         self._post(self.reader.finish())
-        reason = "tool_calls" if self.called else self.reason.of(self.tokens)
+        reason = "tool_calls" if self.called else self._reason()
         self._post([End(reason, len(self.tokens), self.accepted, self.drafted, self.reader.cut.found)])
 
 
@@ -262,7 +273,11 @@ class Server:
             return found
 
         def put_round(place: int) -> PutRound:
-            return lambda round: found[place].extend(round.logprobs or ())
+            def put(round: StreamedRound | Visit) -> None:
+                assert isinstance(round, StreamedRound)
+                found[place].extend(round.logprobs or ())
+
+            return put
 
         self._begin()
         scored = [
@@ -298,7 +313,7 @@ class Server:
             return
         self._begin()
         seed = None if asked.seed is None else _seed(asked.seed + index % asked.n)
-        how = asked.logprobs, asked.rounds, asked.assistant not in NO_DRAFTS
+        how = asked.logprobs, asked.rounds, asked.assistant not in NO_DRAFTS, asked.price
         given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, *how)
         sent = self.batch.send(given, row.put_round)
         answers.sent.append(sent)
@@ -315,6 +330,7 @@ class Server:
         own = self.info["assistant"]
         if asked.assistant not in (None, own, *NO_DRAFTS):
             raise Refused(f"assistant={asked.assistant!r} is not accepted: all rows here have {own!r}, or 'none'")
+        refuse_fields(asked, own)
         return asked, [self._prompt(each) for each in asked.prompts] or [self.templated(asked)]
 
     def _prompt(self, given: str | list[int]) -> ReadPrompt:

@@ -1,0 +1,409 @@
+"""A cascade as open batches, one of each stage: prompts come as they come, and are sent on while others run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fastspec.cascade.config import Cascade
+from fastspec.cascade.decisions import Explanation, Visit
+from fastspec.cascade.records import features
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.engine.prefix_cache import common_length
+from fastspec.generation.stats import Stats
+from fastspec.generation.verify import drawn_seed
+from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures
+from fastspec.patches.call.processors import RoundStreamer, StreamedRound
+from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow
+from fastspec.patches.cascade.settings import (
+    ends_of,
+    new_tokens,
+    read_prompts,
+    refuse,
+    setting,
+    stage_options,
+)
+from fastspec.patches.continuous import Continuous, open_batch
+from fastspec.patches.warmup import WARM_LENGTH
+
+TRIAL_PROMPT = 64
+"""Tokens of the prompt that the stages' rates are measured after, where nothing says what they are."""
+NEXT_SEED = 0x9E3779B97F4A7C15
+"""Between the seeds of two stages: a later answer must not hang on the draws of the one that was not good enough."""
+COUNTS = "joined", "reused", "rounds", "row_rounds", "emitted", "round_tokens", "accepted", "drafted"
+
+
+class StageBatch(Continuous):
+    """Open batch of a stage: a prompt may bring the answer of the stage before, and have its own measured."""
+
+    verifies: ClassVar[bool] = True
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        handed: Sequence[int],
+        measured: AnswerMeasures | None,
+        streamer: Any,
+        seed: int,
+        options: dict[str, Any],
+    ) -> AnswerFuture:
+        """The future of the answer to a prompt, which is `submit`'s."""
+        single = self.prompt(prompt, streamer, seed, options)
+        single.handed, single.measured = handed[: single.limit], measured
+        return self.arrive(single)
+
+    def prompt(self, ids: Sequence[int], streamer: Any, seed: int, options: dict[str, Any]) -> Any:
+        """The prompt of a stage's arguments, prepared."""
+        row = torch.tensor([ids], device="cpu")
+        options = {**options, "attention_mask": torch.ones_like(row)}
+        return self.prepared(row, options.pop("generation_config", None), streamer, seed, options)
+
+
+class StageRounds(RoundStreamer):
+    """Streamer of a stage whose answer is shown when it is decided on: it counts drafts."""
+
+    def __init__(self) -> None:
+        self.accepted = self.drafted = 0
+
+    def put_round(self, round: StreamedRound) -> None:
+        """Count a round."""
+        self.accepted += round.accepted
+        self.drafted += round.drafted
+
+
+class CascadeFuture(AnswerFuture):
+    """Future of a cascade's answer to a prompt. `explanation` says, once it is there, how it was made."""
+
+    explanation: Explanation | None = None
+
+
+@dataclass(slots=True)
+class CascadeRequest:
+    """A prompt on its way up: the arguments of its call, by `decides`, the cascade at its own price."""
+
+    row: CascadeRow
+    shown: Tensor
+    given: dict[str, Any]
+    limit: int
+    decides: AdaptiveCascade
+    streamer: Any
+    seed: int
+    future: CascadeFuture = field(default_factory=CascadeFuture)
+    answer: AnswerFuture | None = None
+    """That of the stage that it is at."""
+
+
+@dataclass(slots=True)
+class StageCall:
+    """A request at a stage: its prompt there, and what the answer before came to in this stage's tokens."""
+
+    index: int
+    prompt: list[int]
+    handed: list[int]
+    measured: AnswerMeasures | None
+    rounds: StageRounds
+    began: float = field(default_factory=time.perf_counter)
+
+
+class ContinuousCascade:
+    """Open batch of a patched model's cascade in adaptive mode, as `fastspec.continuous(model, "cascade")` makes it:
+    every stage is an open batch of `rows` rows, with its assistant, on its device.
+
+    An answer is that of `generate(assistant="cascade")` for the prompt alone: greedy ones token by token (in fp32), and
+    each stage's sampled ones follow its own distribution. A streamer is given an answer when its stage has been decided
+    on: a smaller stage's at once, the last one's token by token. A stage whose rows have no room for a prompt and its
+    answer is left out. A sampled answer is a function of the prompt, its settings and its seed.
+    """
+
+    def __init__(
+        self,
+        decides: AdaptiveCascade,
+        rows: int,
+        *,
+        max_length: int | None = None,
+        prefill_chunk: int | Literal["auto"] | None = "auto",
+        narrows: bool = True,
+        prefix_caching: bool | None = None,
+    ) -> None:
+        self.decides, self.models, self.config = decides, decides.models, decides.config
+        self.model, stages = self.models.large, self.models.stages
+        if self.models.memory is not None:
+            raise Unsupported(
+                f"continuous: memory={self.config.memory} of a cascade keeps texts between calls of generate, and the "
+                "rows of an open batch keep theirs by themselves (prefix_caching): leave memory out"
+            )
+        for stage in stages[:-1]:
+            stage.check_shared(self.model)
+        if self.config.thresholds is None:  # rates are measured before prompts come
+            size = self.model.config.get_text_config().vocab_size
+            trial = torch.randint(size, (TRIAL_PROMPT,), generator=torch.Generator().manual_seed(0), device="cpu")
+            self.models.solver(self.config, trial.tolist())
+        self.batches: list[StageBatch] = []
+        self._changed = threading.Condition()
+        self._open: set[CascadeFuture] = set()
+        self._closing = False
+        try:
+            for stage in stages:
+                self.batches.append(
+                    open_batch(
+                        StageBatch,
+                        stage.model,
+                        stage.stage.assistant,
+                        rows,
+                        max_length=max_length,
+                        prefill_chunk=prefill_chunk,
+                        narrows=narrows,
+                        prefix_caching=prefix_caching,
+                    )
+                )
+        except BaseException:
+            for batch in self.batches:
+                batch.close(cancel=True)
+            raise
+        self._deciding = ThreadPoolExecutor(1, "fastspec-cascade")
+
+    def submit(
+        self,
+        ids: Tensor,
+        generation_config: Any = None,
+        streamer: Any = None,
+        *,
+        seed: int | None = None,
+        price: float | None = None,
+        **options: Any,
+    ) -> CascadeFuture:
+        """Ask for the answer to one prompt, as `Continuous.submit` does -> its future; `price` is this prompt's own.
+
+        Raises Unsupported for what a cascade or an open batch does not decode, a prompt that is too long for the large
+        model's rows included, and for a price beside thresholds; ValueError for settings that transformers refuses;
+        FastSpecError where the batch is closed.
+        """
+        ids = ids[None] if ids.dim() == 1 else ids
+        given = {"input_ids": ids, "generation_config": generation_config, "streamer": streamer, **options}
+        given = {name: value for name, value in given.items() if value is not None}
+        refuse(self.models.stages, given)
+        if isinstance(streamer, RoundStreamer) and streamer.logprobs is not None:
+            raise Unsupported("log-probabilities: the answer of a cascade may be any stage's, on other tokens")
+        prompts, keep = read_prompts(self.model, given)
+        if len(prompts) > 1:
+            raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(prompts)}")
+        request = CascadeRequest(
+            CascadeRow(0, prompts[0][keep[0]].tolist()),
+            prompts,
+            given,
+            new_tokens(self.model, given, ids.shape[1]),
+            replace(self.decides, config=self._priced(price)),
+            streamer,
+            self._seed(given, seed),
+        )
+        # what the large model refuses is told now, and not when it is asked
+        large = stage_options(self.models.stages[-1], given, request.limit)
+        self.batches[-1].prompt(request.row.ids, None, request.seed, large)
+        with self._changed:
+            if self._closing:
+                raise FastSpecError("this batch is closed: fastspec.continuous(model, ...) opens another")
+            self._open.add(request.future)
+        request.future.add_done_callback(partial(self._ended, request))
+        try:
+            self._ask(request, 0)
+        except BaseException:
+            request.future.cancel()
+            raise
+        return request.future
+
+    def _priced(self, price: float | None) -> Cascade:
+        if price is not None and self.config.thresholds is not None:
+            raise Unsupported(f"price={price}: this cascade decides by its thresholds, which no price changes")
+        return self.config if price is None else replace(self.config, price=price)
+
+    def _seed(self, given: dict[str, Any], seed: int | None) -> int:
+        if seed is None and setting("do_sample", given, self.model.generation_config):
+            return drawn_seed()
+        return seed or 0
+
+    def _ask(self, request: CascadeRequest, index: int) -> None:
+        """Ask a stage, or the first one behind it with room, for its answer."""
+        stages, row, given = self.models.stages, request.row, request.given
+        last = index == len(stages) - 1
+        stage, batch = stages[index], self.batches[index]
+        prompt = stage.read_prompt(row.ids)
+        if not last and not (prompt and len(prompt) + request.limit <= batch.max_length):
+            room = f"and {request.limit} of an answer, and its rows have room for {batch.max_length}"
+            told = room if prompt else "of this stage"
+            self._visited(
+                request, Visit(index, stage.label, f"left out: the prompt has {len(prompt) or 'no'} tokens {told}")
+            )
+            self._ask(request, index + 1)
+            return
+        handed = request.decides.handed(row, index, given)
+        call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds())
+        seed = (request.seed + index * NEXT_SEED + 2**63) % 2**64 - 2**63
+        options = stage_options(stage, given, request.limit)
+        streamer = request.streamer if last else call.rounds
+        request.answer = batch.ask(prompt, handed, call.measured, streamer, seed, options)
+        if request.future.cancelled():  # meanwhile, when nobody knew of this answer
+            request.answer.cancel()
+        request.answer.add_done_callback(partial(self._answered, request, call))
+
+    def _answered(self, request: CascadeRequest, call: StageCall, answer: Future[Tensor]) -> None:
+        """A stage is done with a request: the last one's answer is the cascade's, others are decided on in a thread of
+        their own."""
+        if call.measured is None or answer.cancelled() or answer.exception() is not None:
+            self._take(request, call, answer)
+        else:
+            self._deciding.submit(self._take, request, call, answer)
+
+    def _take(self, request: CascadeRequest, call: StageCall, answer: Future[Tensor]) -> None:
+        try:
+            if answer.cancelled():
+                request.future.cancel()
+            elif not request.future.cancelled():
+                self._decide(request, call, answer.result())
+        except BaseException as error:  # nobody else would tell who waits
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_exception(error)
+
+    def _decide(self, request: CascadeRequest, call: StageCall, answer: Tensor) -> None:
+        """Take a stage's answer: it is the cascade's, or the next stage is asked."""
+        row, stage = request.row, self.models.stages[call.index]
+        tokens = answer[0, len(call.prompt) :].tolist()
+        row.answer, row.giver = tokens, call.index
+        kept = common_length(torch.tensor(tokens, device="cpu"), torch.tensor(call.handed, device="cpu"))
+        visit = Visit(
+            call.index,
+            stage.label,
+            "answered: it is the last",
+            len(tokens) - kept,
+            kept,
+            len(call.handed),
+            milliseconds=1000 * (time.perf_counter() - call.began),
+        )
+        ended = tokens[-1] in stage.ends(ends_of(stage, request.given))
+        visit = replace(visit, cut=len(tokens) >= request.limit and not ended)
+        if call.measured is not None:
+            told = features(
+                call.measured.whole(),
+                tokens,
+                prompt_tokens=len(call.prompt),
+                limit=request.limit,
+                ended=ended,
+                stage=call.index,
+                stages=len(self.models.stages),
+            )
+            visit, row.done = request.decides.judged(visit, row, told)
+        self._visited(request, replace(visit, cost=self.models.cost(self.config, visit)))
+        if call.measured is not None and not row.done:
+            self._ask(request, call.index + 1)
+            return
+        final = request.decides.answer(row, request.given)
+        if call.measured is not None:
+            self._stream(request, final, call.rounds)
+        future = request.future
+        future.explanation = Explanation(tuple(row.visits))
+        if self.config.explain:
+            print(future.explanation)
+        if future.set_running_or_notify_cancel():
+            future.set_result(torch.cat((request.shown, request.shown.new_tensor([final])), 1))
+
+    def _visited(self, request: CascadeRequest, visit: Visit) -> None:
+        request.row.visits.append(visit)
+        if isinstance(request.streamer, RoundStreamer):
+            request.streamer.put_visit(visit)
+
+    def _stream(self, request: CascadeRequest, answer: list[int], rounds: StageRounds) -> None:
+        """Hand the streamer an answer that was decided on."""
+        streamer = request.streamer
+        if isinstance(streamer, RoundStreamer):
+            streamer.put_round(StreamedRound(answer, min(rounds.accepted, len(answer)), rounds.drafted))
+        elif streamer is not None:
+            streamer.put(request.shown.cpu())
+            for token in answer:
+                streamer.put(torch.tensor([token], device="cpu"))
+            streamer.end()
+
+    def _ended(self, request: CascadeRequest, future: Future[Tensor]) -> None:
+        """A request is over, or nobody waits for it any more."""
+        if future.cancelled() and request.answer is not None:
+            request.answer.cancel()
+        with self._changed:
+            self._open.discard(request.future)
+            self._changed.notify_all()
+
+    def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
+        """Warm up one stage after another, as `Continuous.warmup` does -> the seconds that it took."""
+        return sum(batch.warmup(length, told) for batch in self.batches)
+
+    @property
+    def rewriting(self) -> tuple[str, ...]:
+        """Names of the stages that read other tokens than the large model, or another prompt."""
+        return tuple(stage.label for stage in self.models.stages if stage.foreign or stage.stage.prompt is not None)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt and its answer at most, in the large model's rows."""
+        return self.batches[-1].max_length
+
+    @property
+    def info(self) -> dict[str, str]:
+        """What the large model's batch says of itself, with the stages' names."""
+        return {**self.batches[-1].info, "assistant": Cascade.name, "stages": ",".join(self.models.names)}
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of all stages' batches together."""
+        held = [batch.stats for batch in self.batches]
+        found = Stats(assistant=Cascade.name, rows=sum(each.rows for each in held))
+        for name in COUNTS:
+            setattr(found, name, sum(getattr(each, name) for each in held))
+        return found
+
+    @property
+    def turns(self) -> int:
+        """Turns of all stages' rounds that have ended."""
+        return sum(batch.turns for batch in self.batches)
+
+    @property
+    def running(self) -> int:
+        """Rows that hold a prompt, of all stages."""
+        return sum(batch.running for batch in self.batches)
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for a row of a stage, or for a decision."""
+        return max(0, len(self._open) - self.running)
+
+    @property
+    def alive(self) -> bool:
+        """True where it takes prompts, and every stage does."""
+        return not self._closing and all(batch.alive for batch in self.batches)
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Take no more prompts, and return when all answers are there; with `cancel` those that are not are
+        cancelled."""
+        with self._changed:
+            self._closing = True
+            left = list(self._open)
+        for future in left if cancel else ():
+            future.cancel()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open)
+        for batch in self.batches:
+            batch.close(cancel=cancel)
+        self._deciding.shutdown(wait=True)
+
+    def __enter__(self) -> ContinuousCascade:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=kind is not None)

@@ -1,0 +1,102 @@
+"""A cascade that is served: fields that its requests cannot have, and what is measured and logged by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from fastspec.cascade.config import Cascade
+from fastspec.cascade.decisions import Visit
+from fastspec.programs.serving.requests import NO_DRAFTS, AnswerRequest, Refused
+
+CHANCES = tuple(step / 10 for step in range(1, 11))
+
+
+def refuse_fields(asked: AnswerRequest, assistant: str) -> None:
+    """Raise Refused for fields that what a server decodes with cannot honour, by their names."""
+    if assistant != Cascade.name:
+        if asked.price is not None:
+            raise Refused(
+                "price is not accepted: it is that of a bad answer in a cascade, and this server has no cascade"
+            )
+        return
+    if asked.assistant in NO_DRAFTS:
+        raise Refused(f"assistant={asked.assistant!r} is not accepted: the stages of a cascade have their own")
+    if asked.rounds:
+        raise Refused("fastspec.rounds is not accepted: the answer of a cascade may be any stage's, of other tokens")
+    if asked.logprobs is not None:
+        raise Refused("logprobs is not accepted: the answer of a cascade may be any stage's, of other tokens")
+    if asked.structure is not None:
+        name = "tool_choice" if asked.structure.calls else "response_format (text.format, structured_outputs)"
+        raise Refused(
+            f"{name} is not accepted: a structure is held by one model through the whole answer, and the stages of a "
+            "cascade answer one after another"
+        )
+
+
+class StageMetrics:
+    """Metrics of a cascade by stage; without one they have no values."""
+
+    def __init__(self, registry: CollectorRegistry, seconds: Sequence[float]) -> None:
+        self.requests = Counter(
+            "fastspec_stage_requests",
+            "Requests by stage: answered, sent on to the next, or left out for want of room.",
+            ["stage", "outcome"],
+            registry=registry,
+        )
+        self.quality = Histogram(
+            "fastspec_stage_expected_quality",
+            "Probability that a stage's answer is acceptable, when it was decided on.",
+            ["stage"],
+            buckets=CHANCES,
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "fastspec_stage_seconds",
+            "From when a stage was asked to its answer, the wait for a row included.",
+            ["stage"],
+            buckets=seconds,
+            registry=registry,
+        )
+        self.cost = Counter(
+            "fastspec_stage_cost_milliseconds",
+            "Milliseconds that a stage's tokens cost by the cascade's rates.",
+            ["stage"],
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "fastspec_stage_tokens",
+            "Tokens of a stage's answers: new ones, and those kept of what it was handed.",
+            ["stage", "kind"],
+            registry=registry,
+        )
+
+    def add(self, visit: Visit) -> None:
+        """Count a stage's part in an answer."""
+        name = visit.name
+        self.requests.labels(name, visit.outcome).inc()
+        if visit.outcome == "left_out":
+            return
+        if visit.quality:
+            self.quality.labels(name).observe(visit.quality[0])
+        self.seconds.labels(name).observe(visit.milliseconds / 1000)
+        if visit.cost is not None:
+            self.cost.labels(name).inc(visit.cost)
+        self.tokens.labels(name, "new").inc(visit.new_tokens)
+        self.tokens.labels(name, "kept").inc(visit.kept_tokens)
+
+
+def told_of(visits: Sequence[Visit]) -> str:
+    """The stages of an answer, for a line of the log; empty without a cascade."""
+    parts = []
+    for visit in visits:
+        quality = f", P(acceptable) {visit.quality[0]:.2f}" if visit.quality else ""
+        cost = "" if visit.cost is None else f", cost {visit.cost:.1f} ms"
+        parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}")
+    return "".join(parts)
+
+
+def is_cut(visits: Sequence[Visit]) -> bool | None:
+    """True where the limit ended a cascade's answer, by the stage that answered; None without a cascade."""
+    return visits[-1].cut if visits else None
