@@ -1,4 +1,4 @@
-"""Which device a command runs on, and what a device is called."""
+"""Device that a command runs on, and names of devices."""
 
 from __future__ import annotations
 

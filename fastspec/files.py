@@ -20,8 +20,8 @@ LARGEST = 1 << 20
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text holds. Raises ValueError for what is no JSON, and for more than DEEPEST lists and objects inside
-    each other."""
+    """Contents of a JSON text. Raises ValueError for what is no JSON, and for more than DEEPEST lists and objects
+    inside each other."""
     try:
         found = json.loads(text)
     except RecursionError as error:
@@ -39,7 +39,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text holds, plain data alone. Raises ValueError for what is no YAML, and for what is too long, too
+    """Contents of a YAML text, plain data alone. Raises ValueError for what is no YAML, and for what is too long, too
     deep, or refers to other parts of itself: a few such references stand for any number of values."""
     import yaml
 
@@ -67,7 +67,7 @@ _told: set[Path] = set()
 
 
 def cache_folder() -> Path:
-    """Where it lies: the folder that the environment's FASTSPEC_CACHE names, else `fastspec` in XDG_CACHE_HOME, else in
+    """The cache folder: the one that the environment's FASTSPEC_CACHE names, else `fastspec` in XDG_CACHE_HOME, else in
     ~/.cache."""
     given = os.environ.get(SETTING)
     if given:
@@ -77,7 +77,7 @@ def cache_folder() -> Path:
 
 
 def versions() -> dict[str, str]:
-    """What a measurement is good for, beside its device: torch, triton and fastspec."""
+    """Versions that a measurement is good for, beside its device: torch, triton and fastspec."""
     return {name: str(import_module(name).__version__) for name in ("torch", "triton", "fastspec")}
 
 
@@ -87,8 +87,8 @@ def file_name(*words: str) -> str:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What is kept in a file, or None where there is none. A file that is damaged is ignored with a warning that names
-    it."""
+    """Contents of a file that is kept, or None where there is none. A file that is damaged is ignored with a warning
+    that names it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -263,7 +263,7 @@ class Visit:
 
     @property
     def outcome(self) -> Literal["answered", "sent_on", "left_out"]:
-        """What became of the request here: this stage's answer was returned, or the next stage was asked, or this one
+        """Outcome of the request here: this stage's answer was returned, or the next stage was asked, or this one
         was not."""
         said = self.why.partition(":")[0]
         return "left_out" if said == "left out" else "sent_on" if said == "went on" else "answered"

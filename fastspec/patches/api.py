@@ -237,8 +237,8 @@ def clear_memory(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is patched and what it did; `print` shows a table. `calls` holds the statistics of the last 1000 assisted
-    calls."""
+    """Report of what is patched and what it did; `print` shows a table. `calls` holds the statistics of the last 1000
+    assisted calls."""
 
     model: str
     mode: str
@@ -343,8 +343,8 @@ def _stages_reached(calls: list[tuple[Any, ...]]) -> list[str]:
 
 
 def report(model: Any) -> Report:
-    """What `patch` did to a model and what its assisted calls have done since. Raises Unsupported for an unpatched
-    model."""
+    """Report of what `patch` did to a model and what its assisted calls have done since. Raises Unsupported for an
+    unpatched model."""
     model = unwrapped(model)
     session = session_of(model)
     if session is None:

@@ -1,4 +1,5 @@
-"""Which kernels a model gets: the backend is named once, at `patch` time. Lines on stderr say what a call waits for."""
+"""Backends, the kernels that a model gets: the backend is named once, at `patch` time. Lines on stderr say what a call
+waits for."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class PromptBatch(Protocol):
 
     @property
     def info(self) -> dict[str, str]:
-        """What it decodes with."""
+        """Settings that it decodes with."""
 
     @property
     def stats(self) -> Stats:
@@ -426,7 +426,7 @@ class Continuous:
 
     @property
     def info(self) -> dict[str, str]:
-        """What it decodes with: assistant, kernels, device, dtype, rows and the tokens of one."""
+        """Settings that it decodes with: assistant, kernels, device, dtype, rows and the tokens of one."""
         model = self.model
         return {
             "assistant": self.decoding.name,
@@ -519,7 +519,7 @@ class Continuous:
         return kind(engine, batch, OwnRules(batch, engine.target, engine.ops), first, self.chunk, self._together)
 
     def _run(self) -> None:
-        """What the thread does. What nothing else takes care of ends all prompts: none may wait for a thread that has
+        """The thread's work. What nothing else takes care of ends all prompts: none may wait for a thread that has
         gone."""
         SPENT.watched = self._look
         try:

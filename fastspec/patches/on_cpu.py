@@ -1,4 +1,4 @@
-"""What `backend="auto"` is on the CPU: the C++ kernels for fp32 models with an adapter, where this machine can build
+"""Choice of `backend="auto"` on the CPU: the C++ kernels for fp32 models with an adapter, where this machine can build
 them and they pass the self-check, and for bf16 models where they are quicker than torch besides; plain torch else, and
 why.
 

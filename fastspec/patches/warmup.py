@@ -51,8 +51,8 @@ def room_for(length: int, longest: int) -> int:
 def open_batch_calls(
     length: int, steps: Sequence[int], together: int, *, captures: bool
 ) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """What warms up an open batch: the tokens of prompts that come at once, `length` at most, and how their tokens are
-    chosen.
+    """Prompts that warm up an open batch: the tokens of prompts that come at once, `length` at most, and how their
+    tokens are chosen.
 
     First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
     comes twice: the first one compiles. Then come rounds of every number of rows in `steps`.

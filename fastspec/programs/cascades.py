@@ -23,7 +23,7 @@ def with_tokenizer(config: Cascade, tokenizer: Any, where: str) -> Cascade:
 
 
 def settings_of(config: Cascade) -> dict[str, Any]:
-    """What answers of a cascade depend on, as plain data."""
+    """Settings that answers of a cascade depend on, as plain data."""
     held = {name: getattr(config, name) for name in ("label", "price", "costs", "thresholds", "risk")}
     stages = {stage.label: str(stage.model) for stage in config.stages}
     told = {name: value for name, value in held.items() if value is not None}

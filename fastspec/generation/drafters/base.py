@@ -206,7 +206,8 @@ class Drafter(Buffered, ABC):
         """Take the tokens [B, n] that the rows emitted in rounds without drafts, counts [B] of it."""
 
     def resting(self) -> Drafter | None:
-        """What stands for this drafter in rounds without drafts, where it has to see what the target makes of them."""
+        """Drafter that stands for this one in rounds without drafts, where it has to see what the target makes of
+        them."""
         return None
 
     def sized(self, shape: TreeShape) -> Drafter:

@@ -58,7 +58,7 @@ def bucket(length: int) -> int:
 
 
 def width_of(shape: TreeShape) -> float:
-    """How many times the chances of a chain a level of this tree has, as `Acceptance` counts them."""
+    """Multiple of a chain's chances that a level of this tree has, as `Acceptance` counts them."""
     return 1 + WIDTH * math.log(max(1.0, (shape.total_tokens - 1) / (shape.max_path - 1)))
 
 

@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def running(self) -> list[bool]:
-        """Which rows of the rounds go on."""
+        """Rows of the rounds that go on."""
         return [self.active[prompt] for prompt in self.places]
 
     def free(self) -> list[int]:
@@ -77,7 +77,7 @@ class Batch:
         return self.free()[0]
 
     def unlike(self, count: int) -> int:
-        """How many of the prompts that wait, `count` at most and one at least, begin like no row and like none of each
+        """Number of waiting prompts, `count` at most and one at least, that begin like no row and like none of each
         other."""
         return count
 
@@ -178,7 +178,7 @@ class Batch:
 
     @property
     def padded(self) -> list[bool]:
-        """Which rows have ended and are padded, in lockstep."""
+        """Rows that have ended and are padded, in lockstep."""
         steps = self.request.steps
         return [False] * len(self.places) if steps is None else [length is not None for length in steps.lengths]
 

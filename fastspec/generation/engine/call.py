@@ -43,7 +43,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to generate: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
+    """A call's work: prompts [B, T] (left padding removed, rows filled up on the right) with counts [B] real tokens.
 
     `context` is the whole text in the same form, where the target's cache holds a part of it already: drafters that
     read no features get it; with an encoder-decoder model they get the source and then the decoder's tokens.
@@ -125,8 +125,8 @@ class Outcome:
 
 
 class RoundState:
-    """What all rounds of a call share and change in place: every program of the call, and every graph, reads the same
-    tensors."""
+    """State that all rounds of a call share and change in place: every program of the call, and every graph, reads the
+    same tensors."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.root = torch.zeros(rows, dtype=torch.long, device=device)

@@ -32,7 +32,8 @@ from fastspec.kernels.verification.reference import NO_TOKEN, SamplingSettings, 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the tokens of one prompt are chosen: the likeliest, or with `sample` drawn by the numbers of `seed`.
+    """Rule by which the tokens of one prompt are chosen: the likeliest, or with `sample` drawn by the numbers of
+    `seed`.
 
     `settings` are all that the processors do, else `process` is what they do to scores [R, V] where they look at no
     history, or `process_at` where they do; then `history` [T] is what they see before the first new token. With a
@@ -163,7 +164,7 @@ class OpenBatch(Batch):
         return self.prefixes.row_for(prefix, self._free())
 
     def unlike(self, count: int) -> int:
-        """How many of the first prompts that wait begin like no row, and like none before them."""
+        """Number of the first waiting prompts that begin like no row, and like none before them."""
         least = self.prefixes.least
         if least is None:
             return count
@@ -266,7 +267,7 @@ class OpenBatch(Batch):
 
     @contextmanager
     def guarded(self, row: int) -> Iterator[None]:
-        """What the block raises ends the prompt of this row alone, once its round is over."""
+        """Block whose error ends the prompt of this row alone, once its round is over."""
         try:
             yield
         except BaseException as error:  # a streamer's SystemExit, too, which would end the thread and nobody's waiting

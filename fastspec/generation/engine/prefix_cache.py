@@ -180,7 +180,7 @@ class PrefixCache(Generic[TargetT]):
     def _place(
         self, engine: Engine[TargetT], row: int, text: HeldText, taken: Collection[int]
     ) -> tuple[Engine[TargetT], int, int] | None:
-        """Where a text goes, with room for the tokens that its row has committed, and their number."""
+        """Place for a text, with room for the tokens that its row has committed, and their number."""
         wider, rows = self.wider(), len(self.texts[engine])
         more = {other: texts for other, texts in self.texts.items() if len(texts) > rows}
         count = int(engine.target.lengths[row]) if more else 0

@@ -59,7 +59,7 @@ class VerifiedTree:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a round leaves behind: the tokens that it emitted, and what else the call asks for.
+    """Result of a round: the tokens that it emitted, and what else the call asks for.
 
     `emitted` [B, 1 + P] int64 is what the host reads back: how many drafts each row accepted, or -1 - so many where no
     token could be drawn behind them, then its tokens. Behind them stand the integers that a `HostDrafter` learns from,
@@ -152,7 +152,7 @@ class RoundProgram:
 
     @property
     def place(self) -> Place:
-        """Where this program drafts, and its drafter observes."""
+        """Place of this program's drafting and of its drafter's observing."""
         return Place.DEVICE if self.drafter is None else self.drafter.traits.place
 
     @property
@@ -167,7 +167,7 @@ class RoundProgram:
 
     @property
     def key(self) -> Hashable:
-        """What a captured round depends on beside its tensors."""
+        """Key of what a captured round depends on beside its tensors."""
         return self.clock, self.target.buffers, None if self.drafter is None else self.drafter.buffers
 
     def open(self, longest: int) -> int:

@@ -181,7 +181,7 @@ class Rounds(Generic[TargetT]):
         return self._read_alone(taken[0], room) if len(taken) == 1 else self._read_together(taken)
 
     def _count_of_next(self, room: int | None) -> int:
-        """How many of the prompts that wait are read in one pass: a power of two, since each number has its graphs."""
+        """Number of waiting prompts that one pass reads: a power of two, since each number has its graphs."""
         most = self.together if self.batch.reads_together else 1
         most = min(most, len(self.batch.free()))
         lengths = self.batch.ahead(self.batch.unlike(most) if most > 1 else most)
@@ -304,8 +304,8 @@ class Rounds(Generic[TargetT]):
 
 
 def read_row(row: list[int]) -> list[int]:
-    """What a row emitted, as `Ops.emit` tells of it, with NO_TOKEN where none could be drawn behind the accepted
-    drafts."""
+    """Tokens that a row emitted, as `Ops.emit` tells of them, with NO_TOKEN where none could be drawn behind the
+    accepted drafts."""
     if row[0] >= 0:
         return row
     accepted = -1 - row[0]

@@ -1,4 +1,4 @@
-"""Who runs the phases of a round, chosen by where they run. None of these knows how a round drafts.
+"""Schedules run the phases of a round, and are chosen by where these run. None of these knows how a round drafts.
 
 captured  draft   verify  schedule
 no        any     any     Eager           one phase after another
@@ -252,7 +252,7 @@ class GraphFromScore(Schedule):
 
 
 def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
-    """How rounds of a program are run with a verifier: the table above."""
+    """Schedule of a program's rounds with a verifier: the table above."""
     if not program.target.captures:
         return Eager(program)
     if program.place is Place.DEVICE:

@@ -1,4 +1,4 @@
-"""How attention is launched: the kinds of launches, and the tables from which one is chosen by dtype, head size and
+"""Launches of attention: the kinds of launches, and the tables from which one is chosen by dtype, head size and
 queries.
 
 Measured on an H200 (tag `laboratory`: kernels_h200.jsonl and kernels_steps_h200.jsonl in benchmarks/results). What was

@@ -1,5 +1,5 @@
-"""What the queries of a pass may see of the cache, in the form that the attention kernels read: numbers on the device,
-and no mask."""
+"""Layouts: what the queries of a pass may see of the cache, in the form that the attention kernels read: numbers on the
+device, and no mask."""
 
 from __future__ import annotations
 

@@ -560,7 +560,7 @@ def attention_layout(
 
 @lru_cache
 def runs_of(extent: int) -> int:
-    """How many runs begin in so many positions."""
+    """Number of runs that begin in so many positions."""
     if extent <= FIRST_RUN * FEW_RUNS:
         return -(-extent // FIRST_RUN)
     octave = (extent - 1).bit_length() - 12
@@ -569,7 +569,7 @@ def runs_of(extent: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OrderedLaunch:
-    """How `_runs`, `_tail` or `_chain` is launched: rows and slots of a block, warps, pipeline stages."""
+    """Launch of `_runs`, `_tail` or `_chain`: rows and slots of a block, warps, pipeline stages."""
 
     block_m: int
     block_n: int

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Which positions a layer's queries see beside the text's order: those fewer than `size` before their own (a
+    """Positions that a layer's queries see beside the text's order: those fewer than `size` before their own (a
     sliding window), or with `chunk` those of their own chunk of `size` positions. A node of a tree stands at its depth
     behind the prefix, wherever its slot is."""
 

@@ -33,8 +33,8 @@ def grow(lengths: Tensor, counts: Tensor, bound: int) -> None:
 
 
 def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """Where `kv_block_copy` moves the nodes of path [B, P] from and to, behind the lengths [B] as they were -> two [B,
-    P].
+    """Slots that `kv_block_copy` moves the nodes of path [B, P] from and to, behind the lengths [B] as they were -> two
+    [B, P].
 
     Then `grow` of the lengths by accepted [B] + 1 in the rows that are active [B] bool.
     """
@@ -45,15 +45,15 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
 
 
 def emitted(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
-    """What a verdict emits of a tree's tokens [B, N], [B, P]: the accepted drafts' tokens, then the bonus token; the
-    rest is filler."""
+    """Tokens [B, P] that a verdict emits of a tree's tokens [B, N]: the accepted drafts' tokens, then the bonus token;
+    the rest is filler."""
     following = torch.cat((path[:, 1:], path[:, -1:]), 1)
     return tokens.gather(1, following).scatter_(1, accepted[:, None], bonus[:, None])
 
 
 def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: Tensor, root: Tensor) -> Tensor:
-    """What the host reads of a round, [B, 1 + P]: accepted [B], then `emitted`. root [B] becomes the bonus token where
-    active [B] is true.
+    """Numbers that the host reads of a round, [B, 1 + P]: accepted [B], then `emitted`. root [B] becomes the bonus
+    token where active [B] is true.
 
     A bonus below 0 says that there was no token to draw behind the accepted ones. The host then reads -1 - accepted,
     and all that goes on upon the device gets token 0: `bonus` itself becomes that.

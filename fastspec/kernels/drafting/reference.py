@@ -33,7 +33,8 @@ def topk_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Where an expansion by K of M nodes a row writes what it grows: `scores` fp32 and `tokens` int64 [B, M * K].
+    """Buffers where an expansion by K of M nodes a row writes what it grows: `scores` fp32 and `tokens` int64 [B, M *
+    K].
 
     `parents` [B, K * K] int64 is for the children of the K best, which the next expansion grows: each gets its parent's
     place plus `first`. None where none follows. All may be views whose last dimension is contiguous.
@@ -94,7 +95,7 @@ def next_frontier(
 def head_input(
     tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float
 ) -> Tensor:
-    """What the first layer of an EAGLE-3 head reads of tokens [B, K] and their states hidden [B, K, H] -> [B, K, 2 *
+    """Input of an EAGLE-3 head's first layer of tokens [B, K] and their states hidden [B, K, H] -> [B, K, 2 *
     H].
 
     The first half is `rms_norm` by token_norm [H] of the tokens' rows of the embedding's table [V, H], the second that
@@ -165,8 +166,8 @@ def ancestor_words(parents: Tensor, nodes: int) -> Tensor:
 def tree_input(
     tokens: Tensor, depths: Tensor, lengths: Tensor, last: int, table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a pass over trees of tokens and depths [B, N] behind lengths [B] reads: positions [B, N], `last` at most,
-    slots [B, N], and the tokens' rows of an embedding's table [V, H] where one is given -> [B, N, H]."""
+    """Input of a pass over trees of tokens and depths [B, N] behind lengths [B]: positions [B, N], `last` at
+    most, slots [B, N], and the tokens' rows of an embedding's table [V, H] where one is given -> [B, N, H]."""
     base = lengths[:, None]
     positions, slots = (base + depths).clamp(max=last), base + torch.arange(tokens.shape[1], device=tokens.device)
     return positions, slots, None if table is None else F.embedding(tokens, table)
@@ -182,9 +183,9 @@ def path_pairs(
     lengths: Tensor,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a head is fed of a verdict beside its tokens: the features [B, N, F] of the nodes of path [B, P] -> [B, P,
-    F], how many of them count [B], accepted [B] + 1 where active [B] bool and else 0, and their slots [B, P] behind
-    lengths [B].
+    """Pairs that a head is fed of a verdict beside its tokens: the features [B, N, F] of the nodes of path [B, P] ->
+    [B, P, F], how many of them count [B], accepted [B] + 1 where active [B] bool and else 0, and their slots [B, P]
+    behind lengths [B].
 
     root [B] becomes bonus [B] where active. `out` receives the features and the counts where it is given.
     """

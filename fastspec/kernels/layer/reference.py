@@ -150,7 +150,7 @@ class PlainLayers:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer stands in one pass: layer `index` of caches k, v [L, B, Hkv, C, D], its rotary tables, the slots
+    """Place of a layer in one pass: layer `index` of caches k, v [L, B, Hkv, C, D], its rotary tables, the slots
     [B, N] of its nodes, and what they see."""
 
     k: Tensor

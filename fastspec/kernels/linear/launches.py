@@ -1,4 +1,4 @@
-"""How products are launched: the kinds of launches, and the tables from which one is chosen by the sizes of a product.
+"""Launches of products: the kinds of launches, and the tables from which one is chosen by the sizes of a product.
 
 Found on an H200 by the time of whole stacks of layers, in which kernels overlap (linear_h200.jsonl, stack_h200.jsonl
 and stack_steps_h200.jsonl in benchmarks/results). What was tuned on a machine goes before these
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a product is launched: weight tiles of channels x depth, a program for each tile of channels, warps and
+    """Launch of a product: weight tiles of channels x depth, a program for each tile of channels, warps and
     pipeline stages.
 
     `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. `pdl` lets the
@@ -36,7 +36,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class RowLaunch:
-    """How a product of one row is launched: a program takes blocks of channels x depth, powers of two."""
+    """Launch of a product of one row: a program takes blocks of channels x depth, powers of two."""
 
     channels: int
     depth: int
@@ -73,9 +73,9 @@ class HopperLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLaunch:
-    """How the two products of experts run: `tile` rows of the weight by blocks of `depth`, against up to `small` pairs
-    of an expert, or up to `medium`, or, where it has more, `large` at a time, with a pass over its weight for each.
-    `medium` as small as `small` leaves that case out. The stages are for small tiles and for the others.
+    """Launch of the two products of experts: `tile` rows of the weight by blocks of `depth`, against up to `small`
+    pairs of an expert, or up to `medium`, or, where it has more, `large` at a time, with a pass over its weight for
+    each. `medium` as small as `small` leaves that case out. The stages are for small tiles and for the others.
     """
 
     tile: int
@@ -245,8 +245,8 @@ def _few_weights(rows: int, channels: int, depth: int, swiglu: bool = False) -> 
 
 
 def hopper_parts(rows: int, channels: int, depth: int) -> int:
-    """How many parts `linear_parts` makes of x [rows, depth] times `channels` output channels on Hopper, three steps
-    each; 1: one."""
+    """Number of parts that `linear_parts` makes of x [rows, depth] times `channels` output channels on Hopper, three
+    steps each; 1: one."""
     tiles = -(-channels // 64)
     if _few_weights(rows, channels, depth):
         return min(6, depth // 192) if rows <= 64 and channels < 1024 and depth % 64 == 0 else 1

@@ -154,7 +154,7 @@ def linears(
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a token chooses `choices` of its E experts, and how much of each it takes."""
+    """Rule by which a token chooses `choices` of its E experts, and how much of each it takes."""
 
     choices: int
     sigmoid: bool = False
@@ -198,7 +198,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """How one expert computes: down((up + offset) * opened(gate)); the defaults are SwiGLU."""
+    """Computation of one expert: down((up + offset) * opened(gate)); the defaults are SwiGLU."""
 
     interleaved: bool = False
     """True where the rows of gate and up take turns, else the gate's come first."""

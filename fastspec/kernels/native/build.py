@@ -74,7 +74,7 @@ def missing() -> str | None:
 
 
 def command(source: Path, out: Path) -> list[str]:
-    """What compiles the library."""
+    """Command that compiles the library."""
     found = compiler()
     assert found is not None
     return [*found, *COMMON, *FLAGS[torch.backends.cpu.get_cpu_capability()], str(source), "-o", str(out)]

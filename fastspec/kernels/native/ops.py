@@ -99,7 +99,7 @@ class Native:
         return out
 
     def way(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way | None:
-        """What multiplies the rows of x, see `linear`; None: torch, x as it is."""
+        """Function that multiplies the rows of x, see `linear`; None: torch, x as it is."""
         fits = weight.shape[1:] == x.shape[-1:] and (
             bias is None or bias.shape == weight.shape[:1]
         )  # else torch broadcasts, or raises

@@ -77,7 +77,8 @@ def tensors_of(layer: PlainLayer) -> Iterator[Tensor]:
 
 
 class StackTable:
-    """What is the same in every pass over some layers. `fits` is false where the kernels do not compute them."""
+    """Table of what is the same in every pass over some layers. `fits` is false where the kernels do not compute
+    them."""
 
     def __init__(self, layers: PlainLayers) -> None:
         self.tensors = [tensor for layer in layers.rows for tensor in tensors_of(layer)]
@@ -98,7 +99,7 @@ class StackTable:
         """(rows, threads) -> whether the kernel is the quickest way to multiply so many by all of these."""
 
     def now(self) -> list[tuple[int, int, tuple[int, ...], torch.dtype]]:
-        """Where and how all tensors lie."""
+        """Addresses and strides of all tensors."""
         return [(tensor.data_ptr(), tensor.numel(), tensor.stride(), tensor.dtype) for tensor in self.tensors]
 
     def _takes(self, layer: PlainLayer, number: int) -> bool:
@@ -138,7 +139,7 @@ def c_weights(part: Weighted) -> tuple[CWeight, ...]:
 
 
 def c_layer(layer: PlainLayer) -> CLayer:
-    """What of a layer is the same in every pass."""
+    """Part of a layer that is the same in every pass."""
     row = CLayer(
         qkv=c_weights(layer.qkv),
         out=c_weights(layer.out)[0],

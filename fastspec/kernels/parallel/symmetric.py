@@ -29,7 +29,7 @@ ADDED = (torch.bfloat16, torch.float32)
 
 
 def way_of(nbytes: int, dtype: torch.dtype, reachable: bool) -> str:
-    """How a message of so many bytes is summed: "one-shot", "two-shot" or "library", torch.distributed's own way.
+    """Way of summing a message of so many bytes: "one-shot", "two-shot" or "library", torch.distributed's own way.
     `reachable` says whether every GPU of the group can read the others' memory."""
     if not reachable or dtype not in ADDED or nbytes % 16 or nbytes > TWO_SHOT_BYTES:
         return "library"

@@ -33,7 +33,7 @@ error."""
 
 
 class Space(NamedTuple):
-    """Where the messages of a process's rows go: `addresses` [P] int64 of every process's space, of `words` words a
+    """Space for the messages of a process's rows: `addresses` [P] int64 of every process's space, of `words` words a
     row, `counts` [ROWS] int32 of this process's messages of every row so far, and which of how many processes this
     is."""
 
@@ -124,7 +124,7 @@ def space_of(p_addresses, process):
 
 @triton.jit
 def place_in(p_space, sender, row, count, PROCESSES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Where in a space the words of a sender's message lie, the count-th of the row."""
+    """Place in a space where the words of a sender's message lie, the count-th of the row."""
     return p_space + (((count & 1) * PROCESSES + sender) * ROWS + row) * WORDS
 
 

@@ -43,7 +43,7 @@ FLOAT8 = tl.constexpr(int(Numbers.E4M3))
 
 @triton.jit
 def _numbers(b_codes, p_table, NUMBERS: tl.constexpr, LESS: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes of any shape stand for, one by one."""
+    """Numbers that codes of any shape stand for, one by one."""
     if NUMBERS == UNSIGNED:
         b_out = b_codes.to(tl.float32) - LESS
     elif NUMBERS == SIGNED:
@@ -417,7 +417,7 @@ class StoredOperands(NamedTuple):
 
 
 class StoredForm(NamedTuple):
-    """What weights of one launch have in common."""
+    """Form that the weights of one launch have in common."""
 
     kind: Codes
     depth: int

@@ -24,7 +24,7 @@ from fastspec.kernels.linear.reference import Activation
 
 
 class Numbers(enum.IntEnum):
-    """How the bits of a code are read."""
+    """Reading of a code's bits."""
 
     UNSIGNED = 0
     """Whole numbers from 0, less `Codes.less`."""
@@ -126,7 +126,7 @@ def table(kind: Codes, device: torch.device) -> Tensor:
 
 
 def numbers(weight: StoredWeight) -> Tensor:
-    """What the codes stand for before zero points and scales: [M, K] fp32."""
+    """Numbers that the codes stand for before zero points and scales: [M, K] fp32."""
     codes = halves(weight.codes, weight.kind)[:, : weight.depth]
     match weight.kind.numbers:
         case Numbers.UNSIGNED:

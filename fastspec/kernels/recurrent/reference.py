@@ -35,7 +35,7 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class DecayRates:
-    """What decay and rate of the nodes come from: a node's g is -e^log_decay softplus(a + bias), its beta `scale` times
+    """Sources of the nodes' decay and rate: a node's g is -e^log_decay softplus(a + bias), its beta `scale` times
     sigmoid(b).
 
     `log_decay` and `bias` are [Hv].

@@ -39,8 +39,8 @@ LAST_ID = 2**31 - 1
 
 
 def best_key(scores: Tensor, best: Tensor, first: int) -> Tensor:
-    """What a part of a vocabulary, of which the first token is `first`, has to say of the likeliest token: scores [...,
-    M] in at most 32 bits, best [...] the place of the highest of them -> [...] int64.
+    """Key of the likeliest token of a part of a vocabulary, of which the first token is `first`:
+    scores [..., M] in at most 32 bits, best [...] the place of the highest of them -> [...] int64.
 
     The highest of all parts' keys is that of the highest score, and of equal ones that of the lowest token: `key_token`
     reads it.

@@ -256,8 +256,8 @@ def _close_kernel(
 
 
 def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Where settings cut scores x [B, N, V] fp32, fp16 or bf16 with a contiguous last dimension -> low [B * N] fp32,
-    first [B * N] int32.
+    """Bounds at which settings cut scores x [B, N, V] fp32, fp16 or bf16 with a contiguous last dimension -> low [B *
+    N] fp32, first [B * N] int32.
 
     With y = x * (1 / temperature) in fp32, ids with y > low are kept, and those with y == low from id `first` on.
     Masses are summed in fp32 within a chunk of 4096 ids, and in fp64 from there, always in the same order.

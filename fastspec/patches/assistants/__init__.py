@@ -1,1 +1,1 @@
-"""What `assistant=` names: from a name or a config to a decoding."""
+"""Assistants, from a name or a config to a decoding."""

@@ -52,7 +52,7 @@ class ProbeRow:
 
     @property
     def score(self) -> float:
-        """What readings are ranked by: the mean of both shares."""
+        """Rank of a reading: the mean of both shares."""
         return (self.agreement + self.second) / 2
 
     def overrides(self) -> dict[str, Any]:

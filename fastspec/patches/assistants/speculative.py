@@ -168,7 +168,7 @@ class Pair:
 
 
 def check(model: Any, device: Any, rows: int) -> float:
-    """What a pass of the target over drafts costs more than one over a single token, in such passes; nothing in a
+    """Extra cost of a pass of the target over drafts beside one over a single token, in such passes; nothing in a
     batch, which has several."""
     cost = COSTS.get(torch.device(device).type, COSTS["cuda"])
     return cost.check(sum(p.numel() * p.element_size() for p in read_parameters(model))) if rows == 1 else 0.0
@@ -211,7 +211,7 @@ def read_parameters(model: Any) -> list[nn.Parameter]:
 
 
 def read_weights(model: Any) -> int:
-    """How many weights one pass reads."""
+    """Number of weights that one pass reads."""
     return sum(p.numel() for p in read_parameters(model))
 
 
@@ -301,7 +301,7 @@ def _compare_tokens(draft: Any, target: Any) -> None:
 
 
 def _ids(model: Any, role: str) -> set[int]:
-    """What a model's configuration and generation configuration name as its `role`."""
+    """Tokens that a model's configuration and generation configuration name as its `role`."""
     named = [getattr(config, role, None) for config in (model.config.get_text_config(), model.generation_config)]
     return {
         index for each in named if each is not None for index in (each if isinstance(each, (list, tuple)) else [each])

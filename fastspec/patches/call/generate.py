@@ -106,7 +106,7 @@ def _decode(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """What `generate` calls in place of its own loop, with what it has made of its arguments."""
+    """Function that `generate` calls in place of its own loop, with what it has made of its arguments."""
     mode = mode_for(
         model
     )  # not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
@@ -166,7 +166,7 @@ def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any
 
 
 def init_continuous_batching(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """What all of transformers' continuous batching begins with. Raises Unsupported for an assistant in the call's own
+    """Beginning of all of transformers' continuous batching. Raises Unsupported for an assistant in the call's own
     generation_config; a default is left out with a warning."""
     session, own = session_of(self), self.generation_config
     call = None if generation_config is own else generation_config

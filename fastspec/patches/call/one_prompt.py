@@ -98,8 +98,8 @@ class SettingsCache:
         self.known: deque[PreparedSettings] = deque(maxlen=KEPT)
 
     def find(self, model: Any, original: Any, given: dict[str, Any]) -> PreparedSettings | None:
-        """What was made of the settings of a call, whose prompt is one row of tokens on the CPU, none of them padding;
-        or None."""
+        """Settings of a call as they were read, whose prompt is one row of tokens on the CPU, none of them
+        padding; or None."""
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         if (
             not isinstance(ids, Tensor)
@@ -124,7 +124,7 @@ class SettingsCache:
 
 
 def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
-    """What a call's settings depend on, as text, the length of the answer left out; None for a call whose settings are
+    """Key of a call's settings, as text, the length of the answer left out; None for a call whose settings are
     not kept."""
     config: Any = given.get("generation_config")
     if (

@@ -20,7 +20,7 @@ from fastspec.patches.hf.model import HFModel
 
 
 def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
-    """What `generate` returns."""
+    """Output that `generate` returns."""
     config, steps, text, pad = plan.config, plan.steps, plan.text, plan.pad
     ids, all_at_once = text.ids, plan.request.rows is None
     longest = max(len(row) for row in outcome.tokens)

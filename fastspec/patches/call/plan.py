@@ -76,12 +76,12 @@ class Text:
 
     @property
     def past_keep(self) -> Tensor:
-        """Which tokens of the past are real [B, past] bool."""
+        """Mask of the past's real tokens [B, past] bool."""
         return self.keep[:, : self.past_length]
 
     @property
     def new_keep(self) -> Tensor:
-        """Which tokens that the cache does not hold are real [B, new] bool."""
+        """Mask of the real tokens that the cache does not hold, [B, new] bool."""
         return self.keep[:, self.past_length :]
 
     def context(self, decoding: Decoding) -> tuple[Tensor, Tensor] | None:

@@ -79,8 +79,8 @@ def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
 
 
 def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
-    """How far the position of the token behind a prompt is from the number of tokens before it, [B] int64; None for a
-    model that reads nothing but tokens, whose positions count them.
+    """Distance between the position of the token after a prompt and the number of tokens before it, [B] int64; None for
+    a model that reads nothing but tokens, whose positions count them.
 
     keep [B, T] bool tells which tokens are real. A grid of image tokens takes fewer positions than it has tokens, or
     more, and some models count from one. Every new token is one further than the last of the prompt, whose position the

@@ -140,7 +140,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def _first_difference(answers: list[list[list[int]]]) -> str:
-    """Where the answers [process][row] of some processes part, in words; nothing where they are alike again."""
+    """Place where the answers [process][row] of some processes part, in words; nothing where they are alike again."""
     for row, each in enumerate(zip_longest(*answers, fillvalue=[])):
         for index, tokens in enumerate(zip_longest(*each)):
             if len(set(tokens)) > 1:

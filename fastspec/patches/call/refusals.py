@@ -1,4 +1,4 @@
-"""What cannot be combined with an assistant, refused by name before anything runs."""
+"""Combinations that no assistant allows, refused by name before anything runs."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ class ContinuousCascade:
 
     @property
     def info(self) -> dict[str, str]:
-        """What the large model's batch says of itself, with the stages' names."""
+        """Settings of the large model's batch, with the stages' names."""
         return {**self.batches[-1].info, "assistant": Cascade.name, "stages": ",".join(self.models.names)}
 
     @property

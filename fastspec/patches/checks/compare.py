@@ -76,7 +76,7 @@ def drafted(drafter: EagleDrafter) -> tuple[TokenTree, Tensor]:
 
 
 def phase_difference(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter]) -> str | None:
-    """How the tree of a small head differs from that of plain torch; None where it does not."""
+    """Difference of a small head's tree from that of plain torch; None where it does not."""
     got, scores = drafted(small_drafter(ops, dtype, device, drafts))
     wanted, expected = drafted(small_drafter(TORCH, dtype, device, EagleDrafter))
     for name in ("tokens", "parents", "depths", "ancestors"):
@@ -166,7 +166,7 @@ def _launch_all(
 
 
 def difference(check: Check, ops: Ops, dtype: torch.dtype, device: torch.device) -> str | None:
-    """How a backend's op differs from its reference on a row's inputs; None where it does not."""
+    """Difference of a backend's op from its reference on a row's inputs; None where it does not."""
     (got, changed), (wanted, expected) = (run(check, each, dtype, device) for each in (ops, REFERENCE))
     results = tensors(check.view(got)), tensors(check.view(wanted))
     if len(results[0]) != len(results[1]):

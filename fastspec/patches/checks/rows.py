@@ -1,4 +1,4 @@
-"""What is checked: a row for every kernel and every form of it that is code of its own, with small inputs.
+"""Checks: a row for every kernel and every form of it that is code of its own, with small inputs.
 
 Inputs are such that rounding decides nothing: what is chosen by score differs by more than it.
 """

@@ -1,4 +1,5 @@
-"""What the layers of a transformers decoder keep of a text, as fastspec's states, and as transformers' own cache.
+"""Caches: what the layers of a transformers decoder keep of a text, as fastspec's states, and as transformers' own
+cache.
 
 One name is that of the installed version: an argument of `generate`, what it hands to a custom loop, a field of its
 outputs. A forward has its own: of a class that transformers does not ship it may still be the old one.
@@ -103,9 +104,9 @@ def import_past(state: SequenceState, past: list[LayerCache], keep: Tensor) -> N
 
 
 def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[LayerCache]:
-    """What transformers keeps of slots first[b] .. of every row, layer by layer, where each computes: keys and values
-    [B, Hkv, width, D], where the row's slots stand one after another in the columns that shown [B, width] bool names;
-    other columns, and those past the row's length, are zero."""
+    """Tensors that transformers keeps of slots first[b] .. of every row, layer by layer, where each computes: keys and
+    values [B, Hkv, width, D], where the row's slots stand one after another in the columns that shown [B, width] bool
+    names; other columns, and those past the row's length, are zero."""
     slots = first[:, None] + shown.cumsum(1) - 1
     found = slots.clamp(0, state.slots - 1), shown & (slots < state.lengths[:, None]), state.lengths
     return [kind.export(layer, *(each.to(kind.device) for each in found)) for kind, layer in state.owned]

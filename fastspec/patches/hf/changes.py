@@ -131,7 +131,8 @@ def _bytes(tensor: Tensor) -> Hashable:
 
 
 def weight_places(model: nn.Module) -> Hashable:
-    """Where a model's weights lie and what has a say in its modules: a captured round is good for these alone.
+    """Addresses of a model's weights, and what has a say in its modules: a captured round is good for these
+    alone.
 
     Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's
     adapters it adds. Buffers and other attributes are not among it: those are `ModuleSettings`. Raises RuntimeError
@@ -234,7 +235,7 @@ class Snapshot:
         return changed
 
     def _training_now(self) -> list[bool]:
-        """Which modules are in train mode, where a pass may add noise."""
+        """Modules that are in train mode, where a pass may add noise."""
         return [module.training for module in self.model.modules()]
 
     def _parts_now(self) -> Hashable:

@@ -1,4 +1,4 @@
-"""How an answer ends: end tokens of generation configurations, and stopping criteria of stop strings."""
+"""Ends of an answer: end tokens of generation configurations, and stopping criteria of stop strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fastspec knows of each model family, and of the families' mixtures of experts, as rows of data."""
+"""Families: what fastspec knows of each model family, and of the families' mixtures of experts, as rows of data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ LLAMA4_EXPERTS = Mixture(
 
 @dataclass(frozen=True, slots=True)
 class PositionFactor:
-    """What queries are multiplied by, growing with the logarithm of where they stand: 1 + b * log(1 + floor((p + first)
+    """Factor of queries that grows with the logarithm of their positions: 1 + b * log(1 + floor((p + first)
     / period)), with the names of these settings of the configuration, or of its `rope_parameters`."""
 
     b: str
@@ -357,7 +357,7 @@ ADAPTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Generic:
-    """What a decoder's configuration does not say of it, or says otherwise, where it has no adapter."""
+    """Properties that a decoder's configuration does not name, or names otherwise, where it has no adapter."""
 
     model_type: str
     by_slot: str = ""

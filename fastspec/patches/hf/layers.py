@@ -58,7 +58,7 @@ def rotary_tables(model: Any, parts: Adapter, kinds: Iterable[str | None], count
 
 
 def position_factor(model: Any, row: PositionFactor, count: int) -> Tensor | None:
-    """What the queries of the first `count` positions are multiplied by [count] fp32, or None where the model leaves it
+    """Factor of the queries of the first `count` positions, [count] fp32, or None where the model leaves it
     out."""
     config = model.config.get_text_config()
     if row.used_if and not getattr(config, row.used_if):
@@ -244,7 +244,7 @@ def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: i
 
 
 def _by_kind(net: Any) -> Tensor:
-    """Where queries, keys, values, gates, b and a stand in products that hold them key head by key head, in that
+    """Places where queries, keys, values, gates, b and a stand in products that hold them key head by key head, in that
     order."""
     per = net.num_v_heads // net.num_k_heads
     wide, narrow = (net.head_k_dim, net.head_k_dim, per * net.head_v_dim, per * net.head_v_dim), (per, per)
@@ -255,7 +255,7 @@ def _by_kind(net: Any) -> Tensor:
 
 
 def rotary_kinds(parts: Adapter, layers: Sequence[Any], config: Any) -> list[str | None]:
-    """Which rotary tables each layer takes, as `rotary_tables` names them."""
+    """Rotary tables that each layer takes, as `rotary_tables` names them."""
     kinds = config.layer_types[: len(layers)] if parts.rotary_by_kind else [None] * len(layers)
     attention = [getattr(layer, parts.attention, None) for layer in layers]
     turning = [attn is None or not parts.rotates or _rotates(parts, attn) for attn in attention]
@@ -481,7 +481,7 @@ def pack_layer(parts: Adapter, layer: Any, *, experts: bool = True) -> list[Tens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelLayers(LayerFamily):
-    """What a model's family makes of layers and norms of its classes that are no part of it."""
+    """Layers and norms of a model's classes that are no part of the model, as its family reads them."""
 
     model: Any
     parts: Adapter

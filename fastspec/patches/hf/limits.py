@@ -1,4 +1,5 @@
-"""What each layer of a decoder sees of a text, and how long a text the model can be given in an assisted call."""
+"""Limits: what each layer of a decoder sees of a text, and how long a text the model can be given in an assisted
+call."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ MAKERS = {
 
 
 def layer_spans(model: Any) -> list[Span | None]:
-    """What the queries of each layer see in one pass, a span or the whole text (None): what the masks say that the
-    decoder's forward makes.
+    """Positions that the queries of each layer see in one pass, a span or the whole text (None): what the masks say
+    that the decoder's forward makes.
 
     Configurations hold windows that a forward never reads, and kinds of layers that it does not tell apart. A forward
     that makes its masks by none of `MAKERS` is taken to do as the configuration says.
@@ -96,8 +97,8 @@ def _span(config: Any, kind: str) -> Span | None:
 
 
 def dropped_spans(model: Any, cache: Any = None) -> tuple[Span | None, ...]:
-    """What transformers' cache, this one or the one that it makes for the model, leaves of the text between passes to
-    layers that see the whole of it in each; None for the other layers.
+    """Spans that transformers' cache, this one or the one that it makes for the model, leaves of the text between
+    passes to layers that see the whole of it in each; None for the other layers.
 
     A cache goes by the configuration alone. Plain decoding sees the whole of a prompt there, and at each new token no
     more than the span.
@@ -202,7 +203,7 @@ def _by_module(model: Any) -> Iterator[Limit]:
 
 
 def position_rows(model: Any) -> int | None:
-    """How many positions a model's decoder can tell apart, or None where it computes any.
+    """Number of positions that a model's decoder can tell apart, or None where it computes any.
 
     Rotary embeddings are computed for any position, and XGLM's sinusoidal table, which makes its weights, grows. Any
     other table of positions ends where the configuration says.

@@ -253,8 +253,8 @@ class HFModel(Target):
         return committed
 
     def _positions(self) -> int:
-        """How many positions are told apart: nodes past the length limit are never emitted, and a position table may
-        end there."""
+        """Number of positions that are told apart: nodes past the length limit are never emitted, and a position table
+        may end there."""
         last = self.rows if self.adapter is None else self.last_position
         return min(self.state.slots, self.state.slots if last is None else last)
 

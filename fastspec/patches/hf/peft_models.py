@@ -1,5 +1,5 @@
-"""What PEFT does to the inputs of a model for the length of its own `generate`, read from the model without importing
-PEFT.
+"""Changes that PEFT makes to the inputs of a model for the length of its own `generate`, read from the model without
+importing PEFT.
 
 PEFT puts its `prepare_inputs_for_generation` on the base model there. Adapters that change weights leave the inputs as
 they are. Prompt learning puts virtual tokens in front: as keys and values (prefix tuning), or as embeddings that the

@@ -1,4 +1,4 @@
-"""What is tried at a place: the launches of an op, and its inputs of the shapes that were asked for.
+"""Candidates that are tried at a place: the launches of an op, and its inputs of the shapes that were asked for.
 
 Several copies of what a launch reads take turns, so that weights come from memory as in a model, and not from the L2
 cache.
@@ -59,12 +59,12 @@ def normal(*shape: int, like: tuple[torch.dtype, torch.device], scale: float = 1
 
 
 def copies_of(size: int) -> int:
-    """How many copies of so many bytes take turns."""
+    """Number of copies of so many bytes that take turns."""
     return max(1, min(MOST_COPIES, -(-COPIES_OF // max(1, size))))
 
 
 def trial(op: str, place: Place, about: Any, device: torch.device) -> Trial:
-    """What is tried at a place of an op."""
+    """Trial at a place of an op."""
     return (_attention if op in ("tree_attention", "few_attention") else _product)(op, place, about, device)
 
 

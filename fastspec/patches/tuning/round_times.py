@@ -93,7 +93,7 @@ def path_of(device: torch.device, kind: str, *words: object) -> Path:
 
 
 def read_times(path: Path) -> Milliseconds:
-    """What a file has kept; nothing where it is missing or, with a warning, damaged."""
+    """Times that a file has kept; none where it is missing or, with a warning, damaged."""
     found = files.read(path)
     if found is None:
         return {}

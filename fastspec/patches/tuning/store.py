@@ -79,7 +79,7 @@ def forget() -> list[Path]:
 
 
 def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
-    """Where the launches of a model's kernels come from: "tuned" on this machine, at least some of them, "shipped" for
+    """Source of the launches of a model's kernels: "tuned" on this machine, at least some of them, "shipped" for
     this device, "portable" on one that none were measured on, or "none" without kernels."""
     if ops.name != "triton":
         return "none"

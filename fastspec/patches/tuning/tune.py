@@ -137,7 +137,7 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was measured, the file that keeps it, and how many places were left when the time was over."""
+    """Measurements, the file that keeps them, and how many places were left when the time was over."""
 
     device: str
     places: tuple[Tuned, ...]

@@ -56,7 +56,7 @@ def versions() -> Row:
 
 
 def environment(model: Any) -> Row:
-    """Where and when: what every row carries beside its figures."""
+    """Place and time: what every row carries beside its figures."""
     import torch
 
     return {

@@ -59,7 +59,7 @@ def without_biases(model):
 
 
 def drafted(engine):
-    """What the engine has counted of drafts since it began."""
+    """Counts of drafts that the engine has made since it began."""
     found = {metric.name: metric for metric in engine.get_metrics()}
     at = list(found[f"{ACCEPTED}_per_pos"].values)
     return {"drafts": found[DRAFTS].value, "accepted": found[ACCEPTED].value, "accepted_at": at}

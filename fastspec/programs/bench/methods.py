@@ -83,7 +83,7 @@ def read_drafters(
     target: Any,
     tokenizer: Any,
 ) -> Drafters:
-    """What drafts for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads
+    """Drafters for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads
     of one kind, both a draft model and an early exit, and one that the target has not."""
     from fastspec.patches.api import check_assistant
 

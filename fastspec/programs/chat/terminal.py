@@ -22,7 +22,7 @@ class CommandCompleter(Completer):
         self.chat = chat
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """What may stand at the cursor."""
+        """Completions that may stand at the cursor."""
         name, space, rest = document.text_before_cursor.partition(" ")
         if not name.startswith("/"):
             return
@@ -42,8 +42,8 @@ class CommandCompleter(Completer):
 
 
 def terminal_lines(chat: Chat, **options: Any) -> Iterator[str]:
-    """What the user types, until Ctrl-D. Ctrl-C drops a line, Alt-Enter (Esc, Enter) starts another one; `options` go
-    to PromptSession."""
+    """Lines that the user types, until Ctrl-D. Ctrl-C drops a line, Alt-Enter (Esc, Enter) starts another one;
+    `options` go to PromptSession."""
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")

@@ -249,7 +249,7 @@ class ResponseParser:
             yield from self._stripped(Content, text, self.inside.strips)
 
     def _leave(self, end: int) -> Iterator[Event]:
-        """What was held back of a part that ends there."""
+        """Text that was held back of a part that ends there."""
         if self.inside is not None and self.inside.name == "tool_calls":
             raw = self.text[self.began : end]
             calls = self._calls(raw)

@@ -1,4 +1,4 @@
-"""What a server needs of the batch that decodes for it, be it in this process or in another."""
+"""Interface that a server needs of the batch that decodes for it, be it in this process or in another."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Served(Protocol):
         """Ask for the log-probabilities of a text's tokens from the second on, each with the `count` likeliest."""
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
-        """What stop strings come to, before a prompt that has them is sent."""
+        """Let the batch know of stop strings, before a prompt that has them is sent."""
 
     def close(self) -> None:
         """Let go of all prompts, and take no more."""

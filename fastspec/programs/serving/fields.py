@@ -1,4 +1,4 @@
-"""What the fields of a request and the settings of its generation_config may hold.
+"""Values that the fields of a request and the settings of its generation_config may hold.
 
 A field that would change an answer and is not heeded is left out, or refused by name.
 """
@@ -50,7 +50,7 @@ def _one_of(*values: Any) -> Check:
 
 
 def nothing(instead: str = "") -> Check:
-    """What would be ignored."""
+    """Fields that would be ignored."""
     return lambda value: not value, f"left out{instead}"
 
 

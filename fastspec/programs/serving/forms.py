@@ -42,14 +42,14 @@ class Form(ABC):
 
     @abstractmethod
     def begin(self) -> list[JsonObject]:
-        """What a stream begins with."""
+        """Beginning of a stream."""
 
     @abstractmethod
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
-        """What a stream has of one event of this answer."""
+        """Lines that a stream has of one event of this answer."""
 
     def failed(self, message: str, status: int) -> list[JsonObject]:
-        """What a stream has of an error, which ends it."""
+        """Lines that a stream has of an error, which ends it."""
         return [error_body(message, status)]
 
 

@@ -53,7 +53,7 @@ class Mail:
 
 
 async def all_of(queue: asyncio.Queue[Any]) -> list[Any]:
-    """What has come; waits where nothing has."""
+    """Items that have come; waits where nothing has."""
     found = [await queue.get()]
     while not queue.empty():
         found.append(queue.get_nowait())

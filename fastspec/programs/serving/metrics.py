@@ -1,4 +1,4 @@
-"""What a server measures, in Prometheus' form."""
+"""Metrics of a server, in Prometheus' form."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Metrics:
         self.stages = StageMetrics(self.registry, SECONDS)
 
     def collect(self) -> Iterator[Metric]:
-        """What the batch itself counts."""
+        """Counts of the batch itself."""
         batch, stats = self.batch, self.batch.stats
         served = GaugeMetricFamily("fastspec_info", "What is served.", labels=list(self.info))
         served.add_metric(list(self.info.values()), 1)

@@ -1,4 +1,4 @@
-"""What stands before a server's routes: which there are, who may ask, how long a body may be, and who has gone."""
+"""Middleware before a server's routes: which there are, who may ask, how long a body may be, and who has gone."""
 
 from __future__ import annotations
 

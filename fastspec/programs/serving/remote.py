@@ -218,7 +218,7 @@ def _end(process: BaseProcess, patience: float) -> None:
 
 
 def _end_at_exit(wire: Wire, process: BaseProcess) -> None:
-    """What becomes of a process that nobody has closed."""
+    """End of a process that nobody has closed."""
     wire.post(Close())
     wire.end()
     _end(process, PATIENCE)

@@ -57,7 +57,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes: new tokens of an answer, requests that wait for a row, and bytes of a body, each at most."""
+    """Limits of a server: new tokens of an answer, requests that wait for a row, and bytes of a body, each at most."""
 
     tokens: int = 4096
     queue: int = 64
@@ -66,8 +66,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a route needs, the fields that it has, and what those may hold that hold something else on other routes;
-    `as_chat` makes fields of another interface those of a chat."""
+    """Requirements of a route, the fields that it has, and what those may hold that hold something else on other
+    routes; `as_chat` makes fields of another interface those of a chat."""
 
     needs: tuple[str, ...]
     fields: frozenset[str]
@@ -130,7 +130,7 @@ RESPONSE = _route("input", response_params.ResponseCreateParamsStreaming, "chat_
 
 
 def parse(text: str) -> Any:
-    """What a JSON text holds. Raises ValueError for what is no JSON, is nested too deep, or has half of a character,
+    """Contents of a JSON text. Raises ValueError for what is no JSON, is nested too deep, or has half of a character,
     which JSON may name and no tokenizer takes."""
     found = parse_json(text)
     if "\\u" in text:

@@ -53,7 +53,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """What stop strings come to, made where no round waits for it."""
+    """Criterion that stop strings come to, made where no round waits for it."""
 
     strings: tuple[str, ...]
     made: Any
@@ -115,7 +115,7 @@ COUNTS = "assistant", "rows", "reused", "rounds", "row_rounds", "round_tokens", 
 
 @contextmanager
 def left_alone_by_the_collector() -> Iterator[None]:
-    """What there is stays out of garbage collections: a full one goes through a million objects of torch and
+    """Objects that there are stay out of garbage collections: a full one goes through a million objects of torch and
     transformers, holds the interpreter for some tenths of a second, and stops all streams meanwhile."""
     gc.collect()
     gc.freeze()
@@ -126,7 +126,7 @@ def left_alone_by_the_collector() -> Iterator[None]:
 
 
 def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
-    """What the process does: open a batch, and decode what the other process asks for until that closes it or has gone.
+    """The process' work: open a batch, and decode what the other process asks for until that closes it or has gone.
 
     Signals are the other process's matter, which a terminal or a supervisor may have sent to both.
     """

@@ -207,7 +207,7 @@ class ServedAnswers:
 
 
 class Server:
-    """What answers the requests of one model: an open batch, its tokenizer, and the model's name."""
+    """Answers to the requests of one model, and what makes them: an open batch, its tokenizer, and the model's name."""
 
     def __init__(
         self, batch: Served, tokenizer: Any, name: str, limits: Limits, info: dict[str, str] | None = None

@@ -190,7 +190,7 @@ def _lock(part: Tensor) -> None:
 
 
 def _bounds(counts: np.ndarray) -> np.ndarray:
-    """Where each of runs of so many begins and ends, one behind another: [N, 2] int64."""
+    """Bounds of runs of so many each, one behind another: [N, 2] int64."""
     ends = np.cumsum(counts, dtype=np.int64)
     return np.stack((ends - counts, ends), 1)
 

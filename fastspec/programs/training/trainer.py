@@ -39,7 +39,7 @@ IDENTITY += ("warmup_steps", "clip", "mixed_precision")
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; kept in its checkpoints."""
+    """Place where a run stands; kept in its checkpoints."""
 
     step: int = 0
     epoch: int = 0

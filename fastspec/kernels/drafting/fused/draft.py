@@ -398,7 +398,7 @@ def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
 
 @lru_cache
 def _multiprocessors(device: torch.device) -> tuple[int, int]:
-    """How many there are, and the bytes of shared memory of one."""
+    """Number of multiprocessors, and the bytes of shared memory of one."""
     if device.type != "cuda":
         return 1, 0
     properties = torch.cuda.get_device_properties(device)
