@@ -172,3 +172,14 @@ def test_drafts_are_counted_for_each_answer(server: Served) -> None:
     drafted = whole.accepted_prediction_tokens + whole.rejected_prediction_tokens
     server.wait(lambda: server.metric("fastspec_drafted_tokens_total") - before[1] >= 2 * drafted)
     assert server.metric("fastspec_accepted_tokens_total") - before[0] >= 2 * whole.accepted_prediction_tokens
+
+
+def test_cached_tokens_are_counted_for_each_prompt(server: Served) -> None:
+    client = server.client()
+    given = {"prompt": words(random.Random(77), 30), "max_tokens": 4, **GREEDY}
+    first, again = (client.completions.create(**given, n=2, extra_body={"top_k": 1}).usage for _ in range(2))
+    assert first.prompt_tokens_details.cached_tokens < first.prompt_tokens
+    assert 0 < again.prompt_tokens_details.cached_tokens < again.prompt_tokens
+    made = client.responses.create(model=NAME, input=words(random.Random(78), 30), max_output_tokens=4)
+    made = client.responses.create(model=NAME, input=words(random.Random(78), 30), max_output_tokens=4)
+    assert 0 < made.usage.input_tokens_details.cached_tokens < made.usage.input_tokens

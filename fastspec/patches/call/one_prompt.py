@@ -261,7 +261,7 @@ class PreparedPrompt:
         if self.rounds is not None:
             count = self.rounds.logprobs
             found = None if logits is None or count is None else top_logprobs(logits, tokens, count)
-            self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found, tree))
+            self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found, tree, self.future.cached_tokens))
         if self.streaming is not None:
             self.streaming.emit(0, tokens, accepted, done)
 

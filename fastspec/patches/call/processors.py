@@ -330,13 +330,14 @@ class Streaming:
 class StreamedRound:
     """Tokens that a round gave to one prompt, of its `drafted` draft tokens those that are among them, and the
     log-probabilities and the draft tree where they are asked for; a prompt that takes no drafts has no tree, nor has
-    its first token."""
+    its first token. `cached` are the prompt's tokens that were not read, since a row had read them."""
 
     tokens: list[int]
     accepted: int = 0
     drafted: int = 0
     logprobs: list[TokenLogprob] | None = None
     tree: DraftTree | None = None
+    cached: int = 0
 
 
 class RoundStreamer(ABC):

@@ -89,13 +89,14 @@ class NamedRound:
 @dataclass(frozen=True, slots=True)
 class End:
     """End of the answer, with its tokens, and of the draft tokens those that are among them. `stop` is the stop string
-    that ended it."""
+    that ended it, `cached` the prompt's tokens that were not read."""
 
     reason: Literal["stop", "length", "tool_calls"]
     tokens: int
     accepted: int = 0
     drafted: int = 0
     stop: str | None = None
+    cached: int = 0
 
 
 Event = Content | Reasoning | ToolCall | Logprobs | NamedRound | End

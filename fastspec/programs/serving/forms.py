@@ -84,7 +84,9 @@ class Choices(Form):
         accepted = sum(end.accepted for end in ends)
         rejected = sum(end.drafted for end in ends) - accepted
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-        counts = {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+        counts: JsonObject = {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+        cached = sum(end.cached for index, end in self.ends.items() if index % self.asked.n == 0)
+        counts["prompt_tokens_details"] = {"cached_tokens": cached}
         return {**head, "choices": choices, "usage": {**counts, "completion_tokens_details": details}}
 
     def choice(self, index: int, **fields: Any) -> JsonObject:
@@ -324,7 +326,7 @@ class ResponseForm(Form):
         if end is not None:
             more["usage"] = {
                 "input_tokens": self.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": end.cached, "cache_write_tokens": 0},
                 "output_tokens": end.tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": self.prompt_tokens + end.tokens,

@@ -95,7 +95,7 @@ class Row:
         """Rounds of an answer that is not streamed."""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.accepted = self.drafted = 0
+        self.accepted = self.drafted = self.cached = 0
         self.visits: list[Visit] = []
         self.called = False
         self.first: float | None = None
@@ -112,6 +112,7 @@ class Row:
         self.tokens += tokens
         self.accepted += round.accepted
         self.drafted += round.drafted
+        self.cached = round.cached
         self.metrics.tokens.inc(len(tokens))
         self.metrics.rate.add(len(tokens))
         first = self.first is None
@@ -163,7 +164,7 @@ class Row:
             self._post([*self.named, *self.echo, *self.reader.add(self.tokens, scored)])
         self._post(self.reader.finish())
         reason = "tool_calls" if self.called else self._reason()
-        self._post([End(reason, len(self.tokens), self.accepted, self.drafted, self.reader.cut.found)])
+        self._post([End(reason, len(self.tokens), self.accepted, self.drafted, self.reader.cut.found, self.cached)])
 
 
 Item = tuple[int, "list[Event] | BaseException"]
