@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,11 +53,24 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
         if len(named) != 1:
             raise Unsupported(f"a grammar is one of {', '.join(FORMS)}, and {' and '.join(named) or 'none'} is given")
         [(self.form, value)] = named.items()
+        self._given = tokenizer, value, end_tokens
         self.tokens = _tokens_of(tokenizer, end_tokens)
         self.size: int = self.tokens.vocab_size
         """Tokens of the tokenizer."""
         self._matcher = _compiled(self.tokens, self.form, value)
         self._plain = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Grammar:
+        """The same grammar, whose plain decoding is in no call; what was compiled is shared."""
+        twin = object.__new__(type(self))
+        twin.__dict__ |= self.__dict__ | {"_plain": threading.local()}
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The tokenizer and the text, of which it is compiled again."""
+        tokenizer, value, end_tokens = self._given
+        named: dict[str, Any] = {self.form: value}
+        return partial(type(self), end_tokens=end_tokens, **named), (tokenizer,)
 
     def matcher(self) -> Any:
         """A matcher of llguidance at the start of an answer."""

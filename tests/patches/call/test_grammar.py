@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,6 +129,14 @@ def test_plain_decoding_is_that_of_a_matcher_a_row(pair: tuple[Any, Any], gramma
         options = {**prompts(3, 9, 6, seed=seed), "max_new_tokens": 40, "do_sample": False}
         expected = pair[0].generate(**options, logits_processor=[Guided(grammar)])
         assert torch.equal(pair[0].generate(**options, logits_processor=[grammar]), expected)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_hold_the_same(grammar: fastspec.Grammar, again: Callable[[Any], Any]) -> None:
+    made = again(grammar)
+    ids, scores = torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, grammar.size)
+    first = grammar(ids, scores)
+    assert torch.equal(made(ids, scores), first) and not torch.equal(first, scores)
 
 
 @pytest.mark.parametrize("assistant", ASSISTANTS)
