@@ -46,8 +46,8 @@ USUAL, PRIOR = 0.6, 4.0
 TRUST = 16.0
 """Rounds of a size that count as much as what those of other sizes say of it."""
 WIDTH = 0.43
-"""Growth of a level's chances with the logarithm of its width, fitted to trees of 16 and 32 nodes and chains of 1, 3
-and 5 of an EAGLE-1 head for SmolLM2 on MT-bench, HumanEval and GSM8K."""
+"""Growth of a level's chances with the logarithm of its width, fitted to trees of 16 and 32 nodes and chains of 1 and 3
+of an EAGLE-1 head for SmolLM2 on MT-bench and HumanEval."""
 RENEWED = 0.25
 """Weight of a block's milliseconds among those of its size."""
 
