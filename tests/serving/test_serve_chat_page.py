@@ -10,6 +10,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -23,6 +24,8 @@ import fastspec
 from fastspec.programs.cli.app import app
 from fastspec.programs.serving import app as program
 from fastspec.programs.serving import remote
+from fastspec.programs.serving.answers import NamedRound, NamedTree
+from fastspec.programs.serving.forms import told_round
 from fastspec.programs.serving.remote import Remote
 
 pytestmark = MARKS
@@ -163,6 +166,10 @@ def test_rounds_are_the_tokens_of_the_answer(server: Served, stream: bool) -> No
         last = tokens[0]
         for each in rounds[1:]:
             tree, accepted = each["tree"], each["marks"].count("accepted")
+            if tree is None:
+                assert each["drafted"] == 0 and each["marks"] == ["own"]
+                last = each["tokens"][-1]
+                continue
             assert each["marks"] == ["accepted"] * accepted + [each["marks"][-1]] * (len(each["tokens"]) - accepted)
             assert len(each["tokens"]) == len(each["texts"]) == len(each["marks"])
             assert tree["tokens"][0] == last and len(tree["tokens"]) == len(tree["texts"]) == each["drafted"] + 1
@@ -184,6 +191,21 @@ def test_a_request_may_take_no_drafts(server: Served) -> None:
         assert same == text and [len(each["tokens"]) for each in rounds] == [1] * len(rounds)
         assert sum(usage["completion_tokens_details"].values()) == 0
         assert {mark for each in rounds for mark in each["marks"]} == {"own"} and len(rounds) >= len(drafted)
+
+
+def test_plain_rounds_have_no_trees_and_wait_for_nothing() -> None:
+    """A server that drafts nothing tells the rounds, each a token, and need not read a tree back."""
+    with served(fastspec.patch(small_target()), rows=1, assistant="autoregressive") as server:
+        rounds, text, usage = rounds_of(server, "/v1/completions", True, prompt="w5 w9")
+        assert "".join(piece for each in rounds for piece in each["texts"]) == text
+        assert all(each["tree"] is None and each["marks"] == ["own"] for each in rounds)
+        assert len(rounds) == usage["completion_tokens"]
+
+
+def test_a_round_is_told_field_by_field() -> None:
+    tree = NamedTree([5, 6], ["a", "b"], [0, 0], [0, 1])
+    for named in (NamedRound([6], ["b"], ["accepted"], 1, tree), NamedRound([6], ["b"], ["own"], 0, None)):
+        assert told_round(named) == asdict(named)
 
 
 def test_who_asks_for_no_rounds_gets_none(server: Served) -> None:

@@ -232,7 +232,7 @@ class OpenBatch(Batch):
     def goes_on(self, longest: int) -> bool:
         """True where a round may be launched before the one in front of it is read, of which nobody asks for more than
         tokens."""
-        asked = any(self.keeps_logits(row) or self.keeps_tree(row) for row in self.places)
+        asked = any(self.keeps_logits(row) or (self.keeps_tree(row) and self.drafts_for(row)) for row in self.places)
         return super().goes_on(longest) and not asked
 
     def take(

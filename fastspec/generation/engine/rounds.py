@@ -340,7 +340,8 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
             batch.measures[prompt].append(measures[row, : accepted + 1])
         begin, drafts = len(batch.out.tokens[prompt]), batch.drafts_for(prompt)
         own = 0 if not drafts else nodes if drafted is None else drafted[row]
-        tree = last.tree_of(row, own, accepted) if drafts and batch.keeps_tree(prompt) else None
+        asked_tree = drafts and nodes > 0 and batch.keeps_tree(prompt)
+        tree = last.tree_of(row, own, accepted) if asked_tree else None
         batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits, own, tree)
         batch.count(prompt, begin, accepted, own, nodes > 0)
     follows = engine.main.longest if engine.in_flight else 0

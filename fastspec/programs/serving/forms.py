@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from fastspec.programs.serving.answers import (
@@ -25,6 +25,16 @@ from fastspec.programs.serving.requests import AnswerRequest
 
 JsonObject = dict[str, Any]
 """JSON object of an answer, or of an event of its stream."""
+ROUND = "tokens", "texts", "marks", "drafted", "tree"
+TREE = "tokens", "texts", "parents", "path"
+
+
+def told_round(named: NamedRound) -> JsonObject:
+    """A round as a choice has it; it shares the lists, of which a long answer has megabytes."""
+    found = dict(zip(ROUND, attrgetter(*ROUND)(named), strict=True))
+    if named.tree is not None:
+        found["tree"] = dict(zip(TREE, attrgetter(*TREE)(named.tree), strict=True))
+    return found
 
 
 class Form(ABC):
@@ -95,7 +105,7 @@ class Choices(Form):
         if self.asked.logprobs is not None:
             found["logprobs"] = self.logprobs(self.tokens.pop(index, []))
         if self.asked.rounds:
-            found["fastspec"] = {"rounds": [asdict(each) for each in self.rounds.pop(index, [])]}
+            found["fastspec"] = {"rounds": [told_round(each) for each in self.rounds.pop(index, [])]}
         return found
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:

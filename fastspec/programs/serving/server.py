@@ -314,7 +314,8 @@ class Server:
             return
         self._begin()
         seed = None if asked.seed is None else _seed(asked.seed + index % asked.n)
-        how = asked.logprobs, asked.rounds, asked.assistant not in NO_DRAFTS, asked.price
+        drafts = not {asked.assistant, self.info["assistant"]} & {*NO_DRAFTS}
+        how = asked.logprobs, asked.rounds and drafts, drafts, asked.price
         given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, *how)
         sent = self.batch.send(given, row.put_round)
         answers.sent.append(sent)
