@@ -245,9 +245,8 @@ class _DynamicTree:
         _whole(type(self).__name__, 1, top_k=top_k)
         _whole(type(self).__name__, 0, depth=depth)
         grown = top_k + depth * top_k**2 + 1
-        total = self.total_tokens
-        if not isinstance(total, int):
-            total = min(rest.total_tokens, grown)
+        assert not isinstance(self.total_tokens, str)
+        total = min(rest.total_tokens, grown) if self.total_tokens is None else self.total_tokens
         return TreeShape(total_tokens=total, depth=depth, top_k=top_k)
 
     def steps(self, device_type: str, rows: int = 1) -> tuple[tuple[TreeShape, ...], TreeShape]:

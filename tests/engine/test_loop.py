@@ -77,7 +77,7 @@ class Script:
 
     def __init__(self, rows: int, drafter: Any = None, wide: int = 0, sample: bool = False) -> None:
         self.target, self.drafter, self.state = Reader(wide), drafter, RoundState(rows, CPU)
-        self.choice = Choice(TORCH, ChoiceRule(sample=sample))
+        self.choice, self.sizes = Choice(TORCH, ChoiceRule(sample=sample)), None
         self.main, self.in_flight, self.given = SimpleNamespace(longest=NODES), False, None
         self.holds, self.generated, self.log, self.rounds = list(range(rows)), [1] * rows, [], 0
         self.verifiers: set[type] = set()

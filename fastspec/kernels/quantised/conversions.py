@@ -28,7 +28,7 @@ def _twice(half: int) -> str:
 
 
 def _bits(value: float, dtype: torch.dtype) -> int:
-    return int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF
+    return int(torch.tensor(value, dtype=dtype, device="cpu").view(torch.int16)) & 0xFFFF
 
 
 def _float8(dtype: torch.dtype) -> list[str]:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.decisions import Visit
-from fastspec.programs.serving.requests import NO_DRAFTS, AnswerRequest, Refused
+from fastspec.programs.serving.requests import AnswerRequest, Refused
 
 CHANCES = tuple(step / 10 for step in range(1, 11))
 
@@ -21,8 +21,11 @@ def refuse_fields(asked: AnswerRequest, assistant: str) -> None:
                 "price is not accepted: it is that of a bad answer in a cascade, and this server has no cascade"
             )
         return
-    if asked.assistant in NO_DRAFTS:
-        raise Refused(f"assistant={asked.assistant!r} is not accepted: the stages of a cascade have their own")
+    if asked.assistant not in (None, assistant):
+        raise Refused(
+            f"assistant={asked.assistant!r} is not accepted: all requests here are answered with {assistant!r}, whose "
+            "stages have their own"
+        )
     if asked.rounds:
         raise Refused("fastspec.rounds is not accepted: the answer of a cascade may be any stage's, of other tokens")
     if asked.logprobs is not None:
