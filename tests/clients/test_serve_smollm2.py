@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.clients import MARKS, QUESTIONS
 from helpers.serve import NAME, served
 
@@ -52,6 +53,7 @@ def test_smollm2_answers_as_generate_does_with_stop_strings_and_in_streams(pair,
         assert server.metric("fastspec_acceptance_length") > 1.5
 
 
+@pytest.mark.timeout(1800)
 def test_the_example_of_a_cascade_is_made_evaluated_explained_and_served(tmp_path: Path) -> None:
     """SmolLM2 and a copy of it with fewer layers, by the commands of docs/cascade.md."""
     example = Path(__file__).parents[2] / "examples" / "cascade.py"
