@@ -79,8 +79,6 @@ TREE_STEPS = {
     "cuda": (TreeShape(2, 0, 1), TreeShape(4, 2, 1), TreeShape(8, 5, 2), TreeShape(16, 5, 4), TreeShape(60, 7, 10)),
 }
 MOST_STEPS = 5
-# device types on which a tree that is left to the device chooses its size as total_tokens="auto" does.
-CHOOSING: frozenset[str] = frozenset()
 # (device type) -> nodes of the trees of all rows at the most, where the device's own have fewer.
 MOST_NODES = {"cpu": 64, "cuda": 512}
 
@@ -223,10 +221,6 @@ class _DynamicTree:
     def is_default(self) -> bool:
         """True where the tree is left to the device and the number of rows."""
         return self.depth is None and self.top_k is None and self.total_tokens is None
-
-    def chooses(self, device_type: str) -> bool:
-        """True where rounds choose the size of their trees on a device of this type."""
-        return self.total_tokens == "auto" or (self.is_default and not self.fused and device_type in CHOOSING)
 
     def batched(self, device_type: str) -> tuple[tuple[int, TreeShape], ...]:
         """(rows, the tree in batches of so many and more), ascending, where it is left to the device."""

@@ -427,13 +427,6 @@ def test_calls_choose_by_what_rounds_took_and_accepted(knows, monkeypatch, tmp_p
     )
 
 
-def test_trees_that_are_left_to_the_device_choose_where_it_says_so(knows, monkeypatch):
-    monkeypatch.setattr("fastspec.config.CHOOSING", frozenset({"cpu"}))
-    for each in (Eagle3(), Eagle3(total_tokens=8), Eagle3(depth=2)):
-        same(knows, each, prompts(7), max_new_tokens=20)
-    assert set(fastspec.report(knows[1]).trees) == {(Eagle3(), 1)}
-
-
 def test_a_fixed_size_reads_no_clock(knows, monkeypatch):
     monkeypatch.setattr(TreeSizes, "__init__", None)
     same(knows, Eagle3(total_tokens=8), prompts(7), max_new_tokens=40, eos_token_id=NEVER)

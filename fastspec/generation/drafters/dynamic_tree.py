@@ -160,7 +160,7 @@ def trees_of(config: Any, device_type: str) -> tuple[dict[str, Any], int]:
     fields = {
         "name": config.name,
         "shape": shape,
-        "steps": TreeSteps(config, device_type) if config.chooses(device_type) else None,
+        "steps": TreeSteps(config, device_type) if config.total_tokens == "auto" else None,
         "batched": batched,
         "default": config.depth is None and config.top_k is None and not isinstance(config.total_tokens, int),
     }

@@ -32,10 +32,10 @@ class SharedCacheProgram:
     """An embedding and a state of the target's side by side [..., 2 * Ht] -> [..., H]."""
     layers: Sequence[LayerParts]
     keys: tuple[LayoutKey, ...]
-    """What the layers see, each once."""
+    """Layouts of what the layers see, each once."""
     norm: Norm
     leave: Linear
-    """What the LM head reads [..., H] -> the state that is fed back [..., Ht]."""
+    """Map of what the LM head reads [..., H] -> the state that is fed back [..., Ht]."""
     expand: Expand
     tables: Callable[[int], Mapping[str | None, Rotary]]
     """The rotary tables of so many positions."""

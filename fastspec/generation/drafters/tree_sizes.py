@@ -166,7 +166,7 @@ class TreeSizes:
         self.unkept = False
         """True where something was measured that is not in `known` as it was kept."""
         self.pending: Milliseconds = {}
-        """What the rounds of this call took, where it is used by the next one."""
+        """Milliseconds of this call's rounds, where it is used by the next one."""
         self.length, self.rounds, self.drafted = 0, 0, 0
         """The bucket of the texts, rounds since the beginning, and those with drafts."""
         self.samples: list[float] = []

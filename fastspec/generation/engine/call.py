@@ -159,7 +159,8 @@ class Fallback:
         self.left = 0
         """How many of the next rounds are such rounds."""
         self.missed: list[list[int]] = []
-        """What the rows emitted in such rounds that the drafter has not observed yet, a list for each round."""
+        """Tokens that the rows emitted in such rounds and that the drafter has not observed yet, a list for each
+        round."""
         self.counts: list[int] = []
         """In how many of these each row was still running."""
 

@@ -87,10 +87,10 @@ class Engine(Generic[TargetT]):
         self.undrafted = self._undrafted()
 
     def _undrafted(self) -> RoundProgram | None:
-        drafter, state = self.drafter, self.state
+        drafter = self.drafter
         if drafter is None or not drafter.observes_roots:
             return None
-        return RoundProgram(self.target, RootsOnly(drafter, state.root), self.ops, state)
+        return self._program(RootsOnly(drafter, self.state.root))
 
     def profile(self, clock: Clock | None) -> None:
         """Take the phases of the rounds from here on down, or not."""

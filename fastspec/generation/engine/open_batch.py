@@ -48,7 +48,7 @@ class Rule:
     history: Tensor | None = None
     constraint: Constraint | None = None
     drafts: bool = True
-    """Whether drafts may be accepted; the tokens are the same without."""
+    """False where no draft may be accepted; the tokens are the same without."""
 
     @property
     def is_greedy(self) -> bool:
@@ -121,11 +121,11 @@ class OpenBatch(Batch):
         self.alone = True
         self.prefixes: PrefixCache[Any] = prefixes or PrefixCache()
         self.prompts: list[Prompt | None] = []
-        """What each row holds, or is about to."""
+        """Prompts that the rows hold, or are about to."""
         self.resize(rows)
         self.queue: deque[Prompt] = deque()
         self.errors: dict[int, BaseException] = {}
-        """What was raised in the middle of a round, by row."""
+        """Errors of the middle of a round, by row."""
 
     def resize(self, rows: int, order: Sequence[int] | None = None) -> dict[int, int]:
         """Go on with so many rows, the first of which, in an order, hold the prompts that there are -> the row that the

@@ -119,7 +119,7 @@ class Round:
 Verify: TypeAlias = Callable[[Scored], VerifiedTree]
 Value = TypeVar("Value")
 Marked: TypeAlias = tuple[Value, Marks]
-"""What phases leave, and where their profile's marks lie."""
+"""Results of the phases, and where their profile's marks lie."""
 
 
 class RoundProgram:

@@ -43,7 +43,7 @@ class TargetParts:
     dtype: torch.dtype
     lm_head_device: torch.device
     family: LayerFamily | None = None
-    """What runs a layer of the target's kind; None where only the target's own forward does."""
+    """Family that runs a layer of the target's kind; None where only the target's own forward does."""
 
     @property
     def rows(self) -> tuple[int, int]:

@@ -13,7 +13,8 @@ from fastspec.kernels.attention.reference import Span
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """What N queries of each row may see, made once per forward pass and shared by its layers. No mask is stored.
+    """Layout of what N queries of each row may see, made once per forward pass and shared by its layers. No mask is
+    stored.
 
     `prefix` [B] int64; `words` [B, N, W] int64 or None for a chain; `extent` bounds prefix + tail; `depths` [B, N]
     int64 or None where node j is at depth j, and always None without a `span`. With a `ring` slot p stands in slot p %

@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """What N queries of each row may see, made once per forward pass and shared by its layers.
+    """Layout of what N queries of each row may see, made once per forward pass and shared by its layers.
 
     `visible` [B, 1, N, E] bool over the first E cache slots; `stacked` [B, 1, group * N, E] is the same, once for each
     of the query heads that share a key head. `extent` is E.

@@ -219,14 +219,15 @@ def parts_of(weight: StoredWeight) -> int:
 
 
 def takes(x: Tensor, weight: StoredWeight) -> bool:
-    """True where x [R, K] and a weight are what this kernel reads: on Hopper, of 16 bits and of codes of 8 whose groups
-    are steps or lines, without zero points, aligned to 16 bytes."""
-    group = min(weight.block[1], weight.depth)
+    """True where this kernel multiplies x [R, K] by a weight, which follows from the weight, the dtype and the device
+    alone: on Hopper, in 16 bits, codes of 8 bits whose groups are steps or lines, without zero points, aligned to 16
+    bytes."""
+    depth, group, codes = weight.depth, min(weight.block[1], weight.depth), weight.codes
     plain = weight.kind.bits == 8 and weight.zeros is None and weight.groups is None and weight.nested is None
     if not plain or x.element_size() != 2 or not x.is_floating_point() or not is_hopper(x.device):
         return False
-    aligned = all((each.data_ptr() | each.stride(0) * each.element_size()) % 16 == 0 for each in (x, weight.codes))
-    return aligned and x.is_contiguous() and (group == weight.depth or group % STEP == 0) and weight.depth >= STEP
+    aligned = (codes.data_ptr() | codes.stride(0)) % 16 == 0 and depth % 8 == 0
+    return aligned and (group == depth or group % STEP == 0) and depth >= STEP
 
 
 def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool) -> HopperLaunch:
@@ -262,6 +263,8 @@ def hopper_stored(
     """Fill out [..., M], contiguous, with the products of x [R, K] and up to three weights of one form, side by side,
     or with a kind opened(gate) * up; operands as `takes` says."""
     (rows, depth), one, side, gates = x.shape, weights[0], launch.side, 1 if kind is None else 2
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
     group, lines = min(one.block[1], depth), launch.channels // side
     operands, described, tiles = [], [], 0
     for weight, bias in zip(weights, biases, strict=True):
