@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastspec.cascade.config import Cascade, Stage
-from fastspec.config import Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Mtp, Nasd, Speculative, TreeShape
+from fastspec.config import (
+    Autoregressive,
+    ContinuousBatch,
+    Eagle1,
+    Eagle2,
+    Eagle3,
+    Mtp,
+    Nasd,
+    Speculative,
+    Storage,
+    TreeShape,
+)
 from fastspec.errors import CheckpointError, FastSpecError, NoDistribution, PatchConflict, Unsupported
 from fastspec.removed import RemovedModules
 
@@ -87,6 +98,7 @@ __all__ = [
     "Report",
     "Speculative",
     "Stage",
+    "Storage",
     "SuffixStorage",
     "TokenTree",
     "TreeShape",

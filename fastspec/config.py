@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, accepted
+
+AssistantName = Literal["autoregressive", "eagle", "eagle2", "eagle3", "mtp", "nasd", "speculative", "cascade"]
+"""Names of the assistants that come with fastspec."""
+BackendName = Literal["auto", "torch", "cpp", "triton"]
+BACKENDS: tuple[str, ...] = get_args(BackendName)
+StorageName = Literal["ngram", "one_level", "suffix"]
+STORAGES: tuple[str, ...] = get_args(StorageName)
+DraftsName = Literal["greedy", "sampled"]
+DRAFTS: tuple[str, ...] = get_args(DraftsName)
+
+
+class Named(Protocol):
+    """A config, such as `fastspec.Eagle3()`, or an assistant of one's own (`fastspec.Decoding`)."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Assistant: TypeAlias = AssistantName | Named | Mapping[str, Any]
+"""Value that `assistant=` takes: a name, an object, or a config's dictionary such as {"name": "eagle3", "depth": 5}."""
+Cursor: TypeAlias = Any
+"""A place after a text, in a storage's own form."""
+
+
+class Storage(Protocol):
+    """A storage for `Nasd(storage=...)`. Cursors are values: it may hold any number of texts at once.
+
+    Not to be shared between threads: calls that run at the same time need one each.
+    """
+
+    def start(self) -> Cursor:
+        """The cursor of an empty text."""
+
+    def feed(self, cursor: Cursor, token: int, fillers: Sequence[int] = ()) -> Cursor:
+        """Count token, and the fillers, the likeliest last, after the text at the cursor -> the cursor after token."""
+
+    def step(self, cursor: Cursor, token: int) -> Cursor:
+        """The cursor after token, without counting, for drafts."""
+
+    def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
+        """The length of the longest known context at the cursor and its continuations (token, count), the best first;
+        (0, []) where none is known."""
 
 
 def _whole(where: str, least: int, **values: int) -> None:
@@ -150,7 +192,7 @@ class Nasd:
     gamma: int = 8
     top_k_filler: int = 3
     stop_if_unknown: bool = True
-    storage: Any = "ngram"
+    storage: StorageName | Storage = "ngram"
     total_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -164,9 +206,10 @@ class Nasd:
         if not isinstance(self.stop_if_unknown, bool):
             raise Unsupported(f"Nasd: stop_if_unknown must be True or False, not {self.stop_if_unknown!r}")
         if isinstance(self.storage, str):
-            if self.storage not in ("ngram", "one_level", "suffix"):
+            if self.storage not in STORAGES:
                 raise Unsupported(
-                    f'Nasd: storage={self.storage!r}; accepted are "ngram", "one_level", "suffix" or a storage object'
+                    f"Nasd: storage={self.storage!r}; "
+                    f"{accepted(repr(self.storage), map(repr, STORAGES), ' and a storage object')}"
                 )
         elif not all(callable(getattr(self.storage, method, None)) for method in ("start", "feed", "step", "look")):
             raise Unsupported(
@@ -182,7 +225,7 @@ class ContinuousBatch:
     the next; answers come in the prompts' order. `assistant` is another name or config. Raises `Unsupported` for fewer
     rows than one, and for another `ContinuousBatch` inside."""
 
-    assistant: Any = "eagle3"
+    assistant: Assistant = "eagle3"
     rows: int = 8
 
     def __post_init__(self) -> None:
@@ -332,11 +375,11 @@ class Eagle1:
 
     name: ClassVar[str] = "eagle"
     paths: Sequence[Sequence[int]] | None = None
-    drafts: str = "greedy"
+    drafts: DraftsName = "greedy"
 
     def __post_init__(self) -> None:
-        if self.drafts not in ("greedy", "sampled"):
-            raise Unsupported(f'Eagle1: drafts={self.drafts!r}; accepted are "greedy" and "sampled"')
+        if self.drafts not in DRAFTS:
+            raise Unsupported(f"Eagle1: drafts={self.drafts!r}; {accepted(repr(self.drafts), map(repr, DRAFTS))}")
         if self.paths is not None:
             object.__setattr__(self, "paths", _checked_paths(self.paths))  # hashable, and breadth first
 

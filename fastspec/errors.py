@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def accepted(given: str, names: Iterable[str], rest: str = "") -> str:
+    """End of an error about an unknown name: the one that was probably meant, and all that are accepted, as the caller
+    writes them; `rest` names what else is."""
+    known = list(names)
+    return f"{meant(given, known)}accepted are {', '.join(known)}{rest}"
+
+
+def meant(given: str, names: Iterable[str]) -> str:
+    """The question "did you mean ...? " with the name that an unknown one is most like; empty where none is."""
+    known = list(names)
+    near = get_close_matches(given, known, 1) or get_close_matches(given.lower(), known, 1)
+    return f"did you mean {near[0]}? " if near else ""
+
 
 class FastSpecError(RuntimeError):
     """Base of all errors that fastspec raises on purpose."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, meant
 
 if TYPE_CHECKING:
     import torch
@@ -70,11 +70,13 @@ def load_model(
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     source, packed = source_of(name)
+    given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF holds a decoder alone
+    if not packed:
+        _check_hub(source, **given)
     try:
         with _read_once(bool(packed)):
             if tokenizer is None or _has_tokenizer(source):
                 tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-            given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF holds a decoder alone
             both = not packed and AutoConfig.from_pretrained(source, **given).is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
             model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
@@ -89,6 +91,36 @@ def _has_tokenizer(source: str) -> bool:
     folder = Path(source)
     names = "tokenizer*", "vocab*", "merges.txt", "*.model", "*.gguf"
     return not folder.is_dir() or any(any(folder.glob(name)) for name in names)
+
+
+def _check_hub(
+    source: str, *, revision: str | None = None, token: str | bool | None = None, cache_dir: str | None = None, **_: Any
+) -> None:
+    """Raise Unsupported for a model that is no directory, was not downloaded before and that the hub does not give:
+    asked once, where `from_pretrained` tries for most of a minute."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    if Path(source).is_dir():
+        return
+    try:
+        if isinstance(try_to_load_from_cache(source, "config.json", cache_dir, revision), str):
+            return
+        get_hf_file_metadata(hf_hub_url(source, "config.json", revision=revision), token=token)
+    except EntryNotFoundError:  # transformers says which files it looks for
+        return
+    except Exception as error:  # a mistyped name, or those of the HTTP client that the hub's library has
+        if isinstance(error, HfHubHTTPError) and error.response.status_code not in (401, 403, 404):
+            return  # busy, so that trying again may help
+        told = "it is no hub id" if isinstance(error, HFValidationError) else _first_line(error)
+        raise Unsupported(
+            f"could not load the model {source!r}: there is no such directory, and the hub does not give it "
+            f"({told}): {meant(source, SHIPPED)}models that have a name: {', '.join(SHIPPED)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def prompt_width(model: Any, ids: torch.Tensor) -> int:
@@ -109,8 +141,11 @@ def load_config(name: str) -> Any:
     from transformers import AutoConfig
 
     source, packed = source_of(name)
+    if not packed:
+        _check_hub(source)
     try:
-        return AutoConfig.from_pretrained(source, **packed)
+        with _read_once(bool(packed)):
+            return AutoConfig.from_pretrained(source, **packed)
     except (OSError, ValueError, struct.error) as error:
         raise Unsupported(f"could not read the configuration of {name!r}: {error}") from error
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastspec.config import ContinuousBatch
-from fastspec.errors import Unsupported
+from fastspec.config import Assistant, ContinuousBatch
+from fastspec.errors import Unsupported, accepted, meant
 from fastspec.files import parse_yaml
 
 MODES = ("adaptive", "token", "lossless")
@@ -39,7 +39,7 @@ class Stage:
     model: Any = None
     tokenizer: Any = None
     name: str | None = None
-    assistant: Any = "nasd"
+    assistant: Assistant = "nasd"
     resources: Mapping[str, Any] = field(default_factory=dict, hash=False)
     dtype: str = "auto"
     device_map: Any = field(default=None, hash=False)
@@ -54,7 +54,7 @@ class Stage:
         _check_shared(self, "Stage", self.name)
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in DTYPES:
-            raise Unsupported(f"Stage: dtype={self.dtype!r}; accepted are {', '.join(map(repr, DTYPES))}")
+            raise Unsupported(f"Stage: dtype={self.dtype!r}; {accepted(repr(self.dtype), map(repr, DTYPES))}")
         if not isinstance(self.resources, Mapping) or not set(self.resources) <= set(RESOURCES):
             raise Unsupported(
                 f"Stage: resources={self.resources!r} must be what fastspec.patch takes, by name, such as "
@@ -63,7 +63,8 @@ class Stage:
             )
         if self.quantization not in QUANTIZATIONS:
             raise Unsupported(
-                f"Stage: quantization={self.quantization!r}; accepted are {', '.join(map(repr, QUANTIZATIONS))}"
+                f"Stage: quantization={self.quantization!r}; "
+                f"{accepted(repr(self.quantization), map(repr, QUANTIZATIONS))}"
             )
         if self.prompt is not None and not callable(self.prompt):
             raise Unsupported(f"Stage: prompt={self.prompt!r} must be a function from text to text")
@@ -116,7 +117,7 @@ class Cascade:
     mode: str = "adaptive"
     tokenizer: Any = None
     label: str | None = None
-    assistant: Any = "nasd"
+    assistant: Assistant = "nasd"
     predictor: Any = None
     price: float = 1000.0
     costs: Sequence[float] | None = None
@@ -146,7 +147,7 @@ class Cascade:
                     raise Unsupported(f"Cascade: {name}={values!r} must be a list of numbers")
                 object.__setattr__(self, name, tuple(_number(name, value) for value in values))
         if self.mode not in MODES:
-            raise Unsupported(f"Cascade: mode={self.mode!r}; accepted are {', '.join(map(repr, MODES))}")
+            raise Unsupported(f"Cascade: mode={self.mode!r}; {accepted(repr(self.mode), map(repr, MODES))}")
         self._check_decisions()
         self._check_rule()
         for name in ("gamma", "memory", "host_memory"):
@@ -189,7 +190,7 @@ class Cascade:
 
     def _check_rule(self) -> None:
         if self.rule not in RULES:
-            raise Unsupported(f"Cascade: rule={self.rule!r}; accepted are {', '.join(map(repr, RULES))}")
+            raise Unsupported(f"Cascade: rule={self.rule!r}; {accepted(repr(self.rule), map(repr, RULES))}")
         if isinstance(self.alpha, str):
             if self.alpha != "lossless":
                 raise Unsupported(f'Cascade: alpha={self.alpha!r}; accepted are a number and "lossless"')
@@ -280,17 +281,20 @@ def _check_shared(given: Any, kind: str, name: Any) -> None:
 
 
 def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
-    accepted = [each.name for each in fields(kind)]
+    known = [each.name for each in fields(kind)]
     if not isinstance(read, dict):
-        raise Unsupported(f"{where} must hold keys and values; accepted keys are {', '.join(accepted)}")
-    unknown = [str(key) for key in read if key not in accepted]
+        raise Unsupported(f"{where} must hold keys and values; accepted keys are {', '.join(known)}")
+    unknown = [str(key) for key in read if key not in known]
     if unknown:
         hint = (
             "; `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda"
             if "lambda" in unknown
             else ""
         )
-        raise Unsupported(f"{where}: unknown key {', '.join(unknown)}; accepted keys are {', '.join(accepted)}{hint}")
+        raise Unsupported(
+            f"{where}: unknown key {', '.join(unknown)}; {meant(unknown[0], known)}accepted keys are "
+            f"{', '.join(known)}{hint}"
+        )
     return dict(read)
 
 

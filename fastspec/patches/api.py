@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+from torch import nn
 
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
+from fastspec.config import Assistant, BackendName
 from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.drafters.tree_sizes import TreeChoice
@@ -77,10 +80,11 @@ def has_resource(name: str, model: Any) -> bool:
 
 
 Source = str | Path | EagleHead | None
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(
-    model: Any,
+    model: Model,
     *,
     eagle: Source = None,
     eagle2: Source = None,
@@ -88,11 +92,11 @@ def patch(
     mtp: Any = None,
     speculative: Any = None,
     cascade: Cascade | None = None,
-    assistant: Any = None,
-    backend: str = "auto",
+    assistant: Assistant | Literal["none"] | None = None,
+    backend: BackendName = "auto",
     exact: bool = False,
     stored: bool = False,
-) -> Any:
+) -> Model:
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
     `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
 
@@ -170,7 +174,7 @@ def cascade_models(config: Any, model: Any) -> CascadeModels:
     return CascadeModels(config, model, Patching(patch, unpatch), ContinuousCascade)
 
 
-def unpatch(model: Any, *, force: bool = False) -> Any:
+def unpatch(model: Model, *, force: bool = False) -> Model:
     """Undo `patch` and return the model, as it was.
 
     Raises PatchConflict when the model is not patched, or when someone else has written over what `patch` set; with
@@ -189,9 +193,35 @@ def unpatch(model: Any, *, force: bool = False) -> Any:
 
 
 @contextmanager
-def patched(model: Any, **options: Any) -> Iterator[Any]:
-    """`with fastspec.patched(model, eagle3=...) as model:` patches for the length of the block, exceptions included."""
-    patch(model, **options)
+def patched(
+    model: Model,
+    *,
+    eagle: Source = None,
+    eagle2: Source = None,
+    eagle3: Source = None,
+    mtp: Any = None,
+    speculative: Any = None,
+    cascade: Cascade | None = None,
+    assistant: Assistant | Literal["none"] | None = None,
+    backend: BackendName = "auto",
+    exact: bool = False,
+    stored: bool = False,
+) -> Iterator[Model]:
+    """`with fastspec.patched(model, eagle3=...) as model:` patches for the length of the block, exceptions included;
+    the arguments are those of `patch`."""
+    patch(
+        model,
+        eagle=eagle,
+        eagle2=eagle2,
+        eagle3=eagle3,
+        mtp=mtp,
+        speculative=speculative,
+        cascade=cascade,
+        assistant=assistant,
+        backend=backend,
+        exact=exact,
+        stored=stored,
+    )
     try:
         yield model
     finally:

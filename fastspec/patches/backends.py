@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from fastspec.errors import Unsupported
+from fastspec.config import BACKENDS
+from fastspec.errors import Unsupported, accepted
 from fastspec.files import cache_folder
 from fastspec.generation.capture import prepare_with
 from fastspec.generation.ops import Ops
@@ -229,9 +230,6 @@ def exact_ops() -> Ops:
     )
 
 
-NAMES = ("auto", "torch", "cpp", "triton")
-
-
 def choose_backend(name: str, device: torch.device, adapted: bool = True) -> Ops:
     """The kernels of a backend name on a device; `adapted` says whether the model has an adapter.
 
@@ -241,8 +239,8 @@ def choose_backend(name: str, device: torch.device, adapted: bool = True) -> Ops
     run.
     """
     device_type = device.type
-    if name not in NAMES:
-        raise Unsupported(f"backend={name!r} on {device_type}: accepted are {', '.join(map(repr, NAMES))}")
+    if name not in BACKENDS:
+        raise Unsupported(f"backend={name!r} on {device_type}: {accepted(repr(name), map(repr, BACKENDS))}")
     if name == "auto" and device_type == "cuda":
         able = torch.cuda.get_device_capability(device) >= (8, 0) and find_spec("triton") is not None
         return triton_ops() if adapted and able else TORCH

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import ContinuousBatch
+from fastspec.config import Assistant, ContinuousBatch
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
@@ -124,7 +124,7 @@ BatchT = TypeVar("BatchT", bound="Continuous")
 
 def continuous(
     model: Any,
-    assistant: Any = "eagle3",
+    assistant: Assistant = "eagle3",
     rows: int = 8,
     *,
     max_length: int | None = None,

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import fastspec
+from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model
 from fastspec.programs.compare import BASELINE, ROUNDING, MeasuredAnswer, beside, measured_answer
+from fastspec.programs.heads import fitting_heads
+from fastspec.programs.terminal import counting
 from fastspec.programs.texts import encode
 
 if TYPE_CHECKING:
@@ -116,7 +119,7 @@ def run_demo(
     head: str | None = None,
     max_new_tokens: int | None = None,
     device: str | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     console: Console | None = None,
 ) -> Result:
     """Answer `prompts` with transformers' own generate, with `autoregressive` and with `eagle3`, greedily.
@@ -142,19 +145,35 @@ def run_demo(
 
     device = use_device(device)
     count = max_new_tokens or (NEW_TOKENS_ON_CUDA if device.startswith("cuda") else NEW_TOKENS)
+    if head is not None and "eagle3" not in fitting_heads([head], model):
+        raise Unsupported(f"the demo decodes with EAGLE-3, and {head} is an EAGLE-1/2 head: fastspec bench takes it")
     target, tokenizer = load_model(model, device)
     texts = prompts or [text for _, text in PROMPTS]
     labels = ["prompt"] * len(texts) if prompts else [category for category, _ in PROMPTS]
     inputs = [encode(tokenizer, text, device) for text in texts]
+    bound = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(batch["input_ids"].shape[1] for batch in inputs) + count
+    if bound is not None and longest > bound:
+        raise Unsupported(
+            f"a prompt and {count} new tokens are {longest} tokens, and {model} has positions for {bound}: shorten the "
+            "prompt, or give a smaller --max-new-tokens"
+        )
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts, load=load)
 
     def timed(method: str) -> list[MeasuredAnswer]:
-        say(f"[dim]timing {method}: one warm-up, then {len(inputs)} prompts[/]")  # a spinner would take time
         options: dict[str, Any] = {} if method == BASELINE else {"assistant": method}
-        measured_answer(target, inputs[0], min(count, WARM_UP) if method == BASELINE else count, **options)
-        return [measured_answer(target, batch, count, **options) for batch in inputs]
+        runs: list[MeasuredAnswer] = []
+        with counting(f"prompts answered by {method}", console, per_second=1) as tell:  # more pictures would take time
+            tell(0, len(inputs))
+            measured_answer(target, inputs[0], min(count, WARM_UP) if method == BASELINE else count, **options)
+            for batch in inputs:
+                runs.append(measured_answer(target, batch, count, **options))
+                tell(len(runs), len(inputs))
+        return runs
 
     say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {count} new tokens at most")
+    if load is not None and load >= BUSY:
+        say(f"[yellow]This machine is busy (load average {load:.1f} per processor): times and ratios will be off.[/]")
     result.runs[BASELINE] = timed(BASELINE)  # before the patch: this is the model as transformers made it
     fastspec.patch(target, eagle3=head or SMOLLM2, backend=backend)
     try:

@@ -37,20 +37,20 @@ PARTS = 10_000
 """A training run's share that is done is counted in these."""
 
 
-def _bars(console: Console, *columns: Any) -> Progress:
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=18), *columns, *times, console=console)
+def _bars(console: Console, *columns: Any, per_second: float = 10) -> Progress:
+    shown = TextColumn("{task.description}"), BarColumn(bar_width=18), *columns
+    return Progress(*shown, TimeElapsedColumn(), TimeRemainingColumn(), console=console, refresh_per_second=per_second)
 
 
 @contextmanager
-def counting(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with (how many are done, of how many): a bar in a terminal, else a line "3 of 8 <what>" each
-    time."""
+def counting(what: str, console: Console | None = None, per_second: float = 10) -> Iterator[Callable[[int, int], None]]:
+    """A function to call with (how many are done, of how many): a bar in a terminal, drawn so often a second, else a
+    line "3 of 8 <what>" each time."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield lambda done, of: console.print(f"{done} of {of} {what}", markup=False, highlight=False)
         return
-    with _bars(console, MofNCompleteColumn()) as bars:
+    with _bars(console, MofNCompleteColumn(), per_second=per_second) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, of: bars.update(task, completed=done, total=of)
 

@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastspec.config import Nasd
+from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
-from fastspec.generation.drafters.ngram_storage import Cursor, NgramStorage, Storage, SuffixStorage
+from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, pause_after
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict

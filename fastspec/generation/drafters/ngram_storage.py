@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.ngram_arrays import (
@@ -31,33 +31,6 @@ from fastspec.generation.drafters.ngram_arrays import (
 
 Context = tuple[int, ...]
 """The last tokens of a text, the last one in front."""
-
-
-Cursor: TypeAlias = Any
-"""A place after a text, in a storage's own form."""
-
-
-class Storage(Protocol):
-    """A storage for `Nasd(storage=...)`. Cursors are values: it may hold any number of texts at once.
-
-    Not to be shared between threads: calls that run at the same time need one each.
-    """
-
-    def start(self) -> Cursor:
-        """The cursor of an empty text."""
-
-    def feed(self, cursor: Cursor, token: int, fillers: Sequence[int] = ()) -> Cursor:
-        """Count token, and the fillers, the likeliest last, after the text at the cursor -> the cursor after token."""
-
-    def step(self, cursor: Cursor, token: int) -> Cursor:
-        """The cursor after token, without counting, for drafts."""
-
-    def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
-        """The length of the longest known context at the cursor and its continuations (token, count), the best first;
-        (0, []) where none is known."""
-
-    def reset(self) -> None:
-        """Forget everything. Cursors made before must not be used again."""
 
 
 class NgramStorage:
@@ -116,7 +89,7 @@ class NgramStorage:
         return (length, self.tallies.ranked(node)) if length >= self._least else (0, [])
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything. Cursors made before must not be used again."""
         self.edges, self.tallies = Edges(), Tallies()
         self.tallies.append()
 
@@ -203,7 +176,7 @@ class SuffixStorage:
         return f"SuffixStorage(min_match={self.min_match}, max_match={self.max_match}): {len(self.lengths)} states"
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything. Cursors made before must not be used again."""
         self.lengths, self.links, self.tallies = array("i"), array("i"), Tallies()
         self.edges, self.targets, self.newest, self.older = Edges(), array("i", [0]), array("i"), array("i", [0])
         self._state(0, -1)

@@ -22,7 +22,7 @@ from fastspec.config import (
     Nasd,
     Speculative,
 )
-from fastspec.errors import CheckpointError, Unsupported
+from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, trees_of
 from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafter
@@ -164,8 +164,8 @@ def read_config(fields: dict[str, Any]) -> Any:
     settings = dict(fields)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in NAMES or NAMES[name] is Cascade:
-        known = ", ".join(repr(each) for each in NAMES if each != Cascade.name)
-        raise Unsupported(f"assistant={fields!r} has the name {name!r}: accepted are {known}")
+        known = [repr(each) for each in NAMES if each != Cascade.name]
+        raise Unsupported(f"assistant={fields!r} has the name {name!r}: {accepted(repr(name), known)}")
     try:
         return NAMES[name](
             **{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
@@ -182,7 +182,8 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     if isinstance(assistant, str):
         if assistant not in NAMES:
             raise Unsupported(
-                f"assistant={assistant!r} is unknown: accepted are {', '.join(map(repr, NAMES))}, or a config object"
+                f"assistant={assistant!r} is unknown: "
+                f"{accepted(repr(assistant), map(repr, NAMES), ', or a config object')}"
             )
         assistant = _cascade(resources).config if assistant == Cascade.name else NAMES[assistant]()
     if isinstance(assistant, ContinuousBatch):

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.cascade.decisions import Rates
 from fastspec.distribution import install_command
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, accepted
 from fastspec.generation.drafters.retokenized import decoded, encoded
 from fastspec.generation.engine.call import Outcome
 from fastspec.models import load_model, source_of, token_table
@@ -153,10 +153,10 @@ class StageModel:
         self._own, self._large = stage.tokenizer, large_tokenizer
         self._check_tokenizers()
         if isinstance(stage.assistant, str) and stage.assistant not in NAMES:
-            known = ", ".join(repr(name) for name in NAMES if name != Cascade.name)
+            known = [repr(name) for name in NAMES if name != Cascade.name]
             raise Unsupported(
-                f"the cascade's stage {self.label!r} has the unknown assistant {stage.assistant!r}; accepted are "
-                f"{known}"
+                f"the cascade's stage {self.label!r} has the unknown assistant {stage.assistant!r}; "
+                f"{accepted(repr(stage.assistant), known)}"
             )
         self.lock = threading.Lock()
         self.held: Any = None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastspec.config import Speculative
-from fastspec.errors import Unsupported
-from fastspec.models import SHIPPED, load_draft
+from fastspec.errors import Unsupported, accepted
+from fastspec.models import SHIPPED, load_config, load_draft
 from fastspec.programs.bench.prompts import Row, Say
 from fastspec.programs.compare import BASELINE
+from fastspec.programs.heads import read_heads
 
 LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
 PEERS = (BASELINE, LOOKUP, ASSISTED, COMPILED)
@@ -22,8 +23,6 @@ LOOKUP_TOKENS = 10
 HEAD, DRAFT = "--head", "--draft-model or --early-exit"
 SUPPLIED = {"eagle3": HEAD, "eagle2": HEAD, "eagle": HEAD, "speculative": DRAFT, ASSISTED: DRAFT}
 """The options that give a method what it needs."""
-READERS = {"eagle3": ("eagle3",), "eagle": ("eagle", "eagle2")}
-"""Kind of head -> the assistants that read it."""
 
 
 def is_peer(name: str) -> bool:
@@ -53,9 +52,9 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Drafters:
-    """Drafters of a run: heads by assistant, and for `speculative` and `assisted` a draft model or the target's first
-    layers; as `resources` of `fastspec.patch`, and as options of transformers' `assisted` generation, empty where
-    nothing drafts."""
+    """Drafters of a run: heads by method ("eagle3", or "eagle3:NAME" of a head with a name), and for `speculative` and
+    `assisted` a draft model or the target's first layers, as `resources` of `fastspec.patch` and as options of
+    transformers' `assisted` generation, empty where nothing drafts."""
 
     heads: dict[str, str]
     draft_model: str | None
@@ -66,7 +65,20 @@ class Drafters:
     def assistant(self, name: str) -> Any:
         """The argument `assistant=` of a method."""
         exits = name == Speculative.name and self.early_exit is not None
-        return Speculative(early_exit=self.early_exit) if exits else name
+        return Speculative(early_exit=self.early_exit) if exits else name.partition(":")[0]
+
+    def names(self, assistant: str) -> list[str]:
+        """The methods of an assistant: its name, where a head has none, and one for every head that has."""
+        named = [name for name in self.heads if name.startswith(f"{assistant}:")]
+        return named if named and assistant not in self.heads else [assistant, *named]
+
+    def patching(self) -> dict[str, dict[str, str]]:
+        """Name of a head ("" without one) -> what an instance of the model is patched with, heads by assistant."""
+        found: dict[str, dict[str, str]] = {"": {}}
+        for method, source in self.heads.items():
+            assistant, _, name = method.partition(":")
+            found.setdefault(name, {})[assistant] = source
+        return found
 
     def of(self, name: str) -> Row:
         """Columns that say what drafts for a method, None for what it does not use."""
@@ -84,17 +96,13 @@ def read_drafters(
     tokenizer: Any,
 ) -> Drafters:
     """Drafters for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads
-    of one kind, both a draft model and an early exit, and one that the target has not."""
+    of one kind and name, and an early exit that the target has not."""
     from fastspec.patches.api import check_assistant
 
-    found = read_heads(list(dict.fromkeys(source for _, source in SHIPPED.get(model, ()))) if heads is None else heads)
-    resources: dict[str, Any] = dict(found)
+    found = read_heads(sources_of(heads, model))
+    resources: dict[str, Any] = {}
     assisted: dict[str, Any] = {}
     if early_exit is not None:
-        if draft_model is not None:
-            raise Unsupported(
-                "--draft-model and --early-exit both say what drafts for speculative and assisted: give one of them"
-            )
         check_assistant(Speculative(early_exit=early_exit), target)
         assisted = {"assistant_early_exit": early_exit}
     elif draft_model is not None:
@@ -105,20 +113,9 @@ def read_drafters(
     return Drafters(found, draft_model, early_exit, resources, assisted)
 
 
-def read_heads(sources: Sequence[str]) -> dict[str, str]:
-    """The assistants that read each head. Raises Unsupported for two heads of one kind."""
-    from fastspec.patches.assistants.heads import inspect_head
-
-    found: dict[str, str] = {}
-    for source in sources:
-        names = READERS[inspect_head(source).config.kind]
-        if names[0] in found:
-            raise Unsupported(
-                f"--head {found[names[0]]} and --head {source} are both heads of {' and '.join(names)}: give one of "
-                "them"
-            )
-        found |= dict.fromkeys(names, source)
-    return found
+def sources_of(heads: Sequence[str] | None, model: str) -> list[str]:
+    """Heads that were given, else those that ship for a model."""
+    return list(dict.fromkeys(source for _, source in SHIPPED.get(model, ())) if heads is None else heads)
 
 
 def twin(model: Any) -> Any:
@@ -126,23 +123,49 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def check_names(methods: Sequence[str] | None) -> None:
-    """Raises Unsupported for a method that does not exist."""
+def check(
+    methods: Sequence[str] | None,
+    heads: Sequence[str] | None,
+    draft_model: str | None,
+    early_exit: int | None,
+    model: str,
+) -> None:
+    """Refuse, before weights are loaded, a method that does not exist or lacks its drafter, a head that is none or does
+    not fit, and what else the models' configurations tell. Raises Unsupported and CheckpointError."""
     from fastspec.patches.api import ASSISTANTS
 
-    accepted = [name for name in (*PEERS, *ASSISTANTS) if name != "cascade"]
+    known = [name for name in (*PEERS, *ASSISTANTS) if name != "cascade"]
     for name in methods or ():
         if name == "cascade":
             raise Unsupported("a cascade answers with several models, and is measured by fastspec cascade evaluate")
-        if name not in accepted:
-            raise Unsupported(f"method {name!r} is unknown: accepted are {', '.join(accepted)}")
+        if name.partition(":")[0] not in known:
+            raise Unsupported(f"method {name!r} is unknown: {accepted(name, known)}")
+    if draft_model is not None and early_exit is not None:
+        raise Unsupported(
+            "--draft-model and --early-exit both say what drafts for speculative and assisted: give one of them"
+        )
+    config: Any = load_config(model) if heads or early_exit is not None else None
+    found = read_heads(sources_of(heads, model), config if heads else None)
+    drafters = Drafters(found, draft_model, early_exit, {}, {})
+    for name in methods or ():
+        assistant, named, _ = name.partition(":")
+        if named and name not in found:
+            raise Unsupported(f"method {name!r} has no head: {accepted(name, found)}")
+        drafts = draft_model is not None or early_exit is not None if SUPPLIED.get(name) == DRAFT else True
+        if not drafts or (SUPPLIED.get(assistant) == HEAD and not set(drafters.names(assistant)) & set(found)):
+            raise Unsupported(f"method {name!r} cannot be measured: it needs {SUPPLIED[assistant]}")
+    layers = None if early_exit is None else config.get_text_config().num_hidden_layers
+    if layers is not None and early_exit is not None and not early_exit < layers:
+        raise Unsupported(f"--early-exit {early_exit}: the target has {layers} layers, so at most {layers - 1} draft")
+    if draft_model is not None:
+        load_config(draft_model)
 
 
 def choose(
-    methods: Sequence[str] | None, plain: Any, target: Any, drafters: Drafters, batch: int, say: Say
+    methods: Sequence[str] | None, plain: Any, patched: Mapping[str, Any], drafters: Drafters, batch: int, say: Say
 ) -> list[Method]:
-    """Methods to measure, the baseline first. One that lacks something is left out with a note, or refused if it was
-    named."""
+    """Methods to measure, the baseline first; `patched` are the instances of the model by the name of their heads. One
+    that lacks something is left out with a note, or refused if it was named."""
     from fastspec.patches.api import ASSISTANTS, check_assistant
 
     options: dict[str, dict[str, Any]] = {
@@ -158,18 +181,26 @@ def choose(
         lacking |= dict.fromkeys((LOOKUP, ASSISTED), f"transformers takes one prompt at a time here, not {batch}")
     if plain.device.type != "cuda":
         lacking[COMPILED] = "measured on CUDA only; elsewhere torch.compile needs a C++ compiler"
-    for name in ASSISTANTS:
-        options[name] = {"assistant": drafters.assistant(name)}
+    models = dict.fromkeys(PEERS, plain)
+    for name in (method for each in ASSISTANTS for method in drafters.names(each)):
+        assistant, _, head = name.partition(":")
+        options[name], models[name] = {"assistant": drafters.assistant(name)}, patched[head]
         try:
-            check_assistant(options[name]["assistant"], target)
+            check_assistant(options[name]["assistant"], patched[head])
         except Unsupported as error:
-            lacking[name] = f"{error} (here: {SUPPLIED[name]})" if name in SUPPLIED else str(error)
+            lacking[name] = f"{error} (here: {SUPPLIED[assistant]})" if assistant in SUPPLIED else str(error)
+    wanted = [each for name in methods or (*PEERS, *ASSISTANTS) for each in _methods(name, drafters)]
     chosen = []
-    for name in dict.fromkeys((BASELINE, *(methods or (*PEERS, *ASSISTANTS)))):
+    for name in dict.fromkeys((BASELINE, *wanted)):
         if name not in lacking:
-            chosen.append(Method(name, plain if name in PEERS else target, options[name], drafters.of(name)))
+            chosen.append(Method(name, models[name], options[name], drafters.of(name)))
         elif methods and name != COMPILED:
             raise Unsupported(f"method {name!r} cannot be measured: {lacking[name]}")
         else:
             say(f"left out: {name}: {lacking[name]}")
     return chosen
+
+
+def _methods(name: str, drafters: Drafters) -> list[str]:
+    """The methods that a name stands for: an assistant's are one for each of its heads."""
+    return [name] if name in PEERS or ":" in name else drafters.names(name)

@@ -92,7 +92,7 @@ def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Conso
     """Times of the parts of each method's rounds, and the file of their trace for Perfetto. Raises Unsupported where it
     cannot be written."""
     for name, profile in profiles.items():
-        path = folder / f"TRACE-{name}.json"
+        path = folder / f"TRACE-{name.replace(':', '-')}.json"
         console.print(f"\n{name}", style="bold", markup=False)
         console.print(str(profile), markup=False)
         try:

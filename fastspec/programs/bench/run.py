@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastspec
+from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
 from fastspec.programs.bench.device import environment, floor
-from fastspec.programs.bench.methods import Drafters, Method, check_names, choose, read_drafters, twin
+from fastspec.programs.bench.methods import Drafters, Method, check, choose, read_drafters, twin
 from fastspec.programs.bench.peers import CHAINS, Peer, PeerFailed, PeerJob, answers
 from fastspec.programs.bench.prompts import (
     BUNDLED,
@@ -116,7 +117,7 @@ def run_bench(
     max_new_tokens: int = 128,
     dtype: str | None = None,
     device: str | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     batch: int | Sequence[int] = 1,
     runs: int = 1,
     warmup: int | None = None,
@@ -131,7 +132,8 @@ def run_bench(
 
     `prompts` are jsonl files in Spec-Bench's form, and `texts` prompts of the category "prompt"; without both the
     bundled prompts are asked (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and
-    `draft_model` are names as in `load_model` and `fastspec.patch`; without `heads` those that ship for the model are
+    `draft_model` are names as in `load_model` and `fastspec.patch`; "NAME=HEAD" among `heads` is measured as
+    "eagle3:NAME", and so several of one kind in one run; without `heads` those that ship for the model are
     taken. `speculative`, and transformers' `assisted` beside it, draft with `draft_model`, of any tokenizer, or with
     the target's first `early_exit` layers. `batch` prompts of a category are answered together; of several such numbers
     one after another (`batch_size` of a row). `methods` are names of assistants and of `PEERS`; without them all that
@@ -150,7 +152,8 @@ def run_bench(
 
     A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a
     round. Raises Unsupported for bad arguments, an unknown method and one that was named and lacks its resource, two
-    heads of one kind, and whatever loading and patching raise.
+    heads of one kind and name, and whatever loading and patching raise; before weights are loaded, where the models'
+    configurations tell.
     """
     sizes = [batch] if isinstance(batch, int) else list(dict.fromkeys(batch))
     counts = [("max_new_tokens", max_new_tokens), ("each", 1 if each is None else each), ("runs", runs)]
@@ -165,13 +168,14 @@ def run_bench(
     import torch
 
     device = use_device(device)
-    check_names(methods)
+    check(methods, heads, draft_model, early_exit, model)
     target, tokenizer = load_model(model, device, getattr(torch, dtype) if dtype else None)
     plain = twin(target)  # before the patch
     drafters = read_drafters(heads, draft_model, early_exit, model, target, tokenizer)
     encoded = encode_rows(asked, tokenizer, target, each, max_new_tokens, say)
     parts = {size: make_batches(encoded, size) for size in sizes}
-    fastspec.patch(target, **drafters.resources, backend=backend)
+    patching = drafters.patching()
+    patched = {name: twin(target) if name else target for name in patching}  # of the same weights
     answered: list[tuple[int, list[BenchPrompt], MeasuredAnswer]] = []
     rows: list[Row] = []
 
@@ -180,8 +184,11 @@ def run_bench(
         if on_row is not None:
             on_row(rows[-1])
 
-    try:
-        chosen = {size: choose(methods, plain, target, drafters, size, say) for size in sizes}
+    with contextlib.ExitStack() as stack:
+        for name, instance in patched.items():
+            resources: dict[str, Any] = patching[name] | ({} if name else drafters.resources)
+            stack.enter_context(fastspec.patched(instance, **resources, backend=backend))
+        chosen = {size: choose(methods, plain, patched, drafters, size, say) for size in sizes}
         floor_ms, columns = floor(target)
         where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | columns
         untimed = UNTIMED if target.device.type == "cuda" else 0
@@ -204,11 +211,9 @@ def run_bench(
             for method in chosen[sizes[0]]:
                 if not method.peer:
                     say(f"profile: {method.name}")
-                    with fastspec.profile(target) as profile:
+                    with fastspec.profile(method.model) as profile:
                         ask(method, parts[sizes[0]][0], max_new_tokens)
                     on_profile(method.name, profile)
-    finally:
-        fastspec.unpatch(target)
     failures = []
     for peer in peers:
         try:
@@ -250,7 +255,7 @@ def by_peer(
     target.to("cpu")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    head = drafters.heads.get("eagle3")
+    head = next((drafters.heads[name] for name in drafters.names("eagle3") if name in drafters.heads), None)
     with saved(name, target, tokenizer) as folder, tempfile.TemporaryDirectory() as place:
         job = PeerJob(
             folder,

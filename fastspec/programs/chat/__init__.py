@@ -7,12 +7,13 @@ table of commands, `view` what is shown, `loop` runs lines through them, and `te
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings
+from fastspec.programs.heads import fitting_heads
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def make_settings(
     *,
     model: str,
-    head: str | None,
+    heads: Sequence[str] | None,
     resources: list[str] | None,
     assistants: str | None,
     temperature: float,
@@ -31,14 +32,15 @@ def make_settings(
     **others: Any,
 ) -> Settings:
     """Settings from the command line's options: `resources` are "assistant=source", `assistants` is comma-separated,
-    temperature 0 is greedy. SmolLM2 comes with its heads; without an EAGLE-3 head `nasd` answers."""
-    given = {**(dict(SMOLLM2_HEADS) if model == SMOLLM2 else {}), **({"eagle3": head} if head else {})}
+    temperature 0 is greedy. SmolLM2 comes with its heads; without a head `nasd` answers."""
+    given = {**(dict(SMOLLM2_HEADS) if model == SMOLLM2 else {}), **fitting_heads(heads, model)}
     for entry in resources or ():
         name, _, source = entry.partition("=")
         if not source:
             raise Unsupported(f"--resource takes ASSISTANT=SOURCE, such as eagle2=path/to/head, not {entry!r}")
         given[name] = source
-    names = (assistants or ("eagle3" if "eagle3" in given else "nasd")).split(",")
+    drafts = next((name for name in ("eagle3", "eagle2") if name in given), "nasd")
+    names = (assistants or drafts).split(",")
     settings = Settings(model=model, resources=tuple(given.items()), assistants=tuple(dict.fromkeys(names)), **others)
     changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
     return settings.with_fields(changes).at_temperature(temperature)

@@ -3,7 +3,6 @@ the chat and the arguments, and returns what is to be shown."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import shlex
 from collections.abc import Callable, Iterable
@@ -18,12 +17,13 @@ from rich.text import Text
 import fastspec
 from fastspec import Eagle3
 from fastspec.config import CPP_TREE
-from fastspec.errors import FastSpecError, Unsupported
+from fastspec.errors import FastSpecError, Unsupported, accepted, meant
 from fastspec.files import parse_json
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 from fastspec.programs.chat.session import Chat, read_saved
 from fastspec.programs.chat.settings import COMMAND_FIELDS, FIELDS, KEPT_FOR, PROCESSORS, STORAGES, TREE, resource_names
 from fastspec.programs.chat.view import COLUMN
+from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import table
 
 Run = Callable[..., Any]
@@ -66,8 +66,7 @@ def execute(chat: Chat, line: str) -> Any:
         raise Unsupported(f"{line}: {error}") from error
     found = COMMANDS.get(name)
     if found is None:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean /{near[0]}? " if near else ""
+        hint = meant(f"/{name}", (f"/{each}" for each in COMMANDS))
         raise Unsupported(
             f"unknown command /{name}: {hint}/help lists them; a space before the slash makes the line a prompt"
         )
@@ -166,14 +165,14 @@ def _switch(name: str, what: str, value: Value | None = None, after: Callable[[C
 def _help(chat: Chat, name: str = "") -> Table:
     wanted = [row for each, row in COMMANDS.items() if name.removeprefix("/") in ("", each)]
     if not wanted:
-        raise Unsupported(f"unknown command {name}: /help lists them")
+        raise Unsupported(f"unknown command {name}: {meant(name.removeprefix('/'), COMMANDS)}/help lists them")
     rows = [tuple(map(Text, (row.usage, row.what, row.value(chat) if row.value else ""))) for row in wanted]
     return table(("command", "what it does", "now"), rows, numbers=False)
 
 
 @command("model NAME [HEAD]", "load another model and patch it, with an EAGLE-3 head", _shown("model"))
 def _model(chat: Chat, name: str, head: str | None = None) -> str:
-    heads = dict(SMOLLM2_HEADS if name == SMOLLM2 else ()) | ({"eagle3": head} if head else {})
+    heads = dict(SMOLLM2_HEADS if name == SMOLLM2 else ()) | fitting_heads([head] if head else None, name)
     return _opened(chat, chat.reopen(chat.settings.replace(model=name, resources=tuple(heads.items()))))
 
 
@@ -225,7 +224,7 @@ def _processor_text(chat: Chat) -> str:
 )
 def _processor(chat: Chat, name: str, *values: str) -> str:
     if name not in PROCESSORS:
-        raise Unsupported(f"/processor: {name!r} is unknown: accepted are {', '.join(PROCESSORS)}")
+        raise Unsupported(f"/processor: {name!r} is unknown: {accepted(name, PROCESSORS)}")
     fields = PROCESSORS[name]
     if len(values) > len(fields):
         raise Unsupported(f"/processor {name} takes {', '.join(fields) or 'nothing more'}, not {' '.join(values)!r}")

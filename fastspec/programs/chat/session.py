@@ -11,7 +11,7 @@ from typing import Any
 
 import fastspec
 from fastspec.cascade.decisions import Explanation, Visit
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, accepted
 from fastspec.files import parse_json
 from fastspec.models import prompt_width
 from fastspec.programs.chat.settings import (
@@ -195,7 +195,7 @@ class Chat:
         """Raise Unsupported for an assistant that is unknown, or cannot answer with these settings (the chat's)."""
         settings = settings or self.settings
         if name not in self.known():
-            raise Unsupported(f"assistant {name!r} is unknown: accepted are {', '.join(self.known())}")
+            raise Unsupported(f"assistant {name!r} is unknown: {accepted(name, self.known())}")
         if name == BASELINE or name in self.own:
             return
         from fastspec.patches.api import check_assistant, has_resource, is_patched

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import fastspec
+from fastspec.config import BackendName
 from fastspec.devices import use_device
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, accepted
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 from fastspec.programs.cascades import with_tokenizer
 
@@ -59,7 +59,7 @@ class Settings:
     resources: tuple[tuple[str, str], ...] = SMOLLM2_HEADS
     assistants: tuple[str, ...] = ("eagle3",)
     device: str | None = None
-    backend: str = "auto"
+    backend: BackendName = "auto"
     max_new_tokens: int = 128
     processor: str = "greedy"
     temperature: float = 1.0
@@ -84,9 +84,9 @@ class Settings:
             raise Unsupported(f"{told}: /processor greedy does without sampling")
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
-        for name, accepted in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):
-            if getattr(self, name) not in accepted:
-                raise Unsupported(f"{name} {getattr(self, name)!r} is unknown: accepted are {', '.join(accepted)}")
+        for name, known in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):
+            if getattr(self, name) not in known:
+                raise Unsupported(f"{name} {getattr(self, name)!r} is unknown: {accepted(getattr(self, name), known)}")
         for name in CONFIGS:
             self.assistant(name)
 
@@ -109,9 +109,7 @@ class Settings:
         """The same settings with fields of the assistants' configs changed, named as in `FIELDS`; checked."""
         for name in changes:
             if name not in FIELDS:
-                near = difflib.get_close_matches(name, FIELDS, 1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                raise Unsupported(f"{name!r} is unknown: {hint}accepted are {', '.join(FIELDS)}")
+                raise Unsupported(f"{name!r} is unknown: {accepted(name, FIELDS)}")
         merged = {**dict(self.given), **changes}
         return self.replace(given=tuple((name, value) for name, value in merged.items() if value != FIELDS[name]))
 
@@ -163,7 +161,7 @@ def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, 
     given: dict[str, Any] = dict(settings.resources)
     for name, source in settings.resources:
         if name not in resource_names():
-            raise Unsupported(f"{name!r} takes no resource: accepted are {', '.join(resource_names())}")
+            raise Unsupported(f"{name!r} takes no resource: {accepted(name, resource_names())}")
         if name == "speculative":
             given[name] = load_draft(source, model, tokenizer)
         if name == fastspec.Cascade.name:

@@ -12,12 +12,26 @@ from rich.console import Console
 from typer import Option
 
 from fastspec.models import SMOLLM2
-from fastspec.programs.cli.options import AsJson, Backend, Device, Dtype, Head, MaxNewTokens, Model, stdout_kept
+from fastspec.programs.cli.options import (
+    HEADS,
+    AsJson,
+    Backend,
+    Device,
+    Dtype,
+    Head,
+    Heads,
+    MaxNewTokens,
+    Model,
+    ModelOption,
+    model_name,
+    stdout_kept,
+)
 
 
 def demo(
+    model: Model = None,
+    model_option: ModelOption = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt of your own; may be given several times.")] = None,
-    model: Model = SMOLLM2,
     head: Head = None,
     max_new_tokens: Annotated[int | None, Option(min=1, help="Longest answer, in tokens; 96, on CUDA 48.")] = None,
     device: Device = None,
@@ -27,11 +41,12 @@ def demo(
     """Answer a few prompts with transformers' generate, without and with EAGLE-3, and compare speed and output."""
     from fastspec.programs.demo import print_table, run_demo
 
+    name = model_name(model, model_option, SMOLLM2)
     console = Console(highlight=False)
     with stdout_kept(as_json):
         result = run_demo(
             prompts=prompt,
-            model=model,
+            model=name,
             head=head,
             max_new_tokens=max_new_tokens,
             device=device,
@@ -46,9 +61,10 @@ def demo(
 
 def chat(
     context: typer.Context,
+    model: Model = None,
+    model_option: ModelOption = None,
     prompt: Annotated[list[str] | None, Option(help="Answer this and exit; repeatable, commands too.")] = None,
-    model: Model = SMOLLM2,
-    head: Head = None,
+    head: Heads = None,
     resource: Annotated[list[str] | None, Option(help="ASSISTANT=SOURCE: a head, a model, a cascade's YAML.")] = None,
     assistant: Annotated[str | None, Option(help="Who answers; several, comma-separated, are compared.")] = None,
     max_new_tokens: MaxNewTokens = 128,
@@ -71,8 +87,8 @@ def chat(
     saved = None
     if load is None:
         settings = make_settings(
-            model=model,
-            head=head,
+            model=model_name(model, model_option, SMOLLM2),
+            heads=head,
             resources=resource,
             assistants=assistant,
             temperature=temperature,
@@ -84,8 +100,20 @@ def chat(
             backend=backend,
         )
     else:
-        names = ("model", "head", "resource", "assistant", "max_new_tokens", "temperature", "gamma", "seed")
-        sources = {f"--{name.replace('_', '-')}": context.get_parameter_source(name) for name in names}
+        names = (
+            "model",
+            "model_option",
+            "head",
+            "resource",
+            "assistant",
+            "max_new_tokens",
+            "temperature",
+            "gamma",
+            "seed",
+        )
+        sources = {
+            f"--{name.removesuffix('_option').replace('_', '-')}": context.get_parameter_source(name) for name in names
+        }
         # typer brings a click of its own: sources are told apart by name
         given = [option for option, source in sources.items() if source is not None and source.name != "DEFAULT"]
         if given:
@@ -101,10 +129,11 @@ def chat(
 
 
 def bench(
+    model: Model = None,
+    model_option: ModelOption = None,
     prompts: Annotated[list[str] | None, Option(help="jsonl file in Spec-Bench's form; repeatable.")] = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt; repeatable. Without any: eight bundled ones.")] = None,
-    model: Model = SMOLLM2,
-    head: Annotated[list[str] | None, Option(help="Hub id, directory or shipped name of an EAGLE head.")] = None,
+    head: Annotated[list[str] | None, Option(help=f"{HEADS} NAME=HEAD: any number beside each other.")] = None,
     draft_model: Annotated[str | None, Option(help="Smaller model, of any tokenizer, named as the target.")] = None,
     early_exit: Annotated[int | None, Option(min=1, help="Draft with so many of the target's first layers.")] = None,
     methods: Annotated[str | None, Option(help="Methods, comma-separated; by default all that can run.")] = None,
@@ -149,7 +178,7 @@ def bench(
         rows = run_bench(
             prompts=prompts or (),
             texts=prompt or (),
-            model=model,
+            model=model_name(model, model_option, SMOLLM2),
             heads=head or None,
             draft_model=draft_model,
             early_exit=early_exit,

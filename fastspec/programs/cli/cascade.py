@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from fastspec.config import AssistantName, BackendName
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.files import parse_yaml
-from fastspec.programs.cli.options import Backend, Device, Dtype
+from fastspec.programs.cli.options import Backend, Command, Device, Dtype
 from fastspec.programs.terminal import counting
 
 LEFT = "is not there any more; the tag `laboratory` has the code"
@@ -29,7 +30,7 @@ GONE = {
 """Options of commands as they were -> where they went."""
 
 
-class _Command(typer.core.TyperCommand):
+class _Command(Command):
     """Command that refuses an option of `GONE`, and says where it went."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -209,7 +210,7 @@ def _tasks(
 
 
 def models_of(
-    stages: list[str], large: str, heads: list[str], device: str, dtype: str | None, backend: str = "auto"
+    stages: list[str], large: str, heads: list[str], device: str, dtype: str | None, backend: BackendName = "auto"
 ) -> tuple[Any, Any]:
     """The models of a cascade that has no predictor yet, loaded and patched, and the large one's tokenizer."""
     import torch
@@ -225,7 +226,7 @@ def models_of(
     for name, source in named:
         small, own = load_model(source, device, kind, tokenizer=tokenizer)
         head = {"eagle3": drafts[name]} if name in drafts else {}
-        assistant = "eagle3" if head else "nasd"
+        assistant: AssistantName = "eagle3" if head else "nasd"
         below.append(fastspec.Stage(small, own, name, assistant, {**head, "backend": backend}))
     fastspec.patch(model, backend=backend)
     config = fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +10,11 @@ from typing import Annotated
 from typer import Option
 
 from fastspec.cascade.config import Cascade, Stage
-from fastspec.errors import Unsupported
+from fastspec.config import BackendName
+from fastspec.errors import Unsupported, accepted
 from fastspec.programs.cli.cascade import check_names
+from fastspec.programs.cli.options import HEADS
+from fastspec.programs.heads import named
 
 CascadeFile = Annotated[
     Path | None, Option(help="YAML file of a cascade whose large model MODEL is. See docs/cascade.md.")
@@ -18,7 +22,7 @@ CascadeFile = Annotated[
 Stages = Annotated[
     list[str] | None, Option(help="NAME=MODEL of a cascade's smaller stage, the cheapest first; in place of a file.")
 ]
-StageHeads = Annotated[list[str] | None, Option(help="NAME=HEAD: the EAGLE-3 head of a stage.")]
+StageHeads = Annotated[list[str] | None, Option("--head", help=f"{HEADS} NAME=HEAD: the head of a --stage.")]
 PredictorFile = Annotated[
     Path | None, Option(help="With --stage: what `fastspec cascade train` wrote, for stages of these names.")
 ]
@@ -27,32 +31,39 @@ Price = Annotated[
 ]
 
 
+def split_heads(heads: Sequence[str], stages: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(heads of the command's own model, NAME=HEAD of its stages). Raises Unsupported for a name that is no stage's."""
+    names = [name for name, _ in map(named, stages)]
+    of_stages = [text for text in heads if named(text)[0] in names]
+    own = [text for text in heads if text not in of_stages]
+    for name in filter(None, (named(text)[0] for text in own)):
+        raise Unsupported(
+            f"--head names {name}, which is no --stage{f': {accepted(name, names)}' if names else ''}; --head HEAD, "
+            "without a name, is the model's own"
+        )
+    return own, of_stages
+
+
 def cascade_of(
     model: str,
     path: Path | None,
     stages: list[str] | None,
-    heads: list[str] | None,
+    heads: list[str],
     predictor: Path | None,
     price: float | None,
-    backend: str,
+    backend: BackendName,
 ) -> Cascade | None:
     """The cascade of a command's options, None where they name none. Raises Unsupported for options that do not go
     together, a predictor that cannot be read or is for other stages, and a mode without an open batch."""
-    if path is not None and (stages or heads or predictor is not None):
+    if path is not None and (stages or predictor is not None):
         raise Unsupported(
-            "--cascade FILE names the stages and their predictor: leave out --stage, --head and --predictor"
+            "--cascade FILE names the stages, their heads and their predictor: leave out --stage and --predictor"
         )
     if path is None and not stages:
-        if heads or predictor is not None or price is not None:
-            raise Unsupported(
-                "--head, --predictor and --price are of a cascade: give --cascade FILE or --stage NAME=MODEL"
-            )
+        if predictor is not None or price is not None:
+            raise Unsupported("--predictor and --price are of a cascade: give --cascade FILE or --stage NAME=MODEL")
         return None
-    config = (
-        Cascade.from_yaml(path)
-        if path is not None
-        else _of_stages(model, stages or [], heads or [], predictor, backend)
-    )
+    config = Cascade.from_yaml(path) if path is not None else _of_stages(model, stages or [], heads, predictor, backend)
     if config.mode != "adaptive":
         raise Unsupported(
             f"mode={config.mode!r} of a cascade drafts with several models for all rows of a call at once, and an open "
@@ -65,7 +76,9 @@ def cascade_of(
     return config if price is None else replace(config, price=price)
 
 
-def _of_stages(model: str, stages: list[str], heads: list[str], predictor: Path | None, backend: str) -> Cascade:
+def _of_stages(
+    model: str, stages: list[str], heads: list[str], predictor: Path | None, backend: BackendName
+) -> Cascade:
     """The cascade of --stage, --head and --predictor; its last stage's name is the predictor's."""
     from fastspec.cascade.predictor import Predictor
 

@@ -5,21 +5,32 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
 from rich.console import Console
 from typer import Option
 
+from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.files import cache_folder
 from fastspec.models import SMOLLM2
-from fastspec.programs.cli.options import AsJson, Backend, Device, Dtype, Model, patched_model, stdout_kept
+from fastspec.programs.cli.options import (
+    AnyModel,
+    AsJson,
+    Backend,
+    Device,
+    Dtype,
+    Heads,
+    Model,
+    ModelOption,
+    model_name,
+    patched_model,
+    stdout_kept,
+)
+from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
 
-Eagle3 = Annotated[str | None, Option(help="Directory, hub id or shipped name of an EAGLE-3 head.")]
-Eagle = Annotated[str | None, Option(help="The same of an EAGLE-1 or EAGLE-2 head.")]
 Draft = Annotated[str | None, Option(help="Smaller model, named as the target.")]
 Rows = Annotated[
     list[int] | None, Option(min=1, help="Prompts that are answered together; may be given several times.")
@@ -28,9 +39,9 @@ Length = Annotated[int, Option(min=1, help="Tokens of the longest prompt.")]
 
 
 def warmup(
-    model: Annotated[str, typer.Argument(help="Hub id, directory or .gguf file of the target.")],
-    eagle3: Eagle3 = None,
-    eagle: Eagle = None,
+    model: AnyModel = None,
+    model_option: ModelOption = None,
+    head: Heads = None,
     draft_model: Draft = None,
     rows: Rows = None,
     length: Length = 2048,
@@ -42,8 +53,9 @@ def warmup(
     docs/devices.md."""
     import fastspec
 
-    heads: dict[str, Any] = {"eagle3": eagle3, "eagle": eagle, "draft_model": draft_model}
-    target, _ = patched_model(model, device, backend, dtype=dtype, **heads)
+    name = model_name(model, model_option)
+    heads = fitting_heads(head, name)
+    target, _ = patched_model(name, device, backend, dtype=dtype, heads=heads, draft_model=draft_model)
     with counting("calls") as told:
         seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
     report = fastspec.report(target)
@@ -54,9 +66,9 @@ def warmup(
 
 
 def tune(
-    model: Model = SMOLLM2,
-    eagle3: Eagle3 = None,
-    eagle: Eagle = None,
+    model: Model = None,
+    model_option: ModelOption = None,
+    head: Heads = None,
     draft_model: Draft = None,
     rows: Rows = None,
     length: Length = 1024,
@@ -79,12 +91,13 @@ def tune(
         return
     if backend in ("torch", "cpp"):  # before a model is loaded in vain
         raise Unsupported(f"backend {backend!r} has no launches to tune: give --backend triton, or none")
-    chosen = "triton" if backend == "auto" and use_device(device) == "cpu" else backend
+    chosen: BackendName = "triton" if backend == "auto" and use_device(device) == "cpu" else backend
     if chosen != backend and os.environ.get("TRITON_INTERPRET") != "1":
         raise Unsupported("fastspec tune is for Triton's kernels, on a CUDA device, and the model would be on the CPU")
+    name = model_name(model, model_option, SMOLLM2)
     with stdout_kept(as_json):
-        heads: dict[str, Any] = {"eagle3": eagle3, "eagle": eagle, "draft_model": draft_model}
-        target, _ = patched_model(model, device, chosen, dtype=dtype, **heads)
+        heads = fitting_heads(head, name)
+        target, _ = patched_model(name, device, chosen, dtype=dtype, heads=heads, draft_model=draft_model)
         with counting("shapes") as told:
             found = fastspec.tune(target, rows=rows or (1,), length=length, minutes=minutes, told=told)
     if as_json:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer import Option
+from typer import Argument, Option
 
-from fastspec.programs.cli.options import Device
+from fastspec.programs.cli.options import Device, ModelOption, model_name
 from fastspec.programs.terminal import table
 
 POOR = 0.2
@@ -19,10 +19,14 @@ POOR = 0.2
 
 
 def inspect(
-    path: Annotated[
-        str, typer.Argument(help="Directory, hub id or shipped name of a head, or a model with an MTP layer.")
+    head: Annotated[
+        str,
+        Argument(metavar="HEAD", help="Directory, hub id or shipped name of a head, or a model with an MTP layer."),
     ],
-    target: Annotated[str | None, Option(help="Model to check the head against, by its config alone.")] = None,
+    model: Annotated[
+        str | None, Argument(metavar="MODEL", help="Model to check the head against, by its config alone.")
+    ] = None,
+    model_option: ModelOption = None,
     probe: Annotated[bool, Option(help="Run the target, and measure which reading of flags drafts best.")] = False,
     probe_prompt: Annotated[str | None, Option(help="Prompt of --probe; the demo's first by default.")] = None,
     device: Device = None,
@@ -34,28 +38,30 @@ def inspect(
     from fastspec.patches.assistants.heads import inspect_head
     from fastspec.patches.assistants.mtp import inspect_mtp
 
+    target = None if model is None and model_option is None else model_name(model, model_option)
     if probe and target is None:
-        raise typer.BadParameter("--probe runs the target: name it with --target", param_hint="--probe")
+        raise typer.BadParameter("--probe runs the model: name it after the head, or by --model", param_hint="--probe")
     if probe_prompt is not None and not probe:
         raise typer.BadParameter("the prompt is for --probe: give that too", param_hint="--probe-prompt")
     if device is not None and not probe:
         raise typer.BadParameter("without --probe nothing runs on it: give that too", param_hint="--device")
-    model: Any = None
-    tokenizer: Any = None
-    if target is not None:
-        model, tokenizer = load_model(target, use_device(device)) if probe else (load_config(target), None)
+    on = use_device(device) if probe else "cpu"
     console = Console(highlight=False)
-    own = inspect_mtp(path)
+    own = inspect_mtp(head)
     if own is not None:
         console.print(table(("", ""), own, numbers=False, show_header=False))
         return
-    found = inspect_head(path, model)
+    found = inspect_head(head, None if target is None else load_config(target))
+    loaded: Any = None
+    if probe and target is not None and not found.misfits:
+        loaded, tokenizer = load_model(target, on)
+        found = inspect_head(head, loaded)  # some of it shows in the weights alone
     rows = [(name, Text(str(value))) for name, value in found.rows()]
     console.print(table(("", ""), rows, numbers=False, show_header=False))
     if found.misfits:
         raise typer.Exit(1)
-    if probe:
-        _probe(path, model, tokenizer, probe_prompt, console)
+    if loaded is not None:
+        _probe(head, loaded, tokenizer, probe_prompt, console)
 
 
 def _probe(path: str, model: Any, tokenizer: Any, prompt: str | None, console: Console) -> None:

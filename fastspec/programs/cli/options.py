@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from typer import Option
+import typer
+from typer import Argument, Option
 
 from fastspec.cascade.config import Cascade
+from fastspec.config import BackendName
+from fastspec.errors import meant
+from fastspec.models import SMOLLM2
 
-Model = Annotated[str, Option(help="Hub id, directory or .gguf file of the target.")]
+MODEL = "Hub id, directory or .gguf file of the target."
+Model = Annotated[str | None, Argument(metavar="MODEL", show_default=SMOLLM2, help=MODEL)]
+AnyModel = Annotated[str | None, Argument(metavar="MODEL", help=MODEL)]
+"""The same of a command that has no model of its own."""
+ModelOption = Annotated[str | None, Option("--model", metavar="MODEL", help="The same as the argument MODEL.")]
 Head = Annotated[str | None, Option(help="Hub id, directory or shipped name of the EAGLE-3 head.")]
+HEADS = "Hub id, directory or shipped name of an EAGLE head; repeatable, one of each kind."
+Heads = Annotated[list[str] | None, Option("--head", help=HEADS)]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
@@ -20,13 +30,51 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; by default CUDA where there is a device.")]
 Backend = Annotated[
-    Literal["auto", "torch", "cpp", "triton"],
+    BackendName,
     Option(
         help="Kernels: auto (the device's), torch, cpp (the CPU, with a compiler), or triton (CUDA). See "
         "docs/patching.md."
     ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
+SPELLINGS = {
+    "--eagle3": "--head",
+    "--eagle": "--head",
+    "--target": "--model",
+    "--max-tokens": "--max-new-tokens",
+    "--new-tokens": "--max-new-tokens",
+    "--output": "--out",
+}
+"""Older spelling of an option, which goes on working -> its name."""
+
+
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class Command(typer.core.TyperCommand):
+    """Command that takes older spellings of its options, and says which one a mistyped option is like."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in parameter.opts}
+        old = {name: new for name, new in SPELLINGS.items() if new in known and name not in known}
+        given = [name.partition("=") for name in args]
+        try:
+            return super().parse_args(ctx, [old.get(name, name) + sign + rest for name, sign, rest in given])
+        except UsageError as error:
+            if type(error).__name__ == "NoSuchOption":  # typer brings a click of its own: it is told by name
+                name = error.option_name
+                raise UsageError(f"no such option: {name}: {meant(name, [*known, *old])}", ctx) from error
+            raise
+
+
+def model_name(argument: str | None, option: str | None, default: str | None = None) -> str:
+    """The model that a command names, by its argument or by --model."""
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"MODEL {argument} names the model already: give one of them", param_hint="--model")
+    found = default if argument is None and option is None else argument if option is None else option
+    if found is None:
+        raise typer.BadParameter("name the model, as an argument or by --model", param_hint="MODEL")
+    return found
 
 
 @contextlib.contextmanager
@@ -39,24 +87,28 @@ def stdout_kept(as_json: bool) -> Iterator[None]:
 def patched_model(
     name: str,
     device: str | None,
-    backend: str,
+    backend: BackendName,
     *,
     dtype: str | None = None,
-    eagle3: str | None = None,
-    eagle: str | None = None,
+    heads: Mapping[str, str] | None = None,
     draft_model: str | None = None,
     cascade: Cascade | None = None,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer): a model loaded and patched as a command's options say."""
+    """(model, tokenizer): a model loaded and patched as a command's options say, `heads` by assistant."""
     import torch
 
     import fastspec
     from fastspec.devices import use_device
-    from fastspec.models import load_draft, load_model
+    from fastspec.models import load_config, load_draft, load_model
     from fastspec.programs.cascades import with_tokenizer
 
-    target, tokenizer = load_model(name, use_device(device), getattr(torch, dtype) if dtype else None)
-    draft = load_draft(draft_model, target, tokenizer) if draft_model else None
-    stages = None if cascade is None else with_tokenizer(cascade, tokenizer, "the cascade")
-    fastspec.patch(target, eagle3=eagle3, eagle=eagle, eagle2=eagle, speculative=draft, cascade=stages, backend=backend)
-    return target, tokenizer
+    on = use_device(device)
+    if draft_model:
+        load_config(draft_model)  # a mistyped name is told before the target is loaded
+    target, tokenizer = load_model(name, on, getattr(torch, dtype) if dtype else None)
+    resources: dict[str, Any] = dict(heads or {})
+    if draft_model:
+        resources["speculative"] = load_draft(draft_model, target, tokenizer)
+    if cascade is not None:
+        resources["cascade"] = with_tokenizer(cascade, tokenizer, "the cascade")
+    return fastspec.patch(target, backend=backend, **resources), tokenizer

@@ -2,91 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from fastspec.cascade.config import Cascade
+from fastspec.config import AssistantName, BackendName
 from fastspec.distribution import install_command
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, accepted
 from fastspec.models import SHIPPED, SMOLLM2
-from fastspec.programs.cli.cascade_options import CascadeFile, PredictorFile, Price, StageHeads, Stages, cascade_of
-from fastspec.programs.cli.options import Backend, Device, Head, MaxNewTokens, Model, patched_model
+from fastspec.programs.cli.cascade_options import (
+    CascadeFile,
+    PredictorFile,
+    Price,
+    StageHeads,
+    Stages,
+    cascade_of,
+    split_heads,
+)
+from fastspec.programs.cli.options import Backend, Device, MaxNewTokens, Model, ModelOption, model_name, patched_model
+from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
 
 if TYPE_CHECKING:
     from fastspec.patches.continuous import PromptBatch
 
-HEADS = {"eagle3": "eagle3", "eagle2": "eagle", "eagle": "eagle"}
-"""Assistants with a head -> the option that names it."""
+HEADS = ("eagle3", "eagle2", "eagle")
+"""Assistants with a head, the one that is taken where there are several first."""
 ASSISTANTS = (*HEADS, "mtp", "nasd", "autoregressive")
 """Names of assistants that an open batch decodes with, and a command can take."""
 ASSISTANT = f"{', '.join(ASSISTANTS[:-1])} or {ASSISTANTS[-1]}; that of a head where there is one, else nasd."
-Assistant = Annotated[str | None, typer.Option(help=ASSISTANT)]
-OlderHead = Annotated[str | None, typer.Option(help="The same of a head of EAGLE-1 or 2, for eagle and eagle2.")]
+AssistantOption = Annotated[str | None, typer.Option("--assistant", help=ASSISTANT)]
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """The assistant of a command, and its head."""
 
-    assistant: str
+    assistant: AssistantName
     head: str | None
 
 
-def chosen_of(name: str, eagle3: str | None, eagle: str | None, assistant: str | None) -> Chosen:
-    """The assistant that a command names for a model, else that of a head that it names or that ships for the model,
-    else "nasd"."""
+def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Chosen:
+    """The assistant that a command names for a model, else that of a head that it was given (by assistant) or that
+    ships for the model, else "nasd"."""
     if assistant not in (None, *ASSISTANTS):
-        raise Unsupported(f"--assistant {assistant}: accepted are {', '.join(ASSISTANTS)}")
-    named, shipped = {"eagle3": eagle3, "eagle": eagle}, dict(SHIPPED.get(name, ()))
-    heads = {each: named[option] or shipped.get(each) for each, option in HEADS.items()}
-    first = [each for each, option in HEADS.items() if named[option]] + [each for each in HEADS if heads[each]]
-    chosen = assistant or next(iter(first), "nasd")
-    if chosen in HEADS and heads[chosen] is None:
+        raise Unsupported(f"--assistant {assistant} is unknown: {accepted(str(assistant), ASSISTANTS)}")
+    heads = dict(SHIPPED.get(name, ())) | dict(given)
+    first = [*(each for each in HEADS if each in given), *(each for each in HEADS if each in heads)]
+    chosen = cast(AssistantName, assistant or next(iter(first), "nasd"))
+    if chosen in HEADS and chosen not in heads:
+        others = f"; --head {next(iter(given.values()))} is for {' and '.join(given)}" if given else ""
         raise Unsupported(
-            f"no head is known for {name!r}: name one with --{HEADS[chosen]} (a directory or a hub id) for {chosen}"
+            f"no head is known for {name!r}: name one with --head (a directory or a hub id) for {chosen}{others}"
         )
     return Chosen(chosen, heads.get(chosen))
 
 
 def chosen_beside(
-    config: Cascade | None, name: str, eagle3: str | None, eagle: str | None, assistant: str | None
+    config: Cascade | None, name: str, heads: Mapping[str, str], assistant: str | None
 ) -> tuple[Chosen, Cascade | None]:
     """The assistant of a command, and its cascade, whose large model decodes with that: the cascade's own where the
     command names none."""
-    if config is not None and assistant is None and not (eagle3 or eagle):
-        assistant = config.assistant
-    chosen = chosen_of(name, eagle3, eagle, assistant)
+    if config is not None and assistant is None and not heads:
+        assistant = cast(str, config.assistant)  # a file names it
+    chosen = chosen_of(name, heads, assistant)
     return chosen, None if config is None else replace(config, assistant=chosen.assistant)
 
 
 def model_of(
-    name: str, chosen: Chosen, device: str | None, backend: str, cascade: Cascade | None = None
+    name: str, chosen: Chosen, device: str | None, backend: BackendName, cascade: Cascade | None = None
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a command, patched with its head and its cascade. Without a device it is that of the
     process."""
     from fastspec.programs.bulk import own_device
 
-    head = {HEADS[chosen.assistant]: chosen.head} if chosen.head is not None else {}
-    return patched_model(name, own_device() if device is None else device, backend, cascade=cascade, **head)
+    heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
+    return patched_model(name, own_device() if device is None else device, backend, cascade=cascade, heads=heads)
 
 
 def generate(
     prompts: Annotated[Path, typer.Option(help="jsonl file with `prompt`, `messages` or `turns` in each row.")],
     out: Annotated[Path, typer.Option(help="jsonl file of the answers; what it answers already is not asked again.")],
-    model: Model = SMOLLM2,
-    eagle3: Head = None,
-    eagle: OlderHead = None,
-    assistant: Assistant = None,
+    model: Model = None,
+    model_option: ModelOption = None,
+    head: StageHeads = None,
+    assistant: AssistantOption = None,
     cascade: CascadeFile = None,
     stage: Stages = None,
-    head: StageHeads = None,
     predictor: PredictorFile = None,
     price: Price = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at a time.")] = 8,
@@ -108,11 +117,13 @@ def generate(
     from fastspec.programs.bulk import answer_file, read_left, settings_of, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
-    config = cascade_of(model, cascade, stage, head, predictor, price, backend)
-    settings = settings_of(model, max_new_tokens, temperature, top_p, seed, not raw, config)
+    source = model_name(model, model_option, SMOLLM2)
+    own, of_stages = split_heads(head or (), stage or ())
+    config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend)
+    settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
     read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
-    chosen, config = chosen_beside(config, model, eagle3, eagle, assistant)
-    target, tokenizer = model_of(model, chosen, device, backend, config)
+    chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
+    target, tokenizer = model_of(source, chosen, device, backend, config)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
@@ -130,7 +141,7 @@ def generate(
             seed=seed,
             chat=not raw,
             share=share,
-            name=model,
+            name=source,
             cascade=config,
             tell=lambda total, failed: bar.update(task, total=total, advance=1),
         )
@@ -148,7 +159,7 @@ def opened(
     max_length: int | None = None,
     prefill_chunk: int | None = None,
     device: str | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     warmup: int | None = None,
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
@@ -159,7 +170,7 @@ def opened(
 
     target, tokenizer = model_of(model, chosen, device, backend, cascade)
     chunk: int | Literal["auto"] = prefill_chunk or "auto"
-    assistant = chosen.assistant if cascade is None else cascade.name
+    assistant: AssistantName = chosen.assistant if cascade is None else "cascade"
     batch = continuous(
         target, assistant, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching
     )
@@ -171,13 +182,12 @@ def opened(
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="Hub id, directory or .gguf file of the target.")] = SMOLLM2,
-    eagle3: Head = None,
-    eagle: OlderHead = None,
-    assistant: Assistant = None,
+    model: Model = None,
+    model_option: ModelOption = None,
+    head: StageHeads = None,
+    assistant: AssistantOption = None,
     cascade: CascadeFile = None,
     stage: Stages = None,
-    head: StageHeads = None,
     predictor: PredictorFile = None,
     price: Price = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL by default.")] = None,
@@ -194,7 +204,7 @@ def serve(
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
     ] = None,
-    max_tokens: Annotated[
+    max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Longest answer that a request may ask for, in tokens.")
     ] = 4096,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a row; more are answered 429.")] = 64,
@@ -222,12 +232,14 @@ def serve(
         from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
-    config = cascade_of(model, cascade, stage, head, predictor, price, backend)
-    chosen, config = chosen_beside(config, model, eagle3, eagle, assistant)
+    source = model_name(model, model_option, SMOLLM2)
+    own, of_stages = split_heads(head or (), stage or ())
+    config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend)
+    chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
     listener = bound(host, port)  # before a model is loaded in vain
     build = partial(
         opened,
-        model,
+        source,
         chosen,
         rows,
         max_length,
@@ -239,11 +251,11 @@ def serve(
         config,
     )
     with listener, Remote(build) as batch:
-        limits = Limits(max_tokens, queue, max_body)
+        limits = Limits(max_new_tokens, queue, max_body)
         app = build_app(
             batch,
             batch.tokenizer,
-            name or model,
+            name or source,
             limits=limits,
             api_key=api_key,
             origins=cors or (),

@@ -7,18 +7,19 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from fastspec.programs.cli.options import Device
+from fastspec.programs.cli.options import AnyModel, Device, ModelOption, model_name
 from fastspec.programs.terminal import training_bars
 from fastspec.removed import BLOCK_HEADS, BLOCK_SETTINGS
 
+NAMES = {"out": "output", "max_new_tokens": "new_tokens"}
+"""Option -> its field of `TrainConfig`, where the two differ."""
 BLOCK_OPTIONS = [f"--{name.replace('_', '-')}" for name in BLOCK_SETTINGS]
 
 
 def train(
-    target: Annotated[
-        str, Option(help="Model to train a head for: directory, hub id, .gguf file or smollm2-135m-instruct.")
-    ],
-    output: Annotated[str, Option(help="Directory of the head; an interrupted run there is taken up again.")],
+    out: Annotated[str, Option(help="Directory of the head; an interrupted run there is taken up again.")],
+    model: AnyModel = None,
+    model_option: ModelOption = None,
     prompts: Annotated[str | None, Option(help="jsonl file with `prompt` or `turns` in each row.")] = None,
     answers: Annotated[
         list[str] | None, Option(help="npz file of the target's answers; else it answers first.")
@@ -39,7 +40,7 @@ def train(
     max_length: Annotated[int | None, Option(help="Longest text, in tokens; longer ones are left out.")] = None,
     ttt_steps: Annotated[int | None, Option(help="Draft steps unrolled in training.")] = None,
     learning_rate: Annotated[float | None, Option(help="Peak learning rate.")] = None,
-    new_tokens: Annotated[int | None, Option(help="Longest answer that the target gives to a prompt.")] = None,
+    max_new_tokens: Annotated[int | None, Option(help="Longest answer that the target gives to a prompt.")] = None,
     sampled_share: Annotated[float | None, Option(help="Share of answers that are sampled, not greedy.")] = None,
     continue_cut: Annotated[bool | None, Option(help="Add: go on where answers were cut.")] = None,
     second_answers: Annotated[bool | None, Option(help="Add: greedy answers beside sampled ones.")] = None,
@@ -63,7 +64,10 @@ def train(
     docs/training.md."""
     if removed is not None:
         raise typer.BadParameter(BLOCK_HEADS, param_hint=" / ".join(BLOCK_OPTIONS))
-    given = {name: value for name, value in locals().items() if name != "device" and value is not None and value != []}
+    options = {name: value for name, value in locals().items() if value is not None and value != []}
+    given = {name: value for name, value in options.items() if name not in ("device", "model", "model_option", *NAMES)}
+    given |= {field: options[name] for name, field in NAMES.items() if name in options}
+    given["target"] = model_name(model, model_option)
     from fastspec.programs import training
 
     if answers:
@@ -75,5 +79,5 @@ def train(
     with training_bars() as bars:
         folder = training.train(config, device=device, **bars)
     typer.echo(
-        f"head written to {folder}" if folder else f"stopped, not done: run the same command again to go on in {output}"
+        f"head written to {folder}" if folder else f"stopped, not done: run the same command again to go on in {out}"
     )

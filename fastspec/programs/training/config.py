@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastspec.errors import accepted
 from fastspec.programs.training.ttt import LOSSES
 from fastspec.removed import BLOCK_HEADS, BLOCK_KINDS, BLOCK_LOSSES, BLOCK_SETTINGS
 
@@ -124,7 +125,7 @@ class TrainConfig:
         for name in ("share_lm_head", "norms"):
             if getattr(self, name) and self.kind != "eagle3":
                 raise ValueError(f'{name} belongs to kind "eagle3": leave it out with kind {self.kind!r}')
-        self._require("loss", self.loss in LOSSES, f"accepted are {', '.join(LOSSES)}")
+        self._require("loss", self.loss in LOSSES, accepted(self.loss, LOSSES))
         self._require("decay", self.decay > 0, "it must be above 0")
         self._require("draft_vocab_size", self.draft_vocab_size >= 0, "it must be 0 (the default size) or more")
         for name in AT_LEAST_1:

@@ -1,0 +1,46 @@
+"""Heads that a command names: the assistants that read each, and their fit to a model before its weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastspec.errors import CheckpointError, Unsupported
+from fastspec.models import load_config
+
+READERS = {"eagle3": ("eagle3",), "eagle": ("eagle", "eagle2")}
+"""Kind of head -> the assistants that read it."""
+
+
+def named(text: str) -> tuple[str, str]:
+    """(name, source) of NAME=HEAD; the name is empty where there is none, and where a directory is called so."""
+    name, sign, source = text.partition("=")
+    return (name, source) if sign and not Path(text).exists() else ("", text)
+
+
+def read_heads(sources: Iterable[str], config: Any = None) -> dict[str, str]:
+    """Assistant, or "assistant:name" of NAME=HEAD -> the head that it reads. Raises Unsupported for two heads of one
+    kind and name, and CheckpointError for what is no head or does not fit the model of a config."""
+    from fastspec.patches.assistants.heads import inspect_head
+
+    found: dict[str, str] = {}
+    for text in sources:
+        name, source = named(text)
+        report = inspect_head(source, config)
+        if report.misfits:
+            raise CheckpointError(f"the head {source} does not fit the model: {'; '.join(report.misfits)}")
+        readers = READERS[report.config.kind]
+        methods = [f"{each}:{name}" if name else each for each in readers]
+        if methods[0] in found:
+            raise Unsupported(
+                f"--head {found[methods[0]]} and --head {source} are both heads of {' and '.join(methods)}: give one "
+                "of them, or compare them by `fastspec bench`, each with a name of its own, as --head NAME=HEAD"
+            )
+        found |= dict.fromkeys(methods, source)
+    return found
+
+
+def fitting_heads(sources: Sequence[str] | None, model: str) -> dict[str, str]:
+    """Heads by assistant, as `read_heads` finds them, that fit a model by its configuration."""
+    return read_heads(sources, load_config(model)) if sources else {}
