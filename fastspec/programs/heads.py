@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ READERS = {"eagle3": ("eagle3",), "eagle": ("eagle", "eagle2")}
 
 def named(text: str) -> tuple[str, str]:
     """(name, source) of NAME=HEAD; the name is empty where there is none, and where a directory is called so."""
-    name, sign, source = text.partition("=")
-    return (name, source) if sign and not Path(text).exists() else ("", text)
+    found = re.fullmatch(r"([\w.-]+)=(.+)", text)
+    return (found[1], found[2]) if found and not Path(text).exists() else ("", text)
 
 
 def read_heads(sources: Iterable[str], config: Any = None) -> dict[str, str]:

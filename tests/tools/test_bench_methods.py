@@ -169,8 +169,8 @@ def test_a_draft_model_of_either_tokenizer(saved: Path, monkeypatch, draft: str)
         (["--early-exit", "2", "--draft-model", "same"], "give one of them"),
         (["--head", "head", "--head", "head"], "both heads of eagle3"),
         (["--head", "head-eagle", "--head", "head-eagle"], "both heads of eagle and eagle2"),
-        (["--head", "head", "--methods", "eagle2"], "(here: --head)"),
-        (["--methods", "speculative"], "(here: --draft-model or --early-exit)"),
+        (["--head", "head", "--methods", "eagle2"], "it needs --head"),
+        (["--methods", "speculative"], "it needs --draft-model or --early-exit"),
         (["--methods", "assisted"], "--draft-model or --early-exit"),
         (["--methods", "assisted", "--early-exit", "2", "--batch", "2"], "one prompt at a time"),
         (["--head", "prompts.jsonl"], "is a file"),
@@ -202,7 +202,8 @@ def test_heads_that_ship_are_the_default_and_given_ones_replace_them(saved: Path
         readers = {"head": {"eagle3"}, "head-eagle": {"eagle", "eagle2"}}
         assert set(found.heads) == set().union(*(readers[Path(name).name] for name in shipped))
         assert methods.read_drafters([], None, None, "m", None, None).heads == {}
-    assert found.resources == found.heads and found.assisted == {} and found.assistant("speculative") == "speculative"
+    assert found.patching() == {"": found.heads} and found.resources == found.assisted == {}
+    assert found.assistant("speculative") == "speculative"
 
 
 @given(name=st.sampled_from([*NAMES, "assisted", "transformers"]), layers=st.integers(1, 40))

@@ -66,7 +66,7 @@ def test_demo_json_is_one_object_on_stdout_and_nothing_else(saved: Path) -> None
         (["demo", "--model", "no-such-file.gguf", "--head", HEAD], 1, "no such GGUF file"),
         (["demo", "--model", "no/such-model-anywhere", "--head", HEAD], 1, "no/such-model-anywhere"),
         (["inspect", "no/such-head-anywhere"], 1, "no/such-head-anywhere"),
-        (["inspect", HEAD, "--probe"], 2, "--target"),
+        (["inspect", HEAD, "--probe"], 2, "--model"),
         (["inspect", HEAD, "--probe-prompt", "Hello"], 2, "--probe"),
         (["inspect", HEAD, "--device", "cpu"], 2, "--probe"),
         (["inspect", HEAD, "--target", "some/model", "--probe", "--device", "tpu"], 1, "device 'tpu' is unknown"),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.heads import as_eagle3, write
+from helpers.models import tiny_head
 from helpers.seq2seq import tiny_seq2seq
 from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
@@ -25,11 +27,15 @@ from fastspec.programs.cli.app import app
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A tiny decoder-only model and a tiny T5, each with a tokenizer."""
+    """A tiny decoder-only model and a tiny T5, each with a tokenizer, and a head for the first."""
     folder = tmp_path_factory.mktemp("options")
     for name, model in (("model", small_target()), ("t5", tiny_seq2seq("t5", vocab_size=128))):
         model.save_pretrained(folder / name)
         small_tokenizer().save_pretrained(folder / name)
+    (folder / "head").mkdir()
+    target = small_target()
+    config, state = as_eagle3(tiny_head(target), target.get_input_embeddings().weight.detach().clone())
+    write(folder / "head", config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
     return folder
 
 
@@ -77,7 +83,7 @@ def test_commands_that_load_a_model_take_a_device_and_a_backend(
     items.write_text("".join(json.dumps({"id": f"a{n}", "prompt": "w9", "answer": 1}) + "\n" for n in range(60)))
     files = ["--prompts", str(items), "--out", str(tmp_path / "p.safetensors"), "--answers", str(tmp_path / "a.jsonl")]
     named = [*files, "--stage", f"a={model}", "--model", f"b={model}"] if "cascade" in command else ["--model", model]
-    named += ["--head", "smollm2-135m-instruct"] if "demo" in command else files[:4] if "generate" in command else []
+    named += ["--head", str(saved / "head")] if "demo" in command else files[:4] if "generate" in command else []
     refused = run(*command, *named, "--device", "cuda:7")
     assert refused.exit_code == 1 and "cuda:7" in refused.output, refused.output
 

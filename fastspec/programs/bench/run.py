@@ -187,7 +187,8 @@ def run_bench(
     with contextlib.ExitStack() as stack:
         for name, instance in patched.items():
             resources: dict[str, Any] = patching[name] | ({} if name else drafters.resources)
-            stack.enter_context(fastspec.patched(instance, **resources, backend=backend))
+            fastspec.patch(instance, **resources, backend=backend)
+            stack.callback(fastspec.unpatch, instance)
         chosen = {size: choose(methods, plain, patched, drafters, size, say) for size in sizes}
         floor_ms, columns = floor(target)
         where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | columns

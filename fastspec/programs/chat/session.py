@@ -120,8 +120,10 @@ class Chat:
     @classmethod
     def open(cls, settings: Settings) -> Chat:
         """Load the settings' model, patch it and check the assistants. Raises what loading and patching raise."""
-        model, tokenizer = load(settings)
-        chat = cls(model, tokenizer, settings)
+        chat = cls(None, None, settings)
+        for name in settings.assistants:
+            chat.check_name(name)
+        chat.model, chat.tokenizer = load(settings)
         for name in settings.assistants:
             chat.check(name)
         return chat
@@ -191,11 +193,15 @@ class Chat:
 
         return [BASELINE, *ASSISTANTS, *self.own]
 
+    def check_name(self, name: str) -> None:
+        """Raise Unsupported for an assistant that is unknown."""
+        if name not in self.known():
+            raise Unsupported(f"assistant {name!r} is unknown: {accepted(name, self.known())}")
+
     def check(self, name: str, settings: Settings | None = None) -> None:
         """Raise Unsupported for an assistant that is unknown, or cannot answer with these settings (the chat's)."""
         settings = settings or self.settings
-        if name not in self.known():
-            raise Unsupported(f"assistant {name!r} is unknown: {accepted(name, self.known())}")
+        self.check_name(name)
         if name == BASELINE or name in self.own:
             return
         from fastspec.patches.api import check_assistant, has_resource, is_patched

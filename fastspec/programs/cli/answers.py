@@ -169,7 +169,7 @@ def bench(
         raise typer.BadParameter(
             "its tables are printed, and --json prints one object alone: give one of the two", param_hint="--profile"
         )
-    console = Console(highlight=False, stderr=as_json)
+    console = Console(highlight=False, emoji=False, stderr=as_json)  # eagle3:a: is no face
     profiles: dict[str, Any] = {}
     failures: list[str] = []
     engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
