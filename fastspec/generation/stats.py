@@ -177,6 +177,15 @@ class Stats:
         return self.round_tokens / self.row_rounds if self.row_rounds else 0.0
 
     @property
+    def acceptance_rate(self) -> float:
+        """Share of the draft tokens that rounds emitted: accepted over drafted, as vLLM and published code count it.
+
+        A tree drafts many tokens of which one path can be accepted, so this tells chains apart, and
+        `acceptance_length` all drafts. 0.0 without drafts.
+        """
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
     def acceptance_by_position(self) -> list[float]:
         """Share of the rounds of all rows that emitted a draft token at draft position 1, 2, ..."""
         rounds = sum(self.lengths)

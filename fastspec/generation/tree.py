@@ -17,13 +17,8 @@ class TokenTree:
 
     The root is the token already emitted but not yet in the target's cache. `tokens`, `parents`, `depths` are [B, N]
     int64 (the root is its own parent, at depth 0); `ancestors` [B, N, W] int64 holds one bit per node, self included.
-    `max_path` bounds the longest path in nodes, and is the same for all trees of a run with the same N. The dense mask,
-    row b:
-
-        mask = torch.zeros(N, N, dtype=torch.bool)
-        for i in range(N):
-            mask[i] = mask[parents[b, i]] if i else False
-            mask[i, i] = True
+    `max_path` bounds the longest path in nodes, and is the same for all trees of a run with the same N. `mask` and
+    `retrieve_indices` are the forms that EAGLE's code has.
 
     Where the drafts were drawn at random, `q` [B, N, V] fp32 is the distribution of each node's token, given its prefix
     and its earlier siblings (the root's is not read); a node of zeros was not drawn, and is not accepted. Without q the
@@ -59,6 +54,28 @@ class TokenTree:
         index = torch.arange(nodes, device=tokens.device)
         parents, depths = ((index - shift).clamp(min=0).expand(rows, -1) for shift in (1, 0))
         return cls(tokens, parents, depths, ancestor_words(parents, nodes), max_path or nodes, q)
+
+    @property
+    def mask(self) -> Tensor:
+        """The dense mask [B, N, N] bool, true where the node of a row sees that of a column: itself and its ancestors.
+        EAGLE's code has it as `tree_mask`, [1, 1, N, N] in numbers."""
+        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return self.ancestors[:, :, place >> 6] >> (place & 63) & 1 == 1
+
+    @property
+    def retrieve_indices(self) -> Tensor:
+        """The paths from the root to each leaf as node ids [B, L, P] int64, -1 after a path's end and in rows with
+        fewer leaves, as EAGLE's code has them for one row ([L, P]). Leaves are in the order of their nodes. Waits for
+        the device."""
+        leaf = torch.ones_like(self.tokens, dtype=torch.bool).scatter(1, self.parents[:, 1:], False)
+        paths = torch.full((*self.tokens.shape, int(self.depths.max()) + 1), -1, device=self.tokens.device)
+        node = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        for _ in range(paths.shape[2]):  # one generation up each time; the root is its own parent
+            paths.scatter_(2, self.depths.gather(1, node)[:, :, None], node[:, :, None])
+            node = self.parents.gather(1, node)
+        order = leaf.long().argsort(dim=1, descending=True, stable=True)[:, : int(leaf.sum(1).max())]
+        found = paths.gather(1, order[:, :, None].expand(-1, -1, paths.shape[2]))
+        return found.masked_fill(~leaf.gather(1, order)[:, :, None], -1)
 
     @classmethod
     def root_only(cls, root: Tensor) -> TokenTree:

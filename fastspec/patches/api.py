@@ -346,8 +346,10 @@ class Report:
             shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
             made = [sum(c.first_run_seconds for c in mine), sum(c.capture_seconds for c in mine)]
             way = f"; in it first runs {made[0]:.2f} s, captures {made[1]:.2f} s" if any(made) else ""
+            drafted = sum(c.drafted for c in mine)
+            kept = f", acceptance rate {sum(c.accepted for c in mine) / drafted:.2f}" if drafted else ""
             lines.append(
-                f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}; {shares}{way}"
+                f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}{kept}; {shares}{way}"
             )
         lines += _stages_reached([call.explanations for call in self.calls if call.explanations])
         if self.memory is not None:

@@ -132,7 +132,7 @@ def test_one_hots_stay_one_hot(setting, place, data):
 
 
 def test_what_is_no_rule_is_refused():
-    with pytest.raises(Unsupported, match="rule='chows'; accepted are 'chow'"):
+    with pytest.raises(Unsupported, match=r"rule='chows'; did you mean 'chow'\? accepted are 'chow'"):
         fastspec.Cascade(["small"], mode="token", rule="chows")
     with pytest.raises(Unsupported, match='a number and "lossless"'):
         fastspec.Cascade(["small"], mode="token", rule="chow", alpha="exact")

@@ -215,7 +215,7 @@ def test_a_draft_never_waits_for_the_host(process, monkeypatch):
         ({"paths": []}, "names 0 nodes"),
         ({"paths": [[]]}, "empty path"),
         ({"paths": [[rank] for rank in range(256)]}, "names 256 nodes; between 1 and 255"),
-        ({"drafts": "random"}, '\'random\'; accepted are "greedy" and "sampled"'),
+        ({"drafts": "random"}, "'random'; accepted are 'greedy', 'sampled'"),
     ],
 )
 def test_trees_that_are_none_are_refused(options, message):

@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported
+from fastspec.models import load_model
+from fastspec.patches.api import is_patched, resources_of
+from fastspec.patches.assistants.heads import load_head
 from fastspec.patches.assistants.registry import NAMES
 from fastspec.patches.session import session_of
 from fastspec.programs.bench import methods, run, run_bench
@@ -160,6 +163,38 @@ def test_a_draft_model_of_either_tokenizer(saved: Path, monkeypatch, draft: str)
         options["assistant_model"] is not held.model
     )  # a peer's draft model is an instance of its own, on the same weights
     assert all(a is b for a, b in zip(options["assistant_model"].parameters(), held.model.parameters(), strict=True))
+
+
+def test_heads_of_one_kind_are_compared_in_one_run(saved: Path, monkeypatch) -> None:
+    """Each on an instance of its own that shares the weights; nothing stays patched."""
+    loaded = load_model(str(saved / "model"))[0]
+    (saved / "second").mkdir()
+    embedding = loaded.get_input_embeddings().weight.detach().clone()
+    write(saved / "second", *as_eagle3(tiny_head(loaded, seed=7), embedding))
+    seen: dict[str, tuple[Any, Any]] = {}
+    real = run.ask
+
+    def ask(method: Any, *rest: Any) -> Any:
+        seen[method.name] = method.model, resources_of(method.model).get("eagle3")
+        return real(method, *rest)
+
+    monkeypatch.setattr(run, "ask", ask)
+    sources = {"eagle3:a": saved / "head", "eagle3:b": saved / "second"}
+    options: dict[str, Any] = {"heads": [f"a={saved / 'head'}", f"b={saved / 'second'}"], "max_new_tokens": 10}
+    options |= {"prompts": [saved / "prompts.jsonl"], "model": str(saved / "model")}
+    rows = run_bench(methods=["nasd", "eagle3"], **options)
+    assert [row["method"] for row in rows[:4]] == ["transformers", "nasd", *sources]
+    assert all(row["identical"] for row in rows)
+    assert {row["method"]: row["head"] for row in rows[2:4]} == {name: str(at) for name, at in sources.items()}
+    models = [seen[name][0] for name in sources]
+    assert models[0] is not models[1] and not any(map(is_patched, models))
+    assert all(a is b for a, b in zip(*(each.parameters() for each in models), strict=True))
+    for name, source in sources.items():
+        wanted = load_head(source, loaded).state_dict()
+        assert all(value.equal(wanted[key]) for key, value in seen[name][1].state_dict().items())
+    assert {row["method"] for row in run_bench(methods=["eagle3:b"], **options)} == {"transformers", "eagle3:b"}
+    told = bench(saved, *(word for head in options["heads"] for word in ("--head", head)), "--methods", "eagle3")
+    assert f"eagle3:a: head {saved / 'head'}; eagle3:b: head" in " ".join(told.output.split()), told.output
 
 
 @pytest.mark.parametrize(

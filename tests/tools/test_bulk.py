@@ -242,6 +242,7 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 4), tmp_path / "out.jsonl"
     model = small_target()
     monkeypatch.setattr("fastspec.models.load_model", lambda name, *_: (model, small_tokenizer()))
+    monkeypatch.setattr("fastspec.programs.heads.load_config", lambda name: model.config)
     command = [
         "generate",
         "--prompts",
@@ -260,7 +261,7 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     assert [row["text"] for row in answers(out)] == [emitted(small, task.prompt, 5)[0] for task in read_tasks(file)]
     assert fastspec.report(model).last.assistant == "nasd"
     refused = CliRunner().invoke(app, [*command, "--assistant", "eagle3"])
-    assert refused.exit_code == 1 and "--eagle3" in refused.output
+    assert refused.exit_code == 1 and "name one with --head" in refused.output
     fastspec.unpatch(model)
     save_head(tiny_head(model, kind="eagle", taps=(), own_lm_head=False), tmp_path / "head", "a card")
     before = [row["text"] for row in answers(out)]
@@ -399,23 +400,28 @@ def test_a_row_of_another_form_is_refused(tmp_path: Path, row: dict) -> None:
         list(read_tasks(tmp_path / "prompts.jsonl"))
 
 
+OWN, OLDER = {"eagle3": "own"}, {"eagle": "older", "eagle2": "older"}
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ((SMOLLM2, None, None, None), Chosen("eagle3", SMOLLM2)),
-        ((SMOLLM2, None, None, "eagle"), Chosen("eagle", f"{SMOLLM2}-eagle")),
-        ((SMOLLM2, None, "own", None), Chosen("eagle2", "own")),
-        ((SMOLLM2, "own", None, "eagle2"), Chosen("eagle2", f"{SMOLLM2}-eagle")),
-        ((SMOLLM2, None, None, "nasd"), Chosen("nasd", None)),
-        (("other", None, None, None), Chosen("nasd", None)),
-        (("other", "own", "older", None), Chosen("eagle3", "own")),
-        (("other", "own", "older", "eagle"), Chosen("eagle", "older")),
-        (("other", None, None, "autoregressive"), Chosen("autoregressive", None)),
+        ((SMOLLM2, {}, None), Chosen("eagle3", SMOLLM2)),
+        ((SMOLLM2, {}, "eagle"), Chosen("eagle", f"{SMOLLM2}-eagle")),
+        ((SMOLLM2, OLDER, None), Chosen("eagle2", "older")),
+        ((SMOLLM2, OWN, "eagle2"), Chosen("eagle2", f"{SMOLLM2}-eagle")),
+        ((SMOLLM2, {}, "nasd"), Chosen("nasd", None)),
+        (("other", {}, None), Chosen("nasd", None)),
+        (("other", {**OLDER, **OWN}, None), Chosen("eagle3", "own")),
+        (("other", {**OLDER, **OWN}, "eagle"), Chosen("eagle", "older")),
+        (("other", {}, "autoregressive"), Chosen("autoregressive", None)),
     ],
     ids=str,
 )
 def test_commands_choose_an_assistant_and_its_head(given: Any, wanted: Chosen) -> None:
     assert chosen_of(*given) == wanted
-    for assistant, option in (("eagle3", "--eagle3"), ("eagle2", "--eagle"), ("eagle", "--eagle")):
-        with pytest.raises(Unsupported, match=f"name one with {option} "):
-            chosen_of("other", None, None, assistant)
+    for assistant in ("eagle3", "eagle2", "eagle"):
+        with pytest.raises(Unsupported, match=f"name one with --head .* for {assistant}$"):
+            chosen_of("other", {}, assistant)
+    with pytest.raises(Unsupported, match="; --head older is for eagle and eagle2$"):
+        chosen_of("other", OLDER, "eagle3")

@@ -132,6 +132,15 @@ def test_beam_search_answers_besides_and_is_not_compared(chat: Chat) -> None:
     assert next(line for line in text.splitlines() if line.startswith(f"{BEAMS}  ")).split()[-2:] == ["-", "-"]
 
 
+def test_beam_search_has_the_length_penalty_that_was_asked_for(chat: Chat, monkeypatch) -> None:
+    asked: list[dict[str, Any]] = []
+    real = chat.model.generate
+    monkeypatch.setitem(chat.model.__dict__, "generate", lambda **given: asked.append(given) or real(**given))
+    converse(chat, ["/beams 3 -2.5", "w10", "/beams 2", "w10"], screen(), strict=True)
+    beams = [each for each in asked if "num_beams" in each]
+    assert [(each["num_beams"], each["length_penalty"]) for each in beams] == [(3, -2.5), (2, -2.5)]
+
+
 def drafted(chat: Chat, wrong: int | None, **settings: Any) -> tuple[AnswerStreamer, Answer, Console]:
     """An answer for which an oracle drafts six tokens a round, all right but the one at index `wrong` of the text."""
     chat.settings = chat.settings.replace(max_new_tokens=15, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
+from fastspec.config import STORAGES
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.nasd import NasdDecoding
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.loop import converse, respond
-from fastspec.programs.chat.session import Chat
-from fastspec.programs.chat.settings import STORAGES, Settings, new_storage
+from fastspec.programs.chat.own import read_own
+from fastspec.programs.chat.session import Chat, read_saved
+from fastspec.programs.chat.settings import Settings, new_storage
 from fastspec.programs.chat.view import AnswerStreamer
 from fastspec.programs.compare import BASELINE as PLAIN
 
@@ -135,9 +138,9 @@ COMMANDS_OF_STORAGES = (
     "/ngram default",
     "/storage basic chat",
     "/storage suffix chat",
-    "/storage onelevel",
+    "/storage one_level",
     "/storage suffix",
-    "/storage basic answer",
+    "/storage ngram answer",
 )
 
 
@@ -196,7 +199,7 @@ def test_what_was_generated_once_is_drafted_in_the_next_turn_of_the_chat(
 
 @given(kind=st.sampled_from(sorted(STORAGES)), n=st.none() | st.integers(2, 64))
 def test_a_kept_storage_is_of_the_kind_that_calls_get(kind: str, n: int | None) -> None:
-    config = Settings(given=(("nasd.storage", STORAGES[kind]), ("nasd.n", n))).assistant("nasd")
+    config = Settings(given=(("nasd.storage", kind), ("nasd.n", n))).assistant("nasd")
     expected = NasdDecoding(config).drafter(rows=1, capacity=0, device="cpu", ops=None, process=None).storages[0]
     made = new_storage(config)
     assert type(made) is type(expected) and repr(made) == repr(expected)
@@ -225,3 +228,85 @@ def test_settings_are_saved_as_data(chat: Chat) -> None:
     saved = chat.as_json()["settings"]
     given = {"nasd.storage": "suffix", "eagle2.total_tokens": "auto", "eagle3.total_tokens": "auto"}
     assert saved["storage_per"] == "chat" and dict(saved["given"]) == given
+
+
+OWN = """
+import torch
+from transformers import LogitsProcessor
+import fastspec
+
+class NoTwelve(LogitsProcessor):
+    def __call__(self, ids, scores):
+        return scores.index_fill(1, torch.arange(12, 30), -torch.inf)
+
+made = []
+
+def storage():
+    made.append(fastspec.NgramStorage(n=3))
+    return made[-1]
+
+PROCESSORS = {"low": NoTwelve, "low too": NoTwelve()}
+STORAGES = {"short": storage}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Chat:
+    (tmp_path / "own.py").write_text(OWN)
+    chat = make_chat()
+    return Chat(chat.model, chat.tokenizer, chat.settings, **read_own(tmp_path / "own.py"))
+
+
+@pytest.mark.parametrize("name", ["low", "low too"])
+def test_a_processor_of_ones_own_changes_every_strategys_answer(own: Chat, name: str) -> None:
+    execute(own, "/assistant transformers,autoregressive,nasd")
+    free = respond(own, "w10", screen()).answers[0].tokens
+    assert set(free) & set(range(12, 30))
+    execute(own, "/reset")
+    assert execute(own, f"/logits_processor '{name}'")
+    turn = respond(own, "w10", screen())
+    assert not set(turn.answers[0].tokens) & set(range(12, 30))
+    assert [turn.identical(answer) for answer in turn.answers] == [None, True, True]
+    execute(own, "/reset")
+    execute(own, "/logits_processor none")
+    assert respond(own, "w10", screen()).answers[0].tokens == free
+
+
+def test_a_storage_of_ones_own_is_made_for_each_answer_or_once(own: Chat) -> None:
+    made = own.storages["short"].__globals__["made"]
+    asked: list[Any] = []
+    real = own.model.generate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(own.model.__dict__, "generate", lambda **given: asked.append(given) or real(**given))
+        execute(own, "/storage short")
+        for _ in range(2):
+            answered(own, "nasd")
+        execute(own, "/storage short chat")
+        for _ in range(2):
+            answered(own, "nasd")
+    given = [each["assistant"].storage for each in asked if "streamer" in each]
+    assert given == [made[0], made[1], made[2], made[2]] and len(made) == 3
+    with pytest.raises(Unsupported, match="'short' is yours: /ngram default"):
+        execute(own, "/ngram 3")
+    assert execute(own, "/storage suffix answer") == "storage = suffix, one per answer"
+    assert own.settings.own_storage is None
+
+
+def test_a_saved_chat_asks_for_what_it_was_given(own: Chat, tmp_path: Path) -> None:
+    lines = ["/logits_processor low", "/storage short chat", f"/save {tmp_path / 'chat.json'}"]
+    converse(own, lines, screen(), strict=True)
+    saved = read_saved(tmp_path / "chat.json").settings
+    assert saved == own.settings
+    with pytest.raises(Unsupported, match="logits processor 'low' of your own is unknown: there are none: --own FILE"):
+        make_chat().reopen(saved)
+
+
+def test_a_file_of_ones_own_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="no such file"):
+        read_own(tmp_path / "none.py")
+    for text in ("x = 1", "STORAGES = 3"):
+        (tmp_path / "own.py").write_text(text)
+        with pytest.raises(Unsupported, match="must assign dictionaries to ASSISTANTS, PROCESSORS, STORAGES"):
+            read_own(tmp_path / "own.py")
+    with pytest.raises(Unsupported, match="give yours another name"):
+        Chat(None, None, Settings(), storages={"suffix": fastspec.SuffixStorage})

@@ -3,6 +3,7 @@ refusals."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from fastspec.generation.stats import Stats
 from fastspec.programs.compare import MeasuredAnswer
-from fastspec.programs.demo import Result, print_table
+from fastspec.programs.demo import Result, print_table, run_demo
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,30 @@ def test_demo_json_is_one_object_on_stdout_and_nothing_else(saved: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     check_demo(json.loads(done.stdout), str(saved / "model"), "w9 w12")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_demo_counts_the_answers_and_says_at_the_start_that_the_machine_is_busy(
+    saved: Path, terminal: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (3.0 * (os.cpu_count() or 1), 0.0, 0.0))
+    console = Console(record=True, width=200, force_terminal=terminal, file=io.StringIO())
+    files = {"model": str(saved / "model"), "head": str(saved / "head")}
+    run_demo(prompts=["w9", "w12"], max_new_tokens=4, device="cpu", console=console, **files)
+    told = console.export_text()
+    places = [told.index("This machine is busy (load average 3.0 per processor)")]
+    for method in ("transformers", "autoregressive", "eagle3"):
+        counted = f"prompts answered by {method}"
+        lines = [line for line in told.splitlines() if counted in line]
+        assert any("2/2" in line for line in lines) if terminal else lines == [f"{n} of 2 {counted}" for n in range(3)]
+        places.append(told.index(counted))
+    assert places == sorted(places)
+
+
+def test_demo_refuses_what_no_position_is_left_for(saved: Path) -> None:
+    files = ["--head", str(saved / "head"), "--device", "cpu"]
+    done = run("demo", str(saved / "model"), *files, "--prompt", "w9 w12", "--max-new-tokens", "511")
+    assert done.exit_code == 1 and "positions for 512: shorten" in " ".join(done.output.split()), done.output
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 OVERALL = "overall"
 SIDE_BY_SIDE = 3
 """Methods beside transformers in a table of categories."""
-FIGURES = ("tokens_per_second", "ratio", "acceptance_length", "prefill_ms", "ms_per_round", "floor_share", "peak_mib")
+FIGURES = (
+    *("tokens_per_second", "ratio", "acceptance_length", "acceptance_rate"),
+    *("prefill_ms", "ms_per_round", "floor_share", "peak_mib"),
+)
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
@@ -51,7 +54,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
         found: Row = {"batch_size": size, "method": method, "category": category, "count": len(group)}
         found["identical"] = sum(row["identical"] for row in group)
         for name in FIGURES:
-            values = [row[name] for row in group if row[name] is not None]
+            values = [row[name] for row in group if row.get(name) is not None]  # older rows have no acceptance_rate
             found[name] = quantiles(values) if values else None
         timed = [row["phases_ms"] for row in group if row["phases_ms"]]
         phases = dict.fromkeys(name for spent in timed for name in spent)  # a call without such rounds has 0 of a phase
@@ -126,7 +129,8 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
     if told:
         console.print(f"drafted by: {told}", style="dim", markup=False, highlight=False)
     console.print(
-        "20, 50, 80: quantiles over the prompts; every other figure is a median. by position: share of rounds that "
+        "20, 50, 80: quantiles over the prompts; every other figure is a median. acceptance: tokens a round; rate: "
+        "share of the drafts that were accepted, of a tree's too. by position: share of rounds that "
         f"accepted draft 1, 2, 3. floor: reading {rows[0]['weight_bytes'] / 1e6:.0f} MB of weights at "
         f"{rows[0]['read_gb_per_s']} GB/s over the time of a round.",
         style="dim",
@@ -153,9 +157,16 @@ def speed_table(whole: list[Row]) -> Table:
         same = f"[{'green' if row['identical'] == row['count'] else 'bold red'}]{row['identical']}/{row['count']}[/]"
         speeds = [f"{value:.1f}" for value in row["tokens_per_second"]]
         rows.append(
-            (row["method"], *speeds, _median(row, "ratio", ".2f") + "x", _median(row, "acceptance_length", ".2f"), same)
+            (
+                row["method"],
+                *speeds,
+                _median(row, "ratio", ".2f") + "x",
+                _median(row, "acceptance_length", ".2f"),
+                _median(row, "acceptance_rate", ".2f"),
+                same,
+            )
         )
-    return _table(("over all prompts", "tokens/s 20", "50", "80", "ratio", "acceptance", "identical"), rows)
+    return _table(("over all prompts", "tokens/s 20", "50", "80", "ratio", "acceptance", "rate", "identical"), rows)
 
 
 def round_table(whole: list[Row]) -> Table:

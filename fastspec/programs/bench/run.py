@@ -79,6 +79,7 @@ def row_of(
         "identical": found["identical"],
         "first_difference": found["first_difference"],
         "acceptance_length": round(stats.acceptance_length, 3) if stats.row_rounds else None,
+        "acceptance_rate": round(stats.acceptance_rate, 3) if stats.drafted else None,
         "accepted_counts": stats.lengths,
         "acceptance_by_position": [round(share, 3) for share in stats.acceptance_by_position],
         "rounds": stats.rounds,

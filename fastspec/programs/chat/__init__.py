@@ -47,16 +47,22 @@ def make_settings(
 
 
 def run_chat(
-    settings: Settings, console: Console, prompts: list[str] | None = None, saved: SavedChat | None = None
+    settings: Settings,
+    console: Console,
+    prompts: list[str] | None = None,
+    saved: SavedChat | None = None,
+    own: str | None = None,
 ) -> Chat:
     """Load what the settings name and converse over `prompts`, where errors are raised; without any over what is typed,
-    or standard input where that is no terminal. Goes on from a `saved` chat; returns the chat as it ended."""
+    or standard input where that is no terminal. Goes on from a `saved` chat, with what the Python file `own` adds;
+    returns the chat as it ended."""
     from fastspec.programs.chat.loop import converse
+    from fastspec.programs.chat.own import read_own
     from fastspec.programs.chat.session import Chat
 
     with console.status("Importing torch and transformers"):  # what comes after it shows its own progress
         import fastspec.patches.api  # noqa: F401
-    chat = Chat.open(settings)
+    chat = Chat.open(settings, **({} if own is None else read_own(own)))
     if saved is not None:
         chat.turns, chat.conversation = list(saved.turns), list(saved.conversation)
     console.print(f"{settings.model} on {chat.model.device}, {chat.dtype}; /help lists the commands", highlight=False)

@@ -16,12 +16,20 @@ from rich.text import Text
 
 import fastspec
 from fastspec import Eagle3
-from fastspec.config import CPP_TREE
+from fastspec.config import CPP_TREE, STORAGES
 from fastspec.errors import FastSpecError, Unsupported, accepted, meant
 from fastspec.files import parse_json
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 from fastspec.programs.chat.session import Chat, read_saved
-from fastspec.programs.chat.settings import COMMAND_FIELDS, FIELDS, KEPT_FOR, PROCESSORS, STORAGES, TREE, resource_names
+from fastspec.programs.chat.settings import (
+    COMMAND_FIELDS,
+    FIELDS,
+    KEPT_FOR,
+    OLDER_STORAGES,
+    PROCESSORS,
+    TREE,
+    resource_names,
+)
 from fastspec.programs.chat.view import COLUMN
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import table
@@ -257,7 +265,37 @@ def _seed(chat: Chat, text: str) -> str:
     return f"seed {text}" + ("" if value is None else ": set before every answer")
 
 
-_count("beams", "beams", "a further answer by transformers' beam search, without an assistant; 1: none")
+@command(
+    "beams N [LENGTH_PENALTY]",
+    "a further answer by transformers' beam search, without an assistant; 1: none",
+    lambda chat: _beams_value(chat),
+)
+def _beams(chat: Chat, text: str, penalty: str | None = None) -> str:
+    changes: dict[str, Any] = {"beams": _number("beams", "beams", text)}
+    if penalty is not None:
+        changes["length_penalty"] = _number("beams", "length_penalty", penalty, float)
+    chat.settings = chat.settings.replace(**changes)
+    return f"beams = {_beams_value(chat)}"
+
+
+def _beams_value(chat: Chat) -> str:
+    return f"{chat.settings.beams}, length penalty {chat.settings.length_penalty:g}"
+
+
+@command(
+    "logits_processor NAME[,NAME...]|none",
+    "processors of your own (--own FILE), which change scores before the choice",
+    lambda chat: ",".join(chat.settings.logits_processors) or "none",
+    lambda chat: ("none", *chat.processors),
+)
+def _logits_processor(chat: Chat, text: str) -> str:
+    names = () if text == "none" else tuple(dict.fromkeys(filter(None, text.split(","))))
+    settings = chat.settings.replace(logits_processors=names)
+    chat.check_own(settings)
+    chat.settings = settings
+    return f"logits_processor = {text}"
+
+
 _fields("gamma", "N|default", "tokens drafted a round by nasd and speculative")
 _fields("ngram", "N|default", "longest n-gram of nasd")
 _fields("top_k_filler", "N|default", "the target's best tokens of each position that nasd counts")
@@ -265,21 +303,24 @@ _switch("stop_if_unknown", "where nasd knows nothing, draft nothing; off: the la
 
 
 def _storage_value(chat: Chat) -> str:
-    held = chat.settings.field("nasd.storage")
-    return f"{next(name for name, kind in STORAGES.items() if kind == held)}, one per {chat.settings.storage_per}"
+    settings = chat.settings
+    return f"{settings.own_storage or settings.field('nasd.storage')}, one per {settings.storage_per}"
 
 
 @command(
-    f"storage {'|'.join(STORAGES)} [{'|'.join(KEPT_FOR)}]",
-    "where nasd keeps its n-grams, and how long: one storage for each answer, or one for the chat until /reset",
+    f"storage {'|'.join(STORAGES)}|NAME [{'|'.join(KEPT_FOR)}]",
+    "where nasd keeps its n-grams (NAME: yours, --own FILE), and how long: one storage for each answer, or one for the "
+    "chat until /reset",
     _storage_value,
-    STORAGES,
+    lambda chat: (*STORAGES, *chat.storages),
     KEPT_FOR,
 )
 def _storage(chat: Chat, name: str, kept: str | None = None) -> str:
-    if name not in STORAGES:
-        raise Unsupported(f"storage {name!r} is unknown: accepted are {', '.join(STORAGES)}")
-    chat.change({"nasd.storage": STORAGES[name]}, storage_per=kept or chat.settings.storage_per)
+    name = OLDER_STORAGES.get(name, name)
+    if name not in (*STORAGES, *chat.storages):
+        raise Unsupported(f"storage {name!r} is unknown: {accepted(name, (*STORAGES, *chat.storages))}")
+    own, kind = (name, FIELDS["nasd.storage"]) if name in chat.storages else (None, name)
+    chat.change({"nasd.storage": kind}, own_storage=own, storage_per=kept or chat.settings.storage_per)
     return f"storage = {_storage_value(chat)}"
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import fastspec
 from fastspec.cascade.decisions import Explanation, Visit
+from fastspec.config import STORAGES
 from fastspec.errors import Unsupported, accepted
 from fastspec.files import parse_json
 from fastspec.models import prompt_width
 from fastspec.programs.chat.settings import (
     COMMAND_FIELDS,
-    STORAGES,
+    OLDER_STORAGES,
     Settings,
     forget_cascade,
     load,
@@ -29,7 +30,7 @@ from fastspec.programs.texts import encode
 
 BEAMS = "beam search"
 WARM_TOKENS = 4
-STORED = ("model", "storage_per")
+STORED = ("model", "storage_per", "own_storage")
 STORED_FIELDS = ("nasd.n", "nasd.storage")
 """Settings, and fields of `fastspec.Nasd`, with which a kept storage goes when one of them changes."""
 
@@ -58,12 +59,18 @@ class Answer:
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
 
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None without drafts."""
+        return self.accepted / self.drafted if self.drafted else None
+
     def as_json(self) -> dict[str, Any]:
         told, length = self.explanation, self.acceptance_length
         return {
             **asdict(self),
             "tokens_per_second": round(self.tokens_per_second, 2),
             "acceptance_length": None if length is None else round(length, 3),
+            "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 3),
             "explanation": told
             and {"stage": told.stage, "reused": told.reused, "milliseconds": told.milliseconds, **asdict(told)},
         }
@@ -105,11 +112,27 @@ class SavedChat:
 
 
 class Chat:
-    """A patched model, its tokenizer, the settings, and the conversation. `own` maps names to assistants of your own
-    (objects of the `Decoding` protocol), which then are strategies like the others."""
+    """A patched model, its tokenizer, the settings, and the conversation.
 
-    def __init__(self, model: Any, tokenizer: Any, settings: Settings, own: dict[str, Any] | None = None) -> None:
+    `own`, `processors` and `storages` map names to yours: assistants (objects of the `Decoding` protocol), which then
+    are strategies like the others, transformers' logits processors (of a class one is made for every answer), and
+    classes or functions that make a `fastspec.Storage`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Settings,
+        own: dict[str, Any] | None = None,
+        processors: dict[str, Any] | None = None,
+        storages: dict[str, Callable[[], fastspec.Storage]] | None = None,
+    ) -> None:
         self.model, self.tokenizer, self._settings, self.own = model, tokenizer, settings, own or {}
+        self.processors, self.storages = processors or {}, storages or {}
+        for name in STORAGES:
+            if name in self.storages:
+                raise Unsupported(f"storage {name!r} is one of fastspec's own: give yours another name")
         self.turns: list[ChatTurn] = []
         self.conversation: list[dict[str, str]] = []
         self.over = False
@@ -118,9 +141,11 @@ class Chat:
         self._warm: set[Any] = set()
 
     @classmethod
-    def open(cls, settings: Settings) -> Chat:
-        """Load the settings' model, patch it and check the assistants. Raises what loading and patching raise."""
-        chat = cls(None, None, settings)
+    def open(cls, settings: Settings, **own: Any) -> Chat:
+        """Load the settings' model, patch it and check the assistants, `own` beside them. Raises what loading and
+        patching raise."""
+        chat = cls(None, None, settings, **own)
+        chat.check_own(settings)
         for name in settings.assistants:
             chat.check_name(name)
         chat.model, chat.tokenizer = load(settings)
@@ -152,6 +177,7 @@ class Chat:
     def reopen(self, settings: Settings) -> dict[str, str]:
         """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer
         answer, and why. Where loading fails, everything is as it was."""
+        self.check_own(settings)
         if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
             from fastspec.patches.api import resources_of
 
@@ -192,6 +218,16 @@ class Chat:
         from fastspec.patches.api import ASSISTANTS
 
         return [BASELINE, *ASSISTANTS, *self.own]
+
+    def check_own(self, settings: Settings) -> None:
+        """Raise Unsupported for processors and a storage of one's own that this chat was not given."""
+        asked = [("logits processor", name, self.processors) for name in settings.logits_processors]
+        if settings.own_storage is not None:
+            asked.append(("storage", settings.own_storage, self.storages))
+        for kind, name, given in asked:
+            if name not in given:
+                known = accepted(name, given) if given else "there are none: --own FILE gives them"
+                raise Unsupported(f"{kind} {name!r} of your own is unknown: {known}")
 
     def check_name(self, name: str) -> None:
         """Raise Unsupported for an assistant that is unknown."""
@@ -310,12 +346,15 @@ class Chat:
 
     def _options(self, strategy: str) -> dict[str, Any]:
         options = self.settings.sampling(self.model)
+        if self.settings.logits_processors:
+            given = (self.processors[name] for name in self.settings.logits_processors)
+            options["logits_processor"] = [each() if isinstance(each, type) else each for each in given]
         config = self.model.generation_config
         if config.pad_token_id is None:  # else transformers says on every call which one it takes
             ends = config.eos_token_id
             options["pad_token_id"] = ends[0] if isinstance(ends, list) else (0 if ends is None else ends)
         if strategy == BEAMS:
-            return {**options, "num_beams": self.settings.beams}
+            return {**options, "num_beams": self.settings.beams, "length_penalty": self.settings.length_penalty}
         if strategy == BASELINE:
             return options
         return {**options, "assistant": self._assistant(strategy)}
@@ -324,11 +363,11 @@ class Chat:
         """Value that `generate(assistant=...)` takes for a strategy, the storage that is kept for the chat in it."""
         if strategy in self.own:
             return self.own[strategy]
-        config = self.settings.assistant(strategy)
-        if strategy != fastspec.Nasd.name or self.settings.storage_per != "chat":
+        config, own = self.settings.assistant(strategy), self.settings.own_storage
+        if strategy != fastspec.Nasd.name or (self.settings.storage_per == "answer" and own is None):
             return config
-        if self._storage is None:
-            self._storage = new_storage(config)
+        if self._storage is None or self.settings.storage_per == "answer":
+            self._storage = new_storage(config) if own is None else self.storages[own]()
         return dataclasses.replace(config, n=None, storage=self._storage)
 
     def _cascade(self, strategy: str) -> fastspec.Cascade | None:
@@ -344,12 +383,13 @@ class Chat:
         import torch
 
         config = None if strategy == BASELINE or strategy in self.own else self.settings.assistant(strategy)
-        if (strategy, config) in self._warm:
+        kind = strategy, config, self.settings.logits_processors
+        if kind in self._warm:
             return
         if config is not None:
             options = {**options, "assistant": config}
         self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=WARM_TOKENS, **options)
-        self._warm.add((strategy, config))
+        self._warm.add(kind)
         if self._cascade(strategy) is not None:
             forget_cascade(self.model)
 
@@ -384,6 +424,7 @@ def _judge(answer: Answer, cascade: fastspec.Cascade, explanations: Sequence[Exp
 
 PARTS = {"settings": dict, "conversation": list, "turns": list}
 TUPLES = ("assistants", "resources")
+NAMES = ("assistants", "logits_processors")
 
 
 def read_saved(path: str | Path) -> SavedChat:
@@ -406,12 +447,14 @@ def _settings(read: dict[str, Any]) -> Settings:
         if not isinstance(read[name], kind):
             raise TypeError(f"{name} is {read[name]!r}")
     given = {name: value for name, value in read.items() if name not in COMMAND_FIELDS}
-    given["assistants"] = tuple(read["assistants"])
+    given |= {name: tuple(map(str, read[name])) for name in NAMES if name in read}
     given["resources"] = tuple((str(name), str(at)) for name, at in read["resources"])
     changes = {str(name): value for name, value in given.pop("given", ())}
     for name, keys in COMMAND_FIELDS.items():  # names of older files, None for a default
         if read.get(name) is not None:
-            changes |= dict.fromkeys(keys, STORAGES.get(read[name], read[name]) if name == "storage" else read[name])
+            changes |= dict.fromkeys(
+                keys, OLDER_STORAGES.get(read[name], read[name]) if name == "storage" else read[name]
+            )
     return Settings(**given).with_fields(changes)
 
 

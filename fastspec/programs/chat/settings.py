@@ -22,8 +22,8 @@ PROCESSORS: dict[str, tuple[str, ...]] = {
     "nucleus": ("temperature", "top_p"),
     "topknucleus": ("temperature", "top_k", "top_p"),
 }
-STORAGES = {"basic": "ngram", "onelevel": "one_level", "suffix": "suffix"}
-"""Name in the chat -> name in fastspec.Nasd."""
+OLDER_STORAGES = {"basic": "ngram", "onelevel": "one_level"}
+"""Names that storages had in the chat, which go on working -> their names."""
 KEPT_FOR = ("answer", "chat")
 """Spans that nasd's storage is kept for."""
 CONFIGS: dict[str, type] = {
@@ -69,6 +69,12 @@ class Settings:
     cache: bool = False
     chat: bool = True
     beams: int = 1
+    length_penalty: float = 1.0
+    """Of the beam search: above 0 it favours long answers, below short ones."""
+    logits_processors: tuple[str, ...] = ()
+    """Names of processors of one's own, which change scores before the choice."""
+    own_storage: str | None = None
+    """Name of a storage of one's own, which nasd has in place of its `storage`."""
     seed: int | None = None
     debug: bool = False
     columns: bool = False
@@ -82,6 +88,13 @@ class Settings:
         if not 0 < self.temperature < float("inf"):
             told = f"temperature must be above 0 and finite, not {self.temperature:g}"
             raise Unsupported(f"{told}: /processor greedy does without sampling")
+        if not abs(self.length_penalty) < float("inf"):
+            raise Unsupported(f"length_penalty must be finite, not {self.length_penalty:g}")
+        if self.own_storage is not None and self.field("nasd.n") is not None:
+            raise Unsupported(
+                f"nasd.n={self.field('nasd.n')} is of fastspec's own storages, and {self.own_storage!r} is yours: "
+                "/ngram default takes it back"
+            )
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
         for name, known in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):

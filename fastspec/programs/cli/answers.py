@@ -74,6 +74,9 @@ def chat(
     device: Device = None,
     backend: Backend = "auto",
     load: Annotated[str | None, Option(help="Go on with a chat that /save wrote, by its settings.")] = None,
+    own: Annotated[
+        str | None, Option(help="Python file with ASSISTANTS, PROCESSORS, STORAGES of yours by name; it is run.")
+    ] = None,
     debug: Annotated[bool, Option("--debug", help="Draw the draft tree of every round.")] = False,
     as_json: Annotated[bool, Option("--json", help="With --prompt: print one JSON object alone.")] = False,
 ) -> None:
@@ -123,7 +126,7 @@ def chat(
         # the file may come from another machine
         settings = saved.settings.replace(device=device, backend=backend, debug=debug)
     with stdout_kept(as_json):
-        done = run_chat(settings, Console(highlight=False, quiet=as_json), prompt, saved)
+        done = run_chat(settings, Console(highlight=False, quiet=as_json), prompt, saved, own)
     if as_json:
         print(json.dumps(done.as_json()))
 

@@ -18,7 +18,7 @@ from fastspec.programs.cli.answers import bench, chat, demo
 from fastspec.programs.cli.cascade import app as cascade
 from fastspec.programs.cli.device import tune, warmup
 from fastspec.programs.cli.inspect import inspect
-from fastspec.programs.cli.options import Command
+from fastspec.programs.cli.options import NamingCommand
 from fastspec.programs.cli.serving import generate, serve
 from fastspec.programs.cli.train import train
 
@@ -43,7 +43,7 @@ app = typer.Typer(
 )
 app.add_typer(cascade, name="cascade")
 for command in (generate, serve, warmup, tune, demo, chat, bench, inspect, train):
-    app.command(cls=Command)(command)
+    app.command(cls=NamingCommand)(command)
 
 
 def _version(asked: bool) -> None:

@@ -16,7 +16,7 @@ from fastspec.config import AssistantName, BackendName
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.files import parse_yaml
-from fastspec.programs.cli.options import Backend, Command, Device, Dtype
+from fastspec.programs.cli.options import Backend, Device, Dtype, NamingCommand
 from fastspec.programs.terminal import counting
 
 LEFT = "is not there any more; the tag `laboratory` has the code"
@@ -30,7 +30,7 @@ GONE = {
 """Options of commands as they were -> where they went."""
 
 
-class _Command(Command):
+class _Command(NamingCommand):
     """Command that refuses an option of `GONE`, and says where it went."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -51,7 +51,7 @@ SPELLINGS = {
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-class Command(typer.core.TyperCommand):
+class NamingCommand(typer.core.TyperCommand):
     """Command that takes older spellings of its options, and says which one a mistyped option is like."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

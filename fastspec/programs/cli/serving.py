@@ -53,7 +53,7 @@ def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Cho
     """The assistant that a command names for a model, else that of a head that it was given (by assistant) or that
     ships for the model, else "nasd"."""
     if assistant not in (None, *ASSISTANTS):
-        raise Unsupported(f"--assistant {assistant} is unknown: {accepted(str(assistant), ASSISTANTS)}")
+        raise Unsupported(f"--assistant {assistant}: {accepted(str(assistant), ASSISTANTS)}")
     heads = dict(SHIPPED.get(name, ())) | dict(given)
     first = [*(each for each in HEADS if each in given), *(each for each in HEADS if each in heads)]
     chosen = cast(AssistantName, assistant or next(iter(first), "nasd"))
