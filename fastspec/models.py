@@ -72,7 +72,7 @@ def load_model(
     source, packed = source_of(name)
     given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF holds a decoder alone
     if not packed:
-        _check_hub(source, **given)
+        check_hub(source, **given)
     try:
         with _read_once(bool(packed)):
             if tokenizer is None or _has_tokenizer(source):
@@ -93,7 +93,7 @@ def _has_tokenizer(source: str) -> bool:
     return not folder.is_dir() or any(any(folder.glob(name)) for name in names)
 
 
-def _check_hub(
+def check_hub(
     source: str, *, revision: str | None = None, token: str | bool | None = None, cache_dir: str | None = None, **_: Any
 ) -> None:
     """Raise Unsupported for a model that is no directory, was not downloaded before and that the hub does not give:
@@ -142,7 +142,7 @@ def load_config(name: str) -> Any:
 
     source, packed = source_of(name)
     if not packed:
-        _check_hub(source)
+        check_hub(source)
     try:
         with _read_once(bool(packed)):
             return AutoConfig.from_pretrained(source, **packed)

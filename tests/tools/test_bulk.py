@@ -423,5 +423,5 @@ def test_commands_choose_an_assistant_and_its_head(given: Any, wanted: Chosen) -
     for assistant in ("eagle3", "eagle2", "eagle"):
         with pytest.raises(Unsupported, match=f"name one with --head .* for {assistant}$"):
             chosen_of("other", {}, assistant)
-    with pytest.raises(Unsupported, match="; --head older is for eagle and eagle2$"):
+    with pytest.raises(Unsupported, match=r"; --head older is for eagle and eagle2$"):
         chosen_of("other", OLDER, "eagle3")

@@ -30,6 +30,7 @@ def saved(tmp_path_factory) -> Path:
     folder, target = tmp_path_factory.mktemp("names"), small_target()
     for part in (target, small_tokenizer()):
         part.save_pretrained(folder / "model")
+    (folder / "items.jsonl").write_text('{"prompt": "w5"}\n')
     embedding = target.get_input_embeddings().weight.detach().clone()
     config, state = as_eagle3(tiny_head(target), embedding)
     made = {
@@ -104,6 +105,13 @@ def test_the_server_takes_the_length_of_answers_by_both_names(monkeypatch) -> No
         assert "limits (55, 64, 1048576)" in run("serve", option, "55").output
 
 
+TRAIN = "train", "{}/model", "--out", "{}/new", "--device", "cpu"
+CASCADE = (
+    *("cascade", "train", "--model", "b={}/model", "--prompts", "{}/items.jsonl"),
+    *("--out", "{}/p.safetensors", "--answers", "{}/a.jsonl"),
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -131,6 +139,11 @@ def test_the_server_takes_the_length_of_answers_by_both_names(monkeypatch) -> No
         (["warmup", "{}/model", "--head", "{}/other"], 1, "does not fit the model"),
         (["warmup", "{}/model", "--draft-model", "no/such-model"], 1, "could not load the model 'no/such-model'"),
         (["inspect", "{}/other", "{}/model", "--probe"], 1, "does not fit"),
+        (["inspect", "smollm2-135m-instuct"], 1, "did you mean smollm2-135m-instruct?"),
+        ([*TRAIN, "--prompts", "{}/none.jsonl"], 1, "none.jsonl: no such file"),
+        ([*TRAIN, "--prompts", "{}/items.jsonl", "--start-from", "{}/other"], 1, "does not fit the model"),
+        ([*TRAIN, "--prompts", "{}/items.jsonl", "--loss", "hybird"], 2, "did you mean hybrid?"),
+        ([*CASCADE, "--stage", "a={}/model", "--head", "a={}/other"], 1, "does not fit the model"),
     ],
     ids=str,
 )

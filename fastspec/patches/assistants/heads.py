@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fastspec.errors import CheckpointError
+from fastspec.errors import CheckpointError, meant
 from fastspec.generation.heads.bound import BoundHead, Sizes, TargetParts, no_rows
 from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.files import Flag
@@ -153,7 +153,7 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     packaged = packaged_head(str(source))
     if packaged is not None:
         return packaged
-    shipped = f"heads that have a name: {names_of_heads()}"
+    shipped = f"{meant(str(source), HEADS)}heads that have a name: {names_of_heads()}"
     if isinstance(source, Path) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise CheckpointError(f"{source} is no directory, and no hub id of the form owner/name; {shipped}")
     try:

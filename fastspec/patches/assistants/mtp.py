@@ -30,6 +30,7 @@ from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range
 from fastspec.generation.heads.load import is_copy
 from fastspec.generation.heads.module import HeadConfig, MtpHead
+from fastspec.models import check_hub
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
@@ -175,6 +176,7 @@ def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
     """What the MTP layer of a model's checkpoint is and how it is read, to print; None where `source` is no model's
     checkpoint, or has none."""
     try:
+        check_hub(str(source))
         config = AutoConfig.from_pretrained(source).get_text_config()
         found = _found(str(source), config.num_hidden_layers, None)
     except (OSError, ValueError, AttributeError, CheckpointError):  # a head's directory, or none: `inspect_head` says

@@ -166,6 +166,12 @@ def run_bench(
     asked = [row for path in files for row in read_rows(path)] + rows_of(texts)
     if not asked:
         raise Unsupported("there are no prompts in " + ", ".join(map(str, files)))
+    for peer in [peer for peer in peers if not peer.is_installed()]:
+        say(
+            f"left out: {peer.engine}: it is not installed for {peer.python}; another Python that has it can be "
+            "named with --peer-python"
+        )
+        peers = [each for each in peers if each is not peer]
     import torch
 
     device = use_device(device)
@@ -248,12 +254,6 @@ def by_peer(
     from fastspec.patches.assistants.heads import load_head
     from fastspec.patches.hf.ends import end_tokens
 
-    if not peer.is_installed():
-        say(
-            f"left out: {peer.engine}: it is not installed for {peer.python}; another Python that has it can be "
-            "named with --peer-python"
-        )
-        return
     target.to("cpu")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

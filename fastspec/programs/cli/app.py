@@ -43,7 +43,7 @@ app = typer.Typer(
 )
 app.add_typer(cascade, name="cascade")
 for command in (generate, serve, warmup, tune, demo, chat, bench, inspect, train):
-    app.command(cls=NamingCommand)(command)
+    app.command(cls=NamingCommand, help=" ".join((command.__doc__ or "").split()))(command)
 
 
 def _version(asked: bool) -> None:

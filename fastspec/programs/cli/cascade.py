@@ -17,6 +17,7 @@ from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.files import parse_yaml
 from fastspec.programs.cli.options import Backend, Device, Dtype, NamingCommand
+from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
 
 LEFT = "is not there any more; the tag `laboratory` has the code"
@@ -124,7 +125,8 @@ def train(
     from fastspec.programs.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
-    check_names(stage, model, head or [])
+    named, _, drafts = check_names(stage, model, head or [])
+    check_heads(named, drafts)
     on = use_device(device)
     items = [each for path in prompts or () for each in cascade_answers.read_items(path, most)]
     score = None
@@ -248,6 +250,12 @@ def check_names(stages: list[str], large: str, heads: list[str]) -> tuple[Named,
     if unknown:
         raise Unsupported(f"--head names {', '.join(unknown)}, which is no --stage")
     return named, last, drafts
+
+
+def check_heads(named: Named, drafts: dict[str, str]) -> None:
+    """Raise CheckpointError, before weights are loaded, for the head of a stage that does not fit its model."""
+    for name, source in named:
+        fitting_heads([drafts[name]] if name in drafts else None, source)
 
 
 def _named(option: str, text: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typer import Option
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.config import BackendName
 from fastspec.errors import Unsupported, accepted
-from fastspec.programs.cli.cascade import check_names
+from fastspec.programs.cli.cascade import check_heads, check_names
 from fastspec.programs.cli.options import HEADS
 from fastspec.programs.heads import named
 
@@ -85,7 +85,8 @@ def _of_stages(
     if predictor is None:
         raise Unsupported("--stage needs --predictor FILE, which `fastspec cascade train` writes")
     label = Predictor.load(predictor).stages[-1]
-    named, _, drafts = check_names(stages, f"{label}={model}", heads)
+    models, _, drafts = check_names(stages, f"{label}={model}", heads)
+    check_heads(models, drafts)
     below = [
         Stage(
             source,
@@ -93,6 +94,6 @@ def _of_stages(
             assistant="eagle3" if name in drafts else "nasd",
             resources={"backend": backend} | ({"eagle3": drafts[name]} if name in drafts else {}),
         )
-        for name, source in named
+        for name, source in models
     ]
     return Cascade(stages=below, label=label, predictor=str(predictor))

@@ -18,11 +18,13 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast
 
 from fastspec.devices import choose_device, use_device
 from fastspec.errors import Unsupported
-from fastspec.models import load_model
+from fastspec.models import load_config, load_model
+from fastspec.programs.heads import read_heads
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
 from fastspec.programs.training.data import OutOfTime, Row, Texts, TimeLimit, join_answers, read_prompts
 from fastspec.programs.training.enlarge import Enlarger, follow_up
 from fastspec.programs.training.regenerate import answer_prompts, end_tokens
+from fastspec.programs.training.start import opened, with_sizes_of
 from fastspec.programs.training.target import freeze
 from fastspec.programs.training.trainer import Trainer
 
@@ -55,6 +57,11 @@ def train(
     clock = TimeLimit(config.stop_after)
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise Unsupported(f"{config.output} is no folder: a head is one")
+    for path in (config.prompts, config.heldout, *config.answers):
+        if path:
+            _existing(path)
+    if config.start_from and target is None:  # before weights are loaded, and long before the target has answered
+        read_heads([config.start_from], load_config(config.target))
     waits = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while the main process makes texts
     on_cpu = _use(device) == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.mixed_precision, kwargs_handlers=[waits])
@@ -62,6 +69,8 @@ def train(
         dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
         target, tokenizer = load_model(config.target, str(accelerator.device), dtype)
     target = freeze(target)
+    if (began := opened(config, target)) is not None:  # what is wrong with it is told before the target answers
+        with_sizes_of(config, began)
     report = report or (_print if config.progress else _ignore)
     report = report if accelerator.is_main_process else _ignore
     material = _shared(accelerator, lambda: prepare(config, target, tokenizer, clock, report))
