@@ -100,10 +100,10 @@ def test_the_large_models_assistant_is_the_cascades_unless_the_command_names_one
     from fastspec.programs.cli.serving import chosen_beside
 
     config = Cascade.from_yaml(folder / "cascade.yaml")
-    assert chosen_beside(config, "smollm2-135m-instruct", None, None, None)[0].assistant == "nasd"
-    chosen, changed = chosen_beside(config, "smollm2-135m-instruct", None, None, "eagle3")
+    assert chosen_beside(config, "smollm2-135m-instruct", {}, None)[0].assistant == "nasd"
+    chosen, changed = chosen_beside(config, "smollm2-135m-instruct", {}, "eagle3")
     assert chosen.head and changed is not None and changed.assistant == "eagle3"
-    batch, _ = opened(f"{folder}/large", chosen_beside(config, "m", None, None, "autoregressive")[0], device="cpu")
+    batch, _ = opened(f"{folder}/large", chosen_beside(config, "m", {}, "autoregressive")[0], device="cpu")
     batch.close()
 
 

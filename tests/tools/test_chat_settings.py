@@ -310,3 +310,27 @@ def test_a_file_of_ones_own_is_checked(tmp_path: Path) -> None:
             read_own(tmp_path / "own.py")
     with pytest.raises(Unsupported, match="give yours another name"):
         Chat(None, None, Settings(), storages={"suffix": fastspec.SuffixStorage})
+
+
+def test_the_example_of_ones_own_drafts_and_changes_scores() -> None:
+    example = Path(__file__).parents[2] / "examples" / "own_in_chat.py"
+    made = make_chat()
+    chat = Chat(made.model, made.tokenizer, made.settings, **read_own(example))
+    lines = [
+        "/cache off",
+        "/length 40",
+        "/assistant transformers,nasd",
+        "/storage last chat",
+        "w10",
+        "/reset",
+        "/logits_processor fresh",
+        "w10",
+    ]
+    converse(chat, lines[:5], screen(), strict=True)
+    plain, drafted = chat.turns[0].answers
+    assert plain.tokens == drafted.tokens
+    again = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))
+    assert again.drafted > 0
+    converse(chat, lines[5:], screen(), strict=True)
+    fresh, drafted = chat.turns[0].answers
+    assert fresh.tokens == drafted.tokens != plain.tokens

@@ -137,6 +137,7 @@ CASCADE = (
         (["serve", "{}/model", "--head", "b={}/head"], 1, "--head names b, which is no --stage"),
         (["serve", "{}/model", "--stage", "a=x", "--head", "b={}/head"], 1, "no --stage: accepted are a"),
         (["warmup", "{}/model", "--head", "{}/other"], 1, "does not fit the model"),
+        (["chat", "{}/model", "--draft-model", "no/such-model", "--prompt", "w5"], 1, "load the model 'no/such-model'"),
         (["warmup", "{}/model", "--draft-model", "no/such-model"], 1, "could not load the model 'no/such-model'"),
         (["inspect", "{}/other", "{}/model", "--probe"], 1, "does not fit"),
         (["inspect", "smollm2-135m-instuct"], 1, "did you mean smollm2-135m-instruct?"),

@@ -160,8 +160,10 @@ def resource_names() -> list[str]:
 
 def load(settings: Settings) -> tuple[Any, Any]:
     """The settings' model, patched, and its tokenizer; bf16 on CUDA, fp32 on the CPU."""
-    from fastspec.models import load_model
+    from fastspec.models import load_config, load_model
 
+    if fastspec.Speculative.name in (given := dict(settings.resources)):
+        load_config(given[fastspec.Speculative.name])  # a mistyped name is told before the target is loaded
     model, tokenizer = load_model(settings.model, use_device(settings.device))
     return fastspec.patch(model, **read_resources(settings, model, tokenizer), backend=settings.backend), tokenizer
 
