@@ -99,7 +99,13 @@ def check_hub(
     """Raise Unsupported for a model that is no directory, was not downloaded before and that the hub does not give:
     asked once, where `from_pretrained` tries for most of a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     if Path(source).is_dir():
         return
@@ -112,14 +118,20 @@ def check_hub(
     except Exception as error:  # a mistyped name, or those of the HTTP client that the hub's library has
         if isinstance(error, HfHubHTTPError) and error.response.status_code not in (401, 403, 404):
             return  # busy, so that trying again may help
-        told = "it is no hub id" if isinstance(error, HFValidationError) else _first_line(error)
+        kinds = {
+            HFValidationError: "it is no hub id",
+            GatedRepoError: "it is gated: ask for access on its page, then log in with `hf auth login`",
+            RepositoryNotFoundError: "it has no such repository, or none that is open to you",
+        }
+        told = next((text for kind, text in kinds.items() if isinstance(error, kind)), None) or first_line(error)
         raise Unsupported(
             f"could not load the model {source!r}: there is no such directory, and the hub does not give it "
             f"({told}): {meant(source, SHIPPED)}models that have a name: {', '.join(SHIPPED)}"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """First line of what an error says, or its name."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -24,6 +24,7 @@ from fastspec.generation.heads.files import Flag
 from fastspec.generation.heads.fit import Reading, misfits, with_taps
 from fastspec.generation.heads.load import is_copy, load, read_checkpoint
 from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.models import first_line
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.layers import ModelLayers
 from fastspec.patches.hf.modes import adapter_for
@@ -160,12 +161,8 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS, ignore_patterns=["*/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{source} is no directory, and the hub does not give it ({_first_line(error)}); {shipped}"
+            f"{source} is no directory, and the hub does not give it ({first_line(error)}); {shipped}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def scaled_rope(config: HeadConfig) -> tuple[Tensor, float]:

@@ -151,11 +151,12 @@ def check(
         assistant, named, _ = name.partition(":")
         if named and name not in found:
             raise Unsupported(f"method {name!r} has no head: {accepted(name, found)}")
-        drafts = draft_model is not None or early_exit is not None if SUPPLIED.get(name) == DRAFT else True
-        if not drafts or (SUPPLIED.get(assistant) == HEAD and not set(drafters.names(assistant)) & set(found)):
-            raise Unsupported(f"method {name!r} cannot be measured: it needs {SUPPLIED[assistant]}")
-    layers = None if early_exit is None else config.get_text_config().num_hidden_layers
-    if layers is not None and early_exit is not None and not early_exit < layers:
+        needs = SUPPLIED.get(assistant)
+        if (needs == DRAFT and draft_model is None and early_exit is None) or (
+            needs == HEAD and not any(each in found for each in drafters.names(assistant))
+        ):
+            raise Unsupported(f"method {name!r} cannot be measured: it needs {needs}")
+    if early_exit is not None and early_exit >= (layers := config.get_text_config().num_hidden_layers):
         raise Unsupported(f"--early-exit {early_exit}: the target has {layers} layers, so at most {layers - 1} draft")
     if draft_model is not None:
         load_config(draft_model)

@@ -166,12 +166,12 @@ def run_bench(
     asked = [row for path in files for row in read_rows(path)] + rows_of(texts)
     if not asked:
         raise Unsupported("there are no prompts in " + ", ".join(map(str, files)))
-    for peer in [peer for peer in peers if not peer.is_installed()]:
+    absent = [peer for peer in peers if not peer.is_installed()]
+    for peer in absent:
         say(
             f"left out: {peer.engine}: it is not installed for {peer.python}; another Python that has it can be "
             "named with --peer-python"
         )
-        peers = [each for each in peers if each is not peer]
     import torch
 
     device = use_device(device)
@@ -223,7 +223,7 @@ def run_bench(
                         ask(method, parts[sizes[0]][0], max_new_tokens)
                     on_profile(method.name, profile)
     failures = []
-    for peer in peers:
+    for peer in (each for each in peers if each not in absent):
         try:
             for row in by_peer(peer, model, target, tokenizer, drafters, answered, max_new_tokens, runs, say):
                 add(row)
