@@ -451,7 +451,8 @@ def main() -> int:
         held = read(kept)
         left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1], texts)]
         limits = {
-            job[0].key: asked.seconds + SLOWER * sum(tests[name].seconds for name in job[1] if name in tests) for job in left
+            job[0].key: asked.seconds + SLOWER * sum(tests[name].seconds for name in job[1] if name in tests)
+            for job in left
         }
         run_all(
             left[: asked.most],
