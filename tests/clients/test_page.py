@@ -1,5 +1,5 @@
-"""Every snippet of docs/clients.md runs as it stands, on an unpatched and on a patched model, and both leave the same
-answer."""
+"""Every snippet of docs/guide/clients.md runs as it stands, on an unpatched and on a patched model, and both leave the
+same answer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ CLIENTS = {
 }
 """Rows of the page's table -> the distribution whose version is told, and a word of the row's snippet, here or on the
 page of servers."""
-SERVING = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text(encoding="utf-8")
+SERVING = Path(__file__).parents[2].joinpath("docs", "guide", "serving.md").read_text(encoding="utf-8")
 
 
 def test_the_table_has_what_is_installed_and_shown():
