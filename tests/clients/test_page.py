@@ -84,6 +84,7 @@ CLIENTS = {
     "DDP": ("torch", "DistributedDataParallel"),
     "FSDP2": ("torch", "fully_shard"),
     "openai": ("openai", "from openai import OpenAI"),
+    "anthropic": ("anthropic", "/v1/messages"),
     "Ray Serve": ("ray", "ray[serve]"),
 }
 """Rows of the page's table -> the distribution whose version is told, and a word of the row's snippet, here or on the
