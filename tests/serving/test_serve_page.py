@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from helpers.grammars import TOKENIZER, terse
 from helpers.models import tiny_head
-from helpers.pages import snippets
+from helpers.pages import ROOT, snippets
 from helpers.serve import MARKS, openai, served, uvicorn
 from helpers.training import small_target, small_tokenizer
 
 import fastspec
+from fastspec.programs.serving.app import PATHS
 from fastspec.programs.serving.middleware import RequestMiddleware
 from fastspec.programs.training.save import save_head
 
@@ -25,6 +26,7 @@ pytestmark = MARKS
 CLIENT, ROUNDS, STRUCTURED, PROGRAM, APART = [
     each.text for each in snippets(Path("docs/guide/serving.md")) if each.needs == {"clients"}
 ]
+PAGE = (ROOT / "docs" / "guide" / "serving.md").read_text(encoding="utf-8")
 MODEL, ADDRESS = "smollm2-135m-instruct", "http://127.0.0.1:8000/v1"
 
 
@@ -37,6 +39,16 @@ def lead_to(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return client(base_url=f"{server.url}/v1", **given)
 
     monkeypatch.setattr(openai, "OpenAI", here)
+
+
+def test_the_page_names_every_route_and_every_metric() -> None:
+    with served(fastspec.patch(small_target()), assistant="nasd", name=MODEL) as server:
+        told = re.findall(r"^# TYPE (\w+) ", server.get("/metrics"), re.MULTILINE)
+    metrics = [name for name in told if not name.endswith("_created")]
+    assert len(metrics) > 15
+    for name in metrics:
+        assert any(f"`{name.removeprefix(prefix)}" in PAGE for prefix in ("", "fastspec", "fastspec_stage")), name
+    assert not [path for path in PATHS if f"`{path}" not in PAGE]
 
 
 def test_the_clients_snippet_prints_an_answer_as_it_comes(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
