@@ -81,7 +81,7 @@ def filled(text: str, versions: dict[str, str], rows: Sequence[Row]) -> str:
     """A page with its generated parts made anew."""
 
     def made(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{PARTS[found[2]](versions, rows)}\n{found[3]}"
+        return f"{found[1]}\n\n{PARTS[found[2]](versions, rows)}\n\n{found[3]}"
 
     return re.sub(r"(<!-- made: (\w+) -->)\n.*?\n(<!-- end: \2 -->)", made, text, flags=re.DOTALL)
 
