@@ -150,7 +150,11 @@ def _images(row: Row) -> str:
 
 
 def _generic(versions: dict[str, str], rows: Sequence[Row]) -> str:
-    return _types((each for each in rows if _kind(each) == "generic"), _images)
+    own = [each for each in rows if _kind(each) == "generic"]
+    seen = {each["model_type"] for each in own if each.get("images") == "equal"}
+    parts = [[each for each in own if (each["model_type"] in seen) is wanted] for wanted in (True, False)]
+    cells = [_types(part, lambda row: "") for part in parts]
+    return "\n".join(["| prompts with images were compared | others |", "|---|---|", f"| {' | '.join(cells)} |"])
 
 
 def _sources(versions: dict[str, str], rows: Sequence[Row]) -> str:
