@@ -78,8 +78,8 @@ def training(folder: Path, *more: str) -> list[str]:
 
 
 def judge(folder: Path) -> None:
-    """Write what agrees with the last stage's answer, with the script of docs/cascade.md."""
-    page = (Path(__file__).parents[2] / "docs/cascade.md").read_text(encoding="utf-8")
+    """Write what agrees with the last stage's answer, with the script of docs/guide/cascade.md."""
+    page = (Path(__file__).parents[2] / "docs/guide/cascade.md").read_text(encoding="utf-8")
     script = page.split("<<'END'\n")[1].split("\nEND\n")[0]
     subprocess.run([sys.executable, "-c", script], cwd=folder, check=True)
 

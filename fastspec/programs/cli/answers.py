@@ -62,7 +62,7 @@ def chat(
     as_json: Annotated[bool, Option("--json", help="With --prompt: print one JSON object alone.")] = False,
 ) -> None:
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
-    docs/chat.md."""
+    docs/guide/chat.md."""
     from fastspec.programs.chat import make_settings, run_chat
     from fastspec.programs.chat.session import read_saved
 

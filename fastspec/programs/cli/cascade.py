@@ -20,7 +20,7 @@ from fastspec.programs.terminal import counting
 
 LEFT = "is not there any more; the tag `laboratory` has the code"
 GONE = {
-    "--agreement": f"{LEFT}. docs/cascade.md has a script that judges by the last stage's answer, for --right FILE",
+    "--agreement": f"{LEFT}. docs/guide/cascade.md has a script for --right FILE, by the last stage's answer",
     "--threshold": f"{LEFT}. It was --agreement's: see --right FILE",
     "--allow-code-execution": f"{LEFT}. Unit tests are lm-eval's, such as --task humaneval --confirm-run-unsafe-code",
     "--plot": f"{LEFT}. --out FILE has the rows to draw: price, cost, quality, mixing",
