@@ -18,9 +18,13 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args, get_type_hints
+from typing import Any
+
+import typer
 
 from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
+from fastspec.programs.cli.app import app
+from fastspec.programs.training import TrainConfig
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -448,6 +452,10 @@ def exact() -> str:
     return markdown(["", "fast: equal", "exact: equal", "fast: tokens/s", "exact: tokens/s"], cells)
 
 
+NO_FIELDS = ("device", "help")
+"""Options of `fastspec train` that are no fields of `TrainConfig`."""
+
+
 def default_of(value: Any) -> str:
     """What a page says of a setting's default."""
     if isinstance(value, bool):
@@ -457,18 +465,14 @@ def default_of(value: Any) -> str:
 
 def train_options() -> str:
     """The settings of a training run: those with an option and its help, then the fields of Python alone."""
-    from fastspec.programs.cli.train import train
-    from fastspec.programs.training import TrainConfig
-
-    options = get_type_hints(train, include_extras=True)
-    cells, alone = [], []
-    for field in fields(TrainConfig):
-        if field.name in options:
-            (told,) = (each for each in get_args(options[field.name]) if hasattr(each, "help"))
-            cells.append([f"`--{field.name.replace('_', '-')}`", default_of(field.default), told.help])
-        else:
-            alone.append(f"`{field.name}={field.default!r}`")
-    return markdown(["option", "default", ""], cells) + f"\nIn Python alone: {', '.join(alone)}.\n"
+    command: Any = typer.main.get_command(app)
+    held = {field.name: field.default for field in fields(TrainConfig)}
+    cells = []
+    for option in command.commands["train"].params:
+        if not option.hidden and option.name not in NO_FIELDS:
+            cells.append([f"`{option.opts[0]}`", default_of(held.pop(option.name)), option.help])
+    alone = ", ".join(f"`{name}={default!r}`" for name, default in held.items())
+    return markdown(["option", "default", ""], cells) + f"\nIn Python alone: {alone}.\n"
 
 
 TABLES: dict[str, Callable[[], str]] = {
