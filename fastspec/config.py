@@ -53,7 +53,7 @@ class TreeShape:
         return TreeShape(total_tokens=nodes, depth=min(self.depth, nodes - 2), top_k=top_k)
 
 
-# (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance.md.
+# (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance/batches.md.
 DEFAULT_TREES = {
     "cpu": TreeShape(total_tokens=16, depth=3, top_k=4),
     "cuda": TreeShape(total_tokens=60, depth=7, top_k=10),

@@ -12,7 +12,6 @@ from typing import Any
 
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
-from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.drafters.tree_sizes import TreeChoice
 from fastspec.generation.heads.bound import BoundHead
@@ -116,7 +115,6 @@ def patch(
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
     """
-    warn_of_stranger()
     given, model = model, unwrapped(model)
     if session_of(model) is not None:
         raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")

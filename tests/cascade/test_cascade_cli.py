@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.cascade import records
 from fastspec.cascade.predictor import Predictor
+from fastspec.distribution import install_command
 from fastspec.programs.cli.app import app
 
 
@@ -305,7 +306,7 @@ def test_an_option_that_left_says_where_it_went(arguments: list[str], message: s
         ([], "no items to answer: --prompts FILE or --task NAME"),
         (["--metric", "exact_match"], "give --task NAME"),
         (["--confirm-run-unsafe-code"], "give --task NAME"),
-        (["--task", "gsm8k"], 'pip install "fastspec-transformers[eval]"'),
+        (["--task", "gsm8k"], install_command("eval")),
     ],
 )
 def test_a_run_without_items_ends_before_a_model_is_loaded(

@@ -132,7 +132,7 @@ def bench(
     allow_different: Annotated[bool, Option("--allow-different", help="Exit status 0 though fp32 differs.")] = False,
 ) -> None:
     """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See
-    docs/performance.md."""
+    docs/performance/measure.md."""
     from fastspec.programs.bench import report, run_bench
     from fastspec.programs.bench.peers import Peer
 
