@@ -141,12 +141,19 @@ def expect() -> str:
         ms = one("stored_h100", weights=weights, method="autoregressive", batch=1)["round_ms"]
         cells.append([f"{NAMES['llama-8b']}, {said}", h100, "`autoregressive`", *timed("autoregressive", ms, None)])
         cells[-1].append(link("stored_h100"))
-    for shape, launches in (("llama-8b", "shipped"), ("llama-70b", "tuned")):
-        plain = one("parallel_h200", shape=shape, method="transformers")["round_ms"]
-        for method in ("autoregressive", "eagle3"):
-            ms = one("parallel_h200", shape=shape, method=method, launches=launches)["round_ms"]
-            cells.append([f"{NAMES[shape]}, bf16", f"two {h200}", name_of(method), *timed(method, ms, plain)])
-            cells[-1].append(link("parallel_h200"))
+    for file, count, shape, launches, drafting in (
+        ("parallel_h200", "two", "llama-8b", "shipped", {}),
+        ("parallel_h200", "two", "llama-70b", "tuned", {}),
+        ("parallel_four_h200", "four", "llama-8b", "shipped", {"norms": "owners"}),
+        ("parallel_four_h200", "four", "llama-70b", "shipped", {"norms": "owners"}),
+        ("parallel_four_h200", "four", "qwen3-30b-a3b", "shipped", {}),
+    ):
+        wanted = {"shape": shape} if count == "two" else {"shape": shape, "processes": 4, "batch": 1}
+        plain = one(file, method="transformers", **wanted)["round_ms"]
+        for method, more in (("autoregressive", {}), ("eagle3", drafting)):
+            ms = one(file, method=method, launches=launches, **wanted, **more)["round_ms"]
+            cells.append([f"{NAMES[shape]}, bf16", f"{count} {h200}", name_of(method), *timed(method, ms, plain)])
+            cells[-1].append(link(file))
     told = [cells[0], *(new if new[:2] != old[:2] else ["", "", *new[2:]] for old, new in pairwise(cells))]
     heads = ["model", "device", "with", "tokens a round", "ms a round", "tokens/s", "times `generate`", "rows"]
     return markdown(heads, told)
