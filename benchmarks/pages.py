@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -459,6 +459,16 @@ def exact() -> str:
     return markdown(["", "fast: equal", "exact: equal", "fast: tokens/s", "exact: tokens/s"], cells)
 
 
+def exact_rounds() -> str:
+    """Milliseconds of a round by the fast kernels and by those of the same bits."""
+    cells = []
+    for batch, method in product((1, 8), ("autoregressive", "eagle3")):
+        wanted = {"batch": batch, "method": method}
+        fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
+        cells.append([f"`{method}`, rows: {batch}", shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
+    return markdown(["", "fast: ms", "exact: ms", "ratio"], cells)
+
+
 NO_FIELDS = ("device", "help")
 """Options of `fastspec train` that are no fields of `TrainConfig`."""
 
@@ -501,6 +511,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "portable": portable,
     "prompt_parts": prompt_parts,
     "exact": exact,
+    "exact_rounds": exact_rounds,
 }
 
 
