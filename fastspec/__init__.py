@@ -25,6 +25,7 @@ from fastspec.config import (
     Storage,
     TreeShape,
 )
+from fastspec.distribution import warn_of_stranger
 from fastspec.errors import CheckpointError, FastSpecError, NoDistribution, PatchConflict, Unsupported
 from fastspec.removed import RemovedModules
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from fastspec.patches.warmup import warmup
 
 sys.meta_path.insert(0, RemovedModules())
+warn_of_stranger()
 
 __version__ = "0.1.0"
 CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))

@@ -17,7 +17,7 @@ from fastspec.programs.cli.options import HEADS
 from fastspec.programs.heads import named
 
 CascadeFile = Annotated[
-    Path | None, Option(help="YAML file of a cascade whose large model MODEL is. See docs/cascade.md.")
+    Path | None, Option(help="YAML file of a cascade whose large model MODEL is. See docs/guide/cascade.md.")
 ]
 Stages = Annotated[
     list[str] | None, Option(help="NAME=MODEL of a cascade's smaller stage, the cheapest first; in place of a file.")
