@@ -24,6 +24,7 @@ import typer
 
 from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.cli.app import app
+from fastspec.programs.cli.train import NAMES
 from fastspec.programs.training import TrainConfig
 
 Row = dict[str, Any]
@@ -469,7 +470,7 @@ def exact_rounds() -> str:
     return markdown(["", "fast: ms", "exact: ms", "ratio"], cells)
 
 
-NO_FIELDS = ("device", "help")
+NO_FIELDS = ("device", "help", "model_option")
 """Options of `fastspec train` that are no fields of `TrainConfig`."""
 
 
@@ -487,7 +488,8 @@ def train_options() -> str:
     cells = []
     for option in command.commands["train"].params:
         if not option.hidden and option.name not in NO_FIELDS:
-            cells.append([f"`{option.opts[0]}`", default_of(held.pop(option.name)), option.help])
+            label = option.metavar if option.param_type_name == "argument" else option.opts[0]
+            cells.append([f"`{label}`", default_of(held.pop(NAMES.get(option.name, option.name))), option.help])
     alone = ", ".join(f"`{name}={default!r}`" for name, default in held.items())
     return markdown(["option", "default", ""], cells) + f"\nIn Python alone: {alone}.\n"
 

@@ -11,8 +11,8 @@ from fastspec.programs.cli.options import AnyModel, Device, ModelOption, model_n
 from fastspec.programs.terminal import training_bars
 from fastspec.removed import BLOCK_HEADS, BLOCK_SETTINGS
 
-NAMES = {"out": "output", "max_new_tokens": "new_tokens"}
-"""Option -> its field of `TrainConfig`, where the two differ."""
+NAMES = {"model": "target", "out": "output", "max_new_tokens": "new_tokens"}
+"""Argument or option -> its field of `TrainConfig`, where the two differ."""
 BLOCK_OPTIONS = [f"--{name.replace('_', '-')}" for name in BLOCK_SETTINGS]
 
 
@@ -65,8 +65,7 @@ def train(
     if removed is not None:
         raise typer.BadParameter(BLOCK_HEADS, param_hint=" / ".join(BLOCK_OPTIONS))
     options = {name: value for name, value in locals().items() if value is not None and value != []}
-    given = {name: value for name, value in options.items() if name not in ("device", "model", "model_option", *NAMES)}
-    given |= {field: options[name] for name, field in NAMES.items() if name in options}
+    given = {NAMES.get(name, name): value for name, value in options.items() if name not in ("device", "model_option")}
     given["target"] = model_name(model, model_option)
     from fastspec.programs import training
 
