@@ -24,7 +24,7 @@ import typer
 
 from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.cli.app import app
-from fastspec.programs.cli.train import NAMES
+from fastspec.programs.cli.train import FIELD_OF
 from fastspec.programs.training import TrainConfig
 
 Row = dict[str, Any]
@@ -489,7 +489,7 @@ def train_options() -> str:
     for option in command.commands["train"].params:
         if not option.hidden and option.name not in NO_FIELDS:
             label = option.metavar if option.param_type_name == "argument" else option.opts[0]
-            cells.append([f"`{label}`", default_of(held.pop(NAMES.get(option.name, option.name))), option.help])
+            cells.append([f"`{label}`", default_of(held.pop(FIELD_OF.get(option.name, option.name))), option.help])
     alone = ", ".join(f"`{name}={default!r}`" for name, default in held.items())
     return markdown(["option", "default", ""], cells) + f"\nIn Python alone: {alone}.\n"
 

@@ -11,7 +11,7 @@ from fastspec.programs.cli.options import AnyModel, Device, ModelOption, model_n
 from fastspec.programs.terminal import training_bars
 from fastspec.removed import BLOCK_HEADS, BLOCK_SETTINGS
 
-NAMES = {"model": "target", "out": "output", "max_new_tokens": "new_tokens"}
+FIELD_OF = {"model": "target", "out": "output", "max_new_tokens": "new_tokens"}
 """Argument or option -> its field of `TrainConfig`, where the two differ."""
 BLOCK_OPTIONS = [f"--{name.replace('_', '-')}" for name in BLOCK_SETTINGS]
 
@@ -65,7 +65,7 @@ def train(
     if removed is not None:
         raise typer.BadParameter(BLOCK_HEADS, param_hint=" / ".join(BLOCK_OPTIONS))
     options = {name: value for name, value in locals().items() if value is not None and value != []}
-    given = {NAMES.get(name, name): value for name, value in options.items() if name not in ("device", "model_option")}
+    given = {FIELD_OF.get(name, name): value for name, value in options.items() if name not in ("device", "model_option")}
     given["target"] = model_name(model, model_option)
     from fastspec.programs import training
 
