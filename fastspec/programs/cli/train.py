@@ -13,6 +13,7 @@ from fastspec.removed import BLOCK_HEADS, BLOCK_SETTINGS
 
 FIELD_OF = {"model": "target", "out": "output", "max_new_tokens": "new_tokens"}
 """Argument or option -> its field of `TrainConfig`, where the two differ."""
+NO_FIELDS = "device", "model_option"
 BLOCK_OPTIONS = [f"--{name.replace('_', '-')}" for name in BLOCK_SETTINGS]
 
 
@@ -65,7 +66,7 @@ def train(
     if removed is not None:
         raise typer.BadParameter(BLOCK_HEADS, param_hint=" / ".join(BLOCK_OPTIONS))
     options = {name: value for name, value in locals().items() if value is not None and value != []}
-    given = {FIELD_OF.get(name, name): value for name, value in options.items() if name not in ("device", "model_option")}
+    given = {FIELD_OF.get(name, name): value for name, value in options.items() if name not in NO_FIELDS}
     given["target"] = model_name(model, model_option)
     from fastspec.programs import training
 
