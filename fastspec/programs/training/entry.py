@@ -57,14 +57,14 @@ def train(
     clock = TimeLimit(config.stop_after)
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise Unsupported(f"{config.output} is no folder: a head is one")
-    for path in (config.prompts, config.heldout, *config.answers):
-        if path:
-            _existing(path)
-    if config.start_from and target is None:  # before weights are loaded, and long before the target has answered
-        read_heads([config.start_from], load_config(config.target))
     waits = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while the main process makes texts
     on_cpu = _use(device) == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.mixed_precision, kwargs_handlers=[waits])
+    if accelerator.is_main_process:  # the others need no files of texts
+        for path in filter(None, (config.prompts, config.heldout, *config.answers)):
+            _existing(path)
+    if config.start_from and target is None:  # before weights are loaded
+        read_heads([config.start_from], load_config(config.target))
     if target is None:
         dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
         target, tokenizer = load_model(config.target, str(accelerator.device), dtype)
