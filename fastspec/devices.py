@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,6 +41,18 @@ def use_device(name: str | None = None) -> str:
     if name.startswith("cuda:"):
         torch.cuda.set_device(name)
     return name
+
+
+def memory_of(device: str) -> int | None:
+    """Bytes of memory that a device has in all; None where the system does not tell it."""
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows has no such function, others perhaps not these names
+        return None
 
 
 def made_current(device: Any) -> AbstractContextManager[object]:

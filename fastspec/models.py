@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastspec.devices import memory_of
 from fastspec.errors import Unsupported, meant
 
 if TYPE_CHECKING:
@@ -63,13 +64,15 @@ def load_model(
     `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. `tokenizer` is
     taken for a directory that holds none. Further options
     go to `from_pretrained`; with a `device_map` or a quantisation the model stays where that puts it. Transformers
-    shows its progress bars on stderr meanwhile. Raises `Unsupported` when there is no such model.
+    shows its progress bars on stderr meanwhile. Raises `Unsupported` when there is no such model, and before its
+    weights are read where the device's memory is too small for them.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     source, packed = source_of(name)
+    placed = {"device_map", "quantization_config"} & set(options)
     given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF holds a decoder alone
     if not packed:
         check_hub(source, **given)
@@ -77,13 +80,39 @@ def load_model(
         with _read_once(bool(packed)):
             if tokenizer is None or _has_tokenizer(source):
                 tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-            both = not packed and AutoConfig.from_pretrained(source, **given).is_encoder_decoder
+            config = None if packed else AutoConfig.from_pretrained(source, **given)
+            both = config is not None and config.is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+            if config is not None and not placed:
+                _check_memory(config, kind, device, dtype)
             model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
     except (OSError, ValueError, struct.error) as error:  # the last for a GGUF that was cut off
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
-    placed = {"device_map", "quantization_config"} & set(options)
     return (model if placed else model.to(device)).eval(), tokenizer
+
+
+SMALL = 1 / 16
+"""Share of a device's memory below which the layers of a model, by its widths, are not counted exactly."""
+
+
+def _check_memory(config: Any, kind: Any, device: str, dtype: torch.dtype) -> None:
+    """Raise Unsupported for a model whose weights are larger than all of a device's memory, which loading would tell in
+    minutes, or not at all."""
+    import torch
+
+    room, text = memory_of(device), config.get_text_config()
+    layers, width = (getattr(text, each, None) or 0 for each in ("num_hidden_layers", "hidden_size"))
+    packed = getattr(config, "quantization_config", None) is not None
+    if room is None or packed or 12 * layers * width**2 * dtype.itemsize < SMALL * room:
+        return
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in kind.from_config(config).parameters())
+    if count * dtype.itemsize > room:
+        raise Unsupported(
+            f"it has {count:,} parameters, {count * dtype.itemsize / 1e9:.3g} GB in "
+            f"{str(dtype).removeprefix('torch.')}, and {device} has {room / 1e9:.3g} GB of memory: take a smaller "
+            "model, or a dtype of fewer bytes"
+        )
 
 
 def _has_tokenizer(source: str) -> bool:

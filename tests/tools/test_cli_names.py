@@ -15,6 +15,7 @@ from helpers.training import small_target, small_tokenizer
 
 import fastspec
 from fastspec.config import STORAGES
+from fastspec.devices import memory_of
 from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.models import SMOLLM2, load_config, load_model
 from fastspec.patches.api import ASSISTANTS
@@ -183,6 +184,28 @@ def test_the_library_tells_it_too() -> None:
     ):
         with pytest.raises(Unsupported, match=words):
             refused()
+
+
+@pytest.mark.parametrize(("room", "fits"), [(None, True), (1 << 16, False), (1 << 30, True)])
+def test_a_model_that_memory_cannot_hold_is_refused_before_its_weights_are_read(
+    saved: Path, room: int | None, fits: bool, monkeypatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    read, name = [], str(saved / "model")
+    count = sum(parameter.numel() for parameter in load_model(name)[0].parameters())
+    real = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr("fastspec.models.memory_of", lambda device: room)
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *given, **options: read.append(1) or real(*given, **options)
+    )
+    if fits:
+        load_model(name)
+    else:
+        with pytest.raises(Unsupported, match=f"has {count:,} parameters, .* in float32, and cpu has"):
+            load_model(name)
+    assert len(read) == fits
+    assert (memory_of("cpu") or 1 << 40) > 1 << 26
 
 
 def test_a_mistyped_model_is_asked_for_once(monkeypatch) -> None:
