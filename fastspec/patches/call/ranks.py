@@ -35,6 +35,7 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.assistants.registry import Continued, EagleDecoding, StaticDecoding
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import device_of, is_shared_out
+from fastspec.patches.hf.parallel import group_of
 
 Value = TypeVar("Value")
 BY_TEXT = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
@@ -80,6 +81,12 @@ class Ranks:
                 "fault"
             )
 
+    def any(self, mine: bool) -> bool:
+        """True where any process says so."""
+        told: list[bool] = [False] * self.group.size()
+        dist.all_gather_object(told, mine, group=self.group)
+        return any(told)
+
     def share_random_numbers(self) -> None:
         """Let all draw what the first process would: its generator's state, of the call's device and of the CPU."""
         torch.set_rng_state(self.first(torch.get_rng_state()))
@@ -117,6 +124,12 @@ class Ranks:
         """Criteria of which those that may look at a clock, or at anything else beside the text, say what the first
         process's say."""
         return StoppingCriteriaList(each if type(each) in BY_TEXT else FirstSays(each, self) for each in criteria)
+
+
+def ranks_of(model: Any) -> Ranks | None:
+    """The processes that hold a model together, or None where one holds all of it."""
+    group = group_of(model)
+    return None if group is None else Ranks(group, device_of(model))
 
 
 class FirstSays(StoppingCriteria):
