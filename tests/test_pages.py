@@ -164,7 +164,8 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
     wrong = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'\bsrc(?:set)?="([^"]+)"', text):
         if re.match(r"\w+://", link):
             continue
         path, _, anchor = link.partition("#")
@@ -240,7 +241,8 @@ def test_the_first_recipe_says_something_on_the_real_model(smollm2, monkeypatch,
 
 @pytest.mark.slow
 def test_readmes_first_snippet_runs_on_the_real_model(smollm2, monkeypatch) -> None:
-    monkeypatch.setattr("fastspec.models.load_model", lambda name: smollm2)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **options: smollm2[0])
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: smollm2[1])
     first = next(snippet for snippet in RUN if str(snippet.page) == "README.md")
     names: dict[str, Any] = {}
     exec(compile(first.text, first.name, "exec"), names)

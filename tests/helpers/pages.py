@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT)
     for path in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "packages").rglob("README.md"),
     )
