@@ -48,8 +48,8 @@ test-served: $(CLIENTS)/.clients  ## the server with lm-eval, through hundreds o
 mutants: $(VENV)/.mutants  ## mutation testing, hours at first, goes on where it was stopped; ARGS="drafters --most 20" for some
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-docs: $(VENV)/.docs  ## the reference of the Python interface, from its docstrings, into site/
-	$(BIN)/python docs/reference.py site
+docs: $(VENV)/.docs  ## the site, with the reference of Python and of the command line, into site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 wheel: $(VENV)/.torch  ## build dist/*.whl: fastspec's and the heads'
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist . ./$(HEADS)

@@ -13,6 +13,7 @@ import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,12 +198,52 @@ def test_pictures_are_readable_at_the_width_of_a_page() -> None:
     )  # a page shows some 900 points; letters of 8 points stay above 6
 
 
-def test_the_reference_has_a_docstring_for_every_public_name() -> None:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+@pytest.fixture(scope="module")
+def site() -> Any:
+    """docs/site.py, the hooks of the site's build."""
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site.py")
     assert spec is not None and spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    assert not [name for module in reference.MODULES for name in reference.undocumented(module)]
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return hooks
+
+
+def test_the_reference_has_every_public_name_with_a_docstring(site: Any) -> None:
+    assert not [name for module in site.MODULES for name in site.undocumented(module)]
+    listed = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference/python.md").read_text(), re.MULTILINE))
+    public = {f"fastspec.{name}" for name in fastspec.__all__ if name != "__version__"}
+    assert listed == public | {module for module in site.MODULES if module != "fastspec"}
+
+
+def test_the_command_lines_reference_names_every_command(site: Any) -> None:
+    commands = {" ".join(words) for words in site.named(program())}
+    assert {"", "bench", "cascade train", "serve"} <= commands
+
+
+def test_the_sites_contents_name_every_page() -> None:
+    told = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r": ([\w/.]+\.md)$", told, re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if not page.startswith("cards/")} == {
+        page for page in named if not page.startswith("repository/")
+    }
+
+
+@pytest.mark.parametrize(
+    ("here", "text", "moved"),
+    [
+        ("index.md", "[a](../README.md#use)", "[a](repository/README.md#use)"),
+        ("guide/output.md", "[a](../../benchmarks/results/x.jsonl)", "[a](../repository/benchmarks/results/x.jsonl)"),
+        ("guide/output.md", "[a](models.md#b), [c](https://d.e/f)", "[a](models.md#b), [c](https://d.e/f)"),
+        ("guide/output.md", "[a](#b)", "[a](#b)"),
+        ("repository/README.md", '<img src="docs/assets/a.svg">', '<img src="../assets/a.svg">'),
+        ("repository/README.md", "[a](docs/guide/b.md)", "[a](../guide/b.md)"),
+        ("repository/README.md", "[a](CHANGELOG.md)", "[a](CHANGELOG.md)"),
+    ],
+)
+def test_the_site_leads_links_to_where_files_are(site: Any, here: str, text: str, moved: str) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=here))
+    assert site.on_page_markdown(text, page) == moved
 
 
 @pytest.mark.slow

@@ -59,9 +59,7 @@ def rows(file: str, **wanted: Any) -> list[dict[str, Any]]:
 def speeds(picture: Any, file: str) -> dict[str, str]:
     """Method -> median of tokens per second, as it is written."""
     summary = summarise(rows(file, batch=1))
-    return {
-        row["method"]: picture.number(row["tokens_per_second"][1]) for row in summary if row["category"] == OVERALL
-    }
+    return {row["method"]: picture.number(row["tokens_per_second"][1]) for row in summary if row["category"] == OVERALL}
 
 
 def size(file: str) -> tuple[str, str]:
