@@ -21,13 +21,14 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## the main job on a real model; ARGS="--prompt '...' --max-new-tokens 64"
 	$(BIN)/fastspec demo $(ARGS)
 
-test: lint  ## ruff, mypy and the tests
+test: lint  ## ruff, mypy, the pages' prose and the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-lint: $(VENV)/.test  ## ruff's layout and rules, and mypy
+lint: $(VENV)/.test  ## ruff's layout and rules, mypy, and the words of the pages
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tests/prose.py
 
 test-slow: $(VENV)/.test  ## the tests that take minutes, and property tests with ten times the examples
 	$(BIN)/python -m pytest --hypothesis-profile=deep -m "(slow or hypothesis) and not gpu" $(ARGS)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import typer
 from helpers.cascade import trained
-from helpers.pages import NEEDS, PAGES, ROOT, STOOD_IN, Snippet, snippets, stand_in_heads
+from helpers.pages import NEEDS, PAGES, ROOT, STOOD_IN, Snippet, notebook_cells, snippets, stand_in_heads
 from helpers.seq2seq import tiny_seq2seq
 from helpers.training import small_target, small_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -99,6 +99,16 @@ def test_snippets_run_as_they_stand(page: Path, stands_in: dict[str, Any], capsy
         exec(compile(snippet.text, snippet.name, "exec"), known)
         if str(page) == "README.md":
             assert session_of(known["model"]) is None  # README leaves its models as they were
+
+
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+
+
+def test_the_notebook_runs_from_its_first_cell_to_the_last(stands_in: dict[str, Any], capsys) -> None:
+    names: dict[str, Any] = {}
+    for number, cell in enumerate(notebook_cells(NOTEBOOK)):
+        exec(compile(cell, f"{NOTEBOOK.name}:{number}", "exec"), names)
+    assert "eagle3" in capsys.readouterr().out and session_of(names["model"]) is None
 
 
 def test_the_marks_are_known_and_few() -> None:
@@ -278,6 +288,15 @@ def test_the_first_recipe_says_something_on_the_real_model(smollm2, monkeypatch,
     exec(compile(first.text, first.name, "exec"), names)
     emitted, unassisted = capsys.readouterr().out.splitlines()[-2:]
     assert len(emitted) > 150 and unassisted == "{}"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_on_the_real_model(smollm2, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, device, dtype: copy.deepcopy(smollm2))
+    names: dict[str, Any] = {}
+    for cell in notebook_cells(NOTEBOOK):
+        exec(cell, names)
+    assert len(names["answers"]) == 4 and "prime" in capsys.readouterr().out
 
 
 @pytest.mark.slow
