@@ -36,7 +36,6 @@ NAMES = (
     "bf16",
     "x86-64",
     "Apache-2.0",
-    "Python 3.10",
     "compute capability 8.0",
 )
 """Digits that measure nothing."""
@@ -88,6 +87,10 @@ def claims(picture: Any) -> list[str]:
     versions, swept = sweep_page.read(sweep.RESULTS)
     found = sweep_page.counts(swept)
     (texts,) = {row["texts"] for row in rows("distribution_h200.jsonl")}
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (python,) = re.findall(r'requires-python = ">=([\d.]+)"', project)
+    (torch,) = re.findall(r'"torch>=([\d.]+)"', project)
+    ((oldest, beyond),) = re.findall(r'"transformers>=([\d.]+),<5\.(\d+)"', project)
     release = ".".join(versions["transformers"].split(".")[:2])
     return [
         f"generate {gpu['transformers']}, fastspec without drafts {gpu['autoregressive']}, n-grams {gpu['nasd']}, "
@@ -96,6 +99,7 @@ def claims(picture: Any) -> list[str]:
         f"drafts by SmolLM2 {cpu['speculative']}",
         *chain.from_iterable(size(panel.rows) for panel in picture.PANELS),
         f"it takes {round_ms('static-compile')} ms a token, fastspec without drafts {round_ms('autoregressive')}",
+        f"Python {python}, torch {torch} and transformers {oldest} to 5.{int(beyond) - 1}",
         f"of transformers {release}",
         f"{found['adapter'] + found['generic']} gave equal tokens",
         f"{found['refused']} are refused by name, {found['wrong'] or 'none'} differed",
