@@ -99,7 +99,7 @@ def claims(picture: Any) -> list[str]:
         f"drafts by SmolLM2 {cpu['speculative']}",
         *chain.from_iterable(size(panel.rows) for panel in picture.PANELS),
         f"it takes {round_ms('static-compile')} ms a token, fastspec without drafts {round_ms('autoregressive')}",
-        f"Python {python}, torch {torch} and transformers {oldest} to 5.{int(beyond) - 1}",
+        f"Python {python} and torch {torch}, or newer, and transformers {oldest} to 5.{int(beyond) - 1}",
         f"of transformers {release}",
         f"{found['adapter'] + found['generic']} gave equal tokens",
         f"{found['refused']} are refused by name, {found['wrong'] or 'none'} differed",
