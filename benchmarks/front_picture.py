@@ -1,10 +1,11 @@
-"""Draw README's picture, light and dark, from rows of `fastspec bench`: tokens per second of one model on a GPU and on
-two CPU cores.
+"""Draw README's picture, light and dark, from rows of `fastspec bench` and of full_size.py: tokens per second of one
+model on GPUs and on two CPU cores.
 
     python benchmarks/front_picture.py
 
-A bar is the median over the prompts of one run; a method that a run has not measured has no bar. The pictures hold a
-digest of their bars, which a test compares with the rows. Needs matplotlib (`pip install -e ".[bench]"`).
+A panel is one run. A bar is the median over its prompts, or of the rounds of a model with random weights; a method that
+a run has not measured has no bar. The pictures hold a digest of their bars, which a test compares with the rows. Needs
+matplotlib (`pip install -e ".[bench]"`).
 """
 
 from __future__ import annotations
@@ -25,54 +26,75 @@ from matplotlib.axes import Axes
 
 RESULTS = Path(__file__).with_name("results")
 PICTURES = Path(__file__).parents[1] / "docs" / "assets"
-THEIRS, OURS = "theirs", "ours"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One run: the file of its rows, the title, and (method, label) of its bars from top to bottom."""
+    """One run: the file of its rows, the title, and (method, label) of its bars from top to bottom; of full_size.py the
+    shape."""
 
     rows: str
     title: str
     methods: tuple[tuple[str, str], ...]
+    shape: str | None = None
+
+    def speeds(self) -> dict[str, float]:
+        """Method -> median of tokens per second, one prompt at a time."""
+        rows = [row for row in read(RESULTS / self.rows) if row["batch"] == 1]
+        if self.shape is not None:
+            plain = [row for row in rows if row["shape"] == self.shape and row["nodes"] == 1]
+            return {row["method"]: 1e3 / row["round_ms"] for row in plain}
+        return {row["method"]: row["tokens_per_second"][1] for row in summarise(rows) if row["category"] == OVERALL}
 
     def bars(self) -> list[tuple[str, str, float]]:
-        """(method, label, median of tokens per second over the prompts) of what the run measured, one prompt at a
-        time."""
-        rows = [row for row in read(RESULTS / self.rows) if row["batch"] == 1]
-        found = {row["method"]: row["tokens_per_second"][1] for row in summarise(rows) if row["category"] == OVERALL}
+        """(method, label, tokens per second) of what the run measured."""
+        found = self.speeds()
         return [(method, label, found[method]) for method, label in self.methods if method in found]
 
 
 PANELS = (
     Panel(
         "bench_qwen_all_h100.jsonl",
-        "One H100, bf16",
+        "H100, bf16",
         (
-            ("transformers", "transformers: generate"),
-            ("static-compile", "transformers: static cache, compiled"),
-            ("autoregressive", "fastspec: no drafts"),
-            ("nasd", "fastspec: n-grams, no head"),
-            ("eagle3", "fastspec: EAGLE-3 head"),
+            ("transformers", "generate"),
+            ("autoregressive", "no drafts"),
+            ("nasd", "n-grams"),
+            ("eagle3", "EAGLE-3 head"),
         ),
+    ),
+    Panel(
+        "full_size_static_h200.jsonl",
+        "H200, bf16, random weights",
+        (
+            ("transformers", "generate"),
+            ("static-compile", "static cache,\ncompiled"),
+            ("autoregressive", "no drafts"),
+        ),
+        shape="qwen2-1.5b",
     ),
     Panel(
         "bench_pair_cpu.jsonl",
         "Two CPU cores, fp32",
         (
-            ("transformers", "transformers: generate"),
-            ("assisted", "transformers: assisted by SmolLM2"),
-            ("autoregressive", "fastspec: no drafts"),
-            ("speculative", "fastspec: drafts by SmolLM2"),
+            ("transformers", "generate"),
+            ("assisted", "assisted"),
+            ("autoregressive", "no drafts"),
+            ("speculative", "speculative"),
         ),
     ),
 )
+THEIRS = ("transformers", "static-compile", "assisted")
+"""Methods of transformers; the others are fastspec's."""
 TITLE = "Qwen2.5-Coder-1.5B-Instruct, one prompt at a time, tokens per second"
 THEMES = {
-    "light": {"ink": "#1f2328", "faint": "#59636e", THEIRS: "#a7afb8", OURS: "#0969da"},
-    "dark": {"ink": "#f0f6fc", "faint": "#9198a1", THEIRS: "#656c76", OURS: "#4493f8"},
+    "light": {"ink": "#1f2328", "faint": "#59636e", "transformers": "#a7afb8", "fastspec": "#0969da"},
+    "dark": {"ink": "#f0f6fc", "faint": "#9198a1", "transformers": "#656c76", "fastspec": "#4493f8"},
 }
 """Ink, text of less weight, and the bars of transformers and of fastspec, on a page's white or black."""
+
+
+MOST = max(len(panel.methods) for panel in PANELS)
 
 
 def digest() -> str:
@@ -90,15 +112,15 @@ def draw_panel(axes: Axes, panel: Panel, colours: dict[str, str]) -> None:
     """Horizontal bars with their numbers at the end."""
     bars = panel.bars()
     most = max(value for _, _, value in bars)
-    for place, (_, label, value) in enumerate(bars):
-        whose = OURS if label.startswith("fastspec") else THEIRS
-        axes.barh(place, value, height=0.66, color=colours[whose])
-        weight = "bold" if whose == OURS else "normal"
+    for place, (method, _, value) in enumerate(bars):
+        whose = "transformers" if method in THEIRS else "fastspec"
+        axes.barh(place, value, height=0.66, color=colours[whose], label=whose)
+        weight = "bold" if whose == "fastspec" else "normal"
         axes.text(value + 0.02 * most, place, number(value), va="center", color=colours["ink"], weight=weight)
     axes.set_yticks(range(len(bars)), [label for _, label, _ in bars], color=colours["ink"])
     axes.set_title(panel.title, loc="left", fontsize=11, color=colours["ink"], weight="bold")
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.22 * most)
+    axes.set_xlim(0, 1.3 * most)
+    axes.set_ylim(MOST - 0.5, -0.5)  # bars of all panels are as high
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
@@ -115,6 +137,9 @@ def draw(theme: str, path: Path) -> None:
             draw_panel(ax, panel, colours)
             ax.patch.set_alpha(0)
         figure.suptitle(TITLE, x=0.005, ha="left", fontsize=11, color=colours["faint"])
+        known = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+        look = {"loc": "upper right", "ncols": 2, "frameon": False, "labelcolor": colours["ink"], "handlelength": 1}
+        figure.legend(known.values(), known.keys(), bbox_to_anchor=(1.0, 1.03), **look)
         figure.patch.set_alpha(0)
         figure.savefig(path, format="svg", metadata={"Date": None, "Description": digest()})
         plt.close(figure)
