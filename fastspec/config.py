@@ -53,7 +53,7 @@ class TreeShape:
         return TreeShape(total_tokens=nodes, depth=min(self.depth, nodes - 2), top_k=top_k)
 
 
-# (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance.md.
+# (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance/batches.md.
 DEFAULT_TREES = {
     "cpu": TreeShape(total_tokens=16, depth=3, top_k=4),
     "cuda": TreeShape(total_tokens=60, depth=7, top_k=10),
@@ -266,7 +266,7 @@ class Eagle3(_DynamicTree):
     (depth 7, top_k 10, total_tokens 60) for the rest.
 
     total_tokens="auto" lets every round have as many nodes as pay, by the measured times of rounds and what was
-    accepted so far, down to none (docs/assistants.md); depth and top_k then bound the trees where they are given.
+    accepted so far, down to none (docs/guide/assistants.md); depth and top_k then bound the trees where they are given.
 
     fused=True drafts in one launch of a Triton kernel, and is refused, when the call is made, where the kernel cannot
     run; False drafts in separate kernels, and so does None, since these were faster with every head that was measured.
@@ -289,8 +289,8 @@ class Mtp(_DynamicTree):
     2412.19437, section 2.2), fed its own state and grown to the dynamic trees of `Eagle3`, or with a Gemma 4 assistant.
 
     `draft_vocab` bounds the drafted tokens, whose product is most of what drafting costs: a number of them, a file that
-    lists them (docs/mtp.md), or "full"; None is 65,536 where the model has more than twice as many. Some of the places
-    go to tokens of the prompts and answers. Raises `Unsupported` for another value.
+    lists them (docs/guide/mtp.md), or "full"; None is 65,536 where the model has more than twice as many. Some of the
+    places go to tokens of the prompts and answers. Raises `Unsupported` for another value.
     """
 
     name: ClassVar[str] = "mtp"

@@ -8,7 +8,7 @@ from types import ModuleType
 
 BLOCK_HEADS = (
     "block heads (DFlash, DSpark, DFlash 2) left fastspec, which trained them and never decoded with them; "
-    "docs/drafters.md has what they "
+    "docs/maintainers/drafters.md has what they "
     "measured, and the repository's tag `laboratory` their code"
 )
 BLOCK_KINDS = ("dspark", "dflash", "dflash2")

@@ -195,14 +195,16 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         )
         yield f"rms_norm, {rows} rows", lambda x=x: rms_norm.rms_norm(x, few(hidden), 1e-5, x)
         space = Space(whole(2), torch.zeros(ROWS, dtype=torch.int32), 0, 2, words_of(hidden, dtype))
-        for name, own in (
-            ("", x),
-            (" behind its product", DeferredProduct(x, few(hidden, hidden), None, linear_parts.linear_parts)),
+        many = Space(whole(4), torch.zeros(ROWS, dtype=torch.int32), 0, 4, words_of(hidden, dtype))
+        for name, own, spread in (
+            ("", x, space),
+            (" after its product", DeferredProduct(x, few(hidden, hidden), None, linear_parts.linear_parts), space),
+            (" of four processes", x, many),
         ):
             yield (
                 f"reduced_norm{name}, {rows} rows",
-                lambda x=x, own=own, space=space: reduced_norm.reduced_norm(
-                    own, few(hidden), 1e-5, x, None, None, None, space
+                lambda x=x, own=own, spread=spread: reduced_norm.reduced_norm(
+                    own, few(hidden), 1e-5, x, None, None, None, spread
                 ),
             )
         yield (

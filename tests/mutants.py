@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -155,7 +155,8 @@ def run_all(
         return Result(mutant.key, outcome, seconds, source, asked_by(tests, texts), len(tests), by, by_text)
 
     with ThreadPoolExecutor(processes) as pool, path.open("a") as out:
-        for done, result in enumerate(pool.map(one, left), 1):
+        for done, finished in enumerate(as_completed([pool.submit(one, job) for job in left]), 1):
+            result = finished.result()
             found[result.key] = result
             print(json.dumps(asdict(result)), file=out, flush=True)
             print(f"[{done}/{len(left)}] {result.outcome:8} {result.seconds:5.1f} s  {result.key}", flush=True)
@@ -428,6 +429,7 @@ def main() -> int:
         help="patterns of test files under tests/, where some are enough",
     )
     parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--seconds", type=float, default=START, help="more for each mutant than its tests took")
     asked = parser.parse_args()
     # Triton is imported before conftest.py is read: by the processes that the others are forked from
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
@@ -449,7 +451,8 @@ def main() -> int:
         held = read(kept)
         left = [job for job in jobs if not is_valid(held.get(job[0].key), job[2], job[1], texts)]
         limits = {
-            job[0].key: START + SLOWER * sum(tests[name].seconds for name in job[1] if name in tests) for job in left
+            job[0].key: asked.seconds + SLOWER * sum(tests[name].seconds for name in job[1] if name in tests)
+            for job in left
         }
         run_all(
             left[: asked.most],

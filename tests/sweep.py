@@ -1,6 +1,6 @@
 """Every class of transformers' own mappings, tiny and random: what assisted decoding gives beside plain `generate`.
 
-    python tests/sweep.py            # writes benchmarks/results/models.jsonl and docs/models.md
+    python tests/sweep.py            # writes benchmarks/results/models.jsonl, and the guide from it
     python tests/sweep.py gpt2 git   # prints the rows of these
     python tests/sweep.py --write gpt2 git    # writes them among the others
 
@@ -36,7 +36,8 @@ from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.limits import layer_spans
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "models.jsonl", ROOT / "docs" / "models.md"
+RESULTS = ROOT / "benchmarks" / "results" / "models.jsonl"
+PAGES = [ROOT / "docs" / "guide" / name for name in ("models.md", "output.md")]
 CAUSAL, IMAGE_TEXT, SOURCE = "causal-lm", "image-text", "encoder-decoder"
 MAPPINGS = {
     CAUSAL: (transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
@@ -256,7 +257,7 @@ def rows(kinds: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Write the rows and the page, or print some rows."""
-    from sweep_page import page
+    from sweep_page import filled
 
     kinds = [each for each in sys.argv[1:] if each != "--write"]
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
@@ -270,7 +271,8 @@ def main() -> None:
     if not kinds or "--write" in sys.argv:
         held = [found[each] for each in wanted() if each in found]
         RESULTS.write_text("".join(json.dumps(each) + "\n" for each in (versions, *held)))
-        PAGE.write_text(page(versions, held))
+        for page in PAGES:
+            page.write_text(filled(page.read_text(), versions, held))
 
 
 def place(found: dict[str, Any]) -> tuple[str, str]:

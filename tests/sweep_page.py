@@ -1,46 +1,74 @@
-"""docs/models.md, from the rows that `sweep.py` writes."""
+"""Generated parts of the user's guide: the tables of docs/guide/models.md and the counts of docs/guide/output.md, from
+the rows that `sweep.py` writes and the adapters of fastspec.
+
+A page holds a part between `<!-- made: NAME -->` and `<!-- end: NAME -->`; `filled` writes it anew.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastspec.patches.hf.families import ADAPTERS, Adapter
+
 Row = dict[str, Any]
-TITLES = {
-    "causal-lm": "Causal language models",
-    "image-text": "Vision-language models",
-    "encoder-decoder": "Encoder-decoder models",
-}
+CAUSAL, VISION, SOURCE = "causal-lm", "image-text", "encoder-decoder"
 WRONG = "differs", "raises", "stuck"
-COUNTED = {
-    "adapter": "adapter",
-    "generic": "generic mode",
-    "refused": "refused by name",
-    "wrong": "wrong",
-    "untried": "not tried",
+KINDS = "wrong", "refused", "generic", "adapter", "untried"
+"""Kinds of rows, the worst first."""
+FAMILIES = {
+    "Apertus": ("apertus",),
+    "Arcee": ("arcee",),
+    "Aria": ("aria_text",),
+    "Command R, R7B and A, Aya": ("cohere", "cohere2"),
+    "CWM": ("cwm",),
+    "dots.llm1": ("dots1",),
+    "Emu3": ("emu3_text_model",),
+    "ERNIE 4.5": ("ernie4_5", "ernie4_5_moe"),
+    "EXAONE 4": ("exaone4",),
+    "Gemma 1 to 4, VaultGemma": (
+        *("gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "vaultgemma"),
+    ),
+    "GLM-4, GLM-4.5 to 4.7": ("glm", "glm4", "glm4_moe"),
+    "gpt-oss": ("gpt_oss",),
+    "Granite": ("granite", "granitemoe"),
+    "Helium": ("helium",),
+    "HyperCLOVA X": ("hyperclovax",),
+    "InternLM3": ("internlm3",),
+    "IQuest-Coder": ("iquestcoder",),
+    "Jais 2": ("jais2",),
+    "Llama 2 to 4": ("llama", "llama4_text"),
+    "MiniMax-M2": ("minimax_m2",),
+    "Mistral, Ministral, Mixtral": ("mistral", "ministral", "ministral3", "mixtral"),
+    "Nemotron": ("nemotron",),
+    "OLMo, OLMoE, FlexOlmo": ("olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "flex_olmo"),
+    "Phi-1 to Phi-4": ("phi", "phi3"),
+    "Qwen2, Qwen2.5": ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text"),
+    "Qwen3": ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    "Qwen3.5, Qwen3.6, Qwen3-Next": ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+    "Seed-OSS": ("seed_oss",),
+    "SmolLM3": ("smollm3",),
+    "Solar Open": ("solar_open",),
+    "StableLM": ("stablelm",),
+    "Starcoder2": ("starcoder2",),
 }
-HEAD = """# Which models work
-
-Every class that transformers {transformers} lists for text generation, tiny, with random weights in fp32, on the CPU (torch {torch}): what
-`generate(assistant=...)` gives beside plain `generate`. `python tests/sweep.py` writes this page and
-[its rows](../benchmarks/results/models.jsonl).
-
-**{equal} classes give the same tokens, {refused} are refused by name, {wrong} give anything else.** A refusal is an `Unsupported` error of
-`patch` or of the first call; the model itself goes on as before. [Patching](patching.md#which-models) says what the modes are.
-
-"""  # noqa: E501
-LEGEND = """The same tokens means: greedy, from every assistant that is named, for one text, for three texts in a batch with left padding,
-and for a conversation of three turns of two texts, each on the cache that the last turn returned, the second turn by plain `generate`. Of
-the assistants, the draft model of `speculative` nearly agrees with its target, so that drafts are accepted, and the head of `eagle3` is
-random.
-
-*Windows*: some layers see a window or chunk, which these texts outgrow. *Images*: prompts with random images give the same tokens too;
-where there is nothing, images were not tried.
-"""  # noqa: E501
-ALL = ["autoregressive", "nasd", "speculative", "eagle3"]
+"""A family's published name -> the adapters of its decoders, all of fastspec's together."""
+REASONS = {
+    "keeps a recurrent state": "a recurrent state other than Gated DeltaNet's, which no draft may change",
+    "has layers of type": "layers without a full KV cache (convolutions, sparse indices, linear attention)",
+    "forward takes no": "no positions or no cache can be given to a pass",
+    "scores the nodes of a draft tree otherwise": "positions or masks are read in a way of its own, seen by trial",
+    "does not run as fastspec has to run it": "no 4-D mask can be given to a pass",
+    "is an encoder-decoder model of type": "an encoder-decoder whose decoder is not known",
+    "is more than one stack of layers": "more than one stack of layers",
+    "generates by a loop of its own": "a generation loop of its own",
+    "has no generate method": "no `generate`",
+}
+"""Words of a refusal -> why, in the page's words."""
 
 
 def read(path: Path) -> tuple[dict[str, str], list[Row]]:
@@ -49,37 +77,23 @@ def read(path: Path) -> tuple[dict[str, str], list[Row]]:
     return first, rest
 
 
-def page(versions: dict[str, str], rows: Sequence[Row]) -> str:
-    """The whole page."""
-    found = counts(rows)
-    equal = found["adapter"] + found["generic"]
-    out = [
-        HEAD.format(**versions, equal=equal, refused=found["refused"], wrong=found["wrong"] or "none"),
-        _summary(rows),
-        LEGEND,
-    ]
-    for mapping, title in TITLES.items():
-        own = [each for each in rows if each["mapping"] == mapping]
-        if own:
-            out += [
-                f"\n## {title}\n\n",
-                _equal(own),
-                _failed(own, WRONG, "Wrong"),
-                _failed(own, ("refused",), "Refused"),
-                _untried(own),
-            ]
-    return "".join(out)
+def filled(text: str, versions: dict[str, str], rows: Sequence[Row]) -> str:
+    """A page with its generated parts made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        return f"{found[1]}\n\n{PARTS[found[2]](versions, rows)}\n\n{found[3]}"
+
+    return re.sub(r"(<!-- made: (\w+) -->)\n.*?\n(<!-- end: \2 -->)", made, text, flags=re.DOTALL)
 
 
-def counts(rows: Sequence[Row]) -> dict[str, int]:
-    """How many classes there are of each kind in COUNTED, each counted by its worst row; by model type where no model
-    could be made."""
+def counts(rows: Iterable[Row]) -> dict[str, int]:
+    """How many classes there are of each of KINDS, each counted by its worst row; by model type where no model could be
+    made."""
     kinds = defaultdict(set)
     for each in rows:
-        kinds[_name(each)].add(_kind(each))
-    order = ["wrong", "refused", "generic", "adapter", "untried"]
-    worst = [min(found, key=order.index) for found in kinds.values()]
-    return {kind: worst.count(kind) for kind in COUNTED}
+        kinds[each["model_type"] if each["class"] == "-" else each["class"]].add(_kind(each))
+    worst = [min(found, key=KINDS.index) for found in kinds.values()]
+    return {kind: worst.count(kind) for kind in KINDS}
 
 
 def _kind(row: Row) -> str:
@@ -90,88 +104,82 @@ def _kind(row: Row) -> str:
     return "refused" if row["outcome"] == "refused" else "untried"
 
 
-def _name(row: Row) -> str:
-    return row["model_type"] if row["class"] == "-" else row["class"]
+def _counted(versions: dict[str, str], rows: Sequence[Row]) -> str:
+    found = counts(rows)
+    equal = found["adapter"] + found["generic"]
+    return (
+        f"**Of the classes that transformers {versions['transformers']} lists for text generation {equal} give the "
+        f"tokens of plain `generate`, {found['refused']} are refused by name, and {found['wrong'] or 'none'} give "
+        "anything else.**"
+    )
 
 
-def _summary(rows: Sequence[Row]) -> str:
-    lines = [f"| classes | {' | '.join(COUNTED.values())} |", "|---|" + "---|" * len(COUNTED)]
-    for mapping, title in TITLES.items():
-        found = counts([each for each in rows if each["mapping"] == mapping])
-        if any(found.values()):
-            lines.append(f"| {title} | {' | '.join(str(found[kind]) for kind in COUNTED)} |")
-    return "\n".join(lines) + "\n\n"
-
-
-def _equal(rows: Sequence[Row]) -> str:
-    groups, notes = defaultdict(list), list[str]()
+def _families(versions: dict[str, str], rows: Sequence[Row]) -> str:
+    own = defaultdict(list)
     for each in rows:
-        if each["outcome"] == "equal":
-            mode = each["mode"].partition(" (")[0].rpartition(" ")[2]
-            windows, images = ("yes" if each.get(name) in (True, "equal") else "" for name in ("outgrown", "images"))
-            mode = "*generic*" if mode == "generic" else mode
-            groups[each["class"], mode, _assistants(each, notes), _turns(each, notes), windows, images].append(
-                each["model_type"]
-            )
-    if not groups:
-        return ""
-    more = {
-        place: name
-        for place, name in ((3, "turns"), (4, "windows"), (5, "images"))
-        if any(cells[place] for cells in groups)
+        if _kind(each) == "adapter" and each["mapping"] != SOURCE:
+            own[each["mode"].partition(" (")[0].rpartition(" ")[2]].append(each)
+    lines = ["| family | text, `model_type` | with a vision encoder |", "|---|---|---|"]
+    for name, adapters in FAMILIES.items():
+        mine = [each for adapter in adapters for each in own[adapter]]
+        vision = {each["model_type"] for each in mine if each["mapping"] == VISION}
+        text = [each for each in mine if each["model_type"] not in vision]
+        seen = [each for each in mine if each["mapping"] == VISION]
+        lines.append(f"| {name} | {_types(text, _layers)} | {_types(seen, _images)} |")
+    return "\n".join(lines)
+
+
+def _types(rows: Iterable[Row], mark: Callable[[Row], str]) -> str:
+    """Model types in alphabetical order, each with its marks."""
+    return ", ".join(sorted({f"`{each['model_type']}`{mark(each)}" for each in rows}))
+
+
+def _layers(row: Row) -> str:
+    adapter: Adapter = ADAPTERS[row["mode"].partition(" (")[0].rpartition(" ")[2]]
+    marks = {
+        "E": adapter.mixture is not None or bool(adapter.experts),
+        "W": bool(row.get("outgrown")),
+        "R": bool(adapter.recurrent),
     }
-    header = ["class", "model types", "adapter", "assistants", *more.values()]
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for cells, kinds in sorted(groups.items(), key=lambda item: (item[0][0].lower(), item[0])):
-        shown = cells[0], ", ".join(f"`{kind}`" for kind in kinds), *cells[1:3], *(cells[place] for place in more)
-        lines.append(f"| {' | '.join(shown)} |")
-    numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-    return "\n".join(["Equal:\n", *lines, "", *numbered, *([""] if numbered else [])]) + "\n"
+    found = "".join(letter for letter, holds in marks.items() if holds)
+    return f" {found}" if found else ""
 
 
-def _assistants(row: Row, notes: list[str]) -> str:
-    """Those that gave the same, and by number why others did not run."""
-    ran = row["assistants"]
-    if "eagle3" not in row:
-        return ", ".join(ran)
-    return "all four" if ran == ALL else f"all but `eagle3` [{_note(row['eagle3'], row, notes)}]"
+def _images(row: Row) -> str:
+    return " I" if row.get("images") == "equal" else ""
 
 
-def _turns(row: Row, notes: list[str]) -> str:
-    told = row.get("turns", "")
-    return told if told in ("", "equal") else f"[{_note(told, row, notes)}]"
+def _generic(versions: dict[str, str], rows: Sequence[Row]) -> str:
+    own = [each for each in rows if _kind(each) == "generic"]
+    seen = {each["model_type"] for each in own if each.get("images") == "equal"}
+    parts = [[each for each in own if (each["model_type"] in seen) is wanted] for wanted in (True, False)]
+    cells = [_types(part, lambda row: "") for part in parts]
+    return "\n".join(["| prompts with images were compared | others |", "|---|---|", f"| {' | '.join(cells)} |"])
 
 
-def _note(told: str, row: Row, notes: list[str]) -> int:
-    words = told.replace(row["class"], "the model")
-    if words not in notes:
-        notes.append(words)
-    return notes.index(words) + 1
+def _sources(versions: dict[str, str], rows: Sequence[Row]) -> str:
+    return _types((each for each in rows if each["mapping"] == SOURCE and each["outcome"] == "equal"), lambda row: "")
 
 
-def _failed(rows: Sequence[Row], outcomes: tuple[str, ...], title: str) -> str:
-    """A line a reason, in the words of the error, with the classes in place of their own names."""
+def _refused(versions: dict[str, str], rows: Sequence[Row]) -> str:
     groups = defaultdict(list)
     for each in rows:
-        if each["outcome"] in outcomes:
-            groups[each["reason"].replace(each["class"], "…"), each["outcome"]].append(each)
-    if not groups:
-        return ""
-    lines = ["| classes | reason |", "|---|---|"]
-    for (reason, outcome), own in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
-        names = ", ".join(dict.fromkeys(map(_name, own)))
-        lines.append(f"| {names} | {'' if outcome == 'refused' else outcome + ': '}{_cell(reason)} |")
-    return "\n".join([f"{title}:\n", *lines, "", ""])
+        if each["outcome"] == "refused":
+            groups[next(why for words, why in REASONS.items() if words in each["reason"])].append(each)
+    lines = ["| refused for | `model_type` |", "|---|---|"]
+    lines += [f"| {why} | {_types(groups[why], lambda row: '')} |" for why in REASONS.values()]
+    return "\n".join(lines)
 
 
-def _untried(rows: Sequence[Row]) -> str:
-    own = [each for each in rows if _kind(each) == "untried"]
-    if not own:
-        return ""
-    why = "Not tried, since no tiny model could be made here or plain `generate` itself fails on text:\n"
-    lines = [f"| `{each['model_type']}` | {_cell(each['reason'])} |" for each in own]
-    return "\n".join([why, "| model type | why |", "|---|---|", *lines, ""])
+def _untried(versions: dict[str, str], rows: Sequence[Row]) -> str:
+    return _types((each for each in rows if _kind(each) == "untried"), lambda row: "")
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+PARTS: dict[str, Callable[[dict[str, str], Sequence[Row]], str]] = {
+    "counts": _counted,
+    "families": _families,
+    "generic": _generic,
+    "sources": _sources,
+    "refused": _refused,
+    "untried": _untried,
+}

@@ -119,15 +119,15 @@ def test_the_marks_are_known_and_few() -> None:
     elsewhere = [snippet.name for snippet in marked if not snippet.needs & {"clients", "processes"}]
     assert len(elsewhere) <= 3, elsewhere
     tested = {
-        "docs/clients.md",
-        "docs/serving.md",
+        "docs/guide/clients.md",
+        "docs/guide/serving.md",
         "docs/recipes.md",
-        "docs/quantised.md",
+        "docs/guide/quantised.md",
     }  # by test_page.py, test_serve_page.py, test_recipes.py and test_stored.py
     assert {str(snippet.page) for snippet in marked if "clients" in snippet.needs} <= tested
     unmarked = [
         snippet.name
-        for snippet in snippets(Path("docs/clients.md"))
+        for snippet in snippets(Path("docs/guide/clients.md"))
         if snippet.language == "python" and not snippet.needs
     ]
     assert not unmarked, unmarked
@@ -188,7 +188,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_messages_of_troubleshooting_are_those_of_the_package() -> None:
     page = (
-        (ROOT / "docs" / "troubleshooting.md")
+        (ROOT / "docs" / "guide" / "troubleshooting.md")
         .read_text(encoding="utf-8")
         .partition("## Messages")[2]
         .partition("\n## ")[0]

@@ -51,7 +51,9 @@ def test_only_what_left_is_called_removed() -> None:
 )
 def test_settings_of_block_heads_say_where_they_went(tmp_path: Path, change: dict[str, Any]) -> None:
     (name,) = change
-    with pytest.raises(ValueError, match=rf"TrainConfig.{name}.*: block heads .*docs/drafters.md .* tag `laboratory`"):
+    with pytest.raises(
+        ValueError, match=rf"TrainConfig.{name}.*: block heads .*docs/maintainers/drafters.md .* tag `laboratory`"
+    ):
         settings(tmp_path, **change)
 
 
@@ -85,7 +87,7 @@ def test_a_block_head_is_refused_as_what_it_is(tmp_path: Path, name: str) -> Non
     save_file({"fc.weight": torch.zeros(64, 128), "hidden_norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
     told = (
         rf"a {form} head, which drafts a block of tokens in one pass; fastspec decodes with EAGLE heads "
-        r"\(docs/drafters.md"
+        r"\(docs/maintainers/drafters.md"
     )
     with pytest.raises(CheckpointError, match=told):
         inspect_head(tmp_path)

@@ -12,7 +12,6 @@ from typing import Any
 
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
-from fastspec.distribution import warn_of_stranger
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.drafters.tree_sizes import TreeChoice
 from fastspec.generation.heads.bound import BoundHead
@@ -107,8 +106,8 @@ def patch(
     first needs them. `assistant` is the default of every `generate` call that names none: a call that it cannot
     serve runs transformers' own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact`
     every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed
-    order (see docs/exact.md); what has none is refused by name. With `stored` assisted calls multiply quantised
-    weights as they are stored, where their format is read (docs/quantised.md); else such layers run by their own
+    order (see docs/guide/output.md); what has none is refused by name. With `stored` assisted calls multiply quantised
+    weights as they are stored, where their format is read (docs/guide/quantised.md); else such layers run by their own
     forward. Only this instance is changed, and nothing in its forward pass; without an assistant it does what it
     did. On CUDA and with "cpp" the weights of layers that read one input (query, key and value; gate and up) are
     laid one after another: the parameters become views, and their values, names and shapes stay.
@@ -116,7 +115,6 @@ def patch(
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
     """
-    warn_of_stranger()
     given, model = model, unwrapped(model)
     if session_of(model) is not None:
         raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.cascade import records
 from fastspec.cascade.predictor import Predictor
+from fastspec.distribution import install_command
 from fastspec.programs.cli.app import app
 
 
@@ -78,8 +79,8 @@ def training(folder: Path, *more: str) -> list[str]:
 
 
 def judge(folder: Path) -> None:
-    """Write what agrees with the last stage's answer, with the script of docs/cascade.md."""
-    page = (Path(__file__).parents[2] / "docs/cascade.md").read_text(encoding="utf-8")
+    """Write what agrees with the last stage's answer, with the script of docs/guide/cascade.md."""
+    page = (Path(__file__).parents[2] / "docs/guide/cascade.md").read_text(encoding="utf-8")
     script = page.split("<<'END'\n")[1].split("\nEND\n")[0]
     subprocess.run([sys.executable, "-c", script], cwd=folder, check=True)
 
@@ -305,7 +306,7 @@ def test_an_option_that_left_says_where_it_went(arguments: list[str], message: s
         ([], "no items to answer: --prompts FILE or --task NAME"),
         (["--metric", "exact_match"], "give --task NAME"),
         (["--confirm-run-unsafe-code"], "give --task NAME"),
-        (["--task", "gsm8k"], 'pip install "fastspec-transformers[eval]"'),
+        (["--task", "gsm8k"], install_command("eval")),
     ],
 )
 def test_a_run_without_items_ends_before_a_model_is_loaded(

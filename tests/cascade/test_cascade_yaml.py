@@ -1,4 +1,4 @@
-"""A cascade as a YAML file: written, read as the same, and used from Python as docs/cascade.md prints it."""
+"""A cascade as a YAML file: written, read as the same, and used from Python as docs/guide/cascade.md prints it."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def test_the_task_file_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/cascade.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guide/cascade.md").read_text(encoding="utf-8")
     text = next(block.split("```")[0] for block in page.split("```\n") if block.startswith("task:"))
     (tmp_path / "task.yaml").write_text(text)
     rows = [{"question": f"What is {at} and {at}?", "answer": 2 * at} for at in range(3)]

@@ -1,5 +1,5 @@
-"""The snippets of docs/clients.md for several processes, in two over gloo: replicas generate by themselves, sharded
-weights in step."""
+"""The snippets of docs/guide/clients.md for several processes, in two over gloo: replicas generate by themselves,
+sharded weights in step."""
 
 from __future__ import annotations
 

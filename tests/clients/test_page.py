@@ -1,5 +1,5 @@
-"""Every snippet of docs/clients.md runs as it stands, on an unpatched and on a patched model, and both leave the same
-answer."""
+"""Every snippet of docs/guide/clients.md runs as it stands, on an unpatched and on a patched model, and both leave the
+same answer."""
 
 from __future__ import annotations
 
@@ -84,11 +84,12 @@ CLIENTS = {
     "DDP": ("torch", "DistributedDataParallel"),
     "FSDP2": ("torch", "fully_shard"),
     "openai": ("openai", "from openai import OpenAI"),
+    "anthropic": ("anthropic", "/v1/messages"),
     "Ray Serve": ("ray", "ray[serve]"),
 }
 """Rows of the page's table -> the distribution whose version is told, and a word of the row's snippet, here or on the
 page of servers."""
-SERVING = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text(encoding="utf-8")
+SERVING = Path(__file__).parents[2].joinpath("docs", "guide", "serving.md").read_text(encoding="utf-8")
 
 
 def test_the_table_has_what_is_installed_and_shown():

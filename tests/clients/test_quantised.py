@@ -90,7 +90,7 @@ def test_quantised_weights(folder, tokenizer, kind):
 
 
 def told_spread() -> tuple[float, float]:
-    """What docs/clients.md says that logits differ by: with quantised activations, and in fp32."""
+    """What docs/guide/clients.md says that logits differ by: with quantised activations, and in fp32."""
     numbers = re.search(
         r"differ by up to ([\d.]+) here, where in fp32 they differ by up to ([\d.]+)\. ", " ".join(PAGE.split())
     )

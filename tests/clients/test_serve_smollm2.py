@@ -55,7 +55,7 @@ def test_smollm2_answers_as_generate_does_with_stop_strings_and_in_streams(pair,
 
 @pytest.mark.timeout(1800)
 def test_the_example_of_a_cascade_is_made_evaluated_explained_and_served(tmp_path: Path) -> None:
-    """SmolLM2 and a copy of it with fewer layers, by the commands of docs/cascade.md."""
+    """SmolLM2 and a copy of it with fewer layers, by the commands of docs/guide/cascade.md."""
     example = Path(__file__).parents[2] / "examples" / "cascade.py"
     done = subprocess.run(
         [sys.executable, str(example), "--folder", str(tmp_path)], capture_output=True, text=True, check=False

@@ -247,7 +247,7 @@ def test_the_pages_snippet_drafts_and_says_what_the_model_says(smollm2, tokenize
     """SmolLM2 in int8, 24 tokens: the answer of its own forward."""
     pytest.importorskip("torchao")
     names = {"model": copy.deepcopy(smollm2[0]), "inputs": asked(tokenizer, QUESTIONS[0])}
-    (snippet,) = snippets(Path("docs/quantised.md"))
+    (snippet,) = (each for each in snippets(Path("docs/guide/quantised.md")) if "torchao" in each.text)
     exec(compile(snippet.text, snippet.name, "exec"), names)
     model, report = names["model"], fastspec.report(names["model"])
     assert (
@@ -256,6 +256,19 @@ def test_the_pages_snippet_drafts_and_says_what_the_model_says(smollm2, tokenize
     fastspec.unpatch(model)
     plain = model.generate(**names["inputs"], max_new_tokens=24, do_sample=False)
     assert torch.equal(names["answer"], plain)
+
+
+def test_the_pages_recipe_for_bitsandbytes_reads_its_layers_as_stored(plain, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    load = AutoModelForCausalLM.from_pretrained
+    places = {"org/model": plain}
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda name, **options: load(places[name], device_map="cpu", **options)
+    )
+    (recipe,) = (each for each in snippets(Path("docs/guide/quantised.md")) if "BitsAndBytesConfig" in each.text)
+    names: dict[str, Any] = {}
+    exec(compile(recipe.text, recipe.name, "exec"), names)
+    assert fastspec.report(names["model"]).stored == {"bitsandbytes 4 bits": 7 * LAYERS}
 
 
 def test_the_triton_kernel_reads_them_too(plain):

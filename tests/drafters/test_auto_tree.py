@@ -240,8 +240,8 @@ def test_another_size_in_every_round_on_a_gpu(forced, kind, rounds):
         for row, future in zip(ids, futures, strict=True):
             wanted = plain.generate(row, max_new_tokens=80, do_sample=False, eos_token_id=NEVER)
             assert future.result(300).tolist() == wanted.tolist()
-    assert {size for size, _ in taken} == {0, 1, 2, 3, 4}
-    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+    assert {size for size, _ in taken} >= {0, 1, 2, 3, 4}
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size >= 4]
     assert kind == "random" or sum(drafted) > 2 * len(drafted)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.generate import prompts
-from helpers.mtp import KINDS, loaded, oracle, published, save_with, target
+from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
+from helpers.pages import ROOT
 from helpers.vision import prompts_with_images, seeing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -411,3 +413,13 @@ def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:
     assert ("glm4_moe", 'assistant="mtp", by the adapter glm4_moe') in mtp.inspect_mtp(tmp_path / "with")
     assert mtp.inspect_mtp(tmp_path / "without") is None
     assert CliRunner().invoke(app, ["inspect", str(tmp_path / "without")]).exit_code != 0
+
+
+def test_the_pages_table_has_the_families_that_are_tried_and_their_tensors() -> None:
+    page = (ROOT / "docs" / "guide" / "mtp.md").read_text(encoding="utf-8")
+    told: dict[str, str] = {}
+    for kinds, tensors in re.findall(r"^\|[^|]*\|([^|]*)\| `([^`]*)\*`[^|]*\| yes \|$", page, re.MULTILINE):
+        told |= dict.fromkeys(re.findall(r"`(\w+)`", kinds), tensors.replace("N", "{n}"))
+    assert told.keys() == KINDS.keys()
+    for kind, tensors in told.items():
+        assert all(f"{name}.".startswith(tensors) for name in FORMS[KINDS[kind]].values()), kind

@@ -26,7 +26,7 @@ class Counted:
 def page() -> dict[str, Any]:
     """The names that the page's snippet makes."""
     names: dict[str, Any] = {}
-    first = next(each for each in snippets(Path("docs/internals.md")) if each.language == "python")
+    first = next(each for each in snippets(Path("docs/maintainers/internals.md")) if each.language == "python")
     exec(compile(first.text, first.name, "exec"), names)
     assert first.text.count("\n") < 55
     return names

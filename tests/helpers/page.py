@@ -1,4 +1,4 @@
-"""The snippets of docs/clients.md, and how one is run as it stands."""
+"""The snippets of docs/guide/clients.md, and how one is run as it stands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import fastspec
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "clients.md").read_text(encoding="utf-8")
 SET_UP, *SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 

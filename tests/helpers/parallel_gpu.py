@@ -90,34 +90,42 @@ def shared(rank: int, folder: str) -> None:
 
 
 def alike(group: dist.ProcessGroup, made: list[Tensor]) -> bool:
-    """Whether both processes have the same bits."""
-    told: list[Any] = [None, None]
+    """Whether all processes have the same bits."""
+    told: list[Any] = [None] * group.size()
     dist.all_gather_object(told, [each.cpu().view(torch.uint8) for each in made], group=group)
-    return all(map(torch.equal, *told))
+    return all(all(map(torch.equal, told[0], each)) for each in told[1:])
 
 
-def normed(rank: int, folder: str) -> None:
-    """One of two processes, on a GPU of its own where there are two: norms of sums in one launch, eager and replayed,
-    with other numbers and widths of rows in turn, are those of two launches, whoever is late."""
-    apart = torch.cuda.device_count() > 1
+def added(parts: list[Tensor]) -> Tensor:
+    """The sum in fp32 in the order of the processes, rounded once."""
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for each in parts:
+        total += each.float()
+    return total.to(parts[0].dtype)
+
+
+def normed(rank: int, folder: str, size: int = 2) -> None:
+    """One of some processes, on a GPU of its own where there are so many: norms of sums in one launch, eager and
+    replayed, with other numbers and widths of rows in turn, are those of two launches, whoever is late."""
+    apart = torch.cuda.device_count() >= size
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
+    group = begin(rank, size, folder, "nccl" if apart else "gloo", rank if apart else 0)
     if not apart:
         symmetric.reachable = lambda group: True  # type: ignore[assignment]
     graphs = []
     for turn, (dtype, width, rows) in enumerate(NORMS * 2):
         parts = [
             torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * turn + each)).to("cuda", dtype)
-            for each in range(3)
+            for each in range(size + 1)
         ]
-        own, residual, weight = parts[rank].clone(), parts[2], torch.ones(width, device="cuda", dtype=dtype)
+        own, residual, weight = parts[rank].clone(), parts[-1], torch.ones(width, device="cuda", dtype=dtype)
         run = partial(
             lambda x, w, r: reduced_norm.rms_norm(DeferredSum(x, group, symmetric.all_reduce), w, 1e-5, r),
             own,
             weight,
             residual,
         )
-        want = norms.rms_norm(parts[0] + parts[1], weight, 1e-5, residual)
+        want = norms.rms_norm(added(parts[:-1]), weight, 1e-5, residual)
         if rank:
             time.sleep(0.01 * (turn % 3))
         found = run()
@@ -132,7 +140,7 @@ def normed(rank: int, folder: str) -> None:
             graph.replay()
             if turn % 8 == rank:
                 torch.cuda.synchronize()
-            want = norms.rms_norm(parts[0] * (turn + 1) + parts[1] * (turn + 1), weight, 1e-5, residual)
+            want = norms.rms_norm(added([each * (turn + 1) for each in parts[:-1]]), weight, 1e-5, residual)
             assert near(made, want), turn
     assert alike(group, [each for _, made, *_ in graphs for each in made])
     torch.cuda.synchronize()
@@ -245,6 +253,7 @@ def alone(rank: int, folder: str) -> None:
 WORK = {
     "symmetric memory": (shared, 2),
     "norms": (normed, 2),
+    "norms of four": (partial(normed, size=4), 4),
     "sent": (sent, 2),
     "look-ups and joins": (found, 2),
     "NCCL": (alone, 1),

@@ -1,4 +1,4 @@
-"""Two processes that hold tiny models together by transformers' tensor parallelism, over gloo: what each made of the
+"""Processes that hold tiny models together by transformers' tensor parallelism, over gloo: what each made of the
 same calls."""
 
 from __future__ import annotations
@@ -44,16 +44,22 @@ from helpers.models import tiny_head, tiny_model
 from helpers.vision import prompts_with_images
 
 SMALL = {"num_hidden_layers": 3}
-"""A recurrent family's layers alternate: both kinds."""
+"""A recurrent family's layers alternate: both kinds. With key heads for two processes."""
 SEEING = "qwen2_5_vl"
 OWN_LAYER = "glm4_moe with its MTP layer"
 SIZE = 2
+"""How many processes there are; `work` sets it."""
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 DRAWN = {"max_new_tokens": 6, "do_sample": True, "temperature": 0.8, "top_k": 30}
 
 
 HERE = "cpu"
 """The device of the inputs, heads and models that are whole, "cpu" or "cuda"; `work` sets its process's own."""
+
+
+def sizes() -> dict[str, int]:
+    """Sizes of a model whose key heads the processes divide."""
+    return SMALL if SIZE == 2 else {**SMALL, "num_attention_heads": max(4, SIZE), "num_key_value_heads": SIZE}
 
 
 def here(made: Any) -> Any:
@@ -129,7 +135,7 @@ def family(load: Loader, kind: str) -> list[Any]:
 def drafted(load: Loader, kind: str) -> list[Any]:
     """Drafts that are accepted, and heads that read the target's embedding and its LM head."""
     del kind
-    model, whole = load("bigram"), here(bigram(**SMALL))
+    model, whole = load("bigram"), here(bigram(**sizes()))
     with fastspec.patched(model, eagle3=here(seer(whole)), eagle=here(seer1(whole)), speculative=whole):
         assistants = "eagle3", "eagle", fastspec.Speculative(gamma=3), "nasd"
         made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in assistants]
@@ -151,7 +157,7 @@ def cut_heads(load: Loader, kind: str) -> list[Any]:
     """Heads that the processes have together, of which each draft is accepted that a whole one's is; the weights of one
     change."""
     del kind
-    model, whole = load("bigram"), bigram(**SMALL)
+    model, whole = load("bigram"), bigram(**sizes())
     head, made = seer(whole), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_cut, "LEAST_BYTES", 0)
@@ -214,7 +220,7 @@ def calls(load: Loader, kind: str) -> list[Any]:
 def sized(load: Loader, kind: str) -> list[Any]:
     """Rounds whose sizes every process chooses alike, though their clocks differ, and which none of them waits for."""
     del kind
-    model, whole, made, taken = load("bigram"), here(bigram(**SMALL)), [], []
+    model, whole, made, taken = load("bigram"), here(bigram(**sizes())), [], []
     seconds, count = count_from(1), TreeSizes.count
 
     def watched(sizes: TreeSizes, size: int, *more: Any) -> None:
@@ -232,7 +238,7 @@ def sized(load: Loader, kind: str) -> list[Any]:
                 if dist.is_initialized():
                     found: list[Any] = [None] * SIZE
                     dist.all_gather_object(found, (taken, fastspec.report(model).trees[auto, 2]))
-                    assert found[0] == found[1] and found[0][0], found
+                    assert all(each == found[0] for each in found) and found[0][0], found
     return made
 
 
@@ -287,7 +293,7 @@ def captured(load: Loader, kind: str) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         if HERE == "cpu":
             stand_in(patch)
-        with fastspec.patched(model, eagle3=here(seer(bigram(**SMALL))), speculative=here(bigram(**SMALL))):
+        with fastspec.patched(model, eagle3=here(seer(bigram(**sizes()))), speculative=here(bigram(**sizes()))):
             for each in ("autoregressive", "eagle3", "nasd", "speculative", fastspec.ContinuousBatch("eagle3", rows=2)):
                 made += [model.generate(**inputs, **options, do_sample=False, assistant=each) for _ in range(2)]
             torch.manual_seed(7 if first() else 8)
@@ -357,14 +363,14 @@ def in_step(load: Loader, kind: str) -> list[Any]:
     """Weights that FSDP2 shares out: each process decodes prompts of its own, in rounds of its own number. What a
     process cannot compare with the others' it compares here."""
     del load, kind
-    model, rank = here(bigram(**SMALL)), dist.get_rank() if dist.is_initialized() else 0
+    model, rank = here(bigram(**sizes())), dist.get_rank() if dist.is_initialized() else 0
     inputs = given(5, 9, seed=rank)
     expected = model.generate(**inputs, **GREEDY)
     if dist.is_initialized():
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    with fastspec.patched(model, eagle3=here(seer(bigram(**SMALL)))):
+    with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
         for each in ("eagle3", "nasd", "autoregressive"):
             assert torch.equal(model.generate(**inputs, **GREEDY, assistant=each), expected), each
         report = fastspec.report(model)
@@ -412,12 +418,16 @@ def _kind(name: str) -> Any:
 
 
 def work(
-    rank: int, folder: Path, jobs: list[tuple[str, Callable[[Loader, str], Any], str]], device: str = "cpu"
+    rank: int,
+    folder: Path,
+    jobs: list[tuple[str, Callable[[Loader, str], Any], str]],
+    device: str = "cpu",
+    size: int = SIZE,
 ) -> None:
-    """One of the processes: every job's result, or what was raised, as `rank.pt` in the folder. On "cuda" each has a
+    """One of `size` processes: every job's result, or what was raised, as `rank.pt` in the folder. On "cuda" each has a
     GPU of its own."""
-    global HERE
-    HERE = device
+    global HERE, SIZE
+    HERE, SIZE = device, size
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     torch.set_num_threads(1)

@@ -44,6 +44,29 @@ class Group:
             assert torch.equal(space, before[other]), (rank, other)
         return made
 
+    def launch_with_owners(self, rank: int, rows: list[Tensor], sums: Tensor, run: Callable[[Space], Tensor]) -> Tensor:
+        """The same where a row has an owner, who gets the others' addends, and writes the row [H] of the sums to
+        them."""
+        size = len(self.spaces)
+        for index in range(len(sums)):
+            count, owner = int(self.counts[rank][index]) + 1, index % size
+            for other in range(size):
+                if other != rank and owner == rank:
+                    write(self.spaces[rank], rows[other][index], other, index, count)
+            if owner != rank:
+                write(self.spaces[rank], sums[index], owner, index, count)
+        before = [space.clone() for space in self.spaces]
+        made = run(self.seen[rank])
+        for index in range(len(sums)):
+            count, owner = int(self.counts[rank][index]), index % size
+            for other in range(size):
+                if owner == rank and other != rank:
+                    write(before[other], sums[index], rank, index, count)
+            if owner != rank:
+                write(before[owner], rows[rank][index], rank, index, count)
+        assert all(map(torch.equal, self.spaces, before)), rank
+        return made
+
 
 def near(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
     """Sums to the bit. Norms, whose squares another kernel may add in another order, to what that changes in fp32, or

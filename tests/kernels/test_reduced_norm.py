@@ -34,6 +34,16 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """A process's norm and sum."""
     rows = [joined(each).flatten(0, -2) for each in own]
+    if reduced_norm.has_owners(rows[0].nbytes, len(own)) and not isinstance(own[rank], DeferredProduct):
+        total = torch.zeros_like(rows[0], dtype=torch.float32)
+        for each in rows:
+            total += each.float()
+        return group.launch_with_owners(  # type: ignore[return-value]
+            rank,
+            rows,
+            total.to(rows[0].dtype),
+            lambda space: reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, space),
+        )
 
     def run(space: Space) -> Any:
         return reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, space)
@@ -43,22 +53,31 @@ def norm(
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @given(
-    processes=st.integers(2, 3),
+    processes=st.integers(2, 5),
     size=st.sampled_from([2, 24, 64, 130]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     parts=st.integers(0, 3),
     with_residual=st.booleans(),
     offset=st.sampled_from([None, 1.0]),
     seed=st.integers(0, 2**31),
+    owned=st.sampled_from([1 << 40, 0, 600]),
 )
 @examples(25)
-def test_every_process_gets_the_norm_of_the_sum(device, processes, size, dtype, parts, with_residual, offset, seed):
-    """Message after message, with other numbers of rows in turn, all the same bits; nothing but its own words are
-    written to the others."""
+def test_every_process_gets_the_norm_of_the_sum(
+    device, processes, size, dtype, parts, with_residual, offset, seed, owned
+):
+    """Message after message, with other numbers of rows in turn, with owners of rows and without, all the same bits;
+    nothing but its own words are written to the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduced_norm, "OWNED_BYTES", owned)
+        check_norms(device, processes, size, dtype, parts, with_residual, offset, seed)
+
+
+def check_norms(device, processes, size, dtype, parts, with_residual, offset, seed):
     torch.manual_seed(seed)
     group = Group(processes, size, dtype, device)
     weight = torch.randn(size, device=device).to(dtype)
-    for rows in ((1,), (2, 2), (1,), (1, 3), (2, 2)):
+    for rows in ((1,), (2, 2), (1,), (1, 3), (2, 4), (2, 2)):
         shape = *rows, size
         if parts:
             own = [Parts(torch.randn(parts, *shape, device=device), dtype) for _ in range(processes)]

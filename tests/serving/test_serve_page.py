@@ -1,5 +1,5 @@
-"""The snippets of docs/serving.md for the openai client and for uvicorn run as they stand, with a small model behind
-their address."""
+"""The snippets of docs/guide/serving.md for the openai client and for uvicorn run as they stand, with a small model
+behind their address."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any
 import pytest
 from helpers.grammars import TOKENIZER, terse
 from helpers.models import tiny_head
-from helpers.pages import snippets
+from helpers.pages import ROOT, snippets
 from helpers.serve import MARKS, openai, served, uvicorn
 from helpers.training import small_target, small_tokenizer
 
 import fastspec
+from fastspec.programs.serving.app import PATHS
 from fastspec.programs.serving.middleware import RequestMiddleware
 from fastspec.programs.training.save import save_head
 
 pytestmark = MARKS
 CLIENT, ROUNDS, STRUCTURED, PROGRAM, APART = [
-    each.text for each in snippets(Path("docs/serving.md")) if each.needs == {"clients"}
+    each.text for each in snippets(Path("docs/guide/serving.md")) if each.needs == {"clients"}
 ]
+PAGE = (ROOT / "docs" / "guide" / "serving.md").read_text(encoding="utf-8")
 MODEL, ADDRESS = "smollm2-135m-instruct", "http://127.0.0.1:8000/v1"
 
 
@@ -39,11 +41,21 @@ def lead_to(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai, "OpenAI", here)
 
 
+def test_the_page_names_every_route_and_every_metric() -> None:
+    with served(fastspec.patch(small_target()), assistant="nasd", name=MODEL) as server:
+        told = re.findall(r"^# TYPE (\w+) ", server.get("/metrics"), re.MULTILINE)
+    metrics = [name for name in told if not name.endswith("_created")]
+    assert len(metrics) > 15
+    for name in metrics:
+        assert any(f"`{name.removeprefix(prefix)}" in PAGE for prefix in ("", "fastspec", "fastspec_stage")), name
+    assert not [path for path in PATHS if f"`{path}" not in PAGE]
+
+
 def test_the_clients_snippet_prints_an_answer_as_it_comes(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert MODEL in CLIENT
     with served(fastspec.patch(small_target(peak=0.15)), assistant="nasd", name=MODEL) as server:
         lead_to(server, monkeypatch)
-        exec(compile(CLIENT, "docs/serving.md", "exec"), {})
+        exec(compile(CLIENT, "docs/guide/serving.md", "exec"), {})
         whole = server.client().chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "Why is the sky blue?"}], temperature=0
         )
@@ -53,7 +65,7 @@ def test_the_clients_snippet_prints_an_answer_as_it_comes(monkeypatch: pytest.Mo
 def test_the_rounds_snippet_prints_the_rounds_of_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with served(fastspec.patch(small_target(peak=0.15)), assistant="nasd", name=MODEL) as server:
         lead_to(server, monkeypatch)
-        exec(compile(ROUNDS.replace("The capital of France is", "w5 w9"), "docs/serving.md", "exec"), {})
+        exec(compile(ROUNDS.replace("The capital of France is", "w5 w9"), "docs/guide/serving.md", "exec"), {})
         whole = server.client().completions.create(model=MODEL, prompt="w5 w9", temperature=0)
     lines = [line.split(" ", 1) for line in capsys.readouterr().out.splitlines()]
     rounds = [literal_eval(pairs) for _, pairs in lines]
@@ -66,7 +78,7 @@ def test_the_structured_snippet_prints_what_its_class_holds(monkeypatch: pytest.
     monkeypatch.setattr(TOKENIZER, "chat_template", "{{ messages[0].content }}", raising=False)
     with served(fastspec.patch(terse()), assistant="nasd", name=MODEL, tokenizer=TOKENIZER) as server:
         lead_to(server, monkeypatch)
-        exec(compile(STRUCTURED, "docs/serving.md", "exec", dont_inherit=True), {"__name__": "page"})
+        exec(compile(STRUCTURED, "docs/guide/serving.md", "exec", dont_inherit=True), {"__name__": "page"})
     assert re.fullmatch(r"mood='(good|bad)' recommended=(True|False)\n", capsys.readouterr().out)
 
 
@@ -75,7 +87,7 @@ def test_the_programs_snippet_makes_a_server(monkeypatch: pytest.MonkeyPatch) ->
     fastspec.patch(model, eagle3=tiny_head(model))
     monkeypatch.setattr(uvicorn, "run", ran.append)
     exec(
-        compile(PROGRAM, "docs/serving.md", "exec"),
+        compile(PROGRAM, "docs/guide/serving.md", "exec"),
         {"fastspec": fastspec, "model": model, "tokenizer": small_tokenizer()},
     )
     assert [type(app) for app in ran] == [RequestMiddleware]

@@ -106,3 +106,17 @@ def test_committed_rows_of_other_scripts_are_told_apart(plot, tmp_path, monkeypa
     assert len(axes.get_yticklabels()) == len(drawn) and bool(axes.patches) == bars
     assert (tmp_path / "rows.png").stat().st_size > 10_000
     plot.plt.close(seen[0])
+
+
+def test_a_picture_beside_a_peer_has_every_case_and_its_ratio(plot, tmp_path, monkeypatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(plot.plt, "close", seen.append)
+    files = [BENCHMARKS / "results" / f"peers_{device}.jsonl" for device in ("h200", "h100")]
+    plot.main([*map(str, files), "--out", str(tmp_path / "rows.png")])
+    *devices, firsts = seen[0].axes
+    for axes, file in zip(devices, files, strict=True):
+        cases = plot.peer_cases(plot.read(file)).values()
+        ratios = [min(plot.peer_figure(ours, row)[2] for row in theirs) for ours, theirs in cases]
+        assert [bar.get_width() + 1 for bar in axes.patches] == pytest.approx(ratios)
+    assert firsts.patches and all(bar.get_width() + 1 < 1 for bar in firsts.patches)  # where fastspec is slower
+    plot.plt.close(seen[0])

@@ -3,12 +3,13 @@
     python tests/transformers_suite/run.py path/to/transformers --out results.jsonl
 
 The path is that of a checkout of transformers, of the installed version, of which `tests/` and `src/` are read. It
-takes `pip install parameterized httpx` besides fastspec, and where the checkout is of another version, the stand-ins
-that docs/lossless.md names. The tests of every family run unpatched and under each setting of `plugin.py`, with their
-inputs as they are, padded on the right, which an assistant leaves to transformers, and with the padding on the left.
-Where a test passes unpatched and not patched, the exit status is 1. Tests that compile the forward pass take minutes
-and are left out; `--compiled` runs these alone. Runs that the file of results has already, and that are not made again,
-stay in it.
+takes `pip install parameterized httpx` besides fastspec, and where the checkout is of another version, stand-ins for
+what its tests import and the installed one lacks: `tests/exporters`, `tests/distributed_testing_utils.py`, the mixins
+for FSDP and pipelines, the package `datasets`, names that have changed since. The tests of every family run unpatched
+and under each setting of `plugin.py`, with their inputs as they are, padded on the right, which an assistant leaves to
+transformers, and with the padding on the left. Where a test passes unpatched and not patched, the exit status is 1.
+Tests that compile the forward pass take minutes and are left out; `--compiled` runs these alone. Runs that the file of
+results has already, and that are not made again, stay in it.
 """
 
 from __future__ import annotations

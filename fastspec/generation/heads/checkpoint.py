@@ -233,7 +233,10 @@ class Other(NamedTuple):
     keys: str | None = None
 
 
-BLOCK = "drafts a block of tokens in one pass; fastspec decodes with EAGLE heads (docs/drafters.md says why): " + TRAIN
+BLOCK = (
+    "drafts a block of tokens in one pass; fastspec decodes with EAGLE heads (docs/maintainers/drafters.md says why): "
+    + TRAIN
+)
 OTHERS = (
     Other("a DFlash 2 head", BLOCK, fields=("selector_rank",), word="dflash2"),
     Other("a DSpark head", BLOCK, fields=("markov_rank",), word="dspark"),

@@ -1,7 +1,7 @@
 """Dialects of published heads, and the sizes and flags that a head's config.json and parameter names give.
 
 Formats read: the original EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators,
-AngelSlim, ModelOpt, NeMo Automodel, and `fastspec train`'s. docs/checkpoints.md says what decides each flag.
+AngelSlim, ModelOpt, NeMo Automodel, and `fastspec train`'s. docs/train/formats.md says what decides each flag.
 """
 
 from __future__ import annotations

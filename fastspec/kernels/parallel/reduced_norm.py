@@ -4,7 +4,11 @@ the norm in one launch, with one message between every two GPUs.
 A program sends its row to the others' memory in flagged words (`words.py`) and waits for theirs. A process that sends
 its third message has got the others' second, which they sent when they had read its first: two places are enough. A
 product of one row, by `kernels/linear/row.py`, sends its words itself, as soon as it has them, and the norm's launch
-behind it only reads.
+after it only reads.
+
+Of more than two processes each would write all of a long message to all others. There a row has an owner, its number
+modulo the processes: the others send their addends to it alone, and it sends the sum to them, in the dtype that all
+would round it to. The order of the addends is the same, and so are the bits.
 
 x, residual, out, total [..., H] as in `kernels/layer/norms.py`, R rows in all; W = H / 2 words a row, of 4-byte dtypes
 W = H.
@@ -27,13 +31,25 @@ from fastspec.kernels.parallel.words import (
     MAX_LOOKS,
     ROWS,
     Space,
+    come,
     fits,
+    from_words,
+    place_in,
     send_words,
     space_for,
     space_of,
     sum_words,
     to_words,
 )
+
+OWNED_BYTES = 500_000
+"""Bytes that a process need not write for owners of rows to pay: what NVLink writes while their sums are waited for."""
+
+
+def has_owners(nbytes: int, processes: int) -> bool:
+    """Whether rows of so many bytes have owners: P processes write 2 (P - 1) / P times as many each then, and P - 1
+    times as many where all write to all."""
+    return nbytes * (processes - 1) * (1 - 2 / processes) > OWNED_BYTES
 
 
 @triton.jit
@@ -59,6 +75,7 @@ def _reduced_norm(
     PROCESSES: tl.constexpr,
     LOOKS: tl.constexpr,
     SENT: tl.constexpr,
+    OWNED: tl.constexpr,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -70,6 +87,7 @@ def _reduced_norm(
     m_h = o_h < SIZE
     o_w = tl.arange(0, WORDS)
     m_w = o_w < USED
+    owner = tl.program_id(0) % PROCESSES
     b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)  # no kernel writes it, nor the addresses
     p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)
     guess = 0
@@ -92,12 +110,26 @@ def _reduced_norm(
             b_x = summed(p_x, row, tl.num_programs(0), o_h, m_h, SIZE, PARTS).to(dtype)
         else:
             b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
-        send_words(to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+        if not OWNED:
+            send_words(
+                to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS
+            )
         guess = count
-    b_total = sum_words(
-        b_x, p_mine, row, guess, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS
-    )
-    b_x = b_total.to(dtype)
+    if OWNED and owner != RANK:
+        p_sent = place_in(space_of(p_addresses, owner), RANK, row, count, PROCESSES, ROWS, WORDS) + o_w
+        tl.store(p_sent, to_words(b_x, count, WORDS), mask=m_w, cache_modifier=".wt")
+        p_got = place_in(p_mine, owner, row, count, PROCESSES, ROWS, WORDS) + o_w
+        b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, count, m_w, LOOKS)
+        b_x = from_words(b_got, dtype, BLOCK).to(dtype)
+    else:
+        b_total = sum_words(
+            b_x, p_mine, row, guess, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS
+        )
+        b_x = b_total.to(dtype)
+        if OWNED:
+            send_words(
+                to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS
+            )
     if ADD:
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
     tl.store(p_sum + row * stride_sum + o_h, b_x, mask=m_h)
@@ -172,6 +204,7 @@ def reduced_norm(
             PROCESSES=space.processes,
             LOOKS=MAX_LOOKS,
             SENT=launch is not None,
+            OWNED=has_owners(shape.numel() * dtype.itemsize, space.processes),
             ADD=residual is not None,
             PARTS=len(values) if isinstance(made, Parts) else 0,
             OFFSET=offset,

@@ -6,7 +6,7 @@ kernels/linear/hopper.py a program takes BM output channels, in steps of BK, and
 while it still waits for its rows; depths of few output channels are cut in 2 or 4 parts, SIDE by SIDE or in SERIES,
 added up as (0 + 1) + (2 + 3). A step's products are summed in order, in steps of 16; with GROUPED each step's sum is
 multiplied by its scale and added, else the sums are multiplied by the scales of their lines in the end. So a row's bits
-follow from the weight alone (docs/exact.md). Gluon has no interpreter: tested on the GPU alone.
+follow from the weight alone (docs/maintainers/same_bits.md). Gluon has no interpreter: tested on the GPU alone.
 """
 
 from __future__ import annotations

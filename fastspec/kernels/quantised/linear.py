@@ -6,8 +6,8 @@ exact in 16 bits (a table's are rounded to them); a group's products are summed 
 multiplied by the group's scale, and what comes of the groups is added in their order. Where input channels that lie
 beside each other have scales of their own (act-order, groups that no step fits), scales multiply the numbers instead,
 which are then rounded. Of 4 bits the even channels of a step come before the odd ones. So the bits of a row follow from
-the weight alone, whatever stands beside it (docs/exact.md). More than MAX_ROWS rows take torch's product of the
-dequantised weight.
+the weight alone, whatever stands beside it (docs/maintainers/same_bits.md). More than MAX_ROWS rows take torch's
+product of the dequantised weight.
 """
 
 from __future__ import annotations

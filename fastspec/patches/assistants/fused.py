@@ -10,7 +10,7 @@ It pays where a phase is launched kernel by kernel from Python: 0.5 ms instead o
 of 46 MiB, one H200). fastspec captures rounds as CUDA graphs, and in a graph the separate kernels were faster with
 every head that was measured: 0.46 ms instead of 0.50 (46 MiB), 0.86 instead of 0.98 (277), 1.75 instead of 2.08 (810),
 4.89 instead of 5.65 (2,676), on an H100 0.346 instead of 0.412 (15.5 MiB), and with eight rows 0.73 to 6.56 instead of
-0.93 to 13.7 (docs/measurements.md).
+0.93 to 13.7 (benchmarks/results/drafter_h200.jsonl and drafter_h100.jsonl).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Probe of a drafting head: which reading of an ambiguous checkpoint drafts best, measured on its target.
 
 Formats in circulation contradict each other about the tapped layers, the RoPE base and one residual
-(docs/checkpoints.md), and a wrong guess costs speed without an error.
+(docs/train/formats.md), and a wrong guess costs speed without an error.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 
 FORMS = ("json_schema", "regex", "choice", "ebnf")
@@ -28,7 +29,7 @@ def library() -> Any:
         import llguidance
     except ImportError as error:
         raise Unsupported(
-            'a grammar needs llguidance, which is not installed: pip install "fastspec-transformers[structured]"'
+            f"a grammar needs llguidance, which is not installed: {install_command('structured')}"
         ) from error
     return llguidance
 

@@ -127,7 +127,7 @@ def run_bench(
     on_profile: Callable[[str, Profile], object] | None = None,
 ) -> list[Row]:
     """Answer the prompts greedily by every method, and return one row per method and batch of prompts; see
-    docs/performance.md.
+    docs/performance/measure.md.
 
     `prompts` are jsonl files in Spec-Bench's form, and `texts` prompts of the category "prompt"; without both the
     bundled prompts are asked (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and

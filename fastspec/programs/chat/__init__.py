@@ -1,4 +1,5 @@
-"""`fastspec chat`: a conversation in the terminal in which strategies answer, and are compared; docs/chat.md shows it.
+"""`fastspec chat`: a conversation in the terminal in which strategies answer, and are compared; docs/guide/chat.md
+shows it.
 
 `session.Chat` holds the model and the conversation, `resources` reads what the model is patched with, `commands` is the
 table of commands, `view` what is shown, `loop` runs lines through them, and `terminal` reads the lines.

@@ -62,7 +62,7 @@ def chat(
     as_json: Annotated[bool, Option("--json", help="With --prompt: print one JSON object alone.")] = False,
 ) -> None:
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
-    docs/chat.md."""
+    docs/guide/chat.md."""
     from fastspec.programs.chat import make_settings, run_chat
     from fastspec.programs.chat.session import read_saved
 
@@ -132,7 +132,7 @@ def bench(
     allow_different: Annotated[bool, Option("--allow-different", help="Exit status 0 though fp32 differs.")] = False,
 ) -> None:
     """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See
-    docs/performance.md."""
+    docs/performance/measure.md."""
     from fastspec.programs.bench import report, run_bench
     from fastspec.programs.bench.peers import Peer
 

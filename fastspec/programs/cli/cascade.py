@@ -20,7 +20,7 @@ from fastspec.programs.terminal import counting
 
 LEFT = "is not there any more; the tag `laboratory` has the code"
 GONE = {
-    "--agreement": f"{LEFT}. docs/cascade.md has a script that judges by the last stage's answer, for --right FILE",
+    "--agreement": f"{LEFT}. docs/guide/cascade.md has a script for --right FILE, by the last stage's answer",
     "--threshold": f"{LEFT}. It was --agreement's: see --right FILE",
     "--allow-code-execution": f"{LEFT}. Unit tests are lm-eval's, such as --task humaneval --confirm-run-unsafe-code",
     "--plot": f"{LEFT}. --out FILE has the rows to draw: price, cost, quality, mixing",
@@ -50,7 +50,7 @@ PROMPTS = (
     "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the right "
     "`answer`: a number, a text, a list of accepted texts, or beside `choices` a letter or a place from 0 on."
 )
-TASK = f"NAME[,NAME] of lm-eval's tasks, which ask the questions and judge the answers. Needs {install_command('eval')}"
+TASK = "NAME[,NAME] of lm-eval's tasks, which ask the questions and judge the answers. Needs the extra `eval`."
 METRIC = "With --task: METRIC or METRIC,FILTER that says what is right; by default a task's first. Several for several."
 UNSAFE = "With --task: lm-eval's switch for tasks that run models' code, beside HF_ALLOW_CODE_EVAL=1."
 RIGHT = (

@@ -13,7 +13,7 @@ from fastspec.errors import Unsupported
 from fastspec.programs.cli.cascade import check_names
 
 CascadeFile = Annotated[
-    Path | None, Option(help="YAML file of a cascade whose large model MODEL is. See docs/cascade.md.")
+    Path | None, Option(help="YAML file of a cascade whose large model MODEL is. See docs/guide/cascade.md.")
 ]
 Stages = Annotated[
     list[str] | None, Option(help="NAME=MODEL of a cascade's smaller stage, the cheapest first; in place of a file.")

@@ -39,7 +39,7 @@ def warmup(
     backend: Backend = "auto",
 ) -> None:
     """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See
-    docs/devices.md."""
+    docs/guide/devices.md."""
     import fastspec
 
     heads: dict[str, Any] = {"eagle3": eagle3, "eagle": eagle, "draft_model": draft_model}
@@ -68,7 +68,7 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Measure the launches of the kernels on this GPU for a model's shapes, and keep the fastest for later runs. See
-    docs/devices.md."""
+    docs/guide/devices.md."""
     import fastspec
 
     console = Console(highlight=False, markup=False, soft_wrap=True)

@@ -23,7 +23,7 @@ Backend = Annotated[
     Literal["auto", "torch", "cpp", "triton"],
     Option(
         help="Kernels: auto (the device's), torch, cpp (the CPU, with a compiler), or triton (CUDA). See "
-        "docs/patching.md."
+        "docs/guide/devices.md."
     ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]

@@ -214,7 +214,7 @@ def serve(
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
 ) -> None:
     """Serve a model by OpenAI's routes and Anthropic's: chat, completions, responses, messages, models, tokens, health
-    and metrics. See docs/serving.md."""
+    and metrics. See docs/guide/serving.md."""
     try:
         from fastspec.programs.serving.app import bound, build_app, run_server
         from fastspec.programs.serving.remote import Remote

@@ -60,7 +60,7 @@ def train(
     removed: Annotated[str | None, Option(*BLOCK_OPTIONS, hidden=True)] = None,
 ) -> None:
     """Train a drafting head. What is left out keeps the default of `fastspec.programs.training.TrainConfig`; see
-    docs/training.md."""
+    docs/train/options.md."""
     if removed is not None:
         raise typer.BadParameter(BLOCK_HEADS, param_hint=" / ".join(BLOCK_OPTIONS))
     given = {name: value for name, value in locals().items() if name != "device" and value is not None and value != []}

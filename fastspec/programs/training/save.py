@@ -112,7 +112,8 @@ def model_card(
     texts: int,
     validation: dict[str, Any] | None,
 ) -> str:
-    """README.md of a head: what it belongs to, how it was trained, how to use it."""
+    """README.md of a head, a model card: what it belongs to, how it was trained, how to use it. The licence is its
+    maker's to add."""
     name = Path(config.target).name if Path(config.target).exists() else config.target
     if head.kind == "eagle3":
         kind, assistant, taps = "EAGLE-3", "eagle3", f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}"
@@ -129,8 +130,17 @@ def model_card(
     held = ""
     if validation is not None:
         held = f"| held-out chain of {config.ttt_steps}, tokens a round | {validation['top1']} |\n"
+    of_hub = "/" in config.target and not Path(config.target).exists()
+    base = f"base_model: {config.target}\n" if of_hub else ""
     tokens, rate = processes * config.batch_tokens, f"{config.learning_rate:g}"
-    return f"""# {kind} head for {name}
+    return f"""---
+{base}library_name: fastspec
+tags:
+- speculative-decoding
+- {assistant}
+---
+
+# {kind} head for {name}
 
 A drafting head: with it the target generates several tokens per forward pass, the same ones as without it.
 

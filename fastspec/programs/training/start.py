@@ -72,7 +72,7 @@ def head_for(config: TrainConfig, target: Any, draft_vocab_size: int) -> HeadCon
 
 @torch.no_grad()
 def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
-    """Start an EAGLE-3 head from the target's own parts; docs/training.md has the loss measured from it.
+    """Start an EAGLE-3 head from the target's own parts.
 
     LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and
     feed-forward begin near zero. Only where the widths agree: otherwise all matrices start at random.
@@ -97,8 +97,7 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
 
 @torch.no_grad()
 def start_from_features(head: EagleHead, target: Any, texts: Iterable[TextBatch]) -> None:
-    """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches; docs/training.md has
-    the loss measured.
+    """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches.
 
     `fc` solves the least squares of a position's feature on its token's embedding and the feature before, over the
     positions with a loss; attention and feed-forward begin near zero.

@@ -1,11 +1,15 @@
-"""docs/models.md says what its rows say, the rows are of every class, and a sample of them is found again."""
+"""The guide says what the rows say, the rows are of every class, and a sample of them is found again."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import sweep
 import sweep_page
 import transformers
+
+from fastspec.patches.hf.families import ADAPTERS
 
 VERSIONS, ROWS = sweep_page.read(sweep.RESULTS)
 SAMPLE = (
@@ -19,8 +23,15 @@ SAMPLE = (
 LEFT_OUT = {"tokens"}  # how many different ones a text has is the processor's affair
 
 
-def test_the_page_is_made_of_the_rows() -> None:
-    assert sweep.PAGE.read_text() == sweep_page.page(VERSIONS, ROWS)
+@pytest.mark.parametrize("page", sweep.PAGES, ids=lambda page: page.name)
+def test_the_pages_are_made_of_the_rows(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- made: " in text and text == sweep_page.filled(text, VERSIONS, ROWS)
+
+
+def test_every_adapter_is_of_one_family() -> None:
+    named = [adapter for family in sweep_page.FAMILIES.values() for adapter in family]
+    assert sorted(named) == sorted(ADAPTERS)
 
 
 def test_no_class_gives_other_tokens_or_an_error_that_is_no_refusal() -> None:

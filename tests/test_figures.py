@@ -1,0 +1,56 @@
+"""The tables of the pages are those of committed rows, and every table is on a page."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.pages import PAGES, ROOT
+
+FILES = ("bench_cpu", "bench_qwen_all_h100", "full_size_h200", "head_smollm2_h100", "peers_h100", "peers_h200")
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("pages")
+
+
+def test_every_table_stands_on_one_page_with_the_figures_of_its_rows(script: Any) -> None:
+    found: Counter[str] = Counter()
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        found.update(name for _, name, _ in script.PLACE.findall(text))
+        assert script.filled(text) == text, f"{page}: run python benchmarks/pages.py"
+    assert dict(found) == dict.fromkeys(script.TABLES, 1)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_table_follows_its_rows(script: Any, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    kept = script.of
+    figures = ("round_ms", "tokens_per_second", "acceptance_length", "first_token_s")
+
+    def changed(name: str) -> tuple[Any, ...]:
+        return tuple(
+            row | {figure: 1.7 * row[figure] for figure in figures if name == file and row.get(figure)}
+            for row in kept(name)
+        )
+
+    before = {name: table() for name, table in script.TABLES.items()}
+    monkeypatch.setattr(script, "of", changed)
+    assert {name for name, table in script.TABLES.items() if table() != before[name]}
+
+
+def test_a_case_with_a_peer_is_of_one_commit_and_the_last_that_has_both(script: Any) -> None:
+    def row(engine: str, commit: str, speed: float) -> dict[str, Any]:
+        case = {"model": "llama-8b", "rows": 8, "before": 512, "method": "plain"}
+        return case | {"engine": engine, "commit": commit, "tokens_per_second": speed}
+
+    rows = [row("vllm", "a", 1.0), row("fastspec", "a", 2.0), row("vllm", "b", 3.0), row("fastspec", "b", 6.0)]
+    ((ours, (theirs,)),) = script.peer_cases([*rows, row("fastspec", "c", 99.0)]).values()
+    assert (ours["commit"], theirs["commit"]) == ("b", "b")
+    assert script.peer_figure(ours, theirs) == ("6.00", "3.00", 2.0)

@@ -1,0 +1,138 @@
+"""The user's guide says what the code and the rows have: fields of assistants, default trees, commands of the chat,
+settings of the environment, errors, figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from typing import Any
+
+from helpers.pages import ROOT
+
+import fastspec
+from fastspec import errors
+from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
+from fastspec.programs.chat.commands import COMMANDS
+
+CONFIGS = (
+    fastspec.Eagle3,
+    fastspec.Eagle1,
+    fastspec.Mtp,
+    fastspec.Speculative,
+    fastspec.Nasd,
+    fastspec.ContinuousBatch,
+)
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / "guide" / name).read_text(encoding="utf-8")
+
+
+def rows(file: str, **wanted: Any) -> list[dict[str, Any]]:
+    """The rows of a file in benchmarks/results that have these values."""
+    found = map(json.loads, (ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8").splitlines())
+    return [row for row in found if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def one(file: str, name: str, **wanted: Any) -> Any:
+    """A value of the first row that has these."""
+    return rows(file, **wanted)[0][name]
+
+
+def held(name: str, *phrases: str) -> None:
+    """Each phrase stands on a page, whose lines are one text."""
+    text = " ".join(page(name).split())
+    assert not [phrase for phrase in phrases if phrase not in text]
+
+
+def test_figures_of_the_output_are_those_of_their_rows() -> None:
+    fp32 = [row for row in rows("lossless_h200.jsonl", dtype="float32", batch=40) if "assistant" in row]
+    prompts = {row["prompts"]: row["count"] for row in fp32}
+    told = {row["assistant"].partition(",")[0]: 0 for row in fp32}
+    assert len(prompts) == 5 and all(row["identical"] == row["count"] for row in fp32)
+    held("output.md", f"On an H200 {sum(prompts.values())} prompts of five sets gave identical answers in fp32")
+    held("output.md", *(f"`{assistant}`" for assistant in told))
+    bf16 = rows("lossless_h200.jsonl", dtype="bfloat16", batch=40, assistant="eagle3")
+    same, of = (sum(row[name] for row in bf16) for name in ("identical", "count"))
+    gap = max(row["logit_gap_where_different"]["max"] for row in bf16)
+    held("output.md", f"{same} of {of} answers of `eagle3`", f"at most {gap} apart")
+    asked = {"assistant": "eagle3", "prompts": "mt_bench", "batch": 1, "dtype": "bfloat16"}
+    fast, exact = (one("exact_h100.jsonl", "equal", exact=kind, **asked) for kind in (False, True))
+    held("output.md", f"{exact} of {exact} answers where the fast kernels gave {fast} (`eagle3`, one at a time, H100")
+    drawn = rows("distribution_h200.jsonl")
+    ((texts, significance),) = {(row["texts"], row["significance"]) for row in drawn}
+    assert all(each["p"] > significance for row in drawn for each in row["positions"])
+    held("output.md", f"{texts:,} texts for each assistant", f"significance {significance}")
+
+
+def test_figures_of_times_are_those_of_their_rows() -> None:
+    def ms(weights: str, method: str) -> str:
+        return f"{one('stored_h100.jsonl', 'round_ms', weights=weights, method=method, batch=1):.2f}"
+
+    token, round_ = ([ms(weights, method) for weights in ("int8", "dense")] for method in ("autoregressive", "eagle3"))
+    held("quantised.md", "a token in {} ms instead of {} in bf16".format(*token))
+    held("quantised.md", "a round of `eagle3` in {} instead of {}".format(*round_))
+    cold, warm = (
+        one("first_call_h100.jsonl", "first_token", shape="llama-8b", assistant="eagle3", caches=caches)
+        for caches in ("cold", "warm")
+    )
+    held("devices.md", f"comes after {cold:.1f} s, and after {warm:.1f} with filled caches")
+    plain = {"processes": 2, "method": "autoregressive"}
+    small, large = (one("parallel_h200.jsonl", "round_ms", shape=f"llama-{size}", **plain) for size in ("8b", "70b"))
+    memory = one("parallel_h200.jsonl", "peak_mib", shape="llama-70b", **plain) / 1024
+    held("parallel.md", f"Two H200 make {1000 / small:.0f} tokens a second", f"and {1000 / large:.0f} of a 70B shape")
+    held("parallel.md", f"{memory:.0f} GiB of each GPU")
+
+
+def test_figures_of_the_cascade_are_those_of_its_rows() -> None:
+    def alone(stage: str) -> str:
+        (row,) = rows("cascade_h200.jsonl", kind="stage", set="all", stage=stage)
+        return f"{100 * row['quality']:.1f} % {'right ' if stage[0] == 's' else ''}at {row['cost']:.0f} ms"
+
+    def gain(items: str) -> float:
+        return 100 * one("cascade_h200.jsonl", "mean", kind="area", set=items)
+
+    held("cascade.md", f"SmolLM2-135M ({alone('smollm2-135m')})", f"Qwen2.5-Coder-1.5B ({alone('qwen2.5-coder-1.5b')})")
+    held("cascade.md", f"gains {gain('all'):.1f} points over mixing the two at random")
+    held("cascade.md", f"{gain('eval_mmlu'):.1f} for MMLU and {gain('eval_arc_challenge'):.1f} for ARC")
+    held("cascade.md", f"loses {-gain('eval_mbpp_test'):.1f} for MBPP")
+
+
+def test_assistants_are_shown_with_all_their_fields() -> None:
+    for config in CONFIGS:
+        named = ", ".join(field.name for field in fields(config))
+        assert f"`fastspec.{config.__name__}({named})`" in page("assistants.md")
+
+
+def test_default_trees_are_those_of_the_code() -> None:
+    text = page("assistants.md")
+
+    def sizes(tree: TreeShape) -> str:
+        return f"{tree.total_tokens}, {tree.depth}, {tree.top_k}"
+
+    assert f"| CPU, C++ kernels, `eagle3` | {sizes(CPP_TREE)} |" in text
+    assert f"| CPU, else | {sizes(DEFAULT_TREES['cpu'])} |" in text
+    (first, _), *_ = BATCH_TREES["cuda"]
+    assert f"| CUDA, below {first} rows | {sizes(DEFAULT_TREES['cuda'])} |" in text
+    rows = ", ".join(str(rows) for rows, _ in BATCH_TREES["cuda"])
+    trees = "; ".join(sizes(tree) for _, tree in BATCH_TREES["cuda"])
+    assert f"| from {rows} rows on | {trees} |" in text
+    ((hot, shallow), (_, depth)) = SAMPLED_DEPTHS
+    assert f"at most {depth} deep, {shallow} from a temperature of {hot} on" in text
+
+
+def test_every_command_of_the_chat_is_on_its_page() -> None:
+    assert set(COMMANDS) <= set(re.findall(r"`/(\w+)", page("chat.md")))
+
+
+def test_settings_of_the_environment_are_those_that_the_code_reads() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fastspec").rglob("*.py"))
+    read = set(re.findall(r'"(FASTSPEC_\w+)"', source))
+    told = set(re.findall(r"`(FASTSPEC_\w+)", page("devices.md") + page("serving.md")))
+    assert read == told
+
+
+def test_errors_are_named() -> None:
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert not [name for name in kinds if name not in page("troubleshooting.md")]
