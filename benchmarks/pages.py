@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,12 +141,19 @@ def expect() -> str:
         ms = one("stored_h100", weights=weights, method="autoregressive", batch=1)["round_ms"]
         cells.append([f"{NAMES['llama-8b']}, {said}", h100, "`autoregressive`", *timed("autoregressive", ms, None)])
         cells[-1].append(link("stored_h100"))
-    for shape, launches in (("llama-8b", "shipped"), ("llama-70b", "tuned")):
-        plain = one("parallel_h200", shape=shape, method="transformers")["round_ms"]
-        for method in ("autoregressive", "eagle3"):
-            ms = one("parallel_h200", shape=shape, method=method, launches=launches)["round_ms"]
-            cells.append([f"{NAMES[shape]}, bf16", f"two {h200}", name_of(method), *timed(method, ms, plain)])
-            cells[-1].append(link("parallel_h200"))
+    for file, count, shape, launches, drafting in (
+        ("parallel_h200", "two", "llama-8b", "shipped", {}),
+        ("parallel_h200", "two", "llama-70b", "tuned", {}),
+        ("parallel_four_h200", "four", "llama-8b", "shipped", {"norms": "owners"}),
+        ("parallel_four_h200", "four", "llama-70b", "shipped", {"norms": "owners"}),
+        ("parallel_four_h200", "four", "qwen3-30b-a3b", "shipped", {}),
+    ):
+        wanted = {"shape": shape} if count == "two" else {"shape": shape, "processes": 4, "batch": 1}
+        plain = one(file, method="transformers", **wanted)["round_ms"]
+        for method, more in (("autoregressive", {}), ("eagle3", drafting)):
+            ms = one(file, method=method, launches=launches, **wanted, **more)["round_ms"]
+            cells.append([f"{NAMES[shape]}, bf16", f"{count} {h200}", name_of(method), *timed(method, ms, plain)])
+            cells[-1].append(link(file))
     told = [cells[0], *(new if new[:2] != old[:2] else ["", "", *new[2:]] for old, new in pairwise(cells))]
     heads = ["model", "device", "with", "tokens a round", "ms a round", "tokens/s", "times `generate`", "rows"]
     return markdown(heads, told)
@@ -452,6 +459,16 @@ def exact() -> str:
     return markdown(["", "fast: equal", "exact: equal", "fast: tokens/s", "exact: tokens/s"], cells)
 
 
+def exact_rounds() -> str:
+    """Milliseconds of a round by the fast kernels and by those of the same bits."""
+    cells = []
+    for batch, method in product((1, 8), ("autoregressive", "eagle3")):
+        wanted = {"batch": batch, "method": method}
+        fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
+        cells.append([f"`{method}`, rows: {batch}", shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
+    return markdown(["", "fast: ms", "exact: ms", "ratio"], cells)
+
+
 NO_FIELDS = ("device", "help")
 """Options of `fastspec train` that are no fields of `TrainConfig`."""
 
@@ -494,6 +511,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "portable": portable,
     "prompt_parts": prompt_parts,
     "exact": exact,
+    "exact_rounds": exact_rounds,
 }
 
 

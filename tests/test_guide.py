@@ -83,6 +83,14 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     memory = one("parallel_h200.jsonl", "peak_mib", shape="llama-70b", **plain) / 1024
     held("parallel.md", f"Two H200 make {1000 / small:.0f} tokens a second", f"and {1000 / large:.0f} of a 70B shape")
     held("parallel.md", f"{memory:.0f} GiB of each GPU")
+    four = {**plain, "processes": 4, "batch": 1}
+    small, large = (
+        one("parallel_four_h200.jsonl", "round_ms", shape=f"llama-{size}", **four) for size in ("8b", "70b")
+    )
+    held("parallel.md", f"four make {1000 / small:.0f} and {1000 / large:.0f}")
+    rejected = {"shape": "llama-8b", "method": "eagle3", "survival": [0.0]}
+    slower = [100 - 100 * one("oracle_h200.jsonl", "over_plain", rows=count, **rejected) for count in (1, 8)]
+    held("assistants.md", f"accepted none were {slower[0]:.0f} % slower", f"eight rows together {slower[1]:.0f} %")
 
 
 def test_figures_of_the_cascade_are_those_of_its_rows() -> None:

@@ -58,8 +58,12 @@ HERE = "cpu"
 
 
 def sizes() -> dict[str, int]:
-    """Sizes of a model whose key heads the processes divide."""
-    return SMALL if SIZE == 2 else {**SMALL, "num_attention_heads": max(4, SIZE), "num_key_value_heads": SIZE}
+    """Sizes of a model whose key heads the processes divide, with experts whose parts torch's grouped product takes: of
+    32 bytes."""
+    if SIZE == 2:
+        return SMALL
+    heads = {"num_attention_heads": max(4, SIZE), "num_key_value_heads": SIZE}
+    return {**SMALL, **heads, "moe_intermediate_size": 8 * max(6, SIZE)}
 
 
 def here(made: Any) -> Any:
