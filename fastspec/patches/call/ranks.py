@@ -33,7 +33,6 @@ from transformers.generation.stopping_criteria import (
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.assistants.registry import Continued, EagleDecoding, StaticDecoding
-from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import device_of, is_shared_out
 from fastspec.patches.hf.parallel import group_of
 
@@ -213,7 +212,7 @@ class SynchronizedCall(LocalCall):
             )
         elif self.model.config.is_encoder_decoder:
             why = "an encoder-decoder model takes no assistant there"
-        elif isinstance(inner, AdaptiveCascade):
+        elif getattr(inner, "modules", None) is None:  # stages, each of which generates by itself
             why = "a cascade's stages are not run over several processes"
         elif any(is_shared_out(module) for module in inner.modules):
             why = "its draft model is shared out too, and its passes are not kept in step"
