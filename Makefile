@@ -22,13 +22,14 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## the main job on a real model; ARGS="--prompt '...' --max-new-tokens 64"
 	$(BIN)/fastspec demo $(ARGS)
 
-test: lint  ## ruff, mypy and the tests
+test: lint  ## ruff, mypy, the pages' prose and the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-lint: $(VENV)/.test  ## ruff's layout and rules, and mypy
+lint: $(VENV)/.test  ## ruff's layout and rules, mypy, and the words of the pages
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tests/prose.py
 
 test-slow: $(VENV)/.test  ## the tests that take minutes, and property tests with ten times the examples
 	$(BIN)/python -m pytest --hypothesis-profile=deep -m "(slow or hypothesis) and not gpu" $(ARGS)
@@ -49,8 +50,8 @@ test-served: $(CLIENTS)/.clients  ## the server with lm-eval, through hundreds o
 mutants: $(VENV)/.mutants  ## mutation testing, hours at first, goes on where it was stopped; ARGS="drafters --most 20" for some
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-docs: $(VENV)/.docs  ## the reference of the Python interface, from its docstrings, into site/
-	$(BIN)/python docs/reference.py site
+docs: $(VENV)/.docs  ## the site, with the reference of Python and of the command line, into site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 newest:  ## the tests that read transformers, with its newest release, and what broke; for CI to run every night
 	@test -x $(NEWEST)/bin/python || $(MAKE) --no-print-directory VENV=$(NEWEST) $(NEWEST)/.test

@@ -1,6 +1,9 @@
 """Times of a model that several GPUs hold together, with random weights: the sums between them, and rounds beside
 transformers' own decoding with `tp_plan` in the same run.
 
+With `--stage SHAPE` a row of `what` "cascade" says how long calls take that such a model, whole in the first process,
+answers, or that go on to the one that all hold, by stage.
+
 Every row of `what` "sum" is one way to add up `rows` rows of `width`, checked first and then timed inside a CUDA graph
 of 64 of them (off CUDA one by one); "gather" joins logits, or keys of the likeliest tokens; "norm" is a sum with what
 stands behind it in a layer. Every row of `what` "round" is one of `full_size.py`, over `processes` of them; its
@@ -16,8 +19,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -31,6 +36,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import fastspec
+from fastspec.cascade import records
+from fastspec.cascade.predictor import Predictor
 from fastspec.generation.drafters import head_program
 from fastspec.kernels.parallel import reference, symmetric
 from fastspec.patches.assistants.speculative import read_parameters
@@ -176,6 +183,50 @@ def rounds(model: Any, head: Any, ids: Tensor, args: argparse.Namespace) -> list
     return [{"what": "round", "read_bytes": read, "kept_bytes": kept, **row} for row in found]
 
 
+def cascade(model: Any, name: str, ids: Tensor, args: argparse.Namespace) -> list[Row]:
+    """Rows of calls that the small stage answers, and of those that the large one answers after it."""
+    draws = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (64, 2), generator=draws).float()
+    told = [torch.randn(64, len(records.NAMES), generator=draws) for _ in range(2)]
+    tokens = torch.full((64, 2), float(args.tokens))
+    predictor = Predictor.fit(("small", "large"), told, labels, tokens, torch.zeros(64, 2), seed=0)
+    stage = fastspec.Stage(make_model(name, ids.device.type, model.dtype), name="small", assistant="autoregressive")
+    settings = {"stages": [stage], "label": "large", "predictor": predictor, "costs": [1.0, 4.0]}
+    going = fastspec.Cascade(**settings, assistant="autoregressive", thresholds=[0.0])
+    found: list[Row] = []
+    with fastspec.patched(model, cascade=going):
+        for answers, threshold in (("small", 0.0), ("large", 1.0)):
+            call = partial(
+                model.generate,
+                ids,
+                assistant=replace(going, thresholds=[threshold]),
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=args.tokens,
+                do_sample=False,
+            )
+            call(), call()
+            walls, visits = [], []
+            for _ in range(args.calls):
+                walls.append(1e3 * timed(call))
+                visits.append(fastspec.report(model).last.explanations[0].visits)
+            if {visit[-1].name for visit in visits} != {answers}:
+                raise RuntimeError(f"the stage {answers!r} did not answer")
+            stages = {
+                each.name: statistics.median(run[at].milliseconds for run in visits)
+                for at, each in enumerate(visits[0])
+            }
+            found.append(
+                {
+                    "what": "cascade",
+                    "small": name,
+                    "answers": answers,
+                    "ms": statistics.median(walls),
+                    "stage_ms": stages,
+                }
+            )
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
@@ -190,6 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--tune", type=float, default=0.0, metavar="MINUTES", help="measure again with tuned launches")
+    parser.add_argument("--stage", choices=SHAPES, help="shape of a small stage of a cascade, in calls of its own")
     parser.add_argument("--no-sums", action="store_true")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
@@ -227,6 +279,8 @@ def main(arguments: list[str] | None = None) -> None:
                     ids = torch.randint(10, config.vocab_size, (batch, prefix), generator=drawn).to(device)
                     where = {"processes": group.size() if count == "all" else 1, "prefix": prefix, "batch": batch}
                     tell(rounds(model, head, ids, args), shape=name, **where)
+                    if args.stage:
+                        tell(cascade(model, args.stage, ids, args), shape=name, new_tokens=args.tokens, **where)
                 del model, head
             if cuda:
                 torch.cuda.synchronize()

@@ -225,7 +225,7 @@ def test_files_that_the_sources_name_are_there() -> None:
     assert not missing, "\n".join(missing)
 
 
-PAGES = [*(ROOT.parent / "docs").glob("*.md"), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
+PAGES = [*(ROOT.parent / "docs").rglob("*.md"), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
 SOURCES = [
     path for folder in ("fastspec", "tests", "benchmarks", "examples") for path in (ROOT.parent / folder).rglob("*.py")
 ]

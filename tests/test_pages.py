@@ -13,13 +13,14 @@ import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import typer
 from helpers.cascade import trained
-from helpers.pages import NEEDS, PAGES, ROOT, STOOD_IN, Snippet, snippets, stand_in_heads
+from helpers.pages import NEEDS, PAGES, ROOT, STOOD_IN, Snippet, notebook_cells, snippets, stand_in_heads
 from helpers.seq2seq import tiny_seq2seq
 from helpers.training import small_target, small_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -100,6 +101,16 @@ def test_snippets_run_as_they_stand(page: Path, stands_in: dict[str, Any], capsy
             assert session_of(known["model"]) is None  # README leaves its models as they were
 
 
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+
+
+def test_the_notebook_runs_from_its_first_cell_to_the_last(stands_in: dict[str, Any], capsys) -> None:
+    names: dict[str, Any] = {}
+    for number, cell in enumerate(notebook_cells(NOTEBOOK)):
+        exec(compile(cell, f"{NOTEBOOK.name}:{number}", "exec"), names)
+    assert "eagle3" in capsys.readouterr().out and session_of(names["model"]) is None
+
+
 def test_the_marks_are_known_and_few() -> None:
     marked = [snippet for snippet in PYTHON if not snippet.needs <= STOOD_IN]
     assert all(snippet.needs <= set(NEEDS) for snippet in ALL), [
@@ -164,7 +175,8 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
     wrong = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'\bsrc(?:set)?="([^"]+)"', text):
         if re.match(r"\w+://", link):
             continue
         path, _, anchor = link.partition("#")
@@ -196,12 +208,52 @@ def test_pictures_are_readable_at_the_width_of_a_page() -> None:
     )  # a page shows some 900 points; letters of 8 points stay above 6
 
 
-def test_the_reference_has_a_docstring_for_every_public_name() -> None:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+@pytest.fixture(scope="module")
+def site() -> Any:
+    """docs/site.py, the hooks of the site's build."""
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site.py")
     assert spec is not None and spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    assert not [name for module in reference.MODULES for name in reference.undocumented(module)]
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return hooks
+
+
+def test_the_reference_has_every_public_name_with_a_docstring(site: Any) -> None:
+    assert not [name for module in site.MODULES for name in site.undocumented(module)]
+    listed = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference/python.md").read_text(), re.MULTILINE))
+    public = {f"fastspec.{name}" for name in fastspec.__all__ if name != "__version__"}
+    assert listed == public | {module for module in site.MODULES if module != "fastspec"}
+
+
+def test_the_command_lines_reference_names_every_command(site: Any) -> None:
+    commands = {" ".join(words) for words in site.named(program())}
+    assert {"", "bench", "cascade train", "serve"} <= commands
+
+
+def test_the_sites_contents_name_every_page() -> None:
+    told = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r": ([\w/.]+\.md)$", told, re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if not page.startswith("cards/")} == {
+        page for page in named if not page.startswith("repository/")
+    }
+
+
+@pytest.mark.parametrize(
+    ("here", "text", "moved"),
+    [
+        ("index.md", "[a](../README.md#use)", "[a](repository/README.md#use)"),
+        ("guide/output.md", "[a](../../benchmarks/results/x.jsonl)", "[a](../repository/benchmarks/results/x.jsonl)"),
+        ("guide/output.md", "[a](models.md#b), [c](https://d.e/f)", "[a](models.md#b), [c](https://d.e/f)"),
+        ("guide/output.md", "[a](#b)", "[a](#b)"),
+        ("repository/README.md", '<img src="docs/assets/a.svg">', '<img src="../assets/a.svg">'),
+        ("repository/README.md", "[a](docs/guide/b.md)", "[a](../guide/b.md)"),
+        ("repository/README.md", "[a](CHANGELOG.md)", "[a](CHANGELOG.md)"),
+    ],
+)
+def test_the_site_leads_links_to_where_files_are(site: Any, here: str, text: str, moved: str) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=here))
+    assert site.on_page_markdown(text, page) == moved
 
 
 @pytest.mark.slow
@@ -241,8 +293,18 @@ def test_the_first_recipe_says_something_on_the_real_model(smollm2, monkeypatch,
 
 
 @pytest.mark.slow
+def test_the_notebook_runs_on_the_real_model(smollm2, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, device, dtype: copy.deepcopy(smollm2))
+    names: dict[str, Any] = {}
+    for cell in notebook_cells(NOTEBOOK):
+        exec(cell, names)
+    assert len(names["answers"]) == 4 and "prime" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_readmes_first_snippet_runs_on_the_real_model(smollm2, monkeypatch) -> None:
-    monkeypatch.setattr("fastspec.models.load_model", lambda name: smollm2)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **options: smollm2[0])
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: smollm2[1])
     first = next(snippet for snippet in RUN if str(snippet.page) == "README.md")
     names: dict[str, Any] = {}
     exec(compile(first.text, first.name, "exec"), names)

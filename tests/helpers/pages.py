@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT)
     for path in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "packages").rglob("README.md"),
     )
@@ -51,6 +51,13 @@ def snippets(page: Path) -> list[Snippet]:
         Snippet(page, number, language, text, frozenset(word.strip() for word in needs.split(",") if word.strip()))
         for number, (needs, _, language, text) in enumerate(found, 1)
     ]
+
+
+def notebook_cells(path: Path) -> list[str]:
+    """The Python of a notebook's cells, in order, without the commands that install."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return [text for text in code if not text.startswith("%")]
 
 
 def stand_in_heads(folder: Path) -> dict[str, Path]:

@@ -7,6 +7,7 @@ import datetime
 import os
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count as count_from
 from pathlib import Path
@@ -39,6 +40,7 @@ from fastspec.patches.hf.layers import pack_model
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import session_of
 from helpers.captured import stand_in
+from helpers.cascade import trained
 from helpers.generate import TREE, bigram, prompts, seer, seer1
 from helpers.models import tiny_head, tiny_model
 from helpers.vision import prompts_with_images
@@ -218,6 +220,44 @@ def calls(load: Loader, kind: str) -> list[Any]:
         mask = torch.cat((inputs["attention_mask"], emitted), 1)
         made += [torch.stack(out.scores).argmax(-1)]
         made += [model.generate(again, attention_mask=mask, **{CACHE: kept_cache(out)}, **GREEDY, assistant="eagle3")]
+    return made
+
+
+def staged(load: Loader, kind: str) -> list[Any]:
+    """A cascade of a model that one process holds and of two that all hold together."""
+    del kind
+    model, names = load("llama"), ("small", "middle", "large")
+    below = [
+        fastspec.Stage(each, name=name) for each, name in zip((small_model(), load("bigram")), names, strict=False)
+    ]
+    settings = {"stages": below, "label": "large", "predictor": trained(names), "costs": [1.0, 2.0, 4.0]}
+    adaptive = fastspec.Cascade(**settings, price=20.0)
+    with fastspec.patched(model, cascade=adaptive):
+        run, made = partial(model.generate, **given(5, 9, 7, 3, 6)), []
+        for each in (adaptive, replace(adaptive, price=1.0), replace(adaptive, price=1e6)):
+            made += [run(**GREEDY, assistant=each)]
+            visits = [each.visits for each in fastspec.report(model).last.explanations]
+            made += [[(each.name, each.outcome, each.kept_tokens) for each in row] for row in visits]
+        torch.manual_seed(7 if first() else 8)
+        made += [run(**DRAWN, assistant=adaptive)]
+        streamed = {"streamer": Taken() if first() else None}
+        made += [model.generate(**given(5), **GREEDY, **streamed, assistant=adaptive)]
+        measured = run(**GREEDY, assistant=replace(adaptive, costs=None))  # by times, of the first process alone
+        if dist.is_initialized():
+            found: list[Any] = [None] * SIZE
+            dist.all_gather_object(found, measured.tolist())
+            assert all(each == found[0] for each in found)
+            refused = (
+                ({"streamer": streamed["streamer"], "assistant": adaptive}, "takes one row"),
+                ({"assistant": replace(adaptive, price=1.0 if first() else 2.0)}, "different arguments"),
+            )
+            for more, why in refused:
+                with pytest.raises(fastspec.errors.Unsupported, match=why):
+                    run(**GREEDY, **more)
+    for mode in ("token", "lossless"):
+        going = fastspec.Cascade(stages=below[:1], label="large", mode=mode)
+        with fastspec.patched(model, cascade=going):
+            made += [model.generate(**given(5, 9), **GREEDY, assistant="cascade")]
     return made
 
 

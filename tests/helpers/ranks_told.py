@@ -30,7 +30,7 @@ from helpers.ranks import GREEDY, SIZE, SMALL, Loader, Other, first, given, smal
 def refusals(load: Loader, kind: str) -> list[str]:
     """What processes that were called differently hear, and calls that are refused."""
     del kind
-    model = cascaded([small_model(), load("llama")])
+    model = cascaded([small_model(), load("llama")], memory=1 << 20)
     told = [_why(lambda: model.generate(**given(5), **GREEDY, assistant="cascade"))]
     told += [_why(lambda: model.generate(**given(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
     told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]

@@ -15,7 +15,7 @@ from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.plan import plan_call
-from fastspec.patches.call.ranks import LocalCall, SynchronizedCall
+from fastspec.patches.call.ranks import LocalCall, SynchronizedCall, ranks_of
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import (
@@ -25,7 +25,6 @@ from fastspec.patches.hf.compat import (
     is_shared_out,
     own_stop_strings,
     plain_decoding,
-    processes_of,
 )
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
@@ -77,7 +76,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             return original(**{**given, "synced_gpus": in_step(self, given)}) if shared else original(*args, **kwargs)
         if isinstance(decoding, AdaptiveCascade):
             try:
-                return decoding.generate(self, session, given)
+                return decoding.generate(self, session, given, ranks_of(self))
             except Unsupported as reason:  # by a stage, when it is asked
                 if named:
                     raise
@@ -194,13 +193,7 @@ def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str,
     refuse_overrides(model)
     session.turn.refuse_nested()
     if isinstance(decoding, AdaptiveCascade):
-        if processes_of(model) > 1:
-            raise Unsupported(
-                f"a cascade's stages are not run over several processes, and {processes_of(model)} hold this "
-                f"{type(model).__name__}: "
-                "name one of its other assistants"
-            )
-        decoding.check(model, given)
+        decoding.check(model, given, ranks_of(model))
         return decoding
     refuse_arguments(model, given)
     if model.config.is_encoder_decoder:

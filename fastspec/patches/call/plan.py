@@ -40,13 +40,12 @@ from fastspec.patches.call.prompts import (
     refuse_holes,
     sees_ahead,
 )
-from fastspec.patches.call.ranks import Ranks
+from fastspec.patches.call.ranks import Ranks, ranks_of
 from fastspec.patches.call.refusals import refuse_cache, refuse_prompts
 from fastspec.patches.hf.cache import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, keeps_all, kept_by, read_cache, text_length
 from fastspec.patches.hf.limits import check_padding, dropped_spans, layer_spans
 from fastspec.patches.hf.modes import Mode
-from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
 from fastspec.patches.session import PatchSession
@@ -148,8 +147,7 @@ def plan_call(
     """The plan of a call; `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in
     this turn, all else is what transformers made of the arguments. Raises Unsupported for what cannot be combined."""
     asked = assistant if isinstance(assistant, Continued) else Continued(assistant)
-    device, group = device_of(model), group_of(model)
-    ranks = None if group is None else Ranks(group, device)
+    device, ranks = device_of(model), ranks_of(model)
     text = _read_text(model, given, ids.to(device), config, model_kwargs, asked.rows is not None, mode)
     decoding: Decoding = asked.decoding if text.source is None else asked.decoding.reading(text.source)
     refuse_prompts(model, text.ids, text.keep, text.past_length)

@@ -33,8 +33,8 @@ from transformers.generation.stopping_criteria import (
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.assistants.registry import Continued, EagleDecoding, StaticDecoding
-from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import device_of, is_shared_out
+from fastspec.patches.hf.parallel import group_of
 
 Value = TypeVar("Value")
 BY_TEXT = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
@@ -80,6 +80,12 @@ class Ranks:
                 "fault"
             )
 
+    def any(self, mine: bool) -> bool:
+        """True where any process says so."""
+        told: list[bool] = [False] * self.group.size()
+        dist.all_gather_object(told, mine, group=self.group)
+        return any(told)
+
     def share_random_numbers(self) -> None:
         """Let all draw what the first process would: its generator's state, of the call's device and of the CPU."""
         torch.set_rng_state(self.first(torch.get_rng_state()))
@@ -117,6 +123,12 @@ class Ranks:
         """Criteria of which those that may look at a clock, or at anything else beside the text, say what the first
         process's say."""
         return StoppingCriteriaList(each if type(each) in BY_TEXT else FirstSays(each, self) for each in criteria)
+
+
+def ranks_of(model: Any) -> Ranks | None:
+    """The processes that hold a model together, or None where one holds all of it."""
+    group = group_of(model)
+    return None if group is None else Ranks(group, device_of(model))
 
 
 class FirstSays(StoppingCriteria):
@@ -200,7 +212,7 @@ class SynchronizedCall(LocalCall):
             )
         elif self.model.config.is_encoder_decoder:
             why = "an encoder-decoder model takes no assistant there"
-        elif isinstance(inner, AdaptiveCascade):
+        elif getattr(inner, "modules", None) is None:  # stages, each of which generates by itself
             why = "a cascade's stages are not run over several processes"
         elif any(is_shared_out(module) for module in inner.modules):
             why = "its draft model is shared out too, and its passes are not kept in step"

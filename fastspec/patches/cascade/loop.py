@@ -6,7 +6,8 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,9 +47,14 @@ from fastspec.patches.cascade.stages import (
 )
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.changes import fingerprint
-from fastspec.patches.hf.compat import device_of, position_limit
+from fastspec.patches.hf.compat import device_of, position_limit, processes_of
 from fastspec.patches.hf.limits import dropped_spans
 
+if TYPE_CHECKING:
+    from fastspec.patches.call.ranks import Ranks
+
+DECIDING = ("mode", "price", "risk", "thresholds", "costs")
+"""Fields of a cascade by which a call goes on or stops, alike in all processes."""
 PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
 """Fields of a cascade that a patch fixes; the rest may be another in every call."""
 
@@ -127,13 +133,14 @@ class CascadeModels:
             self.predictors[given] = held
         return self.predictors[given]
 
-    def solver(self, config: Cascade, prompt: Sequence[int]) -> Solver:
+    def solver(self, config: Cascade, prompt: Sequence[int], ranks: Ranks | None = None) -> Solver:
         """The solver for a configuration; where it has no costs they are the predictor's, if it was made on such a
-        device, else they are measured once, on this prompt."""
+        device, else they are measured once, on this prompt, and what the first process measures counts."""
         predictor = self.predictor(config)
         if config.costs is None and None not in self.rates:
             known = predictor.rates if predictor.place.get("device") == device_name(device_of(self.large)) else None
-            self.rates[None] = known or measure_rates(self.stages, [prompt])
+            rates = known or measure_rates(self.stages, [prompt])
+            self.rates[None] = rates if ranks is None else ranks.first_value(rates)
         if config.costs is not None:
             zeros = (0.0,) * len(config.costs)
             self.rates[config.costs] = Rates(tuple(config.costs), zeros, zeros)
@@ -213,16 +220,33 @@ class AdaptiveCascade:
         """The `ContinuousCascade` of these arguments of `fastspec.continuous`."""
         return self.models.opens(self, rows, **options)
 
-    def check(self, large: Any, given: dict[str, Any]) -> None:
-        """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs."""
+    def check(self, large: Any, given: dict[str, Any], ranks: Ranks | None = None) -> None:
+        """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs; in all of the
+        processes that hold the large model together."""
+        cut = next((each for each in self.models.stages if each.loaded and processes_of(each.held) > 1), None)
+        if cut is not None and ranks is None:
+            raise Unsupported(
+                f"{processes_of(cut.held)} processes hold the cascade's stage {cut.label!r} together, and the large "
+                "model is whole: load it over them too"
+            )
+        if ranks is not None and self.models.memory is not None:
+            raise Unsupported(
+                f"Cascade(memory=...) keeps keys and values of models that one process holds, and {ranks.group.size()} "
+                f"hold this {type(large).__name__}: keep nothing between calls (memory=None)"
+            )
         refuse(self.models.stages, given)
         ids, keep = read_prompts(large, given)
         refuse_holes(large, keep, 0, new_tokens(large, given, ids.shape[1]), dropped_spans(large))
-        if given.get("streamer") is not None and len(ids) > 1:
+        streamed = given.get("streamer") is not None
+        if ranks is not None:
+            ranks.check_arguments(ids, keep, *(getattr(self.config, name) for name in DECIDING))
+            streamed = ranks.any(streamed)
+        if streamed and len(ids) > 1:
             raise Unsupported("a streamer takes one row: leave streamer out, or pass a batch of 1")
 
-    def generate(self, large: Any, session: Any, given: dict[str, Any]) -> Any:
-        """Answer every row of a `generate` call with these arguments, by name."""
+    def generate(self, large: Any, session: Any, given: dict[str, Any], ranks: Ranks | None = None) -> Any:
+        """Answer every row of a `generate` call with these arguments, by name. Of the processes of `ranks`, which hold
+        the large model together, the first runs the stages that it holds alone, and all go by its answers."""
         began = time.perf_counter()
         ids, keep = read_prompts(large, given)
         streamer = given.get("streamer")
@@ -232,7 +256,7 @@ class AdaptiveCascade:
         limit = new_tokens(large, given, ids.shape[1])
         pending = rows
         for index in range(len(self.models.stages)):
-            pending = self._visit(index, pending, given, limit)
+            pending = self._visit(index, pending, given, limit, ranks)
             if not pending:
                 break
         answers = [self.answer(row, given) for row in rows]
@@ -244,7 +268,9 @@ class AdaptiveCascade:
             print("\n".join(map(str, stats.explanations)))
         return self._output(ids, answers, large, given, stats, streamer)
 
-    def _visit(self, index: int, rows: list[CascadeRow], given: dict[str, Any], limit: int) -> list[CascadeRow]:
+    def _visit(
+        self, index: int, rows: list[CascadeRow], given: dict[str, Any], limit: int, ranks: Ranks | None
+    ) -> list[CascadeRow]:
         """Let a stage answer the rows -> those that go on to the next."""
         stage, last = self.models.stages[index], index == len(self.models.stages) - 1
         bound = position_limit(stage.model.config)
@@ -258,17 +284,24 @@ class AdaptiveCascade:
                 why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
                 row.visits.append(Visit(index, stage.label, why))
         if asked:
-            self._ask(index, asked, given, limit)
+            self._ask(index, asked, given, limit, ranks)
         return [] if last else [row for row in rows if not row.done]
 
     def _ask(
-        self, index: int, asked: list[tuple[CascadeRow, list[int], list[int]]], given: dict[str, Any], limit: int
+        self,
+        index: int,
+        asked: list[tuple[CascadeRow, list[int], list[int]]],
+        given: dict[str, Any],
+        limit: int,
+        ranks: Ranks | None,
     ) -> None:
         """Let a stage answer rows that fit, and judge its answers."""
         stage = self.models.stages[index]
         handed = [answer for _, _, answer in asked]
         began = time.perf_counter()
-        outcome = self._run(index, [prompt for _, prompt, _ in asked], handed if any(handed) else None, given, limit)
+        prompts = [prompt for _, prompt, _ in asked]
+        run = partial(self._run, index, prompts, handed if any(handed) else None, given, limit)
+        outcome = run() if ranks is None or processes_of(stage.model) > 1 else ranks.by_first(run)
         share = 1000 * (time.perf_counter() - began) / len(asked)
         kept = outcome.kept or [0] * len(asked)
         ends = stage.ends(ends_of(stage, given))
@@ -293,7 +326,7 @@ class AdaptiveCascade:
                     times = _times(outcome.stats, len(asked))
                     self.on_answer(StageAnswer(row.number, visit, row.answer, len(prompt), ended, told, *times))
                 else:
-                    visit, row.done = self.judged(visit, row, told)
+                    visit, row.done = self.judged(visit, row, told, ranks)
             row.visits.append(replace(visit, cost=self.models.cost(self.config, visit)))
 
     def handed(self, row: CascadeRow, index: int, given: dict[str, Any]) -> list[int]:
@@ -325,7 +358,7 @@ class AdaptiveCascade:
             keep_past(memory, index, out.sequences, kept_cache(out))
         return heard[0]
 
-    def judged(self, visit: Visit, row: CascadeRow, told: Tensor) -> tuple[Visit, bool]:
+    def judged(self, visit: Visit, row: CascadeRow, told: Tensor, ranks: Ranks | None = None) -> tuple[Visit, bool]:
         """Stop or go on, by an answer's features: the visit with the decision and why, and whether it stops."""
         models, config, index = self.models, self.config, visit.stage
         scores = models.predictor(config).score(index, told, config.risk)
@@ -334,7 +367,7 @@ class AdaptiveCascade:
             stop = values[0] >= values[1]
             why = f"its probability {values[0]:.3f} {'reaches' if stop else 'is below'} the threshold {values[1]:g}"
         else:
-            decision = models.solver(config, row.ids).decide(index, scores, config.price)
+            decision = models.solver(config, row.ids, ranks).decide(index, scores, config.price)
             stop, values = decision.stop, (decision.stop_value, decision.go_on_value)
             why = f"stopping is expected to cost {values[0]:.1f} ms, going on {values[1]:.1f} ms"
         why = f"{'answered' if stop else 'went on'}: {why}"

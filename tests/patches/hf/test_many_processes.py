@@ -14,14 +14,14 @@ from helpers import ranks
 from helpers.generate import bigram
 from helpers.models import tiny_model
 from helpers.processes import spawn
-from helpers.ranks import calls, captured, cut_heads, drafted, family, mixed, sized, sizes, whole, work
+from helpers.ranks import calls, captured, cut_heads, drafted, family, mixed, sized, sizes, staged, whole, work
 from packaging.version import Version
 from torch import multiprocessing
 
 FAMILIES = "llama", "qwen3", "gemma4_text", "gpt_oss", "qwen3_5_text", "llama4_text", "glm4_moe", "hunyuan_v1_dense"
 """One of each kind of layer, and one without an adapter."""
 MIXTURES = "qwen2_moe", "glm4_moe"
-KINDS = drafted, cut_heads, calls, captured, sized
+KINDS = drafted, cut_heads, calls, captured, sized, staged
 Job = tuple[str, Any, str]
 
 

@@ -34,6 +34,7 @@ from helpers.ranks import (
     packed,
     seen,
     sized,
+    staged,
     whole,
     work,
 )
@@ -64,6 +65,7 @@ KINDS = [
         drafted,
         own_layer,
         sized,
+        staged,
         narrow,
         packed,
         captured,
@@ -167,6 +169,12 @@ def test_calls_of_every_kind_give_the_same_tokens(both: Made) -> None:
 
 def test_sizes_of_trees_are_chosen_alike(both: Made) -> None:
     compare(both, "sized", sized)
+
+
+def test_a_cascade_s_stages_are_held_by_one_process_or_by_all(both: Made) -> None:
+    expected = compare(both, "staged", staged)
+    outcomes = {outcome for row in (each for each in expected if isinstance(each, list)) for _, outcome, _ in row}
+    assert outcomes == {"answered", "sent_on"}
 
 
 def test_of_logits_the_likeliest_are_joined(both: Made) -> None:
@@ -346,7 +354,7 @@ def test_what_is_refused_by_name(both: Made) -> None:
         cascade, seeds, settings, opened, profiles, ended, older, many, more = found[rank]["refusals"]
         differently = seeds, settings, profiles
         assert all("different arguments" in each for each in differently)
-        assert "cascade" in cascade and "2 hold this LlamaForCausalLM" in cascade
+        assert "Cascade(memory=...)" in cascade and "2 hold this LlamaForCausalLM" in cascade
         assert "2 processes hold this LlamaForCausalLM, and prompts come to each at a time of its own" in opened
         assert "ended with different tokens (row 0, new token 0: 10, 11)" in ended
         assert "none of its parameters is a DTensor" in older

@@ -1,0 +1,150 @@
+"""README is short, each of its numbers is that of committed rows, and its picture is drawn from them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sweep
+import sweep_page
+from helpers.pages import FENCE, ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
+WORDS = 700
+NAMES = (
+    "Qwen2.5-Coder-1.5B-Instruct",
+    "smollm2-135m-instruct",
+    "SmolLM2",
+    "GSM8K",
+    "EAGLE-3",
+    "eagle3",
+    "eagle2",
+    "H100",
+    "H200",
+    "fp32",
+    "bf16",
+    "x86-64",
+    "Apache-2.0",
+    "compute capability 8.0",
+)
+"""Digits that measure nothing."""
+
+
+@pytest.fixture(scope="module")
+def picture() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("front_picture")
+    sys.modules.pop("front_picture", None)
+
+
+def rows(file: str, **wanted: Any) -> list[dict[str, Any]]:
+    """The rows of a file in benchmarks/results that have these values."""
+    found = map(json.loads, (RESULTS / file).read_text(encoding="utf-8").splitlines())
+    return [row for row in found if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def size(file: str) -> tuple[str, str]:
+    """How many prompts a run had, and how long its answers were at most."""
+    plain = rows(file, batch=1, method="transformers")
+    (longest,) = {row["max_new_tokens"] for row in plain}
+    return f"{len(plain)} prompts", f"{longest} tokens"
+
+
+def equal(**wanted: Any) -> str:
+    (found,) = {
+        (row["equal"], row["answers"])
+        for row in rows("exact_h100.jsonl", assistant="eagle3", prompts="mt_bench", batch=1, **wanted)
+    }
+    return "{} of {}".format(*found)
+
+
+def claims(picture: Any) -> list[str]:
+    """The phrases of README that have numbers, as the rows say them."""
+    real, shape, cpu = picture.PANELS
+    gpu, plain, cores = (
+        {name: picture.number(speed) for name, speed in each.speeds().items()} for each in picture.PANELS
+    )
+    faster = shape.speeds()["autoregressive"] / shape.speeds()["static-compile"]
+    again = real.speeds()["eagle3"] / real.speeds()["autoregressive"]
+    (before,) = {row["prefix"] for row in rows(shape.rows, shape=shape.shape)}
+    versions, swept = sweep_page.read(sweep.RESULTS)
+    found = sweep_page.counts(swept)
+    (texts,) = {row["texts"] for row in rows("distribution_h200.jsonl")}
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (python,) = re.findall(r'requires-python = ">=([\d.]+)"', project)
+    (torch,) = re.findall(r'"torch>=([\d.]+)"', project)
+    ((oldest, beyond),) = re.findall(r'"transformers>=([\d.]+),<5\.(\d+)"', project)
+    release = ".".join(versions["transformers"].split(".")[:2])
+    return [
+        f"H100: generate {gpu['transformers']}, no drafts {gpu['autoregressive']}, n-grams {gpu['nasd']}, "
+        f"EAGLE-3 head {gpu['eagle3']}",
+        f"H200: generate {plain['transformers']}, static cache, compiled {plain['static-compile']}, "
+        f"no drafts {plain['autoregressive']}",
+        f"Two CPU cores: generate {cores['transformers']}, assisted {cores['assisted']}, "
+        f"no drafts {cores['autoregressive']}, speculative {cores['speculative']}",
+        f"a head's drafts make it {again:.1f} times as fast again",
+        f"{faster:.1f} times as fast as transformers' static cache",
+        *size(real.rows),
+        f"after {before} tokens",
+        *size(cpu.rows),
+        f"Python {python} and torch {torch}, or newer, and transformers {oldest} to 5.{int(beyond) - 1}",
+        f"of transformers {release}",
+        f"{found['adapter'] + found['generic']} gave equal tokens",
+        f"{found['refused']} are refused by name, {found['wrong'] or 'none'} differed",
+        f"{equal(exact=True)} with eagle3 on an H100, {equal(exact=False)} without",
+        f"{texts:,} texts",
+    ]
+
+
+def prose() -> str:
+    """README's text in one line: alternative texts of pictures and words of links, no code, targets and tags."""
+    text = FENCE.sub("", README)
+    text = re.sub(r'<img alt="([^"]*)"[^>]*>', r"\1", text)
+    text = re.sub(r"<[^>]*>", "", text)
+    text = re.sub(r"\]\([^)]*\)", "", text).replace("[", "").replace("`", "")
+    return re.sub(r"\s+", " ", text)
+
+
+def test_readme_takes_ninety_seconds() -> None:
+    assert len(README.split()) < WORDS
+
+
+def test_each_number_is_that_of_its_rows(picture: Any) -> None:
+    text = prose()
+    for claim in claims(picture):
+        assert claim in text, claim
+        text = text.replace(claim, "")
+    for name in NAMES:
+        text = text.replace(name, "")
+    assert not re.findall(r"\S*\d\S*", text)  # each number is a claim above, or part of a name
+
+
+def test_readme_names_the_file_of_each_rows() -> None:
+    linked = set(re.findall(r"\(benchmarks/results/([^)]+)\)", README))
+    assert linked == {
+        "bench_qwen_all_h100.jsonl",
+        "bench_pair_cpu.jsonl",
+        "full_size_static_h200.jsonl",
+        "exact_h100.jsonl",
+        "distribution_h200.jsonl",
+    }
+
+
+def test_the_picture_is_of_the_rows_as_they_are(picture: Any) -> None:
+    for theme in picture.THEMES:
+        drawn = (picture.PICTURES / f"speed_{theme}.svg").read_text(encoding="utf-8")
+        assert picture.digest() in drawn, "run python benchmarks/front_picture.py"
+
+
+def test_the_picture_is_drawn_again(picture: Any, tmp_path: Path) -> None:
+    picture.main(["--out", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {"speed_light.svg", "speed_dark.svg"}
+    assert all(picture.digest() in path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
