@@ -338,6 +338,7 @@ def test_a_terminal_is_read_until_ctrl_d(chat: Chat) -> None:
 def command(monkeypatch):
     """Runs `fastspec chat` on the tiny model."""
     monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(), tokenizer()))
+    monkeypatch.setattr("fastspec.models.load_config", lambda name: target().config)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     fixed = ("chat", "--model", "tiny", "--max-new-tokens", "8")
     return lambda *arguments, **options: CliRunner().invoke(app, [*fixed, *arguments], **options)
