@@ -275,7 +275,7 @@ def test_the_tutorial_from_its_first_snippet_to_a_head_that_drafts(tmp_path, mon
             )
             assert done.returncode == 0, (words, done.stdout[-1000:], done.stderr[-2000:])
             told[" ".join(words[:3])] = done.stdout
-    assert (tmp_path / "my-head" / "model.safetensors").is_file() and "my-head" in told["inspect my-head --target"]
+    assert (tmp_path / "my-head" / "model.safetensors").is_file() and "my-head" in told["inspect my-head --model"]
     last = fastspec.report(names["model"]).last
     assert last.rounds > 1 and last.emitted == 48
 
