@@ -1,7 +1,7 @@
 """Draw README's picture, light and dark, from rows of `fastspec bench` and of full_size.py: tokens per second of one
 model on GPUs and on two CPU cores.
 
-    python benchmarks/front_picture.py
+    python benchmarks/front_picture.py --out docs/assets
 
 A panel is one run. A bar is the median over its prompts, or of the rounds of a model with random weights; a method that
 a run has not measured has no bar. The pictures hold a digest of their bars, which a test compares with the rows. Needs
