@@ -100,6 +100,16 @@ def test_greedy_tokens_equal_the_unpatched_ones(kind: str) -> None:
     assert ("forward hook" in report.mode) == (kind == "hooked")
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_configuration_that_training_left_without_a_cache_changes_nothing(kind: str) -> None:
+    """As with gradient checkpointing: the model is asked for its cache at every pass."""
+    model, inputs = model_of(kind), {**prompts(), "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**inputs)
+    with fastspec.patched(model), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.config, "use_cache", False)
+        assert torch.equal(model.generate(**inputs, assistant="nasd"), expected)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_drafts_are_accepted(kind: str) -> None:
     model = model_of(kind)
