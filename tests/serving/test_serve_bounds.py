@@ -86,6 +86,15 @@ def test_shares_in_a_generation_config_are_from_0_to_1(model: Any, name: str) ->
                 asked(model, generation_config=config)
 
 
+def test_a_penalty_grows_from_a_place_on_by_a_factor_up_to_100(model: Any) -> None:
+    name = "exponential_decay_length_penalty"
+    for value in ([0, 1.5], [7, 0], [7, 100]):
+        asked(model, generation_config=json.dumps({name: value}))
+    for value in ([-1, 1.5], [0, 100.5], [0, -0.5], [0.5, 1], [7], [7, 1, 1], 7):
+        with pytest.raises(Refused, match=name):
+            asked(model, generation_config=json.dumps({name: value}))
+
+
 def test_sequences_of_tokens_are_a_thousand_at_most(model: Any) -> None:
     """The scores of each are looked up at every token."""
     for name, each in (("bad_words_ids", [5]), ("sequence_bias", [[5], 1.0])):
