@@ -182,6 +182,24 @@ def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
     assert asked(model, RESPONSE, input=parts).messages == [{"role": "user", "content": "w5"}]
 
 
+@pytest.mark.parametrize(
+    ("waiting", "count", "status"),
+    [(2, 1, None), (3, 1, 429), (0, 5, None), (0, 6, 400), (2, 3, None), (2, 4, 429), (3, 2, 429)],
+)
+def test_as_many_wait_as_the_queue_holds_and_come_at_once_as_rows_and_queue_hold(
+    model: Any, waiting: int, count: int, status: int | None
+) -> None:
+    stats, info = SimpleNamespace(rows=2), {"assistant": "nasd"}
+    batch = SimpleNamespace(max_length=20, model=model, waiting=waiting, stats=stats, info=info)
+    made = Server(batch, small_tokenizer(), "small", Limits(queue=3))  # type: ignore[arg-type]
+    if status is None:
+        made._refuse_full(count)
+    else:
+        with pytest.raises(Refused) as refused:
+            made._refuse_full(count)
+        assert refused.value.status == status
+
+
 def test_a_prompt_of_all_the_room_leaves_none_for_an_answer(model: Any) -> None:
     batch = SimpleNamespace(max_length=20, model=model, waiting=0, info={"assistant": "nasd"})
     made = Server(batch, small_tokenizer(), "small", Limits())  # type: ignore[arg-type]
