@@ -199,6 +199,16 @@ def test_observing_is_like_beginning_with_the_longer_text(variant, shape, accept
                 assert row_of(tree, row) == published(head, texts[row], truths[row], shape)
 
 
+def test_every_level_that_a_tree_grows_is_marked():
+    head, shape = head_of("plain"), fastspec.TreeShape(total_tokens=9, depth=2, top_k=3)
+    ids, features = drawn(head, 1, 5, 0)
+    drafter, marks = EagleDrafter(BoundHead.of(head), shape, rows=1, capacity=32, ops=TORCH), []
+    drafter.begin(ids[:, :4], torch.tensor([4]), features[:, :4], ids[:, 4])
+    drafter.mark = marks.append
+    drafter.propose(4)
+    assert marks == ["draft 0", "draft 1", "draft 2"]
+
+
 class Scaled(nn.Embedding):
     """An embedding with a forward of its own."""
 

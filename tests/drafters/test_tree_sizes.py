@@ -156,6 +156,43 @@ def test_dear_trees_are_not_begun_with() -> None:
     assert sizes.price(5) > sizes.left and 0 < sizes.size < 4
 
 
+def paid(times: float) -> TreeSizes:
+    """A chooser of trees of one size, a round of which is known to cost so many target passes more than one without
+    drafts."""
+    return TreeSizes(SHAPES[-1:], SHAPES[-1], (1.0, 1.0 + times), known={0: {1: 10.0, 60: 10.0 * (1 + times)}})
+
+
+@pytest.mark.parametrize(("accepted", "rounds"), [((), 2), ((1, 0), 3), ((0, 2), 4), ((0, 1), 3)])
+def test_a_size_goes_on_while_it_may_lose_another_round_or_brings_what_it_costs(accepted, rounds: int) -> None:
+    """Two target passes are granted, and a round costs one more than without drafts: it may cost all that is left."""
+    sizes, taken = paid(1.0), 0
+    while sizes.size and taken < BLOCK:
+        sizes.count(1, [accepted[taken] if taken < len(accepted) else 0], None, 500, {1})
+        taken += 1
+    assert taken == rounds
+
+
+@pytest.mark.parametrize("rounds", [EVIDENCE - 1, EVIDENCE])
+def test_the_first_size_is_judged_by_several_rounds(rounds: int) -> None:
+    """Calls that end early add up."""
+    sizes = paid(2.0)
+    for _ in range(rounds):
+        sizes.count(1, [0], None, 500, {1})
+    sizes.begin()
+    assert bool(sizes.size) == (rounds < EVIDENCE)
+
+
+@pytest.mark.parametrize(("ms", "kept"), [(10.5, False), (20.0, True), (2.0, True)])
+def test_times_are_kept_once_they_changed_by_a_tenth(ms: float, kept: bool) -> None:
+    """A block counts for a quarter."""
+    files: list[object] = []
+    sizes = TreeSizes(SHAPES, SHAPES[-1], (1.0,) * 6, known={0: {1: 10.0, 60: 10.0}}, keep=files.append)
+    for _ in range(BLOCK):
+        sizes.count(5, [3], ms, 500, {5})
+    sizes.end()
+    assert sizes.known == {0: {1: 10.0, 60: 10.0 + (ms - 10.0) / 4}} and bool(files) == kept
+
+
 def test_other_sizes_say_what_one_would_accept() -> None:
     """Counts of a chain foretell those of a tree of the same law, and the other way round."""
     for seen in range(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import fastspec
 from fastspec.generation.engine.open_batch import OpenBatch, Rule
+from fastspec.generation.engine.prefix_cache import PrefixCache
 from fastspec.generation.stats import Stats
 
 CPU = torch.device("cpu")
@@ -22,6 +24,7 @@ class Told:
     """A prompt that notes what it is told; `stop` and `emit` may raise."""
 
     name: int
+    said: tuple[int, ...] = ()
     limit: int = 4
     ends: frozenset[int] = frozenset()
     rule: Rule = Rule()  # noqa: RUF009
@@ -31,11 +34,19 @@ class Told:
     keeps_logits: bool = False
     keeps_tree: bool = False
     handed: tuple[int, ...] = ()
+    reused: int = 0
     finished: list[tuple[list[int], BaseException | None]] = field(default_factory=list)
 
     @property
     def ids(self) -> Tensor:
-        return torch.full((1, self.name), 7)
+        return torch.tensor([self.said]) if self.said else torch.full((1, self.name), 7)
+
+    @property
+    def text(self) -> Tensor:
+        return self.ids[0]
+
+    def reuse(self, count: int) -> None:
+        self.reused = count
 
     def observe(self, drafted: int, logits: Tensor | None, tree: Any) -> None:
         """Nobody reads it here."""
@@ -93,6 +104,63 @@ def test_rows_that_move_take_along_what_is_theirs() -> None:
     batch.take(0, [9, 4], 1, None, None)
     assert second.finished == [([6, 7, 9], None)]
     assert batch.resize(3) == {0: 1} and batch.prompts == [third, None, None] and batch.active == [True, False, False]
+
+
+class Rewinding:
+    """An engine whose rows can go on from any of their tokens."""
+
+    drafter, main = None, SimpleNamespace(longest=1)
+
+    def __init__(self) -> None:
+        self.target = self
+
+    def reusable(self, row: int, known: int, most: int, reached: int) -> int:
+        return min(known, most)
+
+    def end(self) -> None:
+        """It has no drafter to tell."""
+
+
+def test_a_prompt_goes_on_from_the_longest_text_that_it_begins_like() -> None:
+    prefixes: PrefixCache[Any] = PrefixCache(2)
+    batch = OpenBatch(3, Stats(), CPU, prefixes)
+    prefixes.begin(Rewinding(), 3)  # type: ignore[arg-type]
+    batch.queue.extend([Told(1, (7, 8, 5)), Told(2, (7, 8, 9, 4))])
+    for row in batch.free():
+        batch.seat(row, batch.next(row)[0], 3)
+    for said, row, count in (((7, 8, 9, 6, 1), 1, 3), ((7, 8, 5, 6), 0, 2), ((7, 6, 5, 4), None, 0)):
+        batch.queue.append(Told(3, said))
+        prefix = batch.prefix()
+        assert ((None, 0) if prefix is None else (prefix.row, prefix.count)) == (row, count)
+        batch.queue.clear()
+    last = Told(3, (7, 8, 9, 6, 1))
+    batch.queue.append(last)
+    prefix = batch.prefix()
+    assert prefix is not None
+    batch.seat(2, batch.next(2)[0], 5, prefix)
+    assert last.reused == batch.stats.reused == 3
+
+
+@pytest.mark.parametrize(
+    ("waiting", "least", "count"),
+    [
+        (((1, 2, 3), (4, 5, 6), (2, 3, 1)), 1, 3),
+        (((1, 2, 3), (4, 5, 6), (1, 2, 4)), 1, 2),
+        (((1, 2, 3), (4, 5, 6), (1, 2, 4)), 2, 3),
+        (((1, 2, 3), (4, 5, 6), (1, 2, 4)), None, 3),
+        (((1, 2, 3), (7, 8, 6), (4, 5, 6)), 1, 1),
+        (((7, 8, 6), (1, 2, 3), (4, 5, 6)), 1, 3),
+    ],
+)
+def test_prompts_that_begin_like_others_are_not_read_with_them(waiting, least, count) -> None:
+    """Each goes on from the text of the other, or of a row, once that is read; the first one was asked for already."""
+    prefixes: PrefixCache[Any] = PrefixCache(least)
+    batch = OpenBatch(4, Stats(), CPU, prefixes)
+    prefixes.begin(Rewinding(), 4)  # type: ignore[arg-type]
+    batch.queue.append(Told(1, (7, 8, 9)))
+    batch.seat(0, batch.next(0)[0], 3)
+    batch.queue.extend(Told(2, said) for said in waiting)
+    assert batch.unlike(3) == count
 
 
 def test_an_error_ends_its_own_prompt_and_the_first_one_counts() -> None:

@@ -109,7 +109,7 @@ def test_short_prompts_are_read_together(lengths, counts, drafts):
     ]
     passes = [texts for target, _ in engine.entries for texts in target.told]  # type: ignore[attr-defined]
     warmed = {(len(texts), padded_width(max(map(len, texts)))) for texts in passes if len(texts) > 1}
-    assert warmed <= set(groups(TOGETHER))
+    assert warmed <= set(groups(TOGETHER)) and all(padded_width(width) == width for _, width in groups(TOGETHER))
     read = [text for texts in passes for text in texts]
     assert read == [[100 * prompt + place for place in range(length)] for prompt, length in enumerate(lengths)]
     if drafts:

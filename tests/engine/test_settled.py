@@ -122,6 +122,22 @@ def test_generate_prepares_settings_once(sampled: bool) -> None:
     assert original.calls == 1 and len(known.known) == 1
 
 
+@pytest.mark.parametrize("known", [None, SettingsCache()], ids=["anew", "known"])
+def test_a_prompt_has_the_seed_that_it_was_given_or_one_that_is_drawn(known: SettingsCache | None) -> None:
+    model = fastspec.patch(tiny_model())
+
+    def seed(given: int | None, sampled: bool = True) -> int:
+        config = GenerationConfig(max_new_tokens=4, do_sample=sampled)
+        return prepare(model, Counted(model), asked(texts(6)[0], config), given, known).rule.seed
+
+    for _ in range(2):
+        assert seed(5) == 5 and seed(0) == 0 and seed(5, sampled=False) == 0
+        torch.manual_seed(1)
+        drawn = seed(None), seed(None)
+        torch.manual_seed(1)
+        assert drawn == (seed(None), seed(None)) and drawn[0] != drawn[1]
+
+
 @pytest.mark.parametrize("count", [0, -3])
 def test_an_answer_of_no_tokens_is_refused_whatever_is_known(count: int) -> None:
     model = fastspec.patch(tiny_model())

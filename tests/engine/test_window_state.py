@@ -97,6 +97,13 @@ def test_texts_shorter_than_the_ring_take_no_more_than_they_need() -> None:
     assert wound.k.shape[3] == wound.ring
 
 
+def test_a_text_goes_on_from_where_its_window_was_not_written_over() -> None:
+    """At most SLACK tokens before the end, or while no window is further back than that."""
+    _, wound, _ = both(100, 4)
+    for count, reached, held in ((88, 600, True), (87, 600, True), (0, 612, True), (100, 613, False), (101, 613, True)):
+        assert wound.holds(count, reached) == held, (count, reached)
+
+
 def alone(ring: int = 6, span: int = 4, rows: int = 3) -> WindowState:
     """A ring of which no two dimensions are alike, full of random numbers."""
     with ELSEWHERE:

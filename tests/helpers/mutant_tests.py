@@ -74,24 +74,28 @@ def shown_at(mutant: Mutant, sources: Mapping[str, str]) -> dict[str, int]:
 def chosen(mutant: Mutant, tests: Mapping[str, Ran], sources: Mapping[str, str], texts: Mapping[str, str]) -> list[str]:
     """The tests that try a mutant, by the `texts` of their files: those that run lines of `shown_at`, then, where these
     are few, its function, then its module. First come cases and tests that name a text of the table's row that it
-    changes, also those that read the table themselves, then files that name what it changes, then the others. Of these,
-    every file gives one test in turn, a second case of any test last."""
+    changes, also those that read the table themselves, of these first those in files that name the table. Then come
+    files that name what it changes, for a special method its class, then the others. Of these, every file gives one
+    test in turn, a second case of any test last."""
     name, module = bound_by(mutant, sources), mutant.module.removesuffix(".py")
     own = re.findall(r'"(\w+)"', row_of(mutant, sources)) if name else []
-    words = (
-        *own,
-        name or mutant.function.rpartition(".")[2],
-        module.replace("/", "."),
-        f"test_{Path(module).name}",
-    )
-    named = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
-    naming = {file for file, text in texts.items() if named.search(f"{file} {text}")}
+    parts = mutant.function.split(".")
+    function = next((part for part in reversed(parts) if not part.startswith("__")), parts[-1])
+
+    def naming(*words: str) -> set[str]:
+        named = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
+        return {file for file, text in texts.items() if named.search(f"{file} {text}")}
+
+    place = naming(name or function, module.replace("/", "."), f"test_{Path(module).name}")
+    row = naming(*own) if own else set()
 
     def rank(test: str) -> int:
         file, _, case = test.partition("::")
         function, _, case = case.partition("[")
         said = texts.get(file, "").partition(f"def {function}(")[2].partition("\ndef ")[0]
-        return 0 if any(each in case or f'"{each}"' in said for each in own) else 1 if file in naming else 2
+        if any(each in case or f'"{each}"' in said for each in own):
+            return 0 if file in place else 1
+        return 2 if file in place | row else 3
 
     ranks = {test: rank(test) for test in tests}
     reading = {file for file, text in texts.items() if name and re.search(rf"\b{name}\b", text)}
@@ -101,7 +105,7 @@ def chosen(mutant: Mutant, tests: Mapping[str, Ran], sources: Mapping[str, str],
             test
             for test, ran in tests.items()
             if any(ran.lines.get(m, 0) & lines for m, lines in wanted.items())
-            or (ranks[test] == 0 and test.partition("::")[0] in reading)
+            or (ranks[test] < 2 and test.partition("::")[0] in reading)
         ]
         seen: Counter[tuple[int, str]] = Counter()
 

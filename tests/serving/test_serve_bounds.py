@@ -86,6 +86,15 @@ def test_shares_in_a_generation_config_are_from_0_to_1(model: Any, name: str) ->
                 asked(model, generation_config=config)
 
 
+def test_a_penalty_grows_from_a_place_on_by_a_factor_up_to_100(model: Any) -> None:
+    name = "exponential_decay_length_penalty"
+    for value in ([0, 1.5], [7, 0], [7, 100]):
+        asked(model, generation_config=json.dumps({name: value}))
+    for value in ([-1, 1.5], [0, 100.5], [0, -0.5], [0.5, 1], [7], [7, 1, 1], 7):
+        with pytest.raises(Refused, match=name):
+            asked(model, generation_config=json.dumps({name: value}))
+
+
 def test_sequences_of_tokens_are_a_thousand_at_most(model: Any) -> None:
     """The scores of each are looked up at every token."""
     for name, each in (("bad_words_ids", [5]), ("sequence_bias", [[5], 1.0])):
@@ -171,6 +180,24 @@ def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
             asked(model, RESPONSE, input=[*[{"role": "user", "content": "w5"}] * number, odd])
     parts = [{"type": "input_text", "text": "w5"}]
     assert asked(model, RESPONSE, input=parts).messages == [{"role": "user", "content": "w5"}]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "count", "status"),
+    [(2, 1, None), (3, 1, 429), (0, 5, None), (0, 6, 400), (2, 3, None), (2, 4, 429), (3, 2, 429)],
+)
+def test_as_many_wait_as_the_queue_holds_and_come_at_once_as_rows_and_queue_hold(
+    model: Any, waiting: int, count: int, status: int | None
+) -> None:
+    stats, info = SimpleNamespace(rows=2), {"assistant": "nasd"}
+    batch = SimpleNamespace(max_length=20, model=model, waiting=waiting, stats=stats, info=info)
+    made = Server(batch, small_tokenizer(), "small", Limits(queue=3))  # type: ignore[arg-type]
+    if status is None:
+        made._refuse_full(count)
+    else:
+        with pytest.raises(Refused) as refused:
+            made._refuse_full(count)
+        assert refused.value.status == status
 
 
 def test_a_prompt_of_all_the_room_leaves_none_for_an_answer(model: Any) -> None:

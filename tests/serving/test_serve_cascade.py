@@ -19,10 +19,12 @@ from helpers.cascade import trained
 from helpers.serve import MARKS, NAME, Served, openai, post, serving, talk, words
 from helpers.serve_process import cascaded_target, opened_cascade
 from helpers.training import small_target, small_tokenizer
+from prometheus_client import CollectorRegistry
 
 import fastspec
 from fastspec.cascade.predictor import Predictor
 from fastspec.patches.session import session_of
+from fastspec.programs.serving.cascade import StageMetrics
 from fastspec.programs.serving.remote import Remote
 
 pytestmark = MARKS
@@ -121,6 +123,14 @@ def stage_metric(server: Served, name: str, **labels: str) -> float:
 
 def counted(server: Served) -> dict[str, float]:
     return {name: stage_metric(server, "requests_total", stage=name, outcome="answered") for name in STAGES}
+
+
+def test_chances_are_counted_by_tenths() -> None:
+    registry = CollectorRegistry()
+    StageMetrics(registry, (1.0,)).quality.labels("small").observe(0.85)
+    name, chances = "fastspec_stage_expected_quality_bucket", [step / 10 for step in range(1, 11)]
+    counts = [registry.get_sample_value(name, {"stage": "small", "le": str(chance)}) for chance in chances]
+    assert counts == [float(chance > 0.85) for chance in chances]
 
 
 @pytest.mark.parametrize("where", ["server", "process"])

@@ -4,18 +4,21 @@ samplers, stop strings, and how many drafts were accepted."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.models import tiny_head
-from helpers.serve import MARKS, NAME, TREE, Served, alone, served, talk, words
+from helpers.serve import MARKS, NAME, SECONDS, TREE, Served, alone, served, talk, words
 from helpers.serve_process import opened
 from helpers.training import small_target, small_tokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import fastspec
+from fastspec.programs.serving.batch import TextScorer
 from fastspec.programs.serving.remote import Remote
 
 pytestmark = MARKS
@@ -128,6 +131,16 @@ def test_log_probabilities_of_completions_and_what_is_echoed(plain: Any, server:
     echoed = create(prompt=[*PROMPTS], max_tokens=2, echo=True, **GREEDY)
     assert [choice.text for choice in echoed.choices] == [f"{p}{alone(plain, p, 2)[0]}" for p in PROMPTS]
     assert all(choice.logprobs is None for choice in echoed.choices)
+
+
+def test_the_thread_of_scores_ends_with_its_batch() -> None:
+    model, before = fastspec.patch(small_target()), {*threading.enumerate()}
+    scorer, rounds = TextScorer(SimpleNamespace(model=model)), []  # type: ignore[arg-type]
+    scorer.score(tokens_of("w5 w6 w7"), 2, rounds.append).result(SECONDS)
+    assert rounds
+    (thread,) = {each for each in threading.enumerate() if each.name.startswith("fastspec-scores")} - before
+    scorer.close()
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,6 +13,9 @@ import torch
 from helpers.saying import ANSWERS, saying
 from helpers.serve import MARKS, SECONDS, Served, post, served, talk
 
+from fastspec.programs.serving.messages import as_chat
+from fastspec.programs.serving.middleware import message_error
+
 pytestmark = MARKS
 MESSAGES, CHATS, COUNT = "/v1/messages", "/v1/chat/completions", "/v1/messages/count_tokens"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -41,6 +44,7 @@ def streamed(server: Served, **fields: Any) -> Any:
     body = json.dumps({"max_tokens": 200, "stream": True, **GIVEN, **fields}).encode()
     request = urllib.request.Request(server.url + MESSAGES, body)
     with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        assert answer.headers.get_content_type() == "text/event-stream"
         parts = answer.read().decode().strip().split("\n\n")
     events = []
     for part in parts:
@@ -83,8 +87,11 @@ def test_blocks_are_what_a_chat_has_whole_and_streamed(said: tuple[str, Served])
     name, server = said
     for more, chat in (({}, {}), ({"tools": [TOOL]}, {"tools": [CHAT_TOOL]})):
         for limit in (200, 9):
-            message = answered(server, max_tokens=limit, **more)
-            assert plain(streamed(server, max_tokens=limit, **more)) == plain(message)
+            message, parts = (ask(server, max_tokens=limit, **more) for ask in (answered, streamed))
+            assert plain(parts) == plain(message)
+            for each in (message, parts):
+                names = [block["id"] for block in each["content"] if block["type"] == "tool_use"]
+                assert len({*names}) == len(names) and all(name.startswith("toolu_") for name in names)
             body = json.dumps({"max_tokens": limit, **GIVEN, **chat}).encode()
             other = post(server, CHATS, body)[1]
             choice, content = other["choices"][0], message["content"]
@@ -149,6 +156,33 @@ def test_a_conversation_is_that_of_a_chat(said: tuple[str, Served]) -> None:
     body = json.dumps({"messages": chat, "tools": [CHAT_TOOL], "max_tokens": 1}).encode()
     assert count == post(server, CHATS, body)[1]["usage"]["prompt_tokens"]
     assert count > post(server, COUNT, json.dumps({"messages": talk("w5")}).encode())[1]["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "said"),
+    [(None, None), ({"type": "adaptive"}, None), ({"type": "disabled"}, {"enable_thinking": False})],
+)
+def test_thinking_that_is_disabled_is_told_to_the_template(thinking: Any, said: Any) -> None:
+    body = {**GIVEN, "max_tokens": 5} | ({} if thinking is None else {"thinking": thinking})
+    assert as_chat(body).get("chat_template_kwargs") == said
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (413, "request_too_large"),
+        (422, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_errors_have_anthropics_types(status: int, kind: str) -> None:
+    assert message_error("no", status) == {"type": "error", "error": {"type": kind, "message": "no"}}
 
 
 def test_refusals_have_anthropics_form_and_name_what_is_wrong(said: tuple[str, Served]) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.serve import MARKS, NAME, SECONDS, post, served, serving
@@ -19,6 +25,8 @@ from helpers.training import small_target
 import fastspec
 from fastspec.programs.serving.metrics import WINDOW, Rate
 from fastspec.programs.serving.remote import Remote
+from fastspec.programs.serving.rounds_process import left_alone_by_the_collector, run_rounds
+from fastspec.programs.serving.wire import Wire
 
 pytestmark = MARKS
 
@@ -61,6 +69,29 @@ def test_a_row_whose_client_has_gone_is_not_decoded_to_its_end() -> None:
             stream.close()
         server.wait(lambda: batch.running == batch.waiting == 0)
         assert server.metric("fastspec_row_rounds_total") < 0.75 * count * tokens / 4
+
+
+def test_the_process_of_the_rounds_looks_after_its_parent_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, codes = threading.Event(), list[int]()
+    monkeypatch.setattr(signal, "signal", lambda *given: None)  # of this process they are pytest's
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(join=lambda: None))
+    monkeypatch.setattr(os, "_exit", lambda code: codes.append(code) or ended.set())
+
+    def loading() -> Any:
+        assert ended.wait(30), "nobody looked"
+        raise ValueError("over")
+
+    here, there = Pipe()
+    run_rounds(here, loading)
+    (failure,), _ = next(Wire(there).parcels())
+    assert str(failure.arrived()) == "over" and codes == [1]
+
+
+def test_the_collector_looks_at_everything_again_once_the_rounds_are_over() -> None:
+    with left_alone_by_the_collector():
+        assert gc.get_freeze_count() > 100_000
+    assert not gc.get_freeze_count()
+    gc.freeze()  # as it was
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from helpers.training import small_target, small_tokenizer
 from transformers import GenerationConfig
 
 import fastspec
+from fastspec.programs.serving import app
 from fastspec.programs.serving import server as serving
+from fastspec.programs.serving.requests import parse
 from fastspec.programs.serving.server import FinishReason
 
 pytestmark = MARKS
@@ -371,6 +374,17 @@ def test_a_stop_string_at_the_end_of_the_room_ends_an_answer() -> None:
     ends = {(1, 2, 5): "length", (2, 3, 4): "stop", (1, 2, 8): "stop", (1, 2): "stop"}
     assert all(ending.of([*tokens]) == wanted for tokens, wanted in ends.items())
     assert FinishReason(config, models, Words(), ()).of([2, 3, 4]) == "length"
+
+
+def test_times_count_from_when_a_request_arrived(server: Served, monkeypatch) -> None:
+    """What it waits for until it is read, too."""
+    names = "fastspec_time_to_first_token_seconds_sum", "fastspec_request_seconds_sum"
+    before = [server.metric(name) for name in names]
+    monkeypatch.setattr(app, "parse", lambda text: time.sleep(0.5) or parse(text))
+    assert post(server, ONE, b'{"prompt": "w5", "max_tokens": 2}')[0] == 200
+    for name, earlier in zip(names, before, strict=True):
+        server.wait(lambda name=name, earlier=earlier: server.metric(name) > earlier)
+        assert server.metric(name) - earlier >= 0.5
 
 
 def test_an_error_of_our_own_is_openais_json_too_and_keeps_the_connection(server: Served, monkeypatch) -> None:

@@ -129,6 +129,14 @@ def test_every_file_gives_a_test_in_turn_and_those_that_name_what_is_changed_com
     ]
 
 
+def test_a_special_method_goes_by_the_name_of_its_class() -> None:
+    source = "class Grown:\n    def __init__(self) -> None:\n        self.size = 2\n"
+    mutant = next(mutant for mutant in mutants_of("a.py", source) if "2 => self.size = 3" in mutant.key)
+    tests = {f"{file}.py::test": Ran(seconds, {"a.py": 1 << 3}) for seconds, file in enumerate("tuv")}
+    texts = {"t.py": "class Other: def __init__", "u.py": "", "v.py": "Grown()"}
+    assert chosen(mutant, tests, {"a.py": source}, texts)[0] == "v.py::test"
+
+
 def test_what_stands_outside_of_functions_is_tried_by_tests_that_run_its_readers() -> None:
     tests = {f"t{line}.py::a": ran(1, line) for line in (2, 5, 7, 9, 10)}
     assert asked("LEAST = 2", tests)[0] == "t9.py::a"  # line 9 compares with it, line 2 is run by an import
@@ -165,6 +173,8 @@ def row(name: str) -> int:
     reading = {"v.py": 'row("second")', "x.py": 'def test_a():\n    ROWS["second"]\ndef test_b():\n    ROWS["first"]'}
     tests |= {f"x.py::test_{each}": Ran(0.1, {}) for each in "ab"}  # of the table itself, which runs no line
     assert chosen(mutant, tests, {"rows.py": source}, reading)[:2] == ["x.py::test_a", "u.py::a[second]"]
+    naming = {"w.py": "from fastspec.rows import row"}  # the case of a file that names the module
+    assert chosen(mutant, tests, {"rows.py": source}, naming)[:2] == ["w.py::d[this]", "u.py::a[second]"]
     first = next(each for each in mutants_of("rows.py", source) if "FIRST = 2" in each.key)
     assert chosen(first, {"t.py::b": read, **missed}, {"rows.py": source}, {})[0] == "t.py::b"  # the table's reader
 

@@ -247,7 +247,7 @@ class Processing:
     def in_lockstep(self, *, mixes: bool) -> Processing:
         """The same in lockstep, where plain decoding's steps apply them: drafts are not drawn, since they would take
         random numbers that plain decoding does not; a mixture of two distributions still processes both."""
-        return replace(self, process=self.process if mixes else None, process_at=None, grammar=None)
+        return replace(self, process=self.process if mixes else None, process_at=None)
 
     def process_rows(self, rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
         """Scores [R, V] of these rows of the batch as the processors leave them; texts [R, T] are the rows' tokens."""

@@ -261,9 +261,7 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     decoder = decoder_of(model)
     layers = list(getattr(decoder, adapter.layers))
     attention = [getattr(layer, adapter.attention) for layer in layers if hasattr(layer, adapter.attention)]
-    nets = [
-        getattr(layer, adapter.recurrent) for layer in layers if adapter.recurrent and hasattr(layer, adapter.recurrent)
-    ]
+    nets = [getattr(layer, adapter.recurrent) for layer in layers if hasattr(layer, adapter.recurrent)]
     own = adapter.recurrent_row or adapter
     names = ("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()
     norms = [

@@ -112,8 +112,7 @@ def attention_functions(model: Any) -> list[tuple[str, Any]]:
 
 def _of_attention(model: Any) -> list[tuple[str, Any]]:
     """Those that are someone else's, objects that can be called included."""
-    known = {name: type(value).__module__.split(".")[0] in KNOWN for name, value in attention_functions(model)}
-    return [(name, value) for name, value in attention_functions(model) if is_strangers(value) or not known[name]]
+    return [(name, value) for name, value in attention_functions(model) if is_strangers(value)]
 
 
 def foreign_masks(functions: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -89,16 +89,13 @@ def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | No
     With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the
     model. The model, its modes and hooks, and the global generators of random numbers are left as they were.
     """
-    reason = _verdict(model, reads_source, adapter).reason
-    if reason is not None:
-        raise Unsupported(reason)
+    _trusted(model, reads_source, adapter)
 
 
 def reads_prompts_alike(model: Any, adapter: Adapter | None) -> bool:
     """True where a pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the
     whole of a prompt that has no padding. Raises Unsupported as `check_trust`."""
-    check_trust(model, adapter=adapter)
-    return _verdict(model, False, adapter).alike
+    return _trusted(model, False, adapter).alike
 
 
 def check_states(model: Any) -> None:
@@ -116,6 +113,14 @@ def check_states(model: Any) -> None:
         _VERDICTS[key] = _Verdict(silent if states is None else None)
     if (reason := _VERDICTS[key].reason) is not None:
         raise Unsupported(reason)
+
+
+def _trusted(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
+    """The verdict on a model. Raises Unsupported for one that cannot be relied on."""
+    found = _verdict(model, reads_source, adapter)
+    if found.reason is not None:
+        raise Unsupported(found.reason)
+    return found
 
 
 def _verdict(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:

@@ -12,7 +12,7 @@ NAME = "page.html"
 
 def read_page() -> tuple[str, dict[str, str]]:
     """(the page, its headers)."""
-    text = files("fastspec.programs.serving").joinpath(NAME).read_text(encoding="utf-8")
+    text = files("fastspec.programs.serving").joinpath(NAME).read_bytes().decode()
     return text, {
         "Content-Security-Policy": policy_of(text),
         "X-Content-Type-Options": "nosniff",

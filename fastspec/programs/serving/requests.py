@@ -94,16 +94,16 @@ class AnswerRequest:
     stream: bool
     usage: bool | None
     """True where a stream ends with a chunk of the counts alone; None where it does not say."""
-    structure: Structure | None = None
-    n: int = 1
-    logprobs: int | None = None
-    echo: bool = False
-    frequency: float = 0.0
-    presence: float = 0.0
-    assistant: str | None = None
-    rounds: bool = False
+    structure: Structure | None
+    n: int
+    logprobs: int | None
+    echo: bool
+    frequency: float
+    presence: float
+    assistant: str | None
+    rounds: bool
     """True where the rounds are told, with their draft trees."""
-    price: float | None = None
+    price: float | None
     """What a bad answer of a cascade costs, in milliseconds."""
     arrived: float = field(default_factory=time.perf_counter)
 

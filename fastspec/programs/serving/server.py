@@ -226,7 +226,7 @@ class Server:
         """Of grammars, each in a process of its own."""
         self.mail: Mail | None = None
         self._turns, self._moved = -1, 0.0
-        tokenizer("", add_special_tokens=False)  # sets padding and truncation, which threads could not beside others
+        tokenizer("")  # sets padding and truncation, which threads could not beside others
 
     async def ask(self, read: Callable[[], AnswerRequest]) -> ServedAnswers:
         """Hand a request to the batch, which has taken it when this returns; `read` reads it, in a thread. Raises

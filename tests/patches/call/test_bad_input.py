@@ -29,6 +29,17 @@ def test_an_argument_that_is_off_is_not_given() -> None:
         refuse_arguments(model, {"synced_gpus": True})
 
 
+def test_settings_of_a_configuration_are_refused_before_transformers_acts_on_them() -> None:
+    model, config = tiny_model(num_hidden_layers=1), GenerationConfig(cache_implementation="static")
+    with pytest.raises(fastspec.Unsupported, match="cache_implementation='static'"):
+        refuse_arguments(model, {"generation_config": config})
+    refuse_arguments(model, {"generation_config": config, "cache_implementation": None})
+    model.generation_config = config
+    with pytest.raises(fastspec.Unsupported, match="cache_implementation='static'"):
+        refuse_arguments(model, {"generation_config": GenerationConfig()})
+    refuse_arguments(model, {"generation_config": GenerationConfig(cache_implementation="hybrid")})
+
+
 @pytest.fixture(scope="module")
 def shared() -> tuple[Any, torch.Tensor]:
     """An unpatched model, and what it says."""
@@ -91,6 +102,11 @@ def test_a_call_that_cannot_work_is_refused_by_name(model: Any, kind: str) -> No
 
 def test_positional_prompts_and_masks_are_understood(model: Any) -> None:
     assert torch.equal(model.generate(PROMPT, None, assistant="eagle3", **GREEDY), model.generate(PROMPT, **GREEDY))
+
+
+def test_a_model_of_one_process_may_be_told_that_it_is_alone(model: Any) -> None:
+    expected = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(model.generate(PROMPT, assistant="eagle3", synced_gpus=False, **GREEDY), expected)
 
 
 def test_an_assistant_without_its_resource_names_the_call_that_supplies_it() -> None:

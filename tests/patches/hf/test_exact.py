@@ -12,7 +12,7 @@ from helpers.models import tiny_model
 
 from fastspec.errors import Unsupported
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.exact import refuse_device, refuse_parts
+from fastspec.patches.hf.exact import refuse_device, refuse_parts, why_inexact
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 
@@ -51,3 +51,5 @@ def test_other_kernels_and_dtypes_are_refused_by_name() -> None:
         refuse_device(kernels, torch.float32)
     with pytest.raises(Unsupported, match="runs on 'torch'"):
         refuse_device(TORCH, torch.bfloat16)
+    assert why_inexact(kernels, torch.bfloat16) == "patch(model, exact=True) was not asked for"
+    assert why_inexact(TORCH, torch.bfloat16).endswith("this model runs on 'torch'")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
+from functools import cache, wraps
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,20 @@ def test_greedy_tokens_equal_the_unpatched_ones(kind: str) -> None:
     adapted = kind in ADAPTERS or kind in ROPES
     assert report.mode.startswith("adapter " if adapted else "generic")
     assert ("forward hook" in report.mode) == (kind == "hooked")
+
+
+def test_a_forward_that_reads_its_cache_where_it_is_asked_to_is_asked_at_every_pass() -> None:
+    """Classes of transformers read any that they are given; one of a user's own may not."""
+    model, inputs = model_of("gpt2"), {**prompts(), "max_new_tokens": 8, "do_sample": False}
+    expected, forward = model.generate(**inputs), model.forward
+
+    @wraps(forward)
+    def own(*args: Any, **more: Any) -> Any:
+        return forward(*args, **more) if more.get("use_cache") else forward(*args, **{**more, CACHE: None})
+
+    with fastspec.patched(model), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "forward", own)
+        assert torch.equal(model.generate(**inputs, assistant="nasd"), expected)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -4,6 +4,8 @@ tests/clients has the libraries'."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +13,14 @@ import torch
 from helpers.generate import prompts
 from helpers.models import tiny_head, tiny_model
 from helpers.patch import assert_same, snapshot
+from helpers.stored import float8, grouped8, packed, rows8
 from torch import nn
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.kernels.quantised.reference import dequantised
+from fastspec.kernels.quantised.reference import E4M3, INT8, StoredWeight, dequantised
 from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.quantised import read
 
@@ -155,6 +158,81 @@ def test_why_a_module_runs_by_its_own_forward():
         "forward is replaced",
         "scales are not one for each block of 16 x 16",
     }
+
+
+class Int8Tensor(SimpleNamespace):
+    """torchao's weight of whole numbers, as far as it is read."""
+
+
+class QuantizationScheme(SimpleNamespace):
+    """compressed-tensors' own, as far as it is read."""
+
+
+Int8Tensor.__module__, QuantizationScheme.__module__ = "torchao.quantization", "compressed_tensors.quantization"
+
+
+def by_torchao(weight: StoredWeight) -> Any:
+    """A module with a weight as torchao holds it."""
+    made = nn.Module()
+    codes = weight.codes.view({INT8: torch.int8, E4M3: torch.float8_e4m3fn}[weight.kind])
+    held = Int8Tensor(qdata=codes, scale=weight.scales, block_size=list(weight.block), dtype=weight.dtype)
+    held.zero_point = weight.zeros
+    made._parameters["weight"] = held  # type: ignore[assignment]
+    return made
+
+
+def by_compressed_tensors(weight: StoredWeight) -> Any:
+    """A module that compressed-tensors has loaded, and not unpacked yet."""
+    made = nn.Module()
+    made.out_features, made.in_features = weight.shape
+    strategy = "channel" if weight.block == (1, made.in_features) else "group"
+    made.quantization_scheme = QuantizationScheme(
+        weights=SimpleNamespace(
+            strategy=strategy,
+            num_bits=weight.kind.bits,
+            type="int",
+            symmetric=weight.zeros is None,
+            group_size=weight.block[1],
+            block_structure=None,
+        )
+    )
+    held = {"weight_packed": weight.codes.view(torch.int32), "weight_scale": weight.scales}
+    for name, value in {**held, "weight_zero_point": weight.zeros, "weight_g_idx": weight.groups}.items():
+        if value is not None:
+            made.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "written"),
+    [
+        (by_torchao, lambda: rows8(5, 8, torch.float32)),
+        (by_torchao, lambda: grouped8(4, 6, 8, torch.float32)),
+        (by_torchao, lambda: float8((4, 4), 8, 12, torch.float32)),
+        (by_compressed_tensors, lambda: packed(4, None, 5, 16, torch.float32)),
+        (by_compressed_tensors, lambda: packed(4, 8, 16, 16, torch.float32, zeros=True)),
+        (by_compressed_tensors, lambda: packed(8, 8, 5, 16, torch.float32, ordered=True)),
+    ],
+    ids=["a line", "groups", "blocks", "packed lines", "packed groups", "ordered groups"],
+)
+def test_tensors_of_libraries_are_read_as_they_hold_them(make: Any, written: Any) -> None:
+    weight, dense = written()
+    found = read(make(weight))
+    assert not isinstance(found, str), found
+    assert torch.equal(dequantised(found, torch.float32), dense)
+
+
+def test_tensors_that_do_not_fit_are_named() -> None:
+    weight, _ = rows8(5, 8, torch.float32)
+    assert read(by_torchao(replace(weight, scales=weight.scales[:4]))) == "4 scales are not one for each block of 1 x 8"
+    whole, _ = packed(4, 8, 16, 16, torch.float32)
+    for name in ("weight_scale", "weight_packed"):
+        module = by_compressed_tensors(whole)
+        module._parameters[name] = None
+        assert read(module) == "its format has other tensors than codes, scales and zero points"
+    module = by_compressed_tensors(whole)
+    module.weight_global_scale = nn.Parameter(torch.ones(1))
+    assert read(module) == "its format has other tensors than codes, scales and zero points"
 
 
 def test_exact_is_refused_by_name():
