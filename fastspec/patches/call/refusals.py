@@ -76,6 +76,7 @@ _EXPECTED = {
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
+    "labels",  # of a trainer's batch: plain decoding hands them to no pass
 }
 
 
@@ -263,6 +264,12 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
         raise Unsupported(
             f"{CACHE} holds {past} tokens and input_ids brings no further ones: pass the whole sequence, with a token "
             f"that the cache does not hold, or take one off it by {CACHE}.crop(-1)"
+        )
+    empty = (~keep.any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise Unsupported(
+            f"the prompts of rows {empty} have no token, as attention_mask is 0 everywhere: leave these rows out, or "
+            "begin them with a token, such as bos_token_id"
         )
     if not bool(keep[:, -1].all()):
         raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")
