@@ -223,9 +223,9 @@ def refuse_cache(model: Any, cache: Any, rows: int) -> None:
         )
     if records_past(cache):
         raise Unsupported(
-            f"{CACHE} records what its windows and recurrent states held before (activate_past_recording), and "
-            "assisted rounds keep none of it, so that a crop would be wrong: hand in one that does not record, or "
-            "leave out assistant="
+            f"{CACHE} records what its windows and recurrent states held before (activate_past_recording, which "
+            "transformers' assisted generation leaves on), and assisted rounds keep none of it, so that a crop would "
+            "be wrong: hand in one that does not record, or leave out assistant="
         )
     length, shapes = int(cache.get_seq_length()), layer_shapes(model.config)
     if length == 0:
