@@ -10,8 +10,10 @@ import pytest
 import torch
 from helpers.heads import (
     BASE,
+    DEEPSPEC,
     LAYERS,
     PUBLISHED,
+    as_deepspec,
     as_eagle3,
     as_specforge,
     as_speculators,
@@ -107,6 +109,14 @@ def test_p_eagle_is_refused_by_its_name(tmp_path):
         read(tmp_path, config, state)
     with pytest.raises(CheckpointError, match="P-EAGLE"):
         read(tmp_path, config | {"speculators_model_type": "peagle"}, as_eagle3(make_head(), None)[1])
+
+
+def test_layers_that_deepspec_names_are_as_many_as_fc_reads_and_its_head_for_gemma_4_is_refused(tmp_path):
+    config, state = as_deepspec(make_head(**DEEPSPEC), torch.randn(37, 16))
+    with pytest.raises(CheckpointError, match=r"target_layer_ids is \[1, 3\]; fc.weight reads 5 layers"):
+        read(tmp_path, config | {"target_layer_ids": [1, 3]}, state)
+    with pytest.raises(CheckpointError, match=r"a head with Gemma 4's layer .*does not run in heads"):
+        read(tmp_path, config | {"architectures": ["Gemma4Eagle3Model"]}, state)
 
 
 @pytest.mark.parametrize("fed_back", [False, True])

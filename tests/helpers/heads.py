@@ -154,6 +154,31 @@ def as_nemo(head, embedding):
     return config, {key if key == "lm_head.weight" else f"model.{key}": value for key, value in state.items()}
 
 
+def as_deepspec(head, embedding):
+    """DeepSpec's export: a copy of the target's configuration, the layers named by their outputs, the whole vocabulary,
+    and copies of the target's embedding and LM head."""
+    c, state = head.config, tensors(head)
+    more = {
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "head_dim": c.head_dim,
+        "layer_types": ["full_attention"],
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "rope_parameters": c.rope_parameters,
+        "tie_word_embeddings": False,
+        "num_target_layers": LAYERS,
+        "target_layer_ids": [tap - 1 for tap in c.taps],
+        "draft_num_hidden_layers": 1,
+        "ttt_length": 7,
+        "step_loss_decay": 0.8,
+    }
+    state = {key: tensor for key, tensor in state.items() if key not in ("d2t", "t2d")}
+    return plain_config(c) | more, state | {"embed_tokens.weight": embedding}
+
+
 EAGLE1 = {
     "kind": "eagle",
     "taps": (),
@@ -170,6 +195,7 @@ SPECULATORS = {
     "head_dim": 8,
     "input_norm": True,
 }
+DEEPSPEC = {"qk_norm": True, "draft_vocab_size": 37, "taps": (2, 4, 6, 8, 10)}
 DIALECTS = {
     "eagle": (as_eagle, EAGLE1),
     "vllm": (as_vllm, EAGLE1),
@@ -182,6 +208,7 @@ DIALECTS = {
     "angelslim": (as_angelslim, {}),
     "modelopt": (as_modelopt, {}),
     "nemo": (as_nemo, {"fc_norm": True}),
+    "deepspec": (as_deepspec, DEEPSPEC),
 }
 
 
@@ -304,6 +331,7 @@ PUBLISHED = {
     ),
     "nvidia": (published_by_nvidia, {"input_norm": True, "taps": (4, 8, 12), "last_tap_before_norm": True}, "modelopt"),
     "AngelSlim": (published_by_angelslim, {}, "angelslim"),
+    "deepseek-ai": (as_deepspec, DEEPSPEC, "deepspec"),
     "thoughtworks": (published_by_thoughtworks, SPECFORGE | {"fc_norm": True}, "specforge"),
 }
 """Publisher -> a writer of its exporter's files, what its heads have beside the usual, and the dialect that they are

@@ -268,6 +268,11 @@ OTHERS = (
         keys=r"\.(kv_a_proj|kv_b_proj)",
     ),
     Other(
+        "a head with Gemma 4's layer (as DeepSpec's Gemma4Eagle3Model)",
+        "has norms, scales and an activation that fastspec does not run in heads: " + INSTEAD,
+        word="gemma4eagle3",
+    ),
+    Other(
         "Gemma 4's assistant",
         "reads the keys and values of its target: fastspec.patch(model, mtp=...) takes it",
         word="gemma4.*assistant",

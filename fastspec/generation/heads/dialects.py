@@ -1,7 +1,8 @@
 """Dialects of published heads, and the sizes and flags that a head's config.json and parameter names give.
 
 Formats read: the original EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), vLLM's wrapper of EAGLE-1, SpecForge, speculators,
-AngelSlim, ModelOpt, NeMo Automodel, and `fastspec train`'s. docs/train/formats.md says what decides each flag.
+AngelSlim, ModelOpt, NeMo Automodel, DeepSpec, and `fastspec train`'s. docs/train/formats.md says what decides each
+flag.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ WRAPPERS = re.compile(r"^(?:module\.|draft_model\.)+|_(?:orig_mod|fsdp_wrapped_m
 that was saved from inside them."""
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
 TAPS = "eagle_aux_hidden_state_layer_ids"
+OUTPUTS = "target_layer_ids"
+"""The field in which DeepSpec names the layers that its heads read, by their outputs."""
 TRAINED_THETA = 10000.0
 OWN = "fastspec"
 """The value of `trained_by` in heads that `fastspec train` wrote, and their dialect's name."""
@@ -66,6 +69,7 @@ DIALECTS = {
         Dialect(name="angelslim", trained_theta=("default", "linear", "dynamic")),
         Dialect(name="modelopt"),
         Dialect(name="nemo"),
+        Dialect(name="deepspec"),
     )
 }
 
@@ -126,6 +130,8 @@ def dialect_of(fields: Fields, published: Iterable[str], state: Mapping[str, Ten
         return "modelopt"
     if "LlamaForCausalLMEagle3" in architectures:
         return "specforge"
+    if "Qwen3Eagle3Model" in architectures:
+        return "deepspec"
     return "nemo" if any(key.startswith("model.") for key in published) else "eagle3"
 
 
@@ -213,7 +219,7 @@ def _rows(state: Mapping[str, Tensor], name: str, default: int) -> int:
 def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, notes: list[str]) -> int:
     """The width of the states that a head reads; left out, the head's own, or for a narrow one a share of fc."""
     fc = state.get("fc.weight")
-    named = fields.layer.get(TAPS) or fields.nested.get(TAPS)
+    named = fields.layer.get(TAPS) or fields.nested.get(TAPS) or fields.layer.get(OUTPUTS)
     count = len(named) if named else 3
     declared = fields.size("target_hidden_size", hidden)
     if fields.layer.get("target_hidden_size") is not None or fc is None or fc.ndim != 2 or fc.shape[1] % count:
@@ -395,8 +401,8 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
 
 def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Indices into hidden_states, None where the target's depth decides, and the numbers that `eagle_config` gives."""
-    top, nested = fields.layer.get(TAPS), fields.nested.get(TAPS)
-    ids = top or nested
+    top, nested, outputs = fields.layer.get(TAPS), fields.nested.get(TAPS), fields.layer.get(OUTPUTS)
+    ids, name = top or nested or outputs, TAPS if top or nested else OUTPUTS
     if not ids:
         flags["taps"] = Flag("2, L/2, L-3", "absent, EAGLE-3's default")
         if count != 3:
@@ -406,11 +412,15 @@ def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int
         return None, None
     if len(ids) != count:
         raise CheckpointError(
-            f"{fields.where}: {TAPS} is {ids}; fc.weight reads {count} layers, so {count} layer numbers are expected"
+            f"{fields.where}: {name} is {ids}; fc.weight reads {count} layers, so {count} layer numbers are expected"
         )
     if top:
         flags["taps"] = Flag(tuple(top), "config")
         return tuple(top), None
+    if not nested:
+        taps = tuple(i + 1 for i in ids)
+        flags["taps"] = Flag(taps, f"{OUTPUTS}, counted from layer outputs")
+        return taps, None
     taps, flags["taps"] = counted(tuple(ids), None)
     return taps, tuple(ids)
 

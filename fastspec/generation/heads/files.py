@@ -118,7 +118,7 @@ def _positive(value: Any) -> bool:
 
 KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a list of names", _list_of_names, "architectures layer_types"),
-    ("a list of layer numbers", _list_of_layers, "eagle_aux_hidden_state_layer_ids"),
+    ("a list of layer numbers", _list_of_layers, "eagle_aux_hidden_state_layer_ids target_layer_ids"),
     (
         "an object of fields",
         lambda value: isinstance(value, Mapping),

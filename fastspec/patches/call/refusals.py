@@ -21,6 +21,7 @@ from fastspec.patches.hf.compat import (
     kept_by,
     layer_shapes,
     position_limit,
+    records_past,
 )
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.parallel import local_heads
@@ -76,6 +77,7 @@ _EXPECTED = {
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
+    "labels",  # of a trainer's batch: plain decoding hands them to no pass
 }
 
 
@@ -219,6 +221,12 @@ def refuse_cache(model: Any, cache: Any, rows: int) -> None:
             f"{CACHE} is a {type(cache).__name__}: {name} may keep other keys and values than it is given, and "
             f"assisted rounds keep them as they are: {plain}"
         )
+    if records_past(cache):
+        raise Unsupported(
+            f"{CACHE} records what its windows and recurrent states held before (activate_past_recording, which "
+            "transformers' assisted generation leaves on), and assisted rounds keep none of it, so that a crop would "
+            "be wrong: hand in one that does not record, or leave out assistant="
+        )
     length, shapes = int(cache.get_seq_length()), layer_shapes(model.config)
     if length == 0:
         return
@@ -262,7 +270,13 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
     if keep.shape[1] <= past:
         raise Unsupported(
             f"{CACHE} holds {past} tokens and input_ids brings no further ones: pass the whole sequence, with a token "
-            f"that the cache does not hold, or take one off it by {CACHE}.crop(-1)"
+            f"that the cache does not hold, or take one off a cache without windows by {CACHE}.crop(-1)"
+        )
+    empty = (~keep.any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise Unsupported(
+            f"the prompts of rows {empty} have no token, as attention_mask is 0 everywhere: leave these rows out, or "
+            "begin them with a token, such as bos_token_id"
         )
     if not bool(keep[:, -1].all()):
         raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")

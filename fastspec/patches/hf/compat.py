@@ -287,6 +287,12 @@ def changing_part(cache: Any) -> Any:
     return None
 
 
+def records_past(cache: Any) -> bool:
+    """True where windows or recurrent states of a cache keep what they held before, so that tokens can be taken off
+    them. Layers that keep every token, and those of older releases, have no such mode."""
+    return any(getattr(layer, "record_past", False) for layer in cache.layers)
+
+
 def keeps_all(cache: Any, layer: int) -> bool:
     """True where a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs
     them, and they do."""

@@ -64,8 +64,8 @@ def check_supported(model: Any) -> None:
         raise Unsupported(f"patch takes a transformers model, not {name}: {what}")
     if not callable(getattr(model, "generate", None)) or not model.can_generate():
         raise Unsupported(
-            f"{name} has no generate method: patch a causal language model, such as "
-            f"{name.replace('Model', '')}ForCausalLM"
+            f"{name} has no generate method: load a causal language model, with "
+            "AutoModelForCausalLM.from_pretrained(...)"
         )
     if not isinstance(model, GenerationMixin):
         raise Unsupported(

@@ -54,6 +54,13 @@ def test_min_new_tokens_holds_the_end_back(pair, assistant):
 
 
 @pytest.mark.each_value
+def test_labels_of_a_trainers_batch_are_taken_and_not_read(pair, assistant):
+    inputs = prompts(5, 3)
+    out = same(pair, assistant, inputs | {"labels": inputs["input_ids"]}, eos_token_id=NEVER)
+    assert out.tolist() == same(pair, assistant, inputs, eos_token_id=NEVER).tolist()
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("spread", [2, 3])
 def test_num_return_sequences(pair, assistant, spread):
     out = same(pair, assistant, prompts(4, 6), do_sample=True, top_k=1, num_return_sequences=spread, eos_token_id=NEVER)

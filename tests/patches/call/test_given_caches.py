@@ -145,3 +145,30 @@ def test_caches_of_windows_and_recurrent_layers_fit(family):
     assert ask(patched, filled(patched), assistant="nasd") == ask(plain, filled(plain))
     with pytest.raises(fastspec.Unsupported, match="holds 1 rows for 2"):
         ask(patched, filled(patched), 2, assistant="nasd")
+
+
+def recording(model: Any, *, first: bool) -> Any:
+    """A cache that records the past from its `first` token on, or after the prompt's first ones."""
+    cache = DynamicCache(config=model.config)
+    if first:
+        cache.activate_past_recording()
+        return cache
+    filled(model, cache=cache)
+    cache.activate_past_recording()
+    return cache
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
+def test_a_cache_that_records_windows_or_recurrent_states_is_refused_and_one_that_keeps_all_is_read(family, first):
+    plain, patched = (shallow_model(family, **({"sliding_window": 6} if family == "mistral" else {})) for _ in range(2))
+    fastspec.patch(patched)
+    if family == "llama":
+        caches = [recording(model, first=first) for model in (plain, patched)]
+        assert ask(patched, caches[1], assistant="nasd") == ask(plain, caches[0])
+        for cache in caches:
+            cache.crop(-3)
+        assert all(torch.allclose(a.keys, b.keys, atol=1e-4) for a, b in zip(*(c.layers for c in caches), strict=True))
+        return
+    with pytest.raises(fastspec.Unsupported, match=r"records what its windows.*\(activate_past_recording"):
+        ask(patched, recording(patched, first=first), assistant="nasd")

@@ -33,6 +33,8 @@ def test_a_prompt_may_take_all_positions_and_no_more(monkeypatch: pytest.MonkeyP
                 refuse_prompts(model, IDS, WHOLE, 0)
     with pytest.raises(Unsupported, match="ends in padding"):
         refuse_prompts(model, IDS, WHOLE & (IDS < 6), 0)
+    with pytest.raises(Unsupported, match=r"rows \[1\] have no token.*leave these rows out"):
+        refuse_prompts(model, IDS.repeat(2, 1), torch.cat((WHOLE, ~WHOLE)), 0)
     with pytest.raises(Unsupported, match="2 rows for 1 rows"):
         refuse_prompts(model, IDS, WHOLE.expand(2, -1), 0)
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     LEDConfig,
     LEDForConditionalGeneration,
     MambaConfig,
@@ -241,6 +242,10 @@ REFUSED = {
     ),
     "encoder-decoder": (_led, "LEDForConditionalGeneration is an encoder-decoder model of type led; .* bart"),
     "no generate": (lambda: AutoModel.from_config(tiny_config("llama")), "LlamaModel has no generate"),
+    "a reward model": (
+        lambda: AutoModelForSequenceClassification.from_config(tiny_config("llama")),
+        r"LlamaForSequenceClassification has no generate method: load .* with AutoModelForCausalLM",
+    ),
     "bloom": (lambda: tiny_model("bloom"), "BloomForCausalLM.*position_ids"),
     "mpt": (lambda: tiny_model("mpt"), "MptForCausalLM.*position_ids"),
     "alibi": (lambda: tiny_model("falcon", alibi=True), "FalconForCausalLM.*alibi"),

@@ -84,6 +84,7 @@ def test_greedy(pair, assistant):
     out = same(pair, assistant, sources(7, 3, 11), max_new_tokens=30, eos_token_id=NEVER)
     assert out.shape == (3, 31)
     same(pair, assistant, sources(7, 3, 11))
+    same(pair, assistant, sources(7, 3, 11), labels=out[:, 1:])  # of a trainer's batch, which plain decoding drops
 
 
 @pytest.mark.each_value
