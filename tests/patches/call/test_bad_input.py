@@ -104,15 +104,12 @@ def test_positional_prompts_and_masks_are_understood(model: Any) -> None:
     assert torch.equal(model.generate(PROMPT, None, assistant="eagle3", **GREEDY), model.generate(PROMPT, **GREEDY))
 
 
-def test_a_model_of_one_process_may_be_told_that_it_is_alone(model: Any) -> None:
-    expected = model.generate(PROMPT, **GREEDY)
-    assert torch.equal(model.generate(PROMPT, assistant="eagle3", synced_gpus=False, **GREEDY), expected)
-
-
 def test_an_assistant_without_its_resource_names_the_call_that_supplies_it() -> None:
+    """Also where a model of one process is told not to keep others in step."""
     model = tiny_model(num_hidden_layers=1)
-    with fastspec.patched(model), pytest.raises(fastspec.Unsupported, match=r"fastspec\.patch\(model, eagle3="):
-        model.generate(PROMPT, **GREEDY, assistant="eagle3")
+    for more in ({}, {"synced_gpus": False}):
+        with fastspec.patched(model), pytest.raises(fastspec.Unsupported, match=r"fastspec\.patch\(model, eagle3="):
+            model.generate(PROMPT, **GREEDY, **more, assistant="eagle3")
 
 
 @pytest.mark.parametrize(
