@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -71,6 +72,15 @@ def seeded():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_mixed_precision():
+    """Accelerate keeps a process's mixed precision: a module whose tests train leaves none behind."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        for each in (state.AcceleratorState, state.GradientState, state.PartialState):
+            each._reset_state()
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,10 @@ NAMES = (
     "x86-64",
     "Apache-2.0",
     "compute capability 8.0",
+    "A100",
+    "RTX 30",
+    "http://127.0.0.1:8000",
+    "4-bit",
 )
 """Digits that measure nothing."""
 
@@ -90,7 +94,7 @@ def claims(picture: Any) -> list[str]:
         f"no drafts {plain['autoregressive']}",
         f"Two CPU cores: generate {cores['transformers']}, assisted {cores['assisted']}, "
         f"no drafts {cores['autoregressive']}, speculative {cores['speculative']}",
-        f"a head's drafts make it {again:.1f} times as fast again",
+        f"a head's drafts make the model {again:.1f} times as fast as no drafts",
         f"{faster:.1f} times as fast as transformers' static cache",
         *size(real.rows),
         f"after {before} tokens",
@@ -99,6 +103,7 @@ def claims(picture: Any) -> list[str]:
         f"of transformers {release}",
         f"{found['adapter'] + found['generic']} gave equal tokens",
         f"{found['refused']} are refused by name, {found['wrong'] or 'none'} differed",
+        f"{found['untried']} were not tried",
         f"{equal(exact=True)} with eagle3 on an H100, {equal(exact=False)} without",
         f"{texts:,} texts",
     ]

@@ -181,7 +181,7 @@ def choose(
     if batch > 1:
         lacking |= dict.fromkeys((LOOKUP, ASSISTED), f"transformers takes one prompt at a time here, not {batch}")
     if plain.device.type != "cuda":
-        lacking[COMPILED] = "measured on CUDA only; elsewhere torch.compile needs a C++ compiler"
+        lacking[COMPILED] = "measured on CUDA only"
     models = dict.fromkeys(PEERS, plain)
     for name in (method for each in ASSISTANTS for method in drafters.names(each)):
         assistant, _, head = name.partition(":")

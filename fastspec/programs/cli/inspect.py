@@ -89,9 +89,10 @@ def verdict(source: str, rows: Sequence[Any]) -> str:
     best, declared = rows[0], next(row for row in rows if row.declared)
     shares = ((best.agreement, declared.agreement), (best.second, declared.second))
     better = any(a - b > 2 * math.sqrt((a + b) / 2 * (1 - (a + b) / 2) / best.tokens) for a, b in shares)
-    if best.agreement < POOR:
+    most = max(row.agreement for row in rows)
+    if most < POOR:
         return (
-            f"no reading drafts well ({best.agreement:.0%} at best): this head was trained for another target, too "
+            f"no reading drafts well ({most:.0%} at best): this head was trained for another target, too "
             "little, or on text of another kind; try a prompt of the kind that it was trained on"
         )
     if not better:
