@@ -184,3 +184,11 @@ def test_rows_with_and_without_structures_run_in_one_batch(server: Served) -> No
     client = server.client()
     alone = [client.chat.completions.create(**each).choices[0].message.content for each in requests]
     assert asyncio.run(everyone()) == alone
+
+
+def test_a_client_is_not_told_to_install_what_the_server_lacks(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastspec.programs.serving.structured.find_spec", lambda name: None)
+    body = {"messages": [{"role": "user", "content": "w5"}], "response_format": FORMAT}
+    status, told = post(server, CHAT, json.dumps(body).encode())
+    assert status == 400 and "installed without the extra 'structured'" in told["error"]["message"]
+    assert "pip" not in told["error"]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from fastspec.errors import Unsupported
@@ -83,7 +84,10 @@ def _parameters(function: Body) -> Body:
 
 
 def check(structure: Structure) -> None:
-    """Raise Unsupported for a grammar that cannot be compiled in little time and memory, once for each that holds."""
+    """Raise Unsupported for a grammar that cannot be compiled in little time and memory, once for each that holds; for
+    all where llguidance is missing, by words for a client, which cannot install it."""
+    if find_spec("llguidance") is None:
+        raise Unsupported("this server holds no answer to a grammar: it was installed without the extra 'structured'")
     [(form, value)] = structure.grammar.items()
     _check(form, json.dumps(value))
 
