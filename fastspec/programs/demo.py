@@ -178,10 +178,10 @@ def run_demo(
     fastspec.patch(target, eagle3=head or SMOLLM2, backend=backend)
     try:
         if streams:
-            say(
-                "\nEAGLE-3 answers. [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own "
-                "token of each round."
+            colours = (
+                " [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own token of each round."
             )
+            say("\nEAGLE-3 answers." + colours * (console.color_system is not None))
             for label, text, batch in zip(labels, texts, inputs, strict=True):
                 say(f"\n[bold]{label}[/] [dim]{escape(text)}[/]")
                 streamer = MarkedStreamer(tokenizer, console)
