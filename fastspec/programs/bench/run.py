@@ -214,6 +214,7 @@ def run_bench(
                     if method is chosen[size][0]:
                         answered.append((size, part, base))
                     row = row_of(part, answer, base, tokenizer, floor_ms)
+                    say(f"{method.name}: {row['tokens_per_second']:.1f} tokens/s")
                     add({"method": method.name, **method.drafted_by, **row, "runs": runs, "batch_size": size})
         if on_profile is not None:
             for method in chosen[sizes[0]]:
