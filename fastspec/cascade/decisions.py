@@ -100,7 +100,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether to stop at this stage, and the expected losses of either in milliseconds, inf beyond the last."""
+    """Verdict on stopping at this stage, and the expected losses of either in milliseconds, inf beyond the last."""
 
     stop: bool
     stop_value: float

@@ -29,7 +29,7 @@ class Measured:
         self.chosen: dict[tuple[torch.Size, int, int], int] = {}
         """(weight's shape, rows rounded up to a power of two, threads) -> which way."""
         self.seconds = 0.0
-        """What measuring took so far."""
+        """Seconds of measuring so far."""
 
     def fastest(self, rows: Tensor, weight: Tensor) -> Way:
         """The quickest way for rows [R, K] times weight [M, K]; once measuring has taken `MOST` seconds, the way that

@@ -162,7 +162,7 @@ class Routing:
     normalised: bool = False
     """True where the chosen scores are divided by their sum."""
     scale: float = 1.0
-    """What they are multiplied by in the end."""
+    """Factor of the scores in the end."""
     groups: int = 1
     kept: int = 1
     """With several groups, E / groups neighbours each, experts of the `kept` best are chosen; a group counts as its two

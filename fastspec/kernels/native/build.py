@@ -43,7 +43,7 @@ SIGNATURES: dict[str, list[type]] = {
     "topk_logprobs": [P, P, P, N, N, N, N],
 }
 BF16 = "_bf16"
-"""What the names of the kernels of bfloat16 end in."""
+"""End of the names of the kernels of bfloat16."""
 SIGNATURES |= {name + BF16: types for name, types in SIGNATURES.items()}
 SIGNATURES["linear" + BF16] = [*SIGNATURES["linear"], N]
 MIXED = BF16 + "_fp32"

@@ -31,7 +31,7 @@ MOST_ROWS = 64
 """Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for
 that."""
 ENDINGS = {torch.float32: "", torch.bfloat16: build.BF16}
-"""What the names of a dtype's kernels end in."""
+"""Ends of the names of a dtype's kernels."""
 
 
 def plain(*tensors: Tensor) -> bool:

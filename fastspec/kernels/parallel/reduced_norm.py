@@ -43,12 +43,12 @@ from fastspec.kernels.parallel.words import (
 )
 
 OWNED_BYTES = 500_000
-"""Bytes that a process need not write for owners of rows to pay: what NVLink writes while their sums are waited for."""
+"""Bytes saved from which on owners of rows pay: those that NVLink carries while the second message is on its way."""
 
 
 def has_owners(nbytes: int, processes: int) -> bool:
-    """Whether rows of so many bytes have owners: P processes write 2 (P - 1) / P times as many each then, and P - 1
-    times as many where all write to all."""
+    """True where rows of so many bytes have owners: each of P processes then writes 2 (P - 1) / P times as many, and
+    P - 1 times as many where all write to all."""
     return nbytes * (processes - 1) * (1 - 2 / processes) > OWNED_BYTES
 
 

@@ -25,7 +25,7 @@ ONE_SHOT_BYTES = 512 * 1024
 TWO_SHOT_BYTES = 8 * 1024 * 1024
 """Messages up to this go in two; this is also the room that is held."""
 ADDED = (torch.bfloat16, torch.float32)
-"""What torch's kernels add."""
+"""Dtypes that torch's kernels add."""
 
 
 def way_of(nbytes: int, dtype: torch.dtype, reachable: bool) -> str:

@@ -234,13 +234,13 @@ class AdaptiveCascade:
                 f"Cascade(memory=...) keeps keys and values of models that one process holds, and {ranks.group.size()} "
                 f"hold this {type(large).__name__}: keep nothing between calls (memory=None)"
             )
-        refuse(self.models.stages, given)
         ids, keep = read_prompts(large, given)
-        refuse_holes(large, keep, 0, new_tokens(large, given, ids.shape[1]), dropped_spans(large))
         streamed = given.get("streamer") is not None
-        if ranks is not None:
+        if ranks is not None:  # before anything that one process alone could refuse
             ranks.check_arguments(ids, keep, *(getattr(self.config, name) for name in DECIDING))
             streamed = ranks.any(streamed)
+        refuse(self.models.stages, given)
+        refuse_holes(large, keep, 0, new_tokens(large, given, ids.shape[1]), dropped_spans(large))
         if streamed and len(ids) > 1:
             raise Unsupported("a streamer takes one row: leave streamer out, or pass a batch of 1")
 
