@@ -23,13 +23,18 @@ MAX_SIZE = 32768
 
 @triton.jit
 def summed(p_parts, row, rows, o_n, m_n, N: tl.constexpr, S: tl.constexpr):
-    """One row of a product from its parts [S, R, N] fp32, always in the same order."""
+    """One row of a product from its parts [S, R, N] fp32, in the order that `Parts` gives."""
     total = tl.zeros(o_n.shape, tl.float32)
+    later = tl.zeros(o_n.shape, tl.float32)
     for part in tl.static_range(S):
-        total += tl.load(
+        b_part = tl.load(
             p_parts + tl.cast(part * rows + row, tl.int64) * N + o_n, mask=m_n, other=0.0, cache_modifier=".cg"
         )
-    return total
+        if S == 4 and part > 1:
+            later += b_part
+        else:
+            total += b_part
+    return total + later if S == 4 else total
 
 
 @triton.jit

@@ -33,6 +33,9 @@ from fastspec.kernels.launch import dependent, is_hopper, padded
 from fastspec.kernels.linear.launches import HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Activation
 
+GROUP = 8
+"""Tiles of rows that take a tile of weights one behind the other: both stay in the L2."""
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed since Triton 3.6
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed since Triton 3.6
 
 
@@ -80,22 +83,28 @@ def _hopper_linear(
     CUBIC: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
+    WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32: part s is over the s-th share of the steps. The grid's
-    second side counts tiles of BR rows. With SIDE d_w and d_x are those of the parts; SERIES divides the steps."""
+    sides count tiles of BR rows, tiles of lines with their parts, and groups of tiles of rows. With SIDE d_w and d_x
+    are those of the parts; SERIES divides the steps."""
     dtype: gl.constexpr = d_w.dtype
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BR, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BR, 16])
     BC: gl.constexpr = BM // SIDE
     VECTOR: gl.constexpr = 4 if PARTS else 8  # 16 bytes a thread
     OUT: gl.constexpr = gl.BlockedLayout(
-        [VECTOR, 1], [min(32, BC // VECTOR), 32 // min(32, BC // VECTOR)], [1, 4], [0, 1]
+        [VECTOR, 1], [min(32, BC // VECTOR), 32 // min(32, BC // VECTOR)], [1, WARPS], [0, 1]
     )
     TOLD: gl.constexpr = SUMS if SIDE == 1 else OUT
     BYTES: gl.constexpr = (GATES * BM + BR) * BK * 2
-    tile, part = gl.program_id(0) // S, gl.program_id(0) % S
+    row = (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) * BR
+    if row >= R * SIDE:
+        return
+    row = gl.minimum(row, gl.maximum(R * SIDE - BR, 0))  # the last tile, over rows of the one before: absent ones cost
+    tile, part = gl.program_id(1) // S, gl.program_id(1) % S
     first, last = steps * part // S, steps * (part + 1) // S
-    count, line, row = last - first, tile * BM, gl.program_id(1) * BR
+    count, line = last - first, tile * BM
     w_smem = gl.allocate_shared_memory(dtype, [STAGES * GATES, BM, BK], d_w.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BR, BK], d_x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -127,6 +136,8 @@ def _hopper_linear(
                 b_sum, b_up = mma_wait(2, deps=(b_sum, b_up))
             else:
                 b_sum = mma_wait(1, deps=(b_sum,))
+            if WARPS > 4:  # one group may be a step behind the other
+                barrier()
             # The products of the step before are done: its place is free. Without a branch, which would cost more than
             # what it saves.
             o_k, wanted = (first + step - 1 + STAGES) * BK, (step > 0) & (step - 1 + STAGES < count)
@@ -200,8 +211,9 @@ def hopper_linear(
     steps, wide = -(-depth // launch.depth), launch.rows or padded(rows)
     if side == launch.series == 1:
         wide = min(wide, padded(rows))
-    lines = launch.channels // side
-    _hopper_linear[(-(-width // lines) * launch.parts, -(-rows * side // wide))](
+    tiles = -(-rows * side // wide)
+    groups = -(-tiles // GROUP)
+    _hopper_linear[(-(-tiles // groups), -(-width * side // launch.channels) * launch.parts, groups)](
         _descriptor(weight, launch.channels, launch.depth),
         _descriptor(x, wide, launch.depth),
         bias,
@@ -222,7 +234,8 @@ def hopper_linear(
         CUBIC=kind.cubic,
         STAGES=launch.stages,
         AHEAD=launch.ahead,
-        num_warps=4,
+        WARPS=launch.warps,
+        num_warps=launch.warps,
         **dependent(x.device),
     )
 

@@ -22,38 +22,79 @@ from fastspec.kernels.linear import linear as portable
 from fastspec.kernels.linear import swiglu
 from fastspec.kernels.linear.hopper import hopper_linear, takes
 from fastspec.kernels.linear.launches import MAX_ROWS, MULTIPROCESSORS, HopperLaunch, Launch
-from fastspec.kernels.linear.reference import SILU, Activation
+from fastspec.kernels.linear.reference import SILU, Activation, Parts
 
 HALVES = {torch.bfloat16}, {torch.float16}
 TALLEST = 64
 """Rows of a tile."""
 WIDEST = 256
 """Rows of a tile whose parts lie side by side, each of them counted."""
-FEW_CHANNELS = 2048
-"""Of an output whose depth is cut: tiles of 64 of them leave most of an H100's multiprocessors idle."""
+FEW_ROWS = 256
+"""Rows of a product whose parts are left to the norm behind it."""
+FEW_CHANNELS, SOME_CHANNELS = 2048, 4096
+"""Of an output whose depth is cut, in 4 parts at most or in 2: tiles of 64 of them leave most of an H100's
+multiprocessors idle, or half of them."""
+TALL = {
+    False: ((64, 64, 1.0), (64, 128, 1.4), (128, 128, 2.0), (128, 256, 3.65)),
+    True: ((64, 64, 1.0), (64, 128, 1.42), (128, 64, 1.74), (128, 128, 2.45)),
+}
+"""Channels and rows of the tiles of more rows, by gated or not, and how long a program of each takes beside the
+smallest."""
+SHALLOW = 1024
+"""Depth of products that are over before their first weights have come."""
 STAGES, SHARED = 8, 208 << 10
 """Of a program, and the bytes of all of them, at most."""
+AHEAD = 4
+"""Stages of weights that are asked for before the rows are there."""
 
 
 def parts_of(channels: int, depth: int, gated: bool) -> int:
     """The parts of a depth on Hopper, each of whole steps of 64 or 32."""
-    if gated or channels > FEW_CHANNELS:
+    if gated or channels > SOME_CHANNELS:
         return 1
-    return 4 if depth % 256 == 0 else 2 if depth % 64 == 0 else 1
+    most = 4 if depth % 256 == 0 else 2 if depth % 64 == 0 else 1
+    return most if channels <= FEW_CHANNELS else min(most, 2)
 
 
 def hopper_launch(rows: int, channels: int, depth: int, gated: bool) -> HopperLaunch:
-    """Hopper's launch of so many rows: found on an H100 over weights that were not in the L2."""
+    """Hopper's launch of so many rows: found on an H100, and of more rows than one tile has on an H200, over weights
+    that were not in the L2."""
     parts = parts_of(channels, depth, gated)
-    if parts > 1 and rows * parts > WIDEST:
-        return HopperLaunch(64, 64 if parts == 4 else 32, STAGES, STAGES // 2, rows=TALLEST, series=parts)
-    wide = max(8, min(triton.next_power_of_2(rows * parts), WIDEST if parts > 1 else TALLEST))
-    whole, left = divmod(-(-channels * parts // 64), MULTIPROCESSORS)
+    widest = TALLEST if parts == 1 else WIDEST // 2 if parts == 4 and depth <= FEW_CHANNELS else WIDEST
+    if rows * parts > widest:
+        return tall_launch(rows, channels, depth, gated, series=parts)
+    return few_launch(rows, channels, depth, gated, side=parts)
+
+
+def few_launch(rows: int, channels: int, depth: int, gated: bool, side: int = 1, parts: int = 1) -> HopperLaunch:
+    """Hopper's launch of rows that fit one tile, of parts side by side or programs of their own."""
+    wide = max(8, triton.next_power_of_2(rows * side))
+    whole, left = divmod(-(-channels * side * parts // 64), MULTIPROCESSORS)
     pair = gated and whole > 0 and 0 < left < MULTIPROCESSORS // 4  # programs on one: else the last would run alone
-    step = 128 if wide <= (16 if pair else 64) else 64
+    cut = depth // (side * parts)
+    step = 128 if wide <= (16 if pair else 64) and (cut % 128 == 0 or parts == 1) else 64 if cut % 64 == 0 else 32
     most = SHARED // 2 if pair else SHARED
-    stages = max(2, min(STAGES, most // (((1 + gated) * 64 + wide) * step * 2), -(-depth // parts // step)))
-    return HopperLaunch(64, step, stages, max(2, min(stages - pair, STAGES // 2)), rows=wide, side=parts)
+    stages = max(2, min(STAGES, most // (((1 + gated) * 64 + wide) * step * 2), -(-cut // step)))
+    return HopperLaunch(64, step, stages, max(2, min(stages - pair, AHEAD)), parts, wide, side=side)
+
+
+def tall_launch(rows: int, channels: int, depth: int, gated: bool, series: int = 1, parts: int = 1) -> HopperLaunch:
+    """Hopper's launch of tiles of many rows, of parts that a program takes one after another or programs of their own:
+    the cheapest by waves of programs."""
+
+    def waves(tile: tuple[int, int, float]) -> int:
+        return -(-(-(-channels // tile[0]) * -(-rows // tile[1])) * parts // MULTIPROCESSORS)
+
+    tiles = [tile for tile in TALL[gated] if tile[1] <= max(rows, TALLEST) and (series == 1 or tile[1] < 256)]
+    best = min(tiles, key=lambda tile: tile[2] * waves(tile))
+    lines, wide, _ = best
+    cut = depth // (series * parts)
+    step = 64 if cut % 64 == 0 or series * parts == 1 else 32
+    if wide == lines == 64 and cut % (2 * step) == 0:
+        step *= 2
+    most = SHARED // 3 if waves(best) > 1 and depth <= SHALLOW else SHARED  # programs side by side: each is soon over
+    stages = max(2, min(STAGES, most // ((lines * (1 + gated) + wide) * step * 2)))
+    return HopperLaunch(lines, step, stages, stages // 2 + 1, parts, wide, series=series, warps=lines // 16)
 
 
 def launch_of(channels: int, depth: int) -> Launch:
@@ -95,6 +136,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear.linear` of x [..., K] and weight [M, K], bias [M] -> [..., M]."""
     out = _product(x, weight, bias, False, SILU)
     return F.linear(x, weight, bias) if out is None else out
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Parts:
+    """`linear.linear_parts`: the parts of a product whose depth is cut, where it has few rows and a program for each
+    fills the device; else the product."""
+    channels, depth = weight.shape
+    rows = x.numel() // depth if depth else 0
+    parts = parts_of(channels, depth, False)
+    halves = {x.dtype, weight.dtype} in HALVES and not (torch.is_grad_enabled() and weight.requires_grad)
+    flat = x.reshape(rows, -1)
+    if parts == 1 or bias is not None or not halves or not 0 < rows <= FEW_ROWS or not takes(flat, weight):
+        return linear(x, weight, bias)
+    launch = (few_launch if rows <= TALLEST else tall_launch)(rows, channels, depth, False, parts=parts)
+    out = torch.empty((parts, *x.shape[:-1], channels), dtype=torch.float32, device=x.device)
+    hopper_linear(flat, weight, None, out, launch)
+    return Parts(out, x.dtype)
 
 
 def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = SILU) -> Tensor:

@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Parts:
     """A product [..., M] as S sums, each over a part of its inner size: `values` [S, ..., M] fp32, contiguous.
 
-    Their sum, in their order and rounded to `dtype`, is the product.
+    Their sum, in their order, of four as (0 + 1) + (2 + 3), and rounded to `dtype`, is the product.
     """
 
     values: Tensor
@@ -91,8 +91,11 @@ def joined(x: Tensor | Parts | DeferredProduct | DeferredSum) -> Tensor:
         return joined(x.made())
     if isinstance(x, DeferredSum):
         return x.all_reduce(joined(x.own), x.group)
-    total = x.values[0]
-    for part in x.values[1:]:
+    parts: list[Tensor] = list(x.values)
+    if len(parts) == 4:
+        parts = [parts[0] + parts[1], parts[2] + parts[3]]
+    total = parts[0]
+    for part in parts[1:]:
         total = total + part
     return total.to(x.dtype)
 
