@@ -63,6 +63,10 @@ def test_hopper_launches_dependents_while_the_switch_is_on(device, monkeypatch):
     assert launch.dependent(torch.device(device)) == {"PDL": False}
 
 
+BEHIND_ITS_OWN = ("ordered", "_tail")
+"""A kernel that only one of its own file, or of ordered_hopper.py, is launched before."""
+
+
 def launched(tree: ast.Module) -> set[str]:
     """Names of the kernels in kernel[grid](...)."""
     calls = (n.func.value for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript))
@@ -79,6 +83,8 @@ def test_every_kernel_waits_before_it_touches_memory(path):
     for name in names:
         kernel = kernels[name]
         assert kernel.args.args[-1].arg == "PDL", name
+        if (path.stem, name) == BEHIND_ITS_OWN:
+            continue
         lines = [ast.unparse(node) for node in kernel.body]
         place = next(i for i, line in enumerate(lines) if line == BEGIN or line.startswith("if PDL:"))
         if lines[place] not in (BEGIN, WRITTEN_OUT):
@@ -90,6 +96,23 @@ def test_every_kernel_waits_before_it_touches_memory(path):
         for allowed in BEFORE_THE_WAIT:
             before = before.replace(allowed, "")
         assert not any(word in before for word in ("tl.load", "tl.store", "atomic", "return")), name
+
+
+def test_what_reads_before_it_waits_runs_behind_a_kernel_that_has_waited():
+    """The tails of ordered attention read what was there before `_runs`, which lets nobody start before it has waited
+    for that; what `_runs` leaves they read behind their own wait."""
+    stem, name = BEHIND_ITS_OWN
+    (path,) = (path for path in FILES if path.stem == stem)
+    functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    kernel = ast.unparse(functions[name])
+    alone, behind = (
+        kernel.index(each) for each in ("if WHOLE:\n        wait_for_previous(PDL)", "else:\n        begin =")
+    )
+    wait = kernel.index("wait_for_previous(PDL)", behind)
+    assert alone < kernel.index("tl.load") and wait < min(map(kernel.index, ("p_part +=", "p_state +=", "tl.store")))
+    host = ast.unparse(functions["tree_attention"])
+    launches = [host.index(each) for each in ("ordered_hopper.launch(", "_runs[", "_tail[")]
+    assert launches == sorted(launches)
 
 
 def test_the_common_beginning_waits_and_then_lets_dependents_start():

@@ -74,12 +74,13 @@ def test_runs_cover_the_text_once():
     st.booleans(),
     st.sampled_from([None, Span(40), Span(64, chunk=True)]),
     st.booleans(),
-    st.sampled_from([0, 512]),
+    st.sampled_from([(512, None), (0, False), (0, True)]),
     st.integers(0, 2**31),
 )
-@examples(12)
-def test_attention_is_the_references(device, prefixes, nodes, heads, size, chain, span, rare, short, seed):
-    """Trees and chains, windows and chunks, sinks and caps, in one launch and in two; unseen slots hold NaN."""
+@examples(16)
+def test_attention_is_the_references(device, prefixes, nodes, heads, size, chain, span, rare, cut, seed):
+    """Trees and chains, windows and chunks, sinks and caps, in one launch and in two, whose first leaves the sums of
+    runs or of all of them; unseen slots hold NaN."""
     generator = torch.Generator().manual_seed(seed)
     kv_heads, group = heads
     parents = random_parents(1, nodes, generator)[0]
@@ -95,7 +96,7 @@ def test_attention_is_the_references(device, prefixes, nodes, heads, size, chain
     for row, each in enumerate(prefixes):
         cache[:, row, :, each + nodes :] = torch.nan
     laid = ordered.attention_layout(prefix, words, nodes, nodes, extent, group, **seeing)
-    got = ordered.tree_attention(q, *cache, laid, size**-0.5, short=short, **extras)
+    got = ordered.tree_attention(q, *cache, laid, size**-0.5, short=cut[0], fold=cut[1], **extras)
     assert (got.double() - wanted).norm() < 1e-4 * wanted.norm()  # weights are taken on a grid of 2**-14
 
 

@@ -37,7 +37,7 @@ LONG = 8192  # slots from which this kernel is the faster one
 SIZES = (128,)  # head sizes
 
 # Triton has renamed them since 3.6.
-_load_lines = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+load_lines = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 _VARYING = ["nodes", "tail", "extent", "splits", "kv_heads", "r_kb", "r_kh", "r_vb", "r_vh", "s_wb", "s_wn"]
@@ -56,7 +56,7 @@ def _softmax(b_s, b_max, b_sum, scale2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _produce(d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line, v_line, count):
+def produce(d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line, v_line, count):
     """Bring `count` blocks, each as soon as both halves have left its place."""
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -169,9 +169,9 @@ def _half(
         start = gl.where(turn < 0, full * BLOCK_N, prefix + turn * BLOCK_N)
         seen = gl.where(turn < 0, prefix, prefix + width) - start
         m_line = (o_slot < seen)[:, None]
-        _load_lines(k_smem.index(HALF), p_k + start.to(gl.int64) * S_K + (o_slot[:, None] * S_K + o_d[None, :]), m_line)
+        load_lines(k_smem.index(HALF), p_k + start.to(gl.int64) * S_K + (o_slot[:, None] * S_K + o_d[None, :]), m_line)
         async_copy.commit_group()
-        _load_lines(v_smem.index(HALF), p_v + start.to(gl.int64) * S_V + (o_slot[:, None] * S_V + o_d[None, :]), m_line)
+        load_lines(v_smem.index(HALF), p_v + start.to(gl.int64) * S_V + (o_slot[:, None] * S_V + o_d[None, :]), m_line)
         async_copy.commit_group()
         if CHAIN:
             m_tail = turn * BLOCK_N + o_n[None, :] + passed <= o_node[:, None]
@@ -401,7 +401,7 @@ def _hopper_kernel(
                 ),
             ),
             (
-                _produce,
+                produce,
                 (
                     d_k,
                     d_v,
@@ -462,8 +462,8 @@ def launch(
         q,
         k,
         v,
-        _descriptor(k),
-        _descriptor(v),
+        descriptor(k),
+        descriptor(v),
         out,
         part,
         lse,
@@ -500,7 +500,7 @@ def launch(
     )
 
 
-def _descriptor(x: Tensor) -> Any:
+def descriptor(x: Tensor) -> Any:
     """x [B, Hkv, C, D] as lines of a slot each."""
     batch, heads, capacity, size = x.shape
     slots = ((batch - 1) * x.stride(0) + (heads - 1) * x.stride(1)) // x.stride(2) + capacity

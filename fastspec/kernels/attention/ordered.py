@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.attention import ordered_hopper
 from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.layout import attention_layout as tree_layout
 from fastspec.kernels.attention.parts import LOG2E, first_seen, tanh, wrapped
@@ -41,16 +42,20 @@ from fastspec.kernels.launch import dependent, is_hopper, stages_within, wait_fo
 
 FIRST_RUN, FEW_RUNS = 256, 8
 """Positions of the first runs, and how many of these there are."""
-SHORT = 512
-"""Slots up to which one launch does all."""
+SHORT, CROWDED = 512, 100_000
+"""Slots up to which one launch does all, and how many the nodes of all pairs then read together."""
 LONG = 8192
 """Slots from which blocks are wider."""
 LONG_CHAIN = 64
 """Matrix rows of a chain from which tiles of it go through the text."""
+MANY = 4096
+"""Matrix rows of all pairs from which a node's tail is a single warp's."""
 EACH = 4
 """Runs that are read at once to be added."""
 MULTIPROCESSORS = 132
 """Of the GPU that the launches were measured on."""
+FOLDED = 15_000
+"""Matrix rows of all pairs from which one program takes all runs of a tile's text: there are enough of them."""
 ARRIVALS = 1024
 """Tiles of a row whose programs are counted, at most."""
 
@@ -79,6 +84,12 @@ def run_start(run):
 def _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl.constexpr, CAP: tl.constexpr):
     """A block of keys: sums [M, D], maxima [M], sums of weights [M, 16] with it."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    return _weighed(b_s, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED, CAP)
+
+
+@triton.jit
+def _weighed(b_s, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl.constexpr, CAP: tl.constexpr):
+    """The same by its scores [M, N]."""
     if CAP > 0:
         b_s = tanh(b_s * scale2)
         scale2 = CAP
@@ -94,24 +105,25 @@ def _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl
 
 
 @triton.jit
-def _added(b_acc, b_max, b_sum, b_acc2, b_max2, b_sum2):
-    """The sums of two runs, the earlier one first: all factors are powers of two."""
+def _added(b_acc, b_max, b_sum, b_acc2, b_max2, b_sum2, AXIS: tl.constexpr = 1):
+    """The sums of two runs, the earlier one first: all factors are powers of two. A row's sums lie along AXIS."""
     b_new = tl.maximum(b_max, b_max2)
     b_1, b_2 = tl.exp2(b_max - b_new), tl.exp2(b_max2 - b_new)
-    return b_acc * b_1[:, None] + b_acc2 * b_2[:, None], b_new, b_sum * b_1 + b_sum2 * b_2
+    b_acc = b_acc * tl.expand_dims(b_1, AXIS) + b_acc2 * tl.expand_dims(b_2, AXIS)
+    return b_acc, b_new, b_sum * b_1 + b_sum2 * b_2
 
 
 @triton.jit
-def _finished(b_acc, b_max, b_sum, p_sinks, o_head, m_row):
+def _finished(b_acc, b_max, b_sum, p_sinks, o_head, m_row, AXIS: tl.constexpr = 1):
     """The mean of the values by their weights, a sink's weight among them; zero where nothing is seen."""
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32)
         b_sink = tl.fma(b_sink, tl.full(b_sink.shape, _LOG2E, tl.float32), tl.full(b_sink.shape, _GRID, tl.float32))
         b_new = tl.maximum(b_max, tl.ceil(b_sink - _GRID))
         b_keep = tl.exp2(b_max - b_new)
-        b_acc = b_acc * b_keep[:, None]
+        b_acc = b_acc * tl.expand_dims(b_keep, AXIS)
         b_sum = b_sum * b_keep + tl.exp2(b_sink - (b_new + _GRID))
-    return b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
+    return b_acc * tl.expand_dims(1.0 / tl.where(b_sum > 0.0, b_sum, 1.0), AXIS)
 
 
 @triton.jit
@@ -126,7 +138,7 @@ def _block(p, o_slot, m_slot, o_d, STRIDE: tl.constexpr, D: tl.constexpr, MASKED
         return tl.load(p_block)
 
 
-@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads", "s_c"])
+@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
 def _runs(
     p_q,
     p_k,
@@ -148,7 +160,6 @@ def _runs(
     s_vb,
     s_vh,
     s_p,
-    s_c,
     S_K: tl.constexpr,
     S_V: tl.constexpr,
     GROUP: tl.constexpr,
@@ -157,6 +168,7 @@ def _runs(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GRAIN: tl.constexpr,
+    FOLD: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     RING: tl.constexpr,
@@ -165,18 +177,20 @@ def _runs(
     PDL: tl.constexpr,
 ):
     """Sums [pair, run, row, D], and maxima and sums of weights [pair, run, 2, row], of the runs that begin before the
-    end of the committed text, cut to a multiple of GRAIN."""
+    end of the committed text, cut to a multiple of GRAIN. With FOLD there are two of each: the sum of the runs that
+    have ended, and of one that has not."""
     wait_for_previous(PDL)
-    i_tile, i_pair = tl.program_id(0), tl.program_id(2)
-    run = runs - 1 - tl.program_id(1)  # the longest first
+    i_tile, i_pair = tl.program_id(0), tl.program_id(1)
+    run = runs - 1 - tl.program_id(2)  # the longest first
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     rows = nodes * GROUP
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
     end = prefix // GRAIN * GRAIN
-    start = run_start(run)
-    if start >= end:
+    if FOLD:
+        run = 0
+    if run_start(run) >= end:
         return
-    end = tl.minimum(end, run_start(run + 1))
+    past = run_of(end - 1) + 1 if FOLD else run + 1
     o_m, o_n, o_d = i_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_m = o_m < rows
     o_node = o_m // GROUP
@@ -186,37 +200,104 @@ def _runs(
     )
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
     p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
-    first = start
+    low = 0
     b_low = o_m
     if SPAN > 0:
-        b_depth = tl.load(p_counts + i_row.to(tl.int64) * s_c + o_node, mask=m_m, other=1) - 1
+        b_depth = tl.load(p_counts + i_row.to(tl.int64) * nodes + o_node, mask=m_m, other=1) - 1
         b_low = prefix + first_seen(b_depth, prefix, SPAN, CHUNK)
-        low = tl.min(tl.where(m_m, b_low, 1 << 30), 0)
-        first = tl.maximum(start, tl.minimum(low, end) // BLOCK_N * BLOCK_N)
+        low = tl.maximum(tl.min(tl.where(m_m, b_low, 1 << 30), 0), 0)
+        if FOLD:
+            run = run_of(tl.minimum(low, end - 1))
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
     b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-    whole = first + (end - first) // BLOCK_N * BLOCK_N if SPAN == 0 else first
-    for at in tl.range(first, whole, BLOCK_N, num_stages=STAGES):
-        b_k = _block(p_k, at + o_n, m_m, o_d, S_K, D, False)
-        b_v = _block(p_v, at + o_n, m_m, o_d, S_V, D, False)
-        b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, b_ones, False, CAP)
-    for at in tl.range(whole, end, BLOCK_N, num_stages=STAGES if SPAN > 0 else 1):
-        o_key = at + o_n
-        m_key = o_key < end
-        m_seen = m_key[None, :]
-        if SPAN > 0:
-            m_key = m_key & (o_key >= low)
-            m_seen = m_key[None, :] & (o_key[None, :] >= b_low[:, None])
-        o_slot = wrapped(at % RING, o_n, RING) if RING > 0 else o_key
-        b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
-        b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
-        b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
-    o_part = tl.cast(i_pair * runs + run, tl.int64) * rows
-    tl.store(p_part + (o_part + o_m)[:, None] * D + o_d[None, :], b_acc, mask=m_m[:, None] & (o_d < D)[None, :])
+    if FOLD:
+        b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
+        b_weights = tl.zeros([BLOCK_M], tl.float32)
+    for number in tl.range(run, past):
+        stop = tl.minimum(end, run_start(number + 1))
+        first = tl.maximum(run_start(number), tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
+        whole = first + (stop - first) // BLOCK_N * BLOCK_N if SPAN == 0 else first
+        for at in tl.range(first, whole, BLOCK_N, num_stages=STAGES):
+            b_k = _block(p_k, at + o_n, m_m, o_d, S_K, D, False)
+            b_v = _block(p_v, at + o_n, m_m, o_d, S_V, D, False)
+            b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, b_ones, False, CAP)
+        for at in tl.range(whole, stop, BLOCK_N, num_stages=STAGES if SPAN > 0 else 1):
+            o_key = at + o_n
+            m_key = o_key < stop
+            m_seen = m_key[None, :]
+            if SPAN > 0:
+                m_key = m_key & (o_key >= low)
+                m_seen = m_key[None, :] & (o_key[None, :] >= b_low[:, None])
+            o_slot = wrapped(at % RING, o_n, RING) if RING > 0 else o_key
+            b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
+            b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
+            b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
+        if FOLD:  # noqa: SIM102 - known when it is compiled
+            if stop == run_start(number + 1):
+                b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
+                b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+                b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+    m_part = m_m[:, None] & (o_d < D)[None, :]
+    if FOLD:
+        o_part = tl.cast(i_pair * 2, tl.int64) * rows
+        tl.store(p_part + (o_part + o_m)[:, None] * D + o_d[None, :], b_total, mask=m_part)
+        tl.store(p_state + 2 * o_part + o_m, b_most, mask=m_m)
+        tl.store(p_state + 2 * o_part + rows + o_m, b_weights, mask=m_m)
+        o_part += rows
+    else:
+        o_part = tl.cast(i_pair * runs + run, tl.int64) * rows
+    tl.store(p_part + (o_part + o_m)[:, None] * D + o_d[None, :], b_acc, mask=m_part)
     tl.store(p_state + 2 * o_part + o_m, b_max, mask=m_m)
     tl.store(p_state + 2 * o_part + rows + o_m, tl.max(b_sum, 1), mask=m_m)
+
+
+@triton.jit
+def _gathered(
+    p_k,
+    p_v,
+    p_slots,
+    o_key,
+    o_d,
+    prefix,
+    begin,
+    position,
+    low,
+    S_K: tl.constexpr,
+    S_V: tl.constexpr,
+    D: tl.constexpr,
+    SPAN: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """Keys and values of a node at a block of positions, from `begin` to its own, wherever they lie, and which there
+    are."""
+    m_key = (o_key >= begin) & (o_key <= position)
+    if SPAN > 0:
+        m_key = m_key & (o_key >= low)
+    o_tail = tl.load(p_slots + o_key - prefix, mask=m_key & (o_key >= prefix), other=0)
+    o_slot = tl.where(o_key < prefix, o_key, prefix + o_tail)
+    if RING > 0:
+        o_slot = o_slot % RING
+    return _block(p_k, o_slot, m_key, o_d, S_K, D, True), _block(p_v, o_slot, m_key, o_d, S_V, D, True), m_key
+
+
+@triton.jit
+def _turned(b_s, b_v, m_key, b_acc, b_max, b_sum, scale2, b_ones, CAP: tl.constexpr):
+    """`_step` of one node by its scores [N, M], whose sums are [D, M] and [16, M]: few rows are the narrow side."""
+    if CAP > 0:
+        b_s = tanh(b_s * scale2)
+        scale2 = CAP
+    b_t = tl.fma(b_s, tl.full(b_s.shape, 1.0, tl.float32) * scale2, tl.full(b_s.shape, _GRID, tl.float32))
+    b_t = tl.where(m_key[:, None], b_t, float("-inf"))
+    b_new = tl.maximum(b_max, tl.ceil(tl.max(b_t, 0) - _GRID))
+    b_p = tl.exp2(b_t - (b_new + _GRID)[None, :]).to(b_v.dtype)
+    b_keep = tl.exp2(b_max - b_new)
+    b_sum = tl.dot(b_ones, b_p, b_sum * b_keep[None, :], input_precision="ieee")
+    b_acc = tl.dot(tl.trans(b_v), b_p, b_acc * b_keep[None, :], input_precision="ieee")
+    return b_acc, b_new, b_sum
 
 
 @triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads", "s_sb", "s_sn", "s_c"])
@@ -258,6 +339,7 @@ def _tail(
     GRAIN: tl.constexpr,
     EACH: tl.constexpr,
     WHOLE: tl.constexpr,
+    FOLD: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     RING: tl.constexpr,
@@ -266,22 +348,21 @@ def _tail(
     PDL: tl.constexpr,
 ):
     """One node of one pair: what `_runs` has not read (with WHOLE: everything), and the sum of all runs."""
-    wait_for_previous(PDL)
+    if WHOLE:
+        wait_for_previous(PDL)
     node, i_pair = tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
     o_m, o_n, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_m, m_d = o_m < GROUP, o_d < D
+    m_out = m_m[None, :] & m_d[:, None]
+    o_head = i_head * GROUP + o_m
     depth = tl.load(p_counts + i_row.to(tl.int64) * s_c + node) - 1
     p_slots += i_row.to(tl.int64) * s_sb + node.to(tl.int64) * s_sn
     position = tl.minimum(prefix + depth, extent - 1)
     b_q = tl.load(
-        p_q
-        + i_row.to(tl.int64) * s_qb
-        + node.to(tl.int64) * s_qn
-        + (i_head * GROUP + o_m)[:, None] * s_qh
-        + o_d[None, :],
-        mask=m_m[:, None] & m_d[None, :],
+        p_q + i_row.to(tl.int64) * s_qb + node.to(tl.int64) * s_qn + o_head[None, :] * s_qh + o_d[:, None],
+        mask=m_out,
         other=0.0,
     )
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
@@ -289,65 +370,66 @@ def _tail(
     low = 0
     if SPAN > 0:
         low = tl.maximum(prefix + first_seen(depth, prefix, SPAN, CHUNK), 0)
-    b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
-    b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_ones = tl.full([16, BLOCK_N], 1.0, b_q.dtype)
+    b_total = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
     b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
     b_weights = tl.zeros([BLOCK_M], tl.float32)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
     b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
-    b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+    b_sum = tl.zeros([16, BLOCK_M], tl.float32)
     begin = 0
     if WHOLE:
         if SPAN > 0:
             begin = low // BLOCK_N * BLOCK_N
+        at = begin
     else:
         begin = prefix // GRAIN * GRAIN
+        at = begin // BLOCK_N * BLOCK_N
+        # what no kernel in front of `_runs` has still to write is read before `_runs` has ended
+        b_k, b_v, m_key = _gathered(
+            p_k, p_v, p_slots, at + o_n, o_d, prefix, begin, position, low, S_K, S_V, D, SPAN, RING
+        )
+        b_s = tl.dot(b_k, b_q, input_precision="ieee")
+        wait_for_previous(PDL)
         left = run_of(tl.maximum(begin, 1) - 1) + (begin > 0)  # runs that have been left, the last of them open or not
         past = tl.where(begin < run_start(left), left - 1, left)
         rows = nodes * GROUP
-        o_part = tl.cast(i_pair * runs, tl.int64) * rows + node * GROUP + o_m
-        skip = run_of(low) // EACH * EACH if SPAN > 0 else 0  # before it nothing is seen
-        for start in tl.range(skip, past, EACH):
+        part, parts = (tl.minimum(past, 1), 2) if FOLD else (past, runs)
+        p_part += (tl.cast(i_pair * parts, tl.int64) * rows + node * GROUP + o_m)[None, :] * D + o_d[:, None]
+        p_state += tl.cast(i_pair * parts, tl.int64) * 2 * rows + node * GROUP + o_m
+        if past < left:  # the run that has been left open
+            o_run = tl.cast(parts - 1 if FOLD else past, tl.int64) * rows
+            b_acc = tl.load(p_part + o_run * D, mask=m_out, other=0.0)
+            b_max = tl.load(p_state + 2 * o_run, mask=m_m, other=_EMPTY)
+            b_sum += tl.load(p_state + 2 * o_run + rows, mask=m_m, other=0.0)[None, :]
+        skip = run_of(low) // EACH * EACH if SPAN > 0 and not FOLD else 0  # before it nothing is seen
+        for start in tl.range(skip, part, EACH):
             for each in tl.static_range(EACH):
-                m_run = m_m & (o_m * 0 + (start + each) < past)
-                o_run = o_part + tl.cast(start + each, tl.int64) * rows
-                b_acc2 = tl.load(
-                    p_part + o_run[:, None] * D + o_d[None, :], mask=m_run[:, None] & m_d[None, :], other=0.0
-                )
-                p_run = p_state + 2 * tl.cast(i_pair * runs + start + each, tl.int64) * rows + node * GROUP + o_m
-                b_max2 = tl.load(p_run, mask=m_run, other=_EMPTY)
-                b_sum2 = tl.load(p_run + rows, mask=m_run, other=0.0)
-                b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc2, b_max2, b_sum2)
-        if past < left:
-            o_run = o_part + tl.cast(past, tl.int64) * rows
-            p_run = p_state + 2 * tl.cast(i_pair * runs + past, tl.int64) * rows + node * GROUP + o_m
-            b_acc = tl.load(p_part + o_run[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
-            b_max = tl.load(p_run, mask=m_m, other=_EMPTY)
-            b_sum += tl.load(p_run + rows, mask=m_m, other=0.0)[:, None]
+                o_run = tl.cast(start + each, tl.int64) * rows
+                m_run = m_m & (o_m * 0 + (start + each) < part)
+                b_acc2 = tl.load(p_part + o_run * D, mask=m_run[None, :] & m_d[:, None], other=0.0)
+                b_max2 = tl.load(p_state + 2 * o_run, mask=m_run, other=_EMPTY)
+                b_sum2 = tl.load(p_state + 2 * o_run + rows, mask=m_run, other=0.0)
+                b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc2, b_max2, b_sum2, 0)
+        b_acc, b_max, b_sum = _turned(b_s, b_v, m_key, b_acc, b_max, b_sum, scale2, b_ones, CAP)
+        at += BLOCK_N
     limit = run_start(run_of(begin) + 1)
-    for at in tl.range(begin // BLOCK_N * BLOCK_N, position + 1, BLOCK_N, num_stages=STAGES):
-        if at >= limit:
-            b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
-            b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in tl.range(at, position + 1, BLOCK_N, num_stages=STAGES if WHOLE else 1):
+        if start >= limit:
+            b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 0), 0)
+            b_acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
             b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
-            b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-            limit = run_start(run_of(at) + 1)
-        o_key = at + o_n
-        m_key = (o_key >= begin) & (o_key <= position)
-        if SPAN > 0:
-            m_key = m_key & (o_key >= low)
-        o_tail = tl.load(p_slots + o_key - prefix, mask=m_key & (o_key >= prefix), other=0)
-        o_slot = tl.where(o_key < prefix, o_key, prefix + o_tail)
-        if RING > 0:
-            o_slot = o_slot % RING
-        b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
-        b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
-        b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_key[None, :], b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
-    b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
-    o_head = i_head * GROUP + o_m
-    b_out = _finished(b_total, b_most, b_weights, p_sinks, o_head, m_m)
+            b_sum = tl.zeros([16, BLOCK_M], tl.float32)
+            limit = run_start(run_of(start) + 1)
+        b_k, b_v, m_key = _gathered(
+            p_k, p_v, p_slots, start + o_n, o_d, prefix, begin, position, low, S_K, S_V, D, SPAN, RING
+        )
+        b_s = tl.dot(b_k, b_q, input_precision="ieee")
+        b_acc, b_max, b_sum = _turned(b_s, b_v, m_key, b_acc, b_max, b_sum, scale2, b_ones, CAP)
+    b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 0), 0)
+    b_out = _finished(b_total, b_most, b_weights, p_sinks, o_head, m_m, 0)
     o_out = i_row.to(tl.int64) * s_ob + (node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
-    tl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_d[None, :])
+    tl.store(p_out + o_out[None, :] + o_d[:, None], b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
@@ -594,7 +676,7 @@ def launches_for(
     if block_d > 128 or element == 4:
         block = 32 if block_d <= 256 else 16
         small, tall = OrderedLaunch(16, block, 4, 2), OrderedLaunch(32, block, 4, 2)
-        return OrderedLaunches(small if few else tall, small, small if few else tall)
+        return OrderedLaunches(small if few else tall, OrderedLaunch(16, 16, 2, 2), small if few else tall)
     long = reach >= LONG
     if few:
         crowded = not long and pairs * runs_of(reach) > MULTIPROCESSORS
@@ -604,7 +686,8 @@ def launches_for(
         chain = OrderedLaunch(64, 32, 8, 3)
         if rows > LONG_CHAIN:
             chain = OrderedLaunch(128, 64 if hopper else 32, 8, 3)  # wider blocks take more registers than there are
-    return OrderedLaunches(runs, OrderedLaunch(16, 128, 4, 3) if whole else OrderedLaunch(16, 32, 4, 2), chain)
+    tail = OrderedLaunch(16, 64 if whole else 16, 1 if pairs * rows > MANY and not whole else 4, 2)
+    return OrderedLaunches(runs, tail, chain)
 
 
 def tree_attention(
@@ -617,9 +700,11 @@ def tree_attention(
     sinks: Tensor | None = None,
     cap: float | None = None,
     launches: OrderedLaunches | None = None,
-    short: int = SHORT,
+    short: int | None = None,
+    fold: bool | None = None,
 ) -> Tensor:
-    """`tree.tree_attention`, in the order that this module's docstring gives."""
+    """`tree.tree_attention`, in the order that this module's docstring gives. `launches`, `short` and `fold` override
+    how the work is cut, which changes no bit."""
     tree = layout.tree
     batch, nodes, _, size = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
@@ -633,7 +718,7 @@ def tree_attention(
     scale2, cap2 = (scale * LOG2E, 0.0) if cap is None else (scale / cap, cap * LOG2E)
     grain = 64 if q.dtype == torch.float16 else 16
     reach = tree.reach(extent)
-    whole = reach <= short
+    whole = reach <= SHORT and reach * nodes * pairs <= CROWDED if short is None else reach <= short
     made = launches or launches_for(q.element_size(), block_d, rows, reach, whole, pairs, is_hopper(q.device))
     about = {
         "S_K": k.stride(2),
@@ -695,12 +780,18 @@ def tree_attention(
         )
         return out
     assert counts is not None  # as slots are there
-    s_c = counts.stride(0)
+    hopper = tree.span is None and sinks is None and cap is None and ordered_hopper.fits(q, k, v, rows, extent)
+    tiles = triton.cdiv(rows, made.runs.block_m)
+    fold = pairs * rows >= FOLDED if fold is None else fold
     if not whole:
-        part = q.new_empty((pairs, runs, rows, size), dtype=torch.float32)
-        state = q.new_empty((pairs, runs, 2, rows), dtype=torch.float32)
+        parts = 2 if fold else runs
+        part = q.new_empty((pairs, parts, rows, size), dtype=torch.float32)
+        state = q.new_empty((pairs, parts, 2, rows), dtype=torch.float32)
+    if not whole and hopper:
+        ordered_hopper.launch(q, k, v, part, state, tree.prefix, extent, runs, scale2, grain, fold)
+    elif not whole:
         launch = made.runs
-        _runs[(triton.cdiv(rows, launch.block_m), runs, pairs)](
+        _runs[(tiles, pairs, 1 if fold else runs)](
             q,
             k,
             v,
@@ -715,9 +806,9 @@ def tree_attention(
             kv_heads,
             *strides,
             tree.prefix.stride(0),
-            s_c,
             BLOCK_M=launch.block_m,
             GRAIN=grain,
+            FOLD=fold,
             **of(launch),
             **about,
         )
@@ -742,11 +833,12 @@ def tree_attention(
         out.stride(0),
         tree.prefix.stride(0),
         *slots.stride()[:2],
-        s_c,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        counts.stride(0),
+        BLOCK_M=max(8, triton.next_power_of_2(group)),
         GRAIN=grain,
-        EACH=EACH,
+        EACH=1 if fold else EACH,
         WHOLE=whole,
+        FOLD=fold,
         **of(launch),
         **about,
     )
