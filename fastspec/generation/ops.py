@@ -69,5 +69,7 @@ class Ops:
     """True where passes and rounds are captured as CUDA graphs."""
     packs: bool = False
     """True where weights that read one input are laid one after another, and multiplied as one."""
+    drafts: Ops | None = None
+    """The ops that drafters run with, on whose sums no token depends; None: these."""
     exact: bool = False
     """True where products and attention sum in an order that neither other rows nor the way a text was read changes."""

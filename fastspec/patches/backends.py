@@ -224,7 +224,7 @@ def exact_ops() -> Ops:
         tree_attention=attention.tree_attention,
         linear=products.linear,
         linears=partial(linear_reference.linears, product=products.linear),
-        linear_parts=None,
+        linear_parts=products.linear_parts,
         gate_up=products.gate_up,
         exact=True,
     )
@@ -282,4 +282,6 @@ def counted(ops: Ops, counts: Counter[str]) -> Ops:
     changed: dict[str, Any] = {
         name: counting(f"{name} (torch)" if name in plain else name, run) for name, run in held.items() if callable(run)
     }
+    if ops.drafts is not None:
+        changed["drafts"] = counted(ops.drafts, counts)
     return replace(ops, **changed)

@@ -230,11 +230,13 @@ class PatchSession:
             ops = replace(ops, stored_linears=None)
         if self.exact:
             refuse_device(ops, dtype_of(model))
-            ops = replace(exact_ops(), stored_linears=ops.stored_linears)
+            ops = replace(exact_ops(), stored_linears=ops.stored_linears, drafts=ops)
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):
             self_check(ops, dtype_of(model), device)
+            if ops.drafts is not None:
+                self_check(ops.drafts, dtype_of(model), device)
             if ops.drafts_in is not None and self._drafts():
                 try:
                     self_check(ops, ops.drafts_in, device)

@@ -120,9 +120,8 @@ def _made(plan: Plan, rows: int, process: Process | None, first: int | None = No
 
 
 def _drafter(plan: Plan, rows: int, process: Process | None) -> Drafter | None:
-    drafter = plan.decoding.drafter(
-        rows=rows, capacity=plan.capacity, device=plan.device, ops=plan.ops, process=process
-    )
+    ops = plan.ops.drafts or plan.ops
+    drafter = plan.decoding.drafter(rows=rows, capacity=plan.capacity, device=plan.device, ops=ops, process=process)
     drafter = adopt(drafter, may_draw=process is not None)
     if drafter is not None:
         drafter.ends = plan.request.ends
