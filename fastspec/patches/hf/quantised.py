@@ -185,6 +185,10 @@ def _bitsandbytes(module: Any) -> Read:
     )
 
 
+def _gptq_awq(module: Any) -> Read:
+    return whole(module.stored()) if module.turned else "its tensors are not loaded yet"
+
+
 def _not_read(why: str) -> Callable[[Any], Read]:
     return lambda module: why
 
@@ -204,6 +208,7 @@ FORMATS = (
     Format("fine-grained FP8", "transformers", "FP8Linear", _float8),
     Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8),
     Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
+    Format("GPTQ, AWQ", "fastspec", "PackedLinear", _gptq_awq),
     Format(
         "bitsandbytes int8",
         "bitsandbytes",
