@@ -116,6 +116,11 @@ class PackedLinear(nn.Linear):
     """A linear layer of a GPTQ or AWQ checkpoint: it holds the packed tensors alone, dequantises in each pass, and its
     `state_dict` has the file's tensors."""
 
+    qweight: nn.Parameter
+    qzeros: nn.Parameter
+    scales: nn.Parameter
+    g_idx: nn.Parameter | None
+
     def __init__(
         self,
         layout: Layout,

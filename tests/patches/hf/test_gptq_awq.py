@@ -323,5 +323,8 @@ def test_other_quantisers_are_transformers_own(tmp_path):
     from transformers import GPTQConfig
 
     written(plain(num_hidden_layers=1), tmp_path, V1)
-    with pytest.warns(UserWarning, match="You passed"), pytest.raises((ImportError, RuntimeError), match="optimum|GPU"):
+    with (
+        pytest.warns(UserWarning, match="You passed"),
+        pytest.raises((ImportError, RuntimeError), match=r"optimum|GPU"),
+    ):
         loaded(tmp_path, quantization_config=GPTQConfig(bits=4))
