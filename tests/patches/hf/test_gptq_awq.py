@@ -12,6 +12,7 @@ import torch
 from helpers.generate import prompts
 from helpers.gptq import Recipe, changed, projections, tensors_of, word, words, written
 from helpers.models import tiny_head, tiny_model
+from helpers.pages import snippets
 from helpers.patch import assert_same, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,6 +141,17 @@ def test_a_checkpoint_is_read_decoded_and_written_again(tmp_path, kind):
     ]
     assert configs[0] == configs[1]
     assert torch.equal(loaded(tmp_path / "saved").generate(**inputs, **OPTIONS), expected)
+
+
+def test_the_pages_recipe_reads_a_checkpoint(tmp_path, monkeypatch):
+    dense = written(plain(), tmp_path, changed(V1, ordered=True))
+    monkeypatch.setattr("fastspec.models.load_model", lambda name, device: (loaded(tmp_path), name))
+    (recipe,) = (each for each in snippets(Path("docs/guide/quantised.md")) if "load_model" in each.text)
+    names: dict[str, Any] = {}
+    exec(compile(recipe.text, recipe.name, "exec"), names)
+    assert fastspec.report(names["model"]).stored == {NAME: 14}
+    found = names["model"].generate(**prompts(4), **OPTIONS)
+    assert torch.equal(found, dense.generate(**prompts(4), **OPTIONS))
 
 
 def test_one_file_may_mix_layers(tmp_path):
