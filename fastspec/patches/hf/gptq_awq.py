@@ -134,7 +134,7 @@ class PackedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.layout, self.bits, self.group_size = layout, bits, group_size
         self.in_features, self.out_features = in_features, out_features
-        for name in (*TENSORS, "bias"):
+        for name in ("weight", *TENSORS, "bias"):  # there is no weight, and PEFT asks for it
             held = tensors.get(name)
             self.register_parameter(name, None if held is None else nn.Parameter(held, requires_grad=False))
         self.turned = False

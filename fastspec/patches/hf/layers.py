@@ -42,7 +42,7 @@ from fastspec.patches.hf.experts import experts_of, gate_of, is_linear, is_mixtu
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
-from fastspec.patches.hf.quantised import format_of, read, stored_layers
+from fastspec.patches.hf.quantised import AdaptedLinear, base_of, format_of, read, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
 
 NO_ROTATION = "none"
@@ -282,7 +282,10 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
     if layers is not None and ops.stored_linears is not None:
         return StoredLinears(ops.stored_linears, layers)
     if len(modules) == 1:
-        return modules[0]
+        inner = stored_layers((base,)) if (base := base_of(modules[0])) is not modules[0] else None
+        if inner is None or ops.stored_linears is None:
+            return modules[0]
+        return AdaptedLinear(modules[0], StoredLinears(ops.stored_linears, inner))
     each = [product_of((module,), ops) for module in modules]
     return lambda x: torch.cat([run(x) for run in each], -1)
 
@@ -376,10 +379,12 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
 
 def _holds_stored(mlp: Any) -> bool:
     """True of a dense feed-forward with a quantised layer that is read as stored, and nothing of others' beside."""
-    layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return is_own(mlp, lambda each: is_linear(each) or format_of(each) is not None) and any(
-        not isinstance(read(layer), str) for layer in layers
-    )
+    layers = [base_of(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+
+    def known(module: nn.Module) -> bool:
+        return is_linear(module) or format_of(module) is not None or base_of(module) is not module
+
+    return is_own(mlp, known) and any(not isinstance(read(layer), str) for layer in layers)
 
 
 def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
@@ -394,7 +399,7 @@ def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
 
 def product_slots(model: Any) -> list[Any]:
     """Modules of a decoder whose products `product_of` makes: projections of attention and of recurrent layers, dense
-    feed-forwards, and the LM head."""
+    feed-forwards, and the LM head; of LoRA layers those inside."""
     parts = adapter_for(model)
     if parts is None:
         return []
@@ -408,7 +413,7 @@ def product_slots(model: Any) -> list[Any]:
             slots += [*_projections(parts, attn), getattr(attn, parts.out)]
         if parts.gated_mlp and hasattr(mlp, "gate_proj") and _holds_stored(mlp):
             slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return slots
+    return list(map(base_of, slots))
 
 
 def reads_packed(model: Any) -> bool:

@@ -7,6 +7,7 @@ forward. No library is imported, and nothing waits for a device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -262,6 +263,47 @@ class StoredLinear:
         """[M]."""
         bias: Tensor | None = self.module.bias
         return bias
+
+
+LORA = "peft.tuners.lora."
+
+
+def base_of(module: Any) -> Any:
+    """The layer inside one of PEFT's LoRA layers, whose forward adds the adapters' products to the layer's own; the
+    module itself where it is none, or reads more of that layer (variants such as DoRA, merged weights to be taken
+    apart)."""
+    base = module._modules.get("base_layer")
+    if base is None or not type(module).__module__.startswith(LORA):
+        return module
+    apart = module.merged and module.disable_adapters
+    others = hooks_of(module) or "forward" in module.__dict__ or module.lora_variant
+    return module if others or apart else base
+
+
+class _Product(nn.Module):
+    """A product as a module."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., M]."""
+        return self.product(x)
+
+
+class AdaptedLinear:
+    """A LoRA layer by its own forward, as it is at the time, but for the product of the layer inside, which is
+    another's: `product`, x [..., K] -> [..., M]."""
+
+    def __init__(self, module: Any, product: Callable[[Tensor], Tensor]) -> None:
+        self.module, self.base = module, _Product(product)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        twin = copy.copy(self.module)
+        twin._modules = {**self.module._modules, "base_layer": self.base}
+        out: Tensor = twin(x)
+        return out
 
 
 def stored_layers(modules: Sequence[Any]) -> tuple[StoredLinear, ...] | None:
