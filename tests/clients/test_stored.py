@@ -67,7 +67,8 @@ def bitsandbytes(**options: Any) -> Load:
         pytest.importorskip("bitsandbytes")
         from transformers import BitsAndBytesConfig
 
-        return loaded(folder, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **options))
+        four = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+        return loaded(folder, BitsAndBytesConfig(**(options if "load_in_8bit" in options else four | options)))
 
     return load
 
@@ -135,6 +136,7 @@ KINDS: dict[str, Load] = {
 }
 ROUNDED: dict[str, Load] = {
     "torchao int8": torchao("Int8DynamicActivationInt8WeightConfig"),
+    "bitsandbytes int8": bitsandbytes(load_in_8bit=True),
     "compressed-tensors fp8": compressed(activations=True, num_bits=8, type="float", strategy="channel"),
     "compressed-tensors fp8, one scale": compressed(activations=True, num_bits=8, type="float", strategy="tensor"),
 }
@@ -218,6 +220,26 @@ def test_a_layout_dequantises_as_its_library_does(plain, kind):
         else:
             wanted = held.dequantize() if hasattr(held, "qdata") else held.data
         assert torch.equal(weight, wanted), name
+
+
+def test_int8_of_bitsandbytes_dequantises_as_its_library_does(plain):
+    """To the order of two products in fp32, each rounded to half an ulp; before and after its own first pass, which
+    moves its tensors, and with a line's scale changed."""
+    model = ROUNDED["bitsandbytes int8"](plain)
+    import bitsandbytes
+
+    module, first = model.model.layers[0].mlp.up_proj, []
+    for change in range(3):
+        if change == 1:
+            model(torch.tensor([[1]]))
+        if change == 2:
+            module.state.SCB[3] *= 2
+        found = dequantised(read(module), torch.float32)
+        held = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
+        wanted = bitsandbytes.functional.int8_vectorwise_dequant(module.weight.data, held)
+        torch.testing.assert_close(found, wanted, rtol=2**-22, atol=0)
+        first.append(found)
+    assert torch.equal(first[0], first[1]) and torch.equal(first[2][3], 2 * first[0][3])
 
 
 def test_a_plain_call_unpacks_and_assisted_calls_go_on(plain):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastspec.kernels.quantised.reference import (
     E4M3,
@@ -26,7 +27,7 @@ from fastspec.kernels.quantised.reference import (
     Nested,
     StoredWeight,
 )
-from fastspec.patches.hf.compat import hooks_of, is_capturing_hook
+from fastspec.patches.hf.compat import change_count, hooks_of, is_capturing_hook
 
 Read = StoredWeight | str
 """A weight, or why it is not read as stored."""
@@ -186,6 +187,23 @@ def _bitsandbytes(module: Any) -> Read:
     )
 
 
+_scales8: Any = WeakIdKeyDictionary()
+"""Largest values of lines, as bitsandbytes holds them -> (torch's count of their changes, the lines' scales)."""
+
+
+def _bitsandbytes8(module: Any) -> Read:
+    """LLM.int8, whose activations are rounded too, but for those beyond its threshold: here none are."""
+    weight, state = module.weight, module.state
+    largest = state.SCB if weight.SCB is None else weight.SCB
+    if weight.dtype != torch.int8 or largest is None:
+        return "it is not quantised yet"
+    known = _scales8.get(largest)
+    if known is None or known[0] != change_count(largest):
+        _scales8[largest] = known = (change_count(largest), largest.detach().view(-1, 1) / 127)
+    depth = weight.shape[1]
+    return whole(StoredWeight(octets(weight), INT8, known[1], (1, depth), depth, None))
+
+
 def _gptq_awq(module: Any) -> Read:
     return whole(module.stored()) if module.turned else "its tensors are not loaded yet"
 
@@ -210,12 +228,7 @@ FORMATS = (
     Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8),
     Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
     Format("GPTQ, AWQ", "fastspec", "PackedLinear", _gptq_awq),
-    Format(
-        "bitsandbytes int8",
-        "bitsandbytes",
-        "Linear8bitLt",
-        _not_read("its outliers are multiplied by themselves: load with load_in_4bit=True"),
-    ),
+    Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8),
     Format("optimum-quanto", "optimum", "QLinear", _not_read("its tensors are not read: torchao's int8 are")),
 )
 
