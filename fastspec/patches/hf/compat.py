@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import (
@@ -574,6 +575,22 @@ def unpack_weights(model: nn.Module) -> None:
     not make."""
     for hook in filter(is_unpacking_hook, list(model._forward_pre_hooks.values())):
         hook(model, ())
+
+
+def dequantised_method(model: Any) -> str | None:
+    """Method of quantisation that a model's files name, where transformers has dequantised the weights that it loaded
+    of them; None of other models, and where the files are gone.
+
+    Delete when a model's configuration says so.
+    """
+    if vars(model).get("is_quantized") is not False:
+        return None
+    try:
+        held, _ = PreTrainedConfig.get_config_dict(model.config.name_or_path, local_files_only=True)
+    except OSError:
+        return None
+    told: str | None = (held.get("quantization_config") or {}).get("quant_method")
+    return told
 
 
 def names_of_weights(model: Any, keys: Iterable[str]) -> dict[str, str]:

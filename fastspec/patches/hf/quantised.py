@@ -27,7 +27,7 @@ from fastspec.kernels.quantised.reference import (
     Nested,
     StoredWeight,
 )
-from fastspec.patches.hf.compat import change_count, hooks_of, is_capturing_hook
+from fastspec.patches.hf.compat import change_count, dequantised_method, hooks_of, is_capturing_hook
 
 Read = StoredWeight | str
 """A weight, or why it is not read as stored."""
@@ -230,12 +230,29 @@ FORMATS = (
     Format("GPTQ, AWQ", "fastspec", "PackedLinear", _gptq_awq),
     Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8),
     Format("optimum-quanto", "optimum", "QLinear", _not_read("its tensors are not read: torchao's int8 are")),
+    Format("HQQ", "hqq", "HQQLinear", _not_read("its tensors are not read: bitsandbytes' 4 bits are")),
+    Format("NVFP4", "transformers", "NVFP4Linear", _not_read("its tensors are not read")),
+    Format("GGUF", "transformers", "GgufLinear", _not_read("its blocks are not read")),
+    Format("GGUF", "transformers", "GgufExperts", _not_read("experts are not read")),
+    Format("fine-grained FP8", "transformers", "FP8Experts", _not_read("experts are not read")),
+    Format("MXFP4", "transformers", "Mxfp4GptOssExperts", _not_read("experts are not read")),
 )
+KEPT = {
+    "fp8": "; a GPU of compute capability 8.9 or later keeps them as they are",
+    "mxfp4": "; a GPU of compute capability 7.5 or later and the package kernels keep them as they are",
+}
+"""Method -> what keeps weights from being dequantised."""
 
 
 def format_of(module: nn.Module) -> Format | None:
     """The format of a module's weight, or None of any that no row knows."""
     return next((row for row in FORMATS if row.holds(module)), None)
+
+
+def told_dequantised(model: Any) -> str | None:
+    """For `report`: the method of a model's files whose weights transformers dequantised, and what prevents it."""
+    method = dequantised_method(model)
+    return None if method is None else f"{method}, by transformers when it loaded them{KEPT.get(method, '')}"
 
 
 def read(module: Any) -> Read:
