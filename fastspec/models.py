@@ -86,9 +86,10 @@ def load_model(
             config = None if packed else AutoConfig.from_pretrained(source, **given)
             both = config is not None and config.is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+            ours = config is not None and "quantization_config" not in options and take_over(config, source)
             if config is not None and not placed:
                 _check_memory(config, kind, device, dtype)
-            if config is not None and "quantization_config" not in options and take_over(config, source):
+            if ours:
                 model, told = kind.from_pretrained(
                     source, dtype=dtype, config=config, output_loading_info=True, **options
                 )

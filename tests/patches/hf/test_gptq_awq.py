@@ -22,6 +22,7 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.kernels.quantised.reference import dequantised
 from fastspec.models import load_model
+from fastspec.patches.hf.changes import weights_digest
 from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.gptq_awq import AWQ, GPTQ, GPTQ_V2, PackedLinear, for_file, from_file
 from fastspec.patches.hf.quantised import read
@@ -328,6 +329,24 @@ def test_layers_of_another_class_and_pickled_files_are_refused(tmp_path):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": V1.config}))
         with pytest.raises(Unsupported, match=told):
             loaded(tmp_path / name)
+
+
+def test_a_device_map_places_them_but_offloads_none(tmp_path):
+    dense = written(plain(num_hidden_layers=1), tmp_path / "files", V1)
+    model = loaded(tmp_path / "files", device_map="cpu")
+    assert torch.equal(model.generate(**prompts(4), **OPTIONS), dense.generate(**prompts(4), **OPTIONS))
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    with pytest.raises(Unsupported, match=r"model\.layers\.0\.\S+ is offloaded"):
+        loaded(tmp_path / "files", device_map=places | {"lm_head": "cpu"}, offload_folder=str(tmp_path / "disk"))
+
+
+def test_a_digest_is_that_of_the_weights(tmp_path):
+    """Answers of one model are told from another's by what they hold packed."""
+    for name, seed in (("one", 0), ("two", 1)):
+        written(tiny_model("llama", seed, **SIZES), tmp_path / name, GEMM)
+    one, again, two = (loaded(tmp_path / name) for name in ("one", "one", "two"))
+    two.load_state_dict(one.state_dict() | {key: each for key, each in two.state_dict().items() if "qzeros" in key})
+    assert weights_digest(one) == weights_digest(again) != weights_digest(two)
 
 
 def test_other_quantisers_are_transformers_own(tmp_path):
