@@ -278,14 +278,15 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
     shares = [share for share in map(share_of, modules) if share is not None]
     if len(shares) == len(modules):
         return product_of_shares(shares, ops, parts=parts)
-    layers = None if ops.stored_linears is None else stored_layers(modules)
-    if layers is not None and ops.stored_linears is not None:
-        return StoredLinears(ops.stored_linears, layers)
+    if ops.stored_linears is not None:
+        layers = stored_layers(modules)
+        if layers is not None:
+            return StoredLinears(ops.stored_linears, layers)
+        inner = stored_layers((base_of(modules[0]),))
+        if len(modules) == 1 and inner is not None:
+            return AdaptedLinear(modules[0], StoredLinears(ops.stored_linears, inner))
     if len(modules) == 1:
-        inner = stored_layers((base,)) if (base := base_of(modules[0])) is not modules[0] else None
-        if inner is None or ops.stored_linears is None:
-            return modules[0]
-        return AdaptedLinear(modules[0], StoredLinears(ops.stored_linears, inner))
+        return modules[0]
     each = [product_of((module,), ops) for module in modules]
     return lambda x: torch.cat([run(x) for run in each], -1)
 
