@@ -16,6 +16,7 @@ Sources: AutoGPTQ 0.7.1, GPTQModel (v2; of v1 it subtracts from whole words), Au
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,6 +316,8 @@ def _replace_layers(model: Any, given: Mapping[str, Any], files: Sequence[str]) 
     tensor that is not read, before any is."""
     layout, headers = layout_of(given), _headers(files)
     assert layout is not None
+    unread = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]  # draft layers, above all
+    headers = {key: each for key, each in headers.items() if not any(left.search(key) for left in unread)}
     packed = {key.removesuffix(".qweight") for key in headers if key.endswith(".qweight")}
     if not packed:
         raise Unsupported(f"its quantization_config says {layout.name}, and no file has a qweight")
@@ -352,6 +355,8 @@ def _packed_layer(
     lost = [name for name in TURNED if name not in own]
     if lost:
         raise Unsupported(f"it has no {lost[0]}")
+    if any(len(own[name].shape) != 2 for name in TURNED):
+        raise Unsupported(f"its {', '.join(TURNED)} are not all matrices")
     words, groups = own["qweight"].shape, own["scales"].shape[0]
     bits = 32 * words[1] / count if layout.interleaved else 32 * words[0] / depth
     if bits not in ((4,) if layout.interleaved else KINDS):
@@ -371,9 +376,11 @@ def _packed_layer(
                 f"{name} is {header.dtype} {list(header.shape)}, not {' or '.join(dtypes)} {list(wanted[name])}, of "
                 f"{depth} input and {count} output channels"
             )
-    size = given.get("group_size", given.get("q_group_size", -1))
-    size = depth if groups == 1 else size if size > 0 and -(-depth // size) == groups else depth // groups
-    if -(-depth // size) != groups:
+    named = given.get("group_size") or given.get("q_group_size")
+    size = depth // max(1, groups)
+    if isinstance(named, int) and named > 0 and -(-depth // named) == groups > 1:
+        size = named
+    if not 0 < groups <= depth or -(-depth // size) != groups:
         raise Unsupported(f"{groups} groups do not fit {depth} input channels")
     meta = {
         name: torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")

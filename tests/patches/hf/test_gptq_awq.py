@@ -270,6 +270,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any]] = {
             | {f"{UP}.scales": torch.zeros(3, 256).half(), f"{UP}.qzeros": torch.zeros(3, 32).int()}
         ),
     ),
+    "no matrix": (
+        "are not all matrices",
+        V1.config,
+        lambda held: held | {f"{UP}.scales": torch.zeros(256).half()},
+    ),
     "groups that are none": (
         f"{UP}: its g_idx names groups up to 4",
         V1.config,
@@ -300,6 +305,32 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, case):
         rest = {key: each for key, each in held.items() if key not in packed}
         save_file(rest | change(packed), file, {"format": "pt"})
     with pytest.raises(Unsupported, match=told):
+        loaded(tmp_path)
+
+
+def test_layers_that_transformers_leaves_out_may_be_packed(tmp_path, monkeypatch):
+    """Draft layers of a checkpoint's own, by the patterns of the model's class; packed experts are refused."""
+    dense = written(plain(num_hidden_layers=1), tmp_path / "mtp", V1)
+    (file,) = (tmp_path / "mtp").glob("*.safetensors")
+    held = load_file(file)
+    extra = {key.replace("model.", "mtp."): each.clone() for key, each in held.items() if "mlp" in key}
+    save_file(held | extra, file, {"format": "pt"})
+    with pytest.raises(Unsupported, match=r"mtp\.layers\.0\.mlp\.down_proj, which is no layer of its own"):
+        loaded(tmp_path / "mtp")
+    monkeypatch.setattr(type(dense), "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    model = loaded(tmp_path / "mtp")
+    assert torch.equal(model.generate(**prompts(4), **OPTIONS), dense.generate(**prompts(4), **OPTIONS))
+
+
+def test_packed_experts_are_refused(tmp_path):
+    """transformers holds them in one tensor."""
+    written(tiny_model("mixtral", num_hidden_layers=1, vocab_size=128), tmp_path, V1)
+    (file,) = tmp_path.glob("*.safetensors")
+    held = load_file(file)
+    (key,) = (key for key in held if key.endswith("experts.0.w1.weight"))
+    del held[key]
+    save_file(held | {key.replace(".weight", ".qweight"): torch.zeros(8, 8).int()}, file, {"format": "pt"})
+    with pytest.raises(Unsupported, match=r"experts\.0\.w1, which is no layer of its own in MixtralForCausalLM"):
         loaded(tmp_path)
 
 
