@@ -77,25 +77,37 @@ OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of a directory that describe its weights where config.json does not -> method."""
 
 
-def in_words(codes: Tensor) -> Tensor:
-    """Codes of 4 bits one by one, uint8 [R, C] -> words int32 [R, C / 8]."""
+def moved(words: Tensor, places: Sequence[int]) -> Tensor:
+    """Words of codes of 4 bits [R, W] with those that they have at these places."""
+    codes = halves(words.contiguous().view(torch.uint8), PACKED4).unflatten(1, (-1, 8))[..., list(places)].flatten(1)
     return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
 
 
-def one_by_one(words: Tensor) -> Tensor:
-    """Words int32 [R, W] -> their codes of 4 bits one by one, uint8 [R, 8 * W]."""
-    return halves(words.contiguous().view(torch.uint8), PACKED4)
+def along_inputs(words: Tensor) -> Tensor:
+    """AWQ's words int32 [K, M / 8] -> words along K, [M, K / 8]."""
+    (depth, columns), even, odd = words.shape, words[::2], words[1::2]
+    octets = torch.empty(columns, 8, depth // 2, dtype=torch.uint8, device=words.device)
+    for channel, place in enumerate(PLACES):
+        pairs = (even >> 4 * place) & 15 | ((odd >> 4 * place) & 15) << 4
+        octets[:, channel] = pairs.to(torch.uint8).t()
+    return octets.flatten(0, 1).view(torch.int32)
 
 
-def moved(words: Tensor, places: Sequence[int]) -> Tensor:
-    """Words [R, W] with the codes of 4 bits that they have at these places."""
-    return in_words(one_by_one(words).unflatten(1, (-1, 8))[..., list(places)].flatten(1))
+def along_outputs(words: Tensor) -> Tensor:
+    """Words along K int32 [M, K / 8] -> AWQ's words [K, M / 8]."""
+    octets = words.view(torch.uint8).unflatten(0, (-1, 8))
+    made = torch.zeros(octets.shape[2], 2, octets.shape[0], dtype=torch.int32, device=words.device)
+    for channel, place in enumerate(PLACES):
+        pairs = octets[:, channel].t().contiguous().int()
+        made[:, 0] |= (pairs & 15) << 4 * place
+        made[:, 1] |= (pairs >> 4) << 4 * place
+    return made.flatten(0, 1)
 
 
 def from_file(name: str, tensor: Tensor, layout: Layout, bits: int) -> Tensor:
     """A tensor of a file as it lies in memory."""
     if name == "qweight" and layout.interleaved:
-        return in_words(one_by_one(moved(tensor, PLACES)).t())
+        return along_inputs(tensor)
     if name == "qzeros":
         tensor = moved(tensor, PLACES) if layout.interleaved else tensor
         tensor = tensor + ONES[bits] if layout.one_less else tensor
@@ -105,7 +117,7 @@ def from_file(name: str, tensor: Tensor, layout: Layout, bits: int) -> Tensor:
 def for_file(name: str, tensor: Tensor, layout: Layout, bits: int) -> Tensor:
     """What `from_file` was given."""
     if name == "qweight" and layout.interleaved:
-        return moved(in_words(one_by_one(tensor).t()), CHANNELS)
+        return along_outputs(tensor)
     tensor = tensor.t()
     if name == "qzeros":
         tensor = tensor - ONES[bits] if layout.one_less else tensor
