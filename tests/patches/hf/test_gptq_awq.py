@@ -4,6 +4,7 @@ with and written again. tests/clients has files of auto-round."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from helpers.generate import prompts
 from helpers.gptq import Recipe, changed, projections, tensors_of, word, words, written
 from helpers.models import tiny_head, tiny_model
+from helpers.mtp import draft_by_token, oracle, published, target
 from helpers.pages import snippets
 from helpers.patch import assert_same, snapshot
 from hypothesis import given
@@ -175,6 +177,32 @@ def test_one_file_may_mix_layers(tmp_path):
     with fastspec.patched(model, eagle3=tiny_head(dense)):
         assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=SMALL), expected)
         assert list(fastspec.report(model).own_forward) == [f"{NAME}: patch(model, stored=True) was not asked for"]
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_an_mtp_layer_stays_as_it_is_beside_packed_layers(tmp_path, prefix):
+    """The family of Qwen3.5 and 3.6, Gated DeltaNet too, whose draft layer the publishers leave in 16 bits; the names
+    of a text model, and of the one with vision around it, whose other tensors are left out."""
+    model = target("qwen3_5_text")
+    made = oracle(model)
+    draft_by_token(made, model)
+
+    def packs(name: str) -> bool:
+        layer = model.get_submodule(name)
+        return projections(name) and layer.in_features % 32 == layer.out_features % 8 == 0
+
+    dense = written(model, tmp_path, V2, packs)
+    count = sum(isinstance(each, torch.nn.Linear) and packs(name) for name, each in model.named_modules())
+    (file,) = tmp_path.glob("*.safetensors")
+    held = {re.sub(r"^model\.", prefix, key): each for key, each in load_file(file).items()}
+    held |= {key: each.bfloat16() for key, each in published(made, "qwen", model.config.num_hidden_layers).items()}
+    save_file(held | {"model.visual.merger.norm.weight": torch.ones(8)}, file, {"format": "pt"})
+    found, inputs = loaded(tmp_path), prompts(5)
+    expected = dense.generate(**inputs, **OPTIONS)
+    fastspec.patch(found, mtp=True, stored=True)
+    assert torch.equal(found.generate(**inputs, **OPTIONS, assistant="mtp"), expected)
+    report = fastspec.report(found)
+    assert report.stored == {NAME: count} and report.last.acceptance_length > 1
 
 
 def test_a_bias_may_stand_in_the_file_alone(tmp_path):
