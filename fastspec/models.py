@@ -63,12 +63,15 @@ def load_model(
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id.
     `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. `tokenizer` is
     taken for a directory that holds none. Further options
-    go to `from_pretrained`; with a `device_map` or a quantisation the model stays where that puts it. Transformers
+    go to `from_pretrained`; with a `device_map` or a quantisation the model stays where that puts it. GPTQ and AWQ
+    checkpoints are read without their packages (docs/guide/quantised.md), unless a quantisation is given. Transformers
     shows its progress bars on stderr meanwhile. Raises `Unsupported` when there is no such model, and before its
     weights are read where the device's memory is too small for them.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from fastspec.patches.hf.gptq_awq import refuse_missing, take_over
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     source, packed = source_of(name)
@@ -83,9 +86,16 @@ def load_model(
             config = None if packed else AutoConfig.from_pretrained(source, **given)
             both = config is not None and config.is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+            ours = config is not None and "quantization_config" not in options and take_over(config, source)
             if config is not None and not placed:
                 _check_memory(config, kind, device, dtype)
-            model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
+            if ours:
+                model, told = kind.from_pretrained(
+                    source, dtype=dtype, config=config, output_loading_info=True, **options
+                )
+                refuse_missing(told["missing_keys"])
+            else:
+                model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
     except (OSError, ValueError, struct.error) as error:  # the last for a GGUF that was cut off
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     return (model if placed else model.to(device)).eval(), tokenizer

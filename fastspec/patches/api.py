@@ -36,6 +36,7 @@ from fastspec.patches.hf.exact import why_inexact
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.layers import told_formats
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
+from fastspec.patches.hf.quantised import told_dequantised
 from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
 from fastspec.patches.tuning.store import tables_of
 
@@ -298,6 +299,9 @@ class Report:
     """Formats of quantised layers whose weights assisted calls multiply as stored -> how many layers do."""
     own_forward: dict[str, int] = field(default_factory=dict)
     """Format, and why its layers run by their own forward -> how many do."""
+    dequantised: str | None = None
+    """Method of a checkpoint whose weights transformers dequantised when it loaded them, and what prevents it; None of
+    others."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
 
@@ -321,6 +325,7 @@ class Report:
         lines += [] if not self.exact else ["  exact: every assistant gives the bits of autoregressive"]
         lines += [f"  {count} layers multiply weights as stored: {name}" for name, count in self.stored.items()]
         lines += [f"  {count} layers run by their own forward: {why}" for why, count in self.own_forward.items()]
+        lines += [] if self.dequantised is None else [f"  weights were dequantised: {self.dequantised}"]
         if self.default is not None:
             lines[0] += (
                 "; default: "
@@ -390,6 +395,7 @@ def report(model: Any) -> Report:
         why_torch=session.why_torch(model, mode),
         stored=stored,
         own_forward=own_forward,
+        dequantised=told_dequantised(model),
         why_inexact=None if session.exact else why_inexact(ops, dtype),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),

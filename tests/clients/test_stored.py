@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.clients import MARKS, QUESTIONS, asked
 from helpers.generate import prompts
+from helpers.gptq import Recipe, written
 from helpers.models import tiny_head, tiny_model
 from helpers.pages import snippets
 from helpers.patch import assert_same, snapshot
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import fastspec
 from fastspec.kernels.quantised.reference import dequantised
+from fastspec.models import load_model
 from fastspec.patches.hf.quantised import format_of, read
 
 pytestmark = MARKS
@@ -65,7 +67,8 @@ def bitsandbytes(**options: Any) -> Load:
         pytest.importorskip("bitsandbytes")
         from transformers import BitsAndBytesConfig
 
-        return loaded(folder, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **options))
+        four = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+        return loaded(folder, BitsAndBytesConfig(**(options if "load_in_8bit" in options else four | options)))
 
     return load
 
@@ -133,6 +136,7 @@ KINDS: dict[str, Load] = {
 }
 ROUNDED: dict[str, Load] = {
     "torchao int8": torchao("Int8DynamicActivationInt8WeightConfig"),
+    "bitsandbytes int8": bitsandbytes(load_in_8bit=True),
     "compressed-tensors fp8": compressed(activations=True, num_bits=8, type="float", strategy="channel"),
     "compressed-tensors fp8, one scale": compressed(activations=True, num_bits=8, type="float", strategy="tensor"),
 }
@@ -218,6 +222,26 @@ def test_a_layout_dequantises_as_its_library_does(plain, kind):
         assert torch.equal(weight, wanted), name
 
 
+def test_int8_of_bitsandbytes_dequantises_as_its_library_does(plain):
+    """To the order of two products in fp32, each rounded to half an ulp; before and after its own first pass, which
+    moves its tensors, and with a line's scale changed."""
+    model = ROUNDED["bitsandbytes int8"](plain)
+    import bitsandbytes
+
+    module, first = model.model.layers[0].mlp.up_proj, []
+    for change in range(3):
+        if change == 1:
+            model(torch.tensor([[1]]))
+        if change == 2:
+            module.state.SCB[3] *= 2
+        found = dequantised(read(module), torch.float32)
+        held = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
+        wanted = bitsandbytes.functional.int8_vectorwise_dequant(module.weight.data, held)
+        torch.testing.assert_close(found, wanted, rtol=2**-22, atol=0)
+        first.append(found)
+    assert torch.equal(first[0], first[1]) and torch.equal(first[2][3], 2 * first[0][3])
+
+
 def test_a_plain_call_unpacks_and_assisted_calls_go_on(plain):
     """compressed-tensors' weights are unpacked by the first call without an assistant, as before `patch`."""
     model = KINDS["compressed-tensors w4a16"](plain)
@@ -271,6 +295,77 @@ def test_the_layers_of_the_pages_recipe_for_bitsandbytes_can_be_read_as_stored(p
     assert not fastspec.report(names["model"]).stored
     with fastspec.patched(fastspec.unpatch(names["model"]), stored=True):
         assert fastspec.report(names["model"]).stored == {"bitsandbytes 4 bits": 7 * LAYERS}
+
+
+def gptq(folder: Path) -> Any:
+    written(loaded(folder), folder.parent / "gptq", Recipe(ordered=True))
+    return load_model(str(folder.parent / "gptq"), tokenizer="none")[0]
+
+
+ADAPTED = {name: KINDS[name] for name in ("torchao int8", "bitsandbytes nf4, nested")} | {"GPTQ": gptq}
+
+
+def adapted(model: Any, name: str = "default", **options: Any) -> Any:
+    """A model with a LoRA adapter of drawn weights on some projections, or PEFT's model with another."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM", **options)
+    if name == "default":
+        model = get_peft_model(model, config)
+    else:
+        model.add_adapter(name, config)
+    generator = torch.Generator().manual_seed(len(name))
+    for key, parameter in model.named_parameters():
+        if f".{name}." in key:
+            parameter.data.normal_(0, 0.1, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_lora_adds_to_stored_products(plain, kind):
+    """One adapter, another, and none: the tokens of the dequantised model with the same."""
+    pytest.importorskip("peft")
+    model = ADAPTED[kind](plain)
+    dense, inputs, found = densified(model, plain), prompts(4, 9), []
+    head = tiny_head(dense)
+    model, dense = adapted(model), adapted(dense)
+    fastspec.patch(model, eagle3=head, stored=True)
+    own = model.generate(**inputs, **OPTIONS)
+
+    def check_now() -> None:
+        expected = dense.generate(**inputs, **OPTIONS)
+        for assistant in ("autoregressive", TREE):
+            assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
+        found.append(expected)
+
+    check_now()
+    assert torch.equal(own, found[0])
+    report = fastspec.report(model)
+    assert sum(report.stored.values()) == 7 * LAYERS and not report.own_forward
+    assert report.kernels["stored_linears"]
+    for each in (model, dense):
+        adapted(each, "second").set_adapter("second")
+    check_now()
+    with model.disable_adapter(), dense.disable_adapter():
+        check_now()
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+    fastspec.unpatch(model)
+    model.set_adapter("default")
+    assert torch.equal(model.generate(**inputs, **OPTIONS), own)
+
+
+def test_lora_that_reads_the_weight_runs_by_its_own_forward(plain):
+    """DoRA: it divides by the norms of what both add up to."""
+    pytest.importorskip("peft")
+    model = KINDS["bitsandbytes nf4"](plain)
+    model = fastspec.patch(adapted(model, use_dora=True), stored=True)
+    told = fastspec.report(model)
+    apart = 3 * LAYERS  # those with an adapter, and in the feed-forward what stands beside them
+    assert told.own_forward == {
+        "bitsandbytes 4 bits: it is a part of a module that runs by its own forward": apart + 2 * LAYERS
+    }
+    found = model.generate(**prompts(4), **OPTIONS, assistant="autoregressive")
+    assert torch.equal(found, model.generate(**prompts(4), **OPTIONS))
 
 
 def test_the_triton_kernel_reads_them_too(plain):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,26 @@ def test_commands_that_load_a_model_take_a_device_and_a_backend(
         *(["--max-new-tokens", "1"] if "demo" in command else []),
     )
     assert refused.exit_code == 1 and "asked for torch" in refused.output, refused.output
+
+
+@pytest.mark.parametrize("given", [[], ["--stored"]], ids=str)
+@pytest.mark.parametrize("command", ["generate", "warmup", "serve"])
+def test_weights_are_multiplied_as_stored_where_a_command_says_so(
+    saved: Path, tmp_path: Path, monkeypatch, command: str, given: list[str]
+) -> None:
+    """The server's process is this one."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w5"}\n')
+    more = {"generate": ["--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl")], "serve": ["--port", "0"]}
+    import_module("fastspec.programs.serving.app")  # whose own name for it stays
+    monkeypatch.setattr("fastspec.programs.serving.remote.Remote", lambda build: build())
+
+    def patch(model: object, *, stored: bool, **options: object) -> None:
+        raise Unsupported(f"asked for stored={stored}")
+
+    monkeypatch.setattr(fastspec, "patch", patch)
+    done = run(command, str(saved / "model"), *more.get(command, ()), "--device", "cpu", *given)
+    assert done.exit_code == 1 and f"asked for stored={bool(given)}" in done.output, done.output
 
 
 def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) -> None:

@@ -47,10 +47,14 @@ class TargetParts:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of the embedding and of the LM head. Raises Unsupported for a module without a weight."""
+        """Rows of the embedding and of the LM head. Raises Unsupported for a module without a weight, other than a
+        linear layer that holds it packed."""
         found = []
         for name, module in (("embedding", self.embedding), ("LM head", self.lm_head)):
             weight = getattr(module, "weight", None)
+            if weight is None and isinstance(module, nn.Linear):
+                found.append(module.out_features)
+                continue
             if not isinstance(weight, Tensor):
                 raise Unsupported(
                     f"a drafting head needs the size of its target's {name}, and that of this {self.name} is a "

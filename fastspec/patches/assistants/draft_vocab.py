@@ -36,7 +36,7 @@ def with_vocabulary(head: BoundHead, config: Mtp, model: Any) -> BoundHead:
         if size <= 2 * DEFAULT or no_rows(lm_head, few, head.config.hidden_size) is not None:
             return head
     count = DEFAULT if asked is None else asked
-    free = 0 if isinstance(count, str) or isinstance(lm_head.weight, DTensor) else count // FREE
+    free = 0 if isinstance(count, str) or isinstance(getattr(lm_head, "weight", None), DTensor) else count // FREE
 
     def made() -> Tensor:
         return read_list(Path(count), size) if isinstance(count, str) else likely(model, count - free, size)

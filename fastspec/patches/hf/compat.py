@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import (
@@ -508,7 +509,7 @@ def dtype_of(model: Any) -> torch.dtype:
     """Dtype that a model's layers compute in: the one to which FSDP2's mixed precision casts all weights for a pass, or
     that of most weights of its decoder's matrices, without those of the LM head and the embedding, which may be cast by
     themselves, and without what adapters put beside a layer of the model. `model.dtype` names the embedding's; it
-    stands where no matrix is in a dtype of floating point, as with weights stored in bytes.
+    stands where no matrix is in a dtype of floating point, as with weights stored in codes.
 
     torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
     """
@@ -523,7 +524,9 @@ def dtype_of(model: Any) -> torch.dtype:
             apart |= {id(each) for each in module.parameters()} - {id(each) for each in base.parameters()}
     counts: Counter[torch.dtype] = Counter()
     owned = [own_parameters(module).values() for module in every_module(model.get_decoder())]
-    dense = [own for own in owned if all(each.element_size() > 1 for each in own)]  # beside bytes matrices are scales
+    dense = [  # beside codes matrices are scales
+        own for own in owned if all(each.element_size() > 1 and each.is_floating_point() for each in own)
+    ]
     for each in {id(each): each for own in dense for each in own}.values():
         if each.dim() > 1 and each.is_floating_point() and id(each) not in apart:
             counts[each.dtype] += each.numel()
@@ -572,6 +575,41 @@ def unpack_weights(model: nn.Module) -> None:
     not make."""
     for hook in filter(is_unpacking_hook, list(model._forward_pre_hooks.values())):
         hook(model, ())
+
+
+def dequantised_method(model: Any) -> str | None:
+    """Method of quantisation that a model's files name, where transformers has dequantised the weights that it loaded
+    of them; None of other models, and where the files are gone.
+
+    Delete when a model's configuration says so.
+    """
+    if vars(model).get("is_quantized") is not False:
+        return None
+    try:
+        held, _ = PreTrainedConfig.get_config_dict(model.config.name_or_path, local_files_only=True)
+    except OSError:
+        return None
+    told: str | None = (held.get("quantization_config") or {}).get("quant_method")
+    return told
+
+
+def names_of_weights(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """Keys of a checkpoint -> the names under which transformers loads them into a model, where it does so one by one.
+
+    Delete when a quantiser is told them.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    found, held = {}, model.state_dict()
+    changes = get_model_conversion_mapping(model)
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
+    converters = [each for each in changes if isinstance(each, WeightConverter)]
+    for key in keys:
+        name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, held)
+        if converted is None and name in held:
+            found[key] = name
+    return found
 
 
 def has_global_hooks() -> bool:

@@ -42,7 +42,7 @@ from fastspec.patches.hf.experts import experts_of, gate_of, is_linear, is_mixtu
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
-from fastspec.patches.hf.quantised import format_of, read, stored_layers
+from fastspec.patches.hf.quantised import AdaptedLinear, base_of, format_of, read, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
 
 NO_ROTATION = "none"
@@ -278,9 +278,13 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
     shares = [share for share in map(share_of, modules) if share is not None]
     if len(shares) == len(modules):
         return product_of_shares(shares, ops, parts=parts)
-    layers = None if ops.stored_linears is None else stored_layers(modules)
-    if layers is not None and ops.stored_linears is not None:
-        return StoredLinears(ops.stored_linears, layers)
+    if ops.stored_linears is not None:
+        layers = stored_layers(modules)
+        if layers is not None:
+            return StoredLinears(ops.stored_linears, layers)
+        inner = stored_layers((base_of(modules[0]),))
+        if len(modules) == 1 and inner is not None:
+            return AdaptedLinear(modules[0], StoredLinears(ops.stored_linears, inner))
     if len(modules) == 1:
         return modules[0]
     each = [product_of((module,), ops) for module in modules]
@@ -376,10 +380,12 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
 
 def _holds_stored(mlp: Any) -> bool:
     """True of a dense feed-forward with a quantised layer that is read as stored, and nothing of others' beside."""
-    layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return is_own(mlp, lambda each: is_linear(each) or format_of(each) is not None) and any(
-        not isinstance(read(layer), str) for layer in layers
-    )
+    layers = [base_of(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+
+    def known(module: nn.Module) -> bool:
+        return is_linear(module) or format_of(module) is not None or base_of(module) is not module
+
+    return is_own(mlp, known) and any(not isinstance(read(layer), str) for layer in layers)
 
 
 def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
@@ -394,7 +400,7 @@ def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
 
 def product_slots(model: Any) -> list[Any]:
     """Modules of a decoder whose products `product_of` makes: projections of attention and of recurrent layers, dense
-    feed-forwards, and the LM head."""
+    feed-forwards, and the LM head; of LoRA layers those inside."""
     parts = adapter_for(model)
     if parts is None:
         return []
@@ -408,7 +414,7 @@ def product_slots(model: Any) -> list[Any]:
             slots += [*_projections(parts, attn), getattr(attn, parts.out)]
         if parts.gated_mlp and hasattr(mlp, "gate_proj") and _holds_stored(mlp):
             slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return slots
+    return list(map(base_of, slots))
 
 
 def reads_packed(model: Any) -> bool:

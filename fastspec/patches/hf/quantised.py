@@ -7,12 +7,14 @@ forward. No library is imported, and nothing waits for a device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastspec.kernels.quantised.reference import (
     E4M3,
@@ -25,7 +27,7 @@ from fastspec.kernels.quantised.reference import (
     Nested,
     StoredWeight,
 )
-from fastspec.patches.hf.compat import hooks_of, is_capturing_hook
+from fastspec.patches.hf.compat import change_count, dequantised_method, hooks_of, is_capturing_hook
 
 Read = StoredWeight | str
 """A weight, or why it is not read as stored."""
@@ -185,6 +187,27 @@ def _bitsandbytes(module: Any) -> Read:
     )
 
 
+_scales8: Any = WeakIdKeyDictionary()
+"""Largest values of lines, as bitsandbytes holds them -> (torch's count of their changes, the lines' scales)."""
+
+
+def _bitsandbytes8(module: Any) -> Read:
+    """LLM.int8, whose activations are rounded too, but for those beyond its threshold: here none are."""
+    weight, state = module.weight, module.state
+    largest = state.SCB if weight.SCB is None else weight.SCB
+    if weight.dtype != torch.int8 or largest is None:
+        return "it is not quantised yet"
+    known = _scales8.get(largest)
+    if known is None or known[0] != change_count(largest):
+        _scales8[largest] = known = (change_count(largest), largest.detach().view(-1, 1) / 127)
+    depth = weight.shape[1]
+    return whole(StoredWeight(octets(weight), INT8, known[1], (1, depth), depth, None))
+
+
+def _gptq_awq(module: Any) -> Read:
+    return whole(module.stored()) if module.turned else "its tensors are not loaded yet"
+
+
 def _not_read(why: str) -> Callable[[Any], Read]:
     return lambda module: why
 
@@ -204,19 +227,32 @@ FORMATS = (
     Format("fine-grained FP8", "transformers", "FP8Linear", _float8),
     Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8),
     Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
-    Format(
-        "bitsandbytes int8",
-        "bitsandbytes",
-        "Linear8bitLt",
-        _not_read("its outliers are multiplied by themselves: load with load_in_4bit=True"),
-    ),
+    Format("GPTQ, AWQ", "fastspec", "PackedLinear", _gptq_awq),
+    Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8),
     Format("optimum-quanto", "optimum", "QLinear", _not_read("its tensors are not read: torchao's int8 are")),
+    Format("HQQ", "hqq", "HQQLinear", _not_read("its tensors are not read: bitsandbytes' 4 bits are")),
+    Format("NVFP4", "transformers", "NVFP4Linear", _not_read("its tensors are not read")),
+    Format("GGUF", "transformers", "GgufLinear", _not_read("its blocks are not read")),
+    Format("GGUF", "transformers", "GgufExperts", _not_read("experts are not read")),
+    Format("fine-grained FP8", "transformers", "FP8Experts", _not_read("experts are not read")),
+    Format("MXFP4", "transformers", "Mxfp4GptOssExperts", _not_read("experts are not read")),
 )
+KEPT = {
+    "fp8": "; a GPU of compute capability 8.9 or later keeps them as they are",
+    "mxfp4": "; a GPU of compute capability 7.5 or later and the package kernels keep them as they are",
+}
+"""Method -> what keeps weights from being dequantised."""
 
 
 def format_of(module: nn.Module) -> Format | None:
     """The format of a module's weight, or None of any that no row knows."""
     return next((row for row in FORMATS if row.holds(module)), None)
+
+
+def told_dequantised(model: Any) -> str | None:
+    """For `report`: the method of a model's files whose weights transformers dequantised, and what prevents it."""
+    method = dequantised_method(model)
+    return None if method is None else f"{method}, by transformers when it loaded them{KEPT.get(method, '')}"
 
 
 def read(module: Any) -> Read:
@@ -257,6 +293,47 @@ class StoredLinear:
         """[M]."""
         bias: Tensor | None = self.module.bias
         return bias
+
+
+LORA = "peft.tuners.lora."
+
+
+def base_of(module: Any) -> Any:
+    """The layer inside one of PEFT's LoRA layers, whose forward adds the adapters' products to the layer's own; the
+    module itself where it is none, or reads more of that layer (variants such as DoRA, merged weights to be taken
+    apart)."""
+    base = module._modules.get("base_layer")
+    if base is None or not type(module).__module__.startswith(LORA):
+        return module
+    apart = module.merged and module.disable_adapters
+    others = hooks_of(module) or "forward" in module.__dict__ or module.lora_variant
+    return module if others or apart else base
+
+
+class _Product(nn.Module):
+    """A product as a module."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., M]."""
+        return self.product(x)
+
+
+class AdaptedLinear:
+    """A LoRA layer by its own forward, as it is at the time, but for the product of the layer inside, which is
+    another's: `product`, x [..., K] -> [..., M]."""
+
+    def __init__(self, module: Any, product: Callable[[Tensor], Tensor]) -> None:
+        self.module, self.base = module, _Product(product)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        twin = copy.copy(self.module)
+        twin._modules = {**self.module._modules, "base_layer": self.base}
+        out: Tensor = twin(x)
+        return out
 
 
 def stored_layers(modules: Sequence[Any]) -> tuple[StoredLinear, ...] | None:

@@ -24,6 +24,7 @@ from fastspec.programs.cli.options import (
     Heads,
     Model,
     ModelOption,
+    Stored,
     model_name,
     patched_model,
     stdout_kept,
@@ -48,6 +49,7 @@ def warmup(
     dtype: Dtype = None,
     device: Device = None,
     backend: Backend = "auto",
+    stored: Stored = False,
 ) -> None:
     """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See
     docs/guide/devices.md."""
@@ -55,7 +57,7 @@ def warmup(
 
     name = model_name(model, model_option)
     heads = fitting_heads(head, name)
-    target, _ = patched_model(name, device, backend, dtype=dtype, heads=heads, draft_model=draft_model)
+    target, _ = patched_model(name, device, backend, dtype=dtype, heads=heads, draft_model=draft_model, stored=stored)
     with counting("calls") as told:
         seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
     report = fastspec.report(target)

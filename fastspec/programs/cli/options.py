@@ -36,6 +36,9 @@ Backend = Annotated[
         "docs/guide/devices.md."
     ),
 ]
+Stored = Annotated[
+    bool, Option("--stored", help="Multiply quantised weights as they are stored. See docs/guide/quantised.md.")
+]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 SPELLINGS = {
     "--eagle3": "--head",
@@ -93,6 +96,7 @@ def patched_model(
     heads: Mapping[str, str] | None = None,
     draft_model: str | None = None,
     cascade: Cascade | None = None,
+    stored: bool = False,
 ) -> tuple[Any, Any]:
     """(model, tokenizer): a model loaded and patched as a command's options say, `heads` by assistant."""
     import torch
@@ -111,4 +115,4 @@ def patched_model(
         resources["speculative"] = load_draft(draft_model, target, tokenizer)
     if cascade is not None:
         resources["cascade"] = with_tokenizer(cascade, tokenizer, "the cascade")
-    return fastspec.patch(target, backend=backend, **resources), tokenizer
+    return fastspec.patch(target, backend=backend, stored=stored, **resources), tokenizer

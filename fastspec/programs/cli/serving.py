@@ -26,7 +26,16 @@ from fastspec.programs.cli.cascade_options import (
     cascade_of,
     split_heads,
 )
-from fastspec.programs.cli.options import Backend, Device, MaxNewTokens, Model, ModelOption, model_name, patched_model
+from fastspec.programs.cli.options import (
+    Backend,
+    Device,
+    MaxNewTokens,
+    Model,
+    ModelOption,
+    Stored,
+    model_name,
+    patched_model,
+)
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
 
@@ -77,14 +86,20 @@ def chosen_beside(
 
 
 def model_of(
-    name: str, chosen: Chosen, device: str | None, backend: BackendName, cascade: Cascade | None = None
+    name: str,
+    chosen: Chosen,
+    device: str | None,
+    backend: BackendName,
+    cascade: Cascade | None = None,
+    stored: bool = False,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a command, patched with its head and its cascade. Without a device it is that of the
     process."""
     from fastspec.programs.bulk import own_device
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
-    return patched_model(name, own_device() if device is None else device, backend, cascade=cascade, heads=heads)
+    place = own_device() if device is None else device
+    return patched_model(name, place, backend, cascade=cascade, heads=heads, stored=stored)
 
 
 def generate(
@@ -111,6 +126,7 @@ def generate(
     ] = False,
     device: Device = None,
     backend: Backend = "auto",
+    stored: Stored = False,
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU
     takes its share."""
@@ -123,7 +139,7 @@ def generate(
     settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
     read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    target, tokenizer = model_of(source, chosen, device, backend, config)
+    target, tokenizer = model_of(source, chosen, device, backend, config, stored)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
@@ -163,12 +179,13 @@ def opened(
     warmup: int | None = None,
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
+    stored: bool = False,
 ) -> tuple[PromptBatch, Any]:
     """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of
     so many tokens."""
     from fastspec.patches.continuous import continuous
 
-    target, tokenizer = model_of(model, chosen, device, backend, cascade)
+    target, tokenizer = model_of(model, chosen, device, backend, cascade, stored)
     chunk: int | Literal["auto"] = prefill_chunk or "auto"
     assistant: AssistantName = chosen.assistant if cascade is None else "cascade"
     batch = continuous(
@@ -218,6 +235,7 @@ def serve(
     ] = True,
     device: Device = None,
     backend: Backend = "auto",
+    stored: Stored = False,
     warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
     warmup_length: Annotated[int, typer.Option(min=1, help="Longest text that --warmup is for, in tokens.")] = 1920,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
@@ -249,6 +267,7 @@ def serve(
         warmup_length if warmup else None,
         prefix_caching,
         config,
+        stored,
     )
     with listener, Remote(build) as batch:
         limits = Limits(max_new_tokens, queue, max_body)

@@ -4,7 +4,10 @@ tests/clients has the libraries'."""
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +17,12 @@ from helpers.generate import prompts
 from helpers.models import tiny_head, tiny_model
 from helpers.patch import assert_same, snapshot
 from helpers.stored import float8, grouped8, packed, rows8
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import fastspec
 from fastspec.errors import Unsupported
@@ -233,6 +239,149 @@ def test_tensors_that_do_not_fit_are_named() -> None:
     module = by_compressed_tensors(whole)
     module.weight_global_scale = nn.Parameter(torch.ones(1))
     assert read(module) == "its format has other tensors than codes, scales and zero points"
+
+
+class Linear8bitLt(nn.Linear):
+    """bitsandbytes' module, as far as it is read."""
+
+
+Linear8bitLt.__module__ = "bitsandbytes.nn.modules"
+
+
+def test_int8_of_bitsandbytes_is_read_wherever_its_scales_are():
+    """With the weight before its first pass, with the module's state after it; not before it is quantised."""
+    module, largest = Linear8bitLt(8, 5), torch.rand(5)
+    codes = torch.randint(-127, 128, (5, 8), dtype=torch.int8)
+    module.state = SimpleNamespace(SCB=None)
+    module.weight.SCB = None
+    assert read(module) == "it is not quantised yet"
+    module.weight = nn.Parameter(codes, requires_grad=False)
+    for held, other in ((module.weight, module.state), (module.state, module.weight)):
+        held.SCB, other.SCB = largest, None
+        weight = read(module)
+        assert not isinstance(weight, str), weight
+        assert torch.equal(dequantised(weight, torch.float32), codes * (largest[:, None] / 127))
+    largest.mul_(2)
+    weight = read(module)
+    assert not isinstance(weight, str)
+    assert torch.equal(dequantised(weight, torch.float32), codes * (largest[:, None] / 127))
+
+
+class LoraLinear(nn.Module):
+    """PEFT's LoRA layer, as far as it is read."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.disable_adapters, self.merged = base, False, False
+        self.lora_variant: dict[str, Any] = {}
+        self.inner = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer inside, and the adapter beside it."""
+        out: Tensor = self.base_layer(x)
+        return out if self.disable_adapters else out + self.inner(x)
+
+
+LoraLinear.__module__ = "peft.tuners.lora.layer"
+
+
+def adapted(model: Any) -> Any:
+    """The model with an adapter on two projections of its first layer."""
+    torch.manual_seed(1)
+    for part, name in (("self_attn", "q_proj"), ("mlp", "up_proj")):
+        within = getattr(model.model.layers[0], part)
+        setattr(within, name, LoraLinear(getattr(within, name)))
+    return model.requires_grad_(False)
+
+
+def test_an_adapter_adds_to_the_stored_product():
+    """The layers inside run nowhere here by their own forward; switched off between two calls."""
+    model, dense = map(adapted, pair(lambda x: by_blocks(x, 16), num_hidden_layers=2))
+    fastspec.patch(model, stored=True)
+    assert fastspec.report(model).stored == {"fine-grained FP8": 14}
+    found = []
+    for off in (False, True):
+        for each in (model, dense):
+            each.model.layers[0].self_attn.q_proj.disable_adapters = off
+            each.model.layers[0].mlp.up_proj.disable_adapters = off
+        found.append(dense.generate(**prompts(5), **OPTIONS))
+        assert torch.equal(model.generate(**prompts(5), **OPTIONS, assistant="autoregressive"), found[-1])
+    assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("why", ["variant", "merged", "hook", "forward"])
+def test_an_adapter_that_reads_more_runs_by_its_own_forward(why):
+    """All of its feed-forward with it."""
+    model = adapted(pair(lambda x: by_blocks(x, 16), num_hidden_layers=1)[0])
+    layer = model.model.layers[0].mlp.up_proj
+    if why == "variant":
+        layer.lora_variant["default"] = object()
+    elif why == "merged":
+        layer.merged = layer.disable_adapters = True
+    elif why == "hook":
+        layer.register_forward_hook(lambda *args: None)
+    else:
+        layer.forward = layer.forward
+    with fastspec.patched(model, stored=True):
+        report = fastspec.report(model)
+    assert report.stored == {"fine-grained FP8": 4}
+    assert report.own_forward == {"fine-grained FP8: it is a part of a module that runs by its own forward": 3}
+
+
+def test_packed_experts_are_named():
+    """transformers' own modules, in the places where its loading puts them."""
+    oss, mixtral = tiny_model("gpt_oss", num_hidden_layers=2), tiny_model("mixtral", num_hidden_layers=2)
+    for layer in oss.model.layers:
+        layer.mlp.experts = Mxfp4GptOssExperts(oss.config)
+    for layer in mixtral.model.layers:
+        layer.mlp.experts = FP8Experts(mixtral.config, block_size=(16, 16))
+    for model, name in ((oss, "MXFP4"), (mixtral, "fine-grained FP8")):
+        with fastspec.patched(model, stored=True):
+            report = fastspec.report(model)
+        assert report.own_forward == {f"{name}: experts are not read": 2} and report.dequantised is None
+
+
+def fp8_file(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a checkpoint in fine-grained FP8."""
+    packed = {key: each.to(torch.float8_e4m3fn) for key, each in held.items() if "_proj" in key}
+    scales = {f"{key}_scale_inv": torch.ones(1, 1) for key in packed}
+    return held | packed | scales
+
+
+def mxfp4_file(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a checkpoint of gpt-oss."""
+    made = dict(held)
+    for key in [key for key in held if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, depth, width = made.pop(key).shape
+        made[f"{key}_blocks"] = torch.randint(0, 256, (count, width, depth // 32, 16), dtype=torch.uint8)
+        made[f"{key}_scales"] = torch.full((count, width, depth // 32), 120, dtype=torch.uint8)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "config", "told"),
+    [
+        ("llama", fp8_file, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "8.9 or later keeps"),
+        ("gpt_oss", mxfp4_file, {"quant_method": "mxfp4"}, "the package kernels keep"),
+    ],
+)
+def test_what_transformers_dequantised_is_told(
+    tmp_path: Path, family: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], config: Any, told: str
+) -> None:
+    """Loaded on a CPU, where it keeps neither; a plain model says nothing, and so does one whose files are gone."""
+    tiny_model(family, num_hidden_layers=1).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    (file,), path = tmp_path.glob("*.safetensors"), tmp_path / "config.json"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with fastspec.patched(plain), fastspec.patched(model):
+        assert fastspec.report(plain).dequantised is None
+        report = fastspec.report(model)
+        path.unlink()
+        assert fastspec.report(model).dequantised is None
+    assert report.dequantised is not None and report.dequantised.startswith(config["quant_method"])
+    assert told in report.dequantised and f"weights were dequantised: {report.dequantised}" in str(report)
 
 
 def test_exact_is_refused_by_name():
