@@ -701,7 +701,10 @@ class Continuous:
             if ranks is not None:
                 ranks.tell(news)
         else:
-            news = ranks.hear()
+            try:
+                news = ranks.hear(self._failed is not None)
+            except FastSpecError as error:
+                raise self._failed or error from error
             if self._failed is not None and not news.failed:
                 raise self._failed
             with made_current(device_of(self.model)):

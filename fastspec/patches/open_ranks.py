@@ -31,6 +31,8 @@ from fastspec.patches.call.ranks import Ranks
 
 LIMIT = timedelta(minutes=10)
 """Time after which a process that the others wait for counts as lost; a streamer may hold the batch as long."""
+FAILED = timedelta(seconds=30)
+"""The same where the last turn has failed here, and the others may be in the middle of it."""
 BEAT = 10.0
 """Seconds between two words of the first process where nothing happens."""
 KEPT = 64
@@ -109,16 +111,16 @@ class OpenRanks(Ranks):
         """Tell the others, from the first."""
         told = news.told
         with self._reached():
-            self.first(torch.tensor([news.flags, len(told), self.digest]))
+            self._send(torch.tensor([news.flags, len(told), self.digest]), FAILED if news.failed else LIMIT)
             if told:
-                self.first(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+                self._send(torch.frombuffer(bytearray(told), dtype=torch.uint8), LIMIT)
 
-    def hear(self) -> News:
-        """Wait for what the first process tells. Raises FastSpecError where that ends the batch, or where the turns so
-        far have made something else of the prompts there."""
+    def hear(self, failed: bool) -> News:
+        """Wait for what the first process tells; `failed` where the last turn has here. Raises FastSpecError where that
+        ends the batch, or where the turns so far have made something else of the prompts there."""
         with self._reached():
-            flags, size, digest = self.first(torch.zeros(3, dtype=torch.long)).tolist()
-            told = self.first(torch.empty(size, dtype=torch.uint8)).numpy().tobytes() if size else b""
+            flags, size, digest = self._send(torch.zeros(3, dtype=torch.long), FAILED if failed else LIMIT).tolist()
+            told = self._send(torch.empty(size, dtype=torch.uint8), LIMIT).numpy().tobytes() if size else b""
         news = News.of(flags, told)
         if news.fatal is not None:
             raise FastSpecError(f"the first of the {self.size} processes that hold the model together: {news.fatal}")
@@ -134,14 +136,20 @@ class OpenRanks(Ranks):
         answers = [(len(answer), answer[-RECENT:]) for answer in batch.out.tokens]
         self.digest = zlib.crc32(repr((batch.active, batch.lengths, answers)).encode(), self.digest)
 
+    def _send(self, mine: Tensor, limit: timedelta) -> Tensor:
+        """The first process's tensor, written over mine."""
+        work = dist.broadcast(mine, group=self.group, group_src=0, async_op=True)
+        assert work is not None
+        work.wait(limit)
+        return mine
+
     @contextmanager
     def _reached(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # of a connection, or of time
             raise FastSpecError(
-                f"{self.name} cannot reach the others any more: one has ended, or stands still for "
-                f"{LIMIT.total_seconds():.0f} seconds ({error})"
+                f"{self.name} cannot reach the others any more, one of which has ended or stands still: {error}"
             ) from error
 
 

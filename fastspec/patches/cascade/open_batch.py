@@ -145,7 +145,7 @@ class ContinuousCascade:
         cut = next((stage for stage in stages if processes_of(stage.model) > 1), None)
         if cut is not None:
             raise Unsupported(
-                f"continuous: {processes_of(cut.model)} processes hold the stage {cut.label!r} together, and each stage "
+                f"continuous: {processes_of(cut.model)} processes hold the stage {cut.label!r} together; each stage "
                 "would decode in a thread of its own, whose sums would meet the others': generate takes the "
                 "cascade there, or open a batch of one stage's model alone"
             )
