@@ -93,7 +93,7 @@ def mixed(load: Loader, kind: str) -> list[Any]:
     model, made = load("bigram"), []
     ids = texts(5, 9, 7, 12, 6, 8, 4, 10)
     with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
-        for assistant in ("eagle3", "nasd", "autoregressive"):
+        for assistant in ("eagle3", "autoregressive"):
             made += run(model, assistant, lambda batch: answers(batch, ids, SETTINGS), prefill_chunk=5)
     return made
 
@@ -165,25 +165,38 @@ def cancelled(load: Loader, kind: str) -> list[Any]:
         ]
 
 
-def chat(load: Loader, kind: str) -> list[Any]:
+def talked(batch: Any) -> list[Any]:
     """Turns of two conversations, each read from the end of the one before, and prompts that begin alike."""
+    talks, more, made = texts(20, 24, seed=2), texts(6, 7, seed=3), []
+    for _ in range(2):
+        with batch._changed:
+            futures = [batch.submit(talk, **GREEDY) for talk in talks]
+        made += [future.result(SECONDS)[0].tolist() for future in futures]
+        made += [[future.cached_tokens for future in futures]]
+        talks = [torch.cat((future.result()[0].cpu(), each)) for future, each in zip(futures, more, strict=True)]
+    begun = [torch.cat((talks[0][:40], each)) for each in more]
+    return [*made, *answers(batch, begun, [GREEDY] * 2), batch.stats.reused]
+
+
+def chat(load: Loader, kind: str) -> list[Any]:
+    """Conversations by n-grams of what was said."""
     del kind
-    model, more = load("llama"), texts(6, 7, seed=3)
+    model = load("llama")
+    with fastspec.patched(model):
+        return run(model, "nasd", talked, rows=2)
+
+
+def warmed(load: Loader, kind: str) -> list[Any]:
+    """The same after a warm-up, with more rows than are needed."""
+    del kind
+    model = load("llama")
 
     def asked(batch: Any) -> list[Any]:
-        talks, made = texts(20, 24, seed=2), []
-        for _ in range(3):
-            with batch._changed:
-                futures = [batch.submit(talk, **GREEDY) for talk in talks]
-            made += [future.result(SECONDS)[0].tolist() for future in futures]
-            made += [[future.cached_tokens for future in futures]]
-            talks = [torch.cat((future.result()[0].cpu(), each)) for future, each in zip(futures, more, strict=True)]
-        batch.warmup(40)
-        again = answers(batch, [torch.cat((talks[0][:40], each)) for each in more], [GREEDY] * 2)
-        return [*made, *again, batch.stats.reused]
+        batch.warmup(30)
+        return talked(batch)
 
     with fastspec.patched(model):
-        return [*run(model, "nasd", asked, rows=2), *run(model, "autoregressive", asked, rows=4)]
+        return run(model, "autoregressive", asked, rows=4)
 
 
 def turned(load: Loader, kind: str) -> list[Any]:
@@ -320,7 +333,7 @@ def idle(load: Loader, kind: str) -> list[Any]:
 
         def asked(batch: Any) -> list[Any]:
             began, cpu = time.perf_counter(), time.process_time()
-            time.sleep(1.0)
+            time.sleep(0.4)
             assert time.process_time() - cpu < 0.5 * (time.perf_counter() - began)
             return answers(batch, ids, [GREEDY])
 
@@ -342,7 +355,7 @@ def refused(load: Loader, kind: str) -> list[str]:
         told += [_why(lambda: model.generate(**given(5), max_new_tokens=3, assistant="nasd"))]
         told += [_why(lambda: fastspec.unpatch(model))]
         told += [_why(lambda: batch.submit(texts(5)[0], max_new_tokens=3).result(SECONDS))]
-        told += [str(batch.alive), str(batch.warmup(8) > 0)]
+        told += [str(batch.alive), str(first() or batch.warmup(8))]
         if not first():
             batch.close(cancel=True)
             told += [str(batch._thread.is_alive())]
@@ -353,14 +366,13 @@ def refused(load: Loader, kind: str) -> list[str]:
 
 def parted(load: Loader, kind: str) -> list[str]:
     """Processes that make different tokens of a prompt: the other one ends, and says so."""
-    model = load("bigram")
+    model = fastspec.patch(load("bigram"))
     model.generation_config.repetition_penalty = 1.0 if first() else 5.0
-    with fastspec.patched(model):
-        batch = fastspec.continuous(model, "autoregressive", rows=1, max_length=64)
-        if first():
-            told = [_why(lambda: batch.submit(texts(5)[0], **{**GREEDY, "max_new_tokens": 50}).result(SECONDS))]
-        else:
-            told = [_why(batch.close)]
+    batch = fastspec.continuous(model, "autoregressive", rows=1, max_length=64)
+    if first():
+        told = [_why(lambda: batch.submit(texts(5)[0], **{**GREEDY, "max_new_tokens": 50}).result(SECONDS))]
+    else:
+        told = [_why(batch.close)]
     torch.save(told, f"{kind}/told{dist.get_rank()}.pt")
     os._exit(0)
 
