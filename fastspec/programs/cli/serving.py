@@ -145,6 +145,8 @@ def generate(
     own, of_stages = split_heads(head or (), stage or ())
     config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend)
     settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
+    if tensor_parallel and processes == 1:
+        raise Unsupported("--tensor-parallel is for several processes: start the command under torchrun")
     refuse_cut(device, config, processes)
     if rank == 0:
         read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
