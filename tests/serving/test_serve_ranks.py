@@ -108,7 +108,7 @@ def test_what_a_cut_model_does_not_take_is_told_before_it_is_loaded(
             done = CliRunner().invoke(app, given)
             assert done.exit_code == 1 and why in " ".join(done.output.split()), done.output
     with pytest.raises(fastspec.Unsupported, match="each stage of an open batch decodes by itself"):
-        refuse_cut(None, fastspec.Cascade(stages=["small"]), 2)
+        refuse_cut(None, fastspec.Cascade(stages=["small"], mode="token"), 2)
 
 
 def test_a_gguf_file_is_not_cut(tmp_path: Path) -> None:
