@@ -316,7 +316,7 @@ class Continuous:
         self._mail, self._numbers = PromptMail(), itertools.count()
         self._unsent: list[bytes] = []
         """Prompts that the other processes have not heard of."""
-        self._acts: list[Act] = []
+        self._acts: deque[Act] = deque()
         """Work that is to be done between two turns."""
         self._arrived: deque[PreparedPrompt] = deque()
         self._changed = threading.Condition()
@@ -688,14 +688,13 @@ class Continuous:
     def _hear(self) -> tuple[News, int]:
         """Wait for something to do -> what has happened, and how many prompts had arrived by then: who comes later may
         come behind a change that these do not see."""
-        ranks, acts = self.ranks, []
+        ranks = self.ranks
         if ranks is None or ranks.leads:
             with self._changed:
                 self._changed.wait_for(self._has_work, None if ranks is None else BEAT)
                 gone = tuple([single.number for single in self._prompts() if single.let_go()])
-                acts, self._acts = self._acts, []
                 came, self._unsent = tuple(self._unsent), []
-                told = tuple((act.name, act.given) for act in acts)
+                told = tuple((act.name, act.given) for act in self._acts)
                 news = News(came, gone, told, self._suspect, self._failed is not None, self._closing)
                 ready = len(self._arrived)
             if ranks is not None:
@@ -714,10 +713,20 @@ class Continuous:
             ready = len(self._arrived)
         self._stale = self._stale or news.stale
         for name, given in news.acts:
-            self._do(name, *given)
-        for act in acts:
-            act.done.set_result(None)
+            self._act(partial(self._do, name, *given))
         return news, ready
+
+    def _act(self, do: Callable[[], object]) -> None:
+        """Do something between two turns, and tell who waits for it."""
+        error = self._raised_by(do)
+        with self._changed:
+            act = self._acts.popleft() if self._acts else None
+        if act is not None and error is None:
+            act.done.set_result(None)
+        elif act is not None:
+            act.done.set_exception(error)
+        if self.ranks is not None and error is not None:  # buffers differ by now
+            raise error
 
     def _has_work(self) -> bool:
         batch = self._batch
@@ -743,6 +752,7 @@ class Continuous:
         try:
             single.move(device_of(self.model))
         except Exception as error:
+            self._batch.escalate(error)
             single.finish([], error)
         else:
             self._batch.queue.append(single)
@@ -783,8 +793,12 @@ class Continuous:
         """Make the rounds of a model that has changed, while no row holds a prompt. Where that fails the `ready`
         prompts that were there before end; those that came meanwhile may have come behind what makes it whole, and try
         it again."""
-        self._widths.current.engine.end()
-        error = self._raised_by(self._begin_anew)
+
+        def make() -> None:
+            self._widths.current.engine.end()
+            self._begin_anew()
+
+        error = self._raised_by(make)
         if error is not None:
             with self._changed:
                 self._stale = True
@@ -797,9 +811,8 @@ class Continuous:
             single.finish([], error)
         self._batch.queue.clear()
         self._arrived.clear()
-        for act in self._acts:
-            act.done.set_exception(error)
-        self._acts.clear()
+        while self._acts:
+            self._acts.popleft().done.set_exception(error)
 
     def _begin_anew(self) -> None:
         """Make all rounds anew, of the model as it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -264,6 +265,50 @@ def changed(load: Loader, kind: str) -> list[Any]:
         return run(model, "nasd", asked)
 
 
+def crowded(load: Loader, kind: str) -> list[Any]:
+    """Prompts of several threads at times of their own, of which some are cancelled and some have a streamer that
+    raises; the answers of the others, by their number."""
+    del kind
+    model, threads, each = load("bigram"), 4, 6
+    ids = texts(*(3 + number % 23 for number in range(threads * each)))
+
+    def asked(batch: Any) -> list[Any]:
+        found: dict[int, list[int]] = {}
+        wrong: list[BaseException] = []
+
+        def ask(thread: int) -> None:
+            numbers = random.Random(thread)
+            try:
+                for number in range(thread * each, (thread + 1) * each):
+                    settings = SETTINGS[number % len(SETTINGS)]
+                    streamer = Rounds(numbers.randint(0, 3)) if number % 5 == 1 else None
+                    future = batch.submit(ids[number], streamer=streamer, **settings)
+                    time.sleep(0.03 * numbers.random())
+                    if number % 5 == 2:
+                        future.cancel()
+                    if number % 5 == 1:
+                        with pytest.raises(OSError, match="nobody hears"):
+                            future.result(SECONDS)
+                    elif not future.cancelled():
+                        answer = future.result(SECONDS)[0].tolist()
+                        if number % 5 != 2:
+                            found[number] = answer
+            except BaseException as error:
+                wrong.append(error)
+
+        started = [threading.Thread(target=ask, args=(thread,)) for thread in range(threads)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+        assert not wrong, wrong
+        return [found[number] for number in sorted(found)]
+
+    with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
+        made = run(model, "eagle3", asked, rows=5, prefill_chunk=7)
+        return [*made, *run(model, "nasd", asked, rows=2, narrows=False, prefix_caching=True)]
+
+
 class Halved(nn.Module):
     """A feed-forward of half its answer."""
 
@@ -331,13 +376,12 @@ def idle(load: Loader, kind: str) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch, fastspec.patched(model):
         patch.setattr(continuous, "BEAT", 0.05)
 
-        def asked(batch: Any) -> list[Any]:
+        with fastspec.continuous(model, "nasd", rows=3, max_length=96) as batch:
             began, cpu = time.perf_counter(), time.process_time()
             time.sleep(0.4)
             assert time.process_time() - cpu < 0.5 * (time.perf_counter() - began)
-            return answers(batch, ids, [GREEDY])
-
-        return run(model, "nasd", asked)
+            made = answers(batch, ids, [GREEDY]) if first() else []
+        return [made, state(batch)]
 
 
 def refused(load: Loader, kind: str) -> list[str]:

@@ -17,7 +17,7 @@ from helpers.ranks import SIZE, SMALL, whole, work
 Made = tuple[Path, list[dict[str, Any]]]
 ALIKE = "mixed", "ended", "chat", "changed", "failing", "structured"
 """Kinds of batches that one process opens, too."""
-MORE = "cancelled", "warmed", "turned", "idle"
+MORE = "cancelled", "warmed", "turned", "crowded", "idle"
 """More of them."""
 
 

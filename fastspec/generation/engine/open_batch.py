@@ -207,13 +207,13 @@ class OpenBatch(Batch):
         return self.prompts[row] is not None
 
     def escalate(self, error: BaseException) -> None:
-        """Raise an error of memory, of the device or of a connection where other processes run the same rounds: they
-        may not have it, and this one cannot go on without them. What follows from the prompt and its settings all of
-        them raise alike."""
+        """Raise an error of memory, of the device, of a file or of a connection where other processes run the same
+        rounds: they may not have it, and this one cannot go on without them. What follows from the prompt and its
+        settings all of them raise alike."""
         cause: BaseException | None = error
         while isinstance(cause, FastSpecError):
             cause = cause.__cause__
-        if self.shared and isinstance(cause, (RuntimeError, MemoryError)):
+        if self.shared and isinstance(cause, (RuntimeError, MemoryError, OSError)):
             raise error
 
     def refuse(self, prompt: int, error: BaseException) -> None:
