@@ -93,7 +93,9 @@ class OpenRanks(Ranks):
 
     def check_opened(self, *parts: object) -> None:
         """Raise Unsupported, in every process, where they do not open the same batch."""
-        if self.differ(*parts):
+        with self._reached():
+            differs = self.differ(*parts)
+        if differs:
             raise Unsupported(
                 f"the {self.size} processes that hold the model together opened batches with different arguments: each "
                 "must pass the same assistant, rows, max_length, prefill_chunk, narrows and prefix_caching, and have "
@@ -102,7 +104,7 @@ class OpenRanks(Ranks):
 
     def any(self, mine: bool) -> bool:
         """True where any process says so."""
-        told = torch.tensor([mine], dtype=torch.int32)
+        told = torch.tensor([mine], dtype=torch.int32, device="cpu")
         with self._reached():
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         return bool(told)
@@ -111,16 +113,19 @@ class OpenRanks(Ranks):
         """Tell the others, from the first."""
         told = news.told
         with self._reached():
-            self._send(torch.tensor([news.flags, len(told), self.digest]), FAILED if news.failed else LIMIT)
+            head = torch.tensor([news.flags, len(told), self.digest], device="cpu")
+            self._send(head, FAILED if news.failed else LIMIT)
             if told:
-                self._send(torch.frombuffer(bytearray(told), dtype=torch.uint8), LIMIT)
+                self._send(torch.frombuffer(bytearray(told), dtype=torch.uint8).cpu(), LIMIT)
 
     def hear(self, failed: bool) -> News:
         """Wait for what the first process tells; `failed` where the last turn has here. Raises FastSpecError where that
         ends the batch, or where the turns so far have made something else of the prompts there."""
         with self._reached():
-            flags, size, digest = self._send(torch.zeros(3, dtype=torch.long), FAILED if failed else LIMIT).tolist()
-            told = self._send(torch.empty(size, dtype=torch.uint8), LIMIT).numpy().tobytes() if size else b""
+            head = torch.zeros(3, dtype=torch.long, device="cpu")
+            flags, size, digest = self._send(head, FAILED if failed else LIMIT).tolist()
+            body = torch.empty(size, dtype=torch.uint8, device="cpu")
+            told = self._send(body, LIMIT).numpy().tobytes() if size else b""
         news = News.of(flags, told)
         if news.fatal is not None:
             raise FastSpecError(f"the first of the {self.size} processes that hold the model together: {news.fatal}")
@@ -157,7 +162,13 @@ class OpenRanks(Ranks):
 def _talking(whole: dist.ProcessGroup) -> dist.ProcessGroup:
     """The same processes over gloo, whatever sums go over; made once, since torch would give the next the same name."""
     ranks = dist.get_process_group_ranks(whole)
-    made = dist.new_group(ranks, timeout=LIMIT, backend="gloo", use_local_synchronization=True)
+    try:
+        made = dist.new_group(ranks, timeout=LIMIT, backend="gloo", use_local_synchronization=True)
+    except RuntimeError as error:  # of the store, for which nobody else has come
+        raise FastSpecError(
+            f"fastspec.continuous: the {len(ranks)} processes that hold the model together did not all call it within "
+            f"{LIMIT.total_seconds():.0f} seconds: {error}"
+        ) from error
     assert made is not None
     return made
 
