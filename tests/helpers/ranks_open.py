@@ -93,7 +93,7 @@ def mixed(load: Loader, kind: str) -> list[Any]:
     del kind
     model, made = load("bigram"), []
     ids = texts(5, 9, 7, 12, 6, 8, 4, 10)
-    with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
+    with fastspec.patched(model, backend="torch", eagle3=here(seer(bigram(**sizes())))):
         for assistant in ("eagle3", "autoregressive"):
             made += run(model, assistant, lambda batch: answers(batch, ids, SETTINGS), prefill_chunk=5)
     return made
@@ -136,7 +136,7 @@ def ended(load: Loader, kind: str) -> list[Any]:
         assert heard.tokens == found[0][5:]
         return found
 
-    with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
+    with fastspec.patched(model, backend="torch", eagle3=here(seer(bigram(**sizes())))):
         return run(model, "eagle3", asked)
 
 
@@ -159,7 +159,7 @@ def cancelled(load: Loader, kind: str) -> list[Any]:
                 future.result(SECONDS)
         return []
 
-    with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
+    with fastspec.patched(model, backend="torch", eagle3=here(seer(bigram(**sizes())))):
         return [
             *run(model, "eagle3", asked),
             *run(model, "eagle3", lambda batch: answers(batch, ids[:2], SETTINGS[:2])),
@@ -183,7 +183,7 @@ def chat(load: Loader, kind: str) -> list[Any]:
     """Conversations by n-grams of what was said."""
     del kind
     model = load("llama")
-    with fastspec.patched(model):
+    with fastspec.patched(model, backend="torch"):
         return run(model, "nasd", talked, rows=2)
 
 
@@ -196,7 +196,7 @@ def warmed(load: Loader, kind: str) -> list[Any]:
         batch.warmup(30)
         return talked(batch)
 
-    with fastspec.patched(model):
+    with fastspec.patched(model, backend="torch"):
         return run(model, "autoregressive", asked, rows=4)
 
 
@@ -239,7 +239,7 @@ def changed(load: Loader, kind: str) -> list[Any]:
         if dist.is_initialized():
             dist.barrier()
 
-    with fastspec.patched(model):
+    with fastspec.patched(model, backend="torch"):
         if not first():
             with fastspec.continuous(model, "nasd", rows=3, max_length=96) as batch:
                 while batch.stats.emitted < 24:
@@ -304,7 +304,7 @@ def crowded(load: Loader, kind: str) -> list[Any]:
         assert not wrong, wrong
         return [found[number] for number in sorted(found)]
 
-    with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
+    with fastspec.patched(model, backend="torch", eagle3=here(seer(bigram(**sizes())))):
         made = run(model, "eagle3", asked, rows=5, prefill_chunk=7)
         return [*made, *run(model, "nasd", asked, rows=2, narrows=False, prefix_caching=True)]
 
@@ -340,7 +340,7 @@ def failing(load: Loader, kind: str) -> list[Any]:
                 future.result(SECONDS)
         return [futures[2].result(SECONDS)[0].tolist(), *answers(batch, ids, [GREEDY] * 3)]
 
-    with pytest.MonkeyPatch.context() as patch, fastspec.patched(model):
+    with pytest.MonkeyPatch.context() as patch, fastspec.patched(model, backend="torch"):
         patch.setattr(Engine, "step", raising)
         return run(model, "autoregressive", asked, rows=2, narrows=False)
 
@@ -365,7 +365,7 @@ def structured(load: Loader, kind: str) -> list[Any]:
         assert batch.ranks is None or len(batch._mail.write((grammars, TOKENIZER))) < 300
         return found
 
-    with fastspec.patched(model):
+    with fastspec.patched(model, backend="torch"):
         return run(model, "nasd", asked)
 
 
@@ -373,7 +373,7 @@ def idle(load: Loader, kind: str) -> list[Any]:
     """A batch for which nobody has anything, which sleeps, and hears of prompts again."""
     del kind
     model, ids = load("bigram"), texts(5)
-    with pytest.MonkeyPatch.context() as patch, fastspec.patched(model):
+    with pytest.MonkeyPatch.context() as patch, fastspec.patched(model, backend="torch"):
         patch.setattr(continuous, "BEAT", 0.05)
 
         with fastspec.continuous(model, "nasd", rows=3, max_length=96) as batch:
@@ -390,7 +390,7 @@ def refused(load: Loader, kind: str) -> list[str]:
     model = load("llama")
     below = [fastspec.Stage(small_model(), name="small")]
     cascade = fastspec.Cascade(stages=below, label="large", predictor=trained(("small", "large")), costs=[1.0, 2.0])
-    with fastspec.patched(model, cascade=cascade):
+    with fastspec.patched(model, backend="torch", cascade=cascade):
         told = [_why(lambda: fastspec.continuous(model, "cascade"))]
         told += [_why(lambda: fastspec.continuous(model, "nasd", rows=2 + dist.get_rank()))]
         batch = fastspec.continuous(model, "nasd", rows=2, max_length=64)
@@ -410,7 +410,7 @@ def refused(load: Loader, kind: str) -> list[str]:
 
 def parted(load: Loader, kind: str) -> list[str]:
     """Processes that make different tokens of a prompt: the other one ends, and says so."""
-    model = fastspec.patch(load("bigram"))
+    model = fastspec.patch(load("bigram"), backend="torch")
     model.generation_config.repetition_penalty = 1.0 if first() else 5.0
     batch = fastspec.continuous(model, "autoregressive", rows=1, max_length=64)
     if first():
@@ -437,7 +437,7 @@ def lost(load: Loader, kind: str) -> list[str]:
                 raise MemoryError("only here")
             return step(self, *given)
 
-        batch = fastspec.continuous(fastspec.patch(model), "autoregressive", rows=1, max_length=64)
+        batch = fastspec.continuous(fastspec.patch(model, backend="torch"), "autoregressive", rows=1, max_length=64)
         if not first():
             patch.setattr(Engine, "step", ending)
             if how == "ends idle":
