@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from datetime import timedelta
+from itertools import count as count_from
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,6 @@ from transformers import GenerationConfig
 
 import fastspec
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches import continuous, open_ranks
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
@@ -140,6 +140,22 @@ def ended(load: Loader, kind: str) -> list[Any]:
         return run(model, "eagle3", asked)
 
 
+def clocked(load: Loader, kind: str) -> list[Any]:
+    """An answer that the first process's clock ends, beside one that goes on; the other process's clock stands."""
+    del kind
+    model, ids, seconds = load("bigram"), texts(5, 9), count_from(1)
+    clock = SimpleNamespace(time=lambda: next(seconds) if first() else 0)
+
+    def asked(batch: Any) -> list[Any]:
+        found = answers(batch, ids, [{**GREEDY, "max_time": 5.5}, GREEDY])
+        assert [len(each) for each in found] == [5 + 6, 9 + 12]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, fastspec.patched(model, backend="torch"):
+        patch.setattr("transformers.generation.stopping_criteria.time", clock)
+        return run(model, "nasd", asked)
+
+
 def cancelled(load: Loader, kind: str) -> list[Any]:
     """A batch that is closed while prompts run and wait; another one after it."""
     del kind
@@ -201,26 +217,30 @@ def warmed(load: Loader, kind: str) -> list[Any]:
 
 
 def turned(load: Loader, kind: str) -> list[Any]:
-    """Captured rounds, one launched before the one in front is read, and sizes of trees by clocks that differ."""
+    """Captured rounds, one launched before the one in front is read."""
     del kind
-    model, ids, ticks = load("bigram"), texts(5, 9, 7, 12, 6, 8), iter(range(10**9))
+    model, ids = load("bigram"), texts(5, 9, 7, 12, 6, 8)
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
-        clock = SimpleNamespace(perf_counter=lambda: next(ticks) * (0.001 if first() else 0.07))
+        with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
+            return run(model, "eagle3", lambda batch: answers(batch, ids, [{**GREEDY, "max_new_tokens": 40}] * 6))
+
+
+def sized(load: Loader, kind: str) -> list[Any]:
+    """Sizes of trees by clocks that differ, of which the first process's counts."""
+    del kind
+    model, ids, auto = load("bigram"), texts(5, 9, 7, 12), fastspec.Eagle3(total_tokens="auto")
+    seconds = count_from(1)
+    clock = SimpleNamespace(perf_counter=lambda: (at := next(seconds)) * (0.001 if first() else 0.1 * (1 + at % 7)))
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastspec.generation.engine.engine.time", clock)
         patch.setattr(continuous, "AGREED_EVERY", 4)
-        with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
-            settings = [{**GREEDY, "max_new_tokens": 40}] * 6
-            made = run(model, "eagle3", lambda batch: answers(batch, ids, settings))
-            auto = fastspec.Eagle3(total_tokens="auto")
-            sized = run(model, auto, lambda batch: answers(batch, ids, settings))
-            known = [
-                (each.size, each.rounds, each.known)
-                for each in fastspec.patches.session.session_of(model).trees.values()
-            ]
-    assert not dist.is_initialized() or all(isinstance(each, TreeSizes) or each for each in known)
-    # one process learns by its own clock, and so takes other turns
-    return [*made, sized[0], [sized[1], known] if dist.is_initialized() else []]
+        with fastspec.patched(model, backend="torch", eagle3=here(seer(bigram(**sizes())))):
+            settings = [{**GREEDY, "max_new_tokens": 60}] * 4
+            made, told = run(model, auto, lambda batch: answers(batch, ids, settings), rows=2, max_length=128)
+            known = [each.known for each in fastspec.patches.session.session_of(model).trees.values()]
+    assert any(known)
+    return [made, [told, known]]
 
 
 def changed(load: Loader, kind: str) -> list[Any]:

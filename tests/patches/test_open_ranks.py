@@ -15,9 +15,9 @@ from helpers.processes import spawn
 from helpers.ranks import SIZE, SMALL, whole, work
 
 Made = tuple[Path, list[dict[str, Any]]]
-ALIKE = "mixed", "ended", "chat", "changed", "failing", "structured"
+ALIKE = "mixed", "ended", "clocked", "chat", "changed", "failing", "structured"
 """Kinds of batches that one process opens, too."""
-MORE = "cancelled", "warmed", "turned", "crowded", "idle"
+MORE = "cancelled", "warmed", "turned", "sized", "crowded", "idle"
 """More of them."""
 
 
