@@ -621,8 +621,9 @@ class Continuous:
         try:
             self._turns()
         except BaseException as fatal:
+            others_listen = self._dead is None
             self._die(fatal)
-            if self.ranks is not None and self.ranks.leads:
+            if others_listen and self.ranks is not None and self.ranks.leads:
                 with suppress(FastSpecError):  # one of them may be what has failed
                     self.ranks.tell(News(fatal=f"{type(fatal).__name__}: {fatal}"))
 
@@ -661,7 +662,8 @@ class Continuous:
                         continue
                 self._turn()
         self._widths.current.engine.end()
-        self._anywhere(False)  # all have come here
+        if self._dead is None:
+            self._anywhere(False)  # all have come here
 
     def _turn(self) -> None:
         try:
@@ -702,8 +704,10 @@ class Continuous:
         else:
             try:
                 news = ranks.hear(self._failed is not None)
-            except FastSpecError as error:
-                raise self._failed or error from error
+            except FastSpecError:
+                if self._failed is None:
+                    raise
+                raise self._failed from self._failed.__cause__
             if self._failed is not None and not news.failed:
                 raise self._failed
             with made_current(device_of(self.model)):
