@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ranks_open
+import transformers
+from helpers import ranks, ranks_open
 from helpers.generate import bigram
 from helpers.grammars import terse
 from helpers.models import tiny_model
 from helpers.processes import spawn
 from helpers.ranks import SIZE, SMALL, whole, work
+from packaging.version import Version
+from torch import multiprocessing
 
 Made = tuple[Path, list[dict[str, Any]]]
 ALIKE = "mixed", "ended", "clocked", "chat", "changed", "failing", "structured"
@@ -62,6 +65,23 @@ def test_answers_are_those_of_one_process(both: Made, name: str) -> None:
 def test_so_are_those_of_other_batches(tmp_path: Path) -> None:
     made = run_both(tmp_path, MORE)
     for name in MORE:
+        compare(made, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"
+)
+def test_so_are_those_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "HERE", "cuda")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    saved(tmp_path)
+    names = (*ALIKE, *MORE)
+    jobs = [(name, getattr(ranks_open, name), "") for name in names]
+    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda"), nprocs=SIZE)
+    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+    for name in names:
         compare(made, name)
 
 
