@@ -63,8 +63,9 @@ def load_model(
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id.
     `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. `tokenizer` is
     taken for a directory that holds none. Further options
-    go to `from_pretrained`; with a `device_map` or a quantisation the model stays where that puts it. GPTQ and AWQ
-    checkpoints are read without their packages (docs/guide/quantised.md), unless a quantisation is given. Transformers
+    go to `from_pretrained`; with a `device_map`, a quantisation or the options of `cut_over` the model stays where that
+    puts it. GPTQ and AWQ checkpoints are read without their packages (docs/guide/quantised.md), unless a quantisation
+    is given. Transformers
     shows its progress bars on stderr meanwhile. Raises `Unsupported` when there is no such model, and before its
     weights are read where the device's memory is too small for them.
     """
@@ -75,7 +76,9 @@ def load_model(
 
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     source, packed = source_of(name)
-    placed = {"device_map", "quantization_config"} & set(options)
+    placed = {"device_map", "quantization_config", "distributed_config"} & set(options)
+    if packed and "distributed_config" in options:
+        raise Unsupported(f"{name} is a GGUF file, which is loaded whole: name a directory or a hub id to cut it")
     given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF holds a decoder alone
     if not packed:
         check_hub(source, **given)
@@ -99,6 +102,23 @@ def load_model(
     except (OSError, ValueError, struct.error) as error:  # the last for a GGUF that was cut off
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     return (model if placed else model.to(device)).eval(), tokenizer
+
+
+def cut_over(processes: int) -> dict[str, Any]:
+    """Options of `load_model` that cut a model over so many processes of torchrun by tensor parallelism; none for one
+    process. Raises `Unsupported` where transformers is older than 5.21."""
+    if processes == 1:
+        return {}
+    from transformers import __version__
+
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_size=processes, tp_plan="auto")}
+    except (ImportError, TypeError) as error:
+        raise Unsupported(
+            f"a model is cut over {processes} processes by transformers 5.21 and later, and this is {__version__}"
+        ) from error
 
 
 SMALL = 1 / 16

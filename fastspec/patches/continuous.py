@@ -3,11 +3,15 @@ one."""
 
 from __future__ import annotations
 
+import itertools
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from types import TracebackType
@@ -19,21 +23,25 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.cascade.config import Cascade
 from fastspec.config import Assistant, ContinuousBatch
+from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.handed import VerifyingRounds
 from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
 from fastspec.generation.engine.prefix_cache import LEAST, LEAST_CAPTURED, PrefixCache
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
+from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.call.assembly import entry, new_engine
 from fastspec.patches.call.one_prompt import AnswerFuture, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
-from fastspec.patches.call.processors import Processing
+from fastspec.patches.call.processors import Processing, RoundStreamer
 from fastspec.patches.call.prompts import sees_ahead
+from fastspec.patches.call.ranks import closes, opens, refuse_beside
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.hf.changes import Snapshot, WeightSample
 from fastspec.patches.hf.compat import (
@@ -41,14 +49,15 @@ from fastspec.patches.hf.compat import (
     drop_capturing_hooks,
     dtype_of,
     is_shared_out,
+    own_stop_strings,
     position_limit,
-    processes_of,
     unwrapped,
 )
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
+from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
@@ -57,6 +66,17 @@ LONGEST = 8192
 CHUNKS = {"cuda": 1024, "cpu": 256}
 """Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
 pass."""
+AGREED_EVERY = 64
+"""Turns after which processes choose the sizes of trees by newer times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """Work between two turns, by its name and arguments, and who waits for it."""
+
+    name: str
+    given: tuple[Any, ...]
+    done: Future[None] = field(default_factory=Future)
 
 
 class PromptBatch(Protocol):
@@ -151,6 +171,12 @@ def continuous(
     `narrows=False` there are always `rows`, which take half the memory of keys and values, and each prompt is read
     alone.
 
+    Processes that hold the model together (`tp_plan`) all call this with the same arguments. The first of them takes
+    prompts; the others run the same rounds until it closes its batch, which `close` and the end of a `with` block wait
+    for there. Meanwhile they call nothing else of the model. A change of it is made in all before the prompt that is to
+    see it. Where one of them fails in a round, or ends, prompts end with an error: those of the round at once where its
+    connections break, else after the time limit of the model's group.
+
     A row that became free keeps its text until another prompt takes the row, the oldest first. A prompt that begins
     like a text, of a free row or of one that runs, is read from there on: the next turn of a conversation, or prompts
     with the same instructions. No memory is taken beside the rows' own. In low precision this may change a rounding,
@@ -217,12 +243,13 @@ def open_batch(
     """An open batch of this class, as `continuous` makes it."""
     model = unwrapped(model)
     session = _session(model)
-    if group_of(model) is not None:
-        raise Unsupported(
-            f"continuous: {processes_of(model)} processes hold this {type(model).__name__}, and prompts come to each "
-            "at a time of its own; "
-            "generate takes ContinuousBatch there, with the same prompts in every process"
-        )
+    group = group_of(model)
+    ranks = None if group is None else OpenRanks(group)
+    if ranks is not None:
+        refuse_beside(group, "continuous")
+        named = re.sub("0x[0-9a-f]+", "", repr(assistant))
+        tuned = sorted(map(repr, installed(name_of(device_of(model))).items()))
+        ranks.check_opened(named, rows, max_length, prefill_chunk, narrows, prefix_caching, tuned)
     if is_shared_out(model):
         raise Unsupported(
             f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and "
@@ -246,7 +273,7 @@ def open_batch(
             f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
         )
     caches = narrows if prefix_caching is None else prefix_caching
-    return kind(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches)
+    return kind(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches, ranks)
 
 
 class Continuous:
@@ -272,6 +299,7 @@ class Continuous:
         chunk: int | None,
         narrows: bool,
         prefix_caching: bool,
+        ranks: OpenRanks | None = None,
     ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
         self._resolved = resolved
@@ -283,16 +311,26 @@ class Continuous:
         self._original = type(model).generate.__get__(model) if before is ABSENT else before
         self.turns = 0
         """Turns of the rounds that have ended, which read prompts, decode rows, or do both."""
+        self.ranks = ranks
+        """The processes that hold the model together; the first takes prompts."""
+        self._mail, self._numbers = PromptMail(), itertools.count()
+        self._unsent: list[bytes] = []
+        """Prompts that the other processes have not heard of."""
+        self._acts: deque[Act] = deque()
+        """Work that is to be done between two turns."""
         self._arrived: deque[PreparedPrompt] = deque()
         self._changed = threading.Condition()
         self._closing = self._left = False
         self._dead: BaseException | None = None
-        self._stale = False
-        """True where the model is not what the rounds were made of."""
+        self._failed: Exception | None = None
+        """Error of the last turn, where other processes run the same one."""
+        self._stale = self._suspect = False
+        """True where the model is not what the rounds were made of, for all processes and for this one."""
         self._settled = SettingsCache()
         device = device_of(model)
-        self._prefixes: PrefixCache[HFModel] = PrefixCache(unchanged=self._weights_hold)
+        self._prefixes: PrefixCache[HFModel] = PrefixCache(unchanged=self._weights_hold, anywhere=self._anywhere)
         self._batch = OpenBatch(rows, self.stats, device, self._prefixes)
+        self._batch.shared = ranks is not None
         with torch.autocast(device.type, enabled=False), session.turn.taken(device):  # the batch's own thread has none
             self._settle()
             self._widths = RowCounts(
@@ -302,6 +340,8 @@ class Continuous:
         if prefix_caching and (drafter is None or drafter.resumes or decoding.taps is None):
             self._prefixes.least = LEAST_CAPTURED if target.captures else LEAST
         session.batches += 1
+        if ranks is not None:
+            opens(ranks.whole)
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
         self._thread.start()
 
@@ -327,9 +367,33 @@ class Continuous:
 
         Raises Unsupported for what an open batch does not decode, a prompt that with its answer is longer than
         `max_length` included, and for `drafts=False` with an assistant that always drafts; ValueError for settings that
-        transformers refuses, and tokens that the model has not; FastSpecError where the batch is closed.
+        transformers refuses, and tokens that the model has not; FastSpecError where the batch is closed. Of processes
+        that hold the model together the first takes prompts, whose further options pickle can send: Unsupported else.
         """
-        return self.arrive(self.prepared(ids, generation_config, streamer, seed, options, drafts))
+        if self.ranks is None:
+            return self.arrive(self.prepared(ids, generation_config, streamer, seed, options, drafts))
+        if not self.ranks.leads:
+            raise Unsupported(
+                f"submit: this is {self.ranks.name}, and the first one takes the prompts: submit them there; here "
+                "close(), or the end of the with block, waits until that closes its batch"
+            )
+        single = self.prepared(ids, generation_config, streamer, seed, options, drafts)
+        single.number = next(self._numbers)
+        asked = (streamer.logprobs, streamer.trees) if isinstance(streamer, RoundStreamer) else None
+        given = own_stop_strings(self.model, {"generation_config": generation_config, **options})
+        given.pop("tokenizer", None)
+        with self._changed:  # who writes first is read first
+            self._refuse_closed()
+            self._unsent.append(self._mail.write((single.number, ids, single.rule.seed, asked, drafts, given)))
+            return self.arrive(single)
+
+    def _read_prompt(self, sent: bytes) -> PreparedPrompt:
+        """A prompt that the first process has taken."""
+        number, ids, seed, asked, drafts, given = self._mail.read(sent)
+        config, streamer = given.pop("generation_config"), None if asked is None else SilentRounds(*asked)
+        single = self.prepared(ids, config, streamer, seed, given, drafts)
+        single.number = number
+        return single
 
     def prepared(
         self,
@@ -346,7 +410,8 @@ class Continuous:
             ids = ids[None]
         given = {"generation_config": generation_config, "streamer": streamer}
         given = {"input_ids": ids, **{name: value for name, value in given.items() if value is not None}, **options}
-        single = prepare(self.model, self._original, given, seed, self._settled)
+        agreed = None if self.ranks is None else self.ranks.agreed
+        single = prepare(self.model, self._original, given, seed, self._settled, agreed)
         if not drafts:
             engine = self._widths.current.engine
             if engine.drafter is not None and engine.undrafted is None:
@@ -381,7 +446,8 @@ class Continuous:
         There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of
         rows, greedy and sampled; where these are captured their buffers have room for texts of `length` tokens from
         then on. N-gram drafts have graphs for many shapes of trees, of which a warm-up sees some. To be called before
-        prompts come: `stats` begin anew behind it. `told` is called with (calls that are done, of how many). Raises
+        prompts come: `stats` begin anew behind it. Of processes that hold the model together the first one's call is
+        that of all; in the others it does nothing. `told` is called with (calls that are done, of how many). Raises
         Unsupported for a `length` below 1, and for rows without room for an answer.
         """
         longest = min(length, self.max_length - WARM_NEW)
@@ -389,6 +455,8 @@ class Continuous:
             raise Unsupported(
                 f"warmup: length={length} and max_length={self.max_length}: at least 1 and {WARM_NEW + 1} are accepted"
             )
+        if self.ranks is not None and not self.ranks.leads:
+            return 0.0
         rounds, captures = self._widths.current, self._widths.current.engine.target.captures
         calls = list(
             open_batch_calls(longest, self._widths.steps, min(rounds.together, self._widths.rows), captures=captures)
@@ -404,13 +472,10 @@ class Continuous:
             "pad_token_id": 0,
         }  # which no token is
         tell = told or (lambda done, of: None)
-        device = device_of(self.model)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), self.session.turn.taken(device):
-            self._widths.reserve(room_for(length, rounds.engine.main.longest) if captures else 0)
+        self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
         for done, (lengths, options) in enumerate(calls):
             tell(done, len(calls))
-            with self.session.turn.taken(device):
-                self._widths.needed.clear()  # each call in rounds of its own number of rows
+            self._between_turns("narrow")  # each call in rounds of its own number of rows
             texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
             with self._changed:  # so that they come at once
                 futures = [
@@ -418,11 +483,29 @@ class Continuous:
                 ]
             for future in futures:
                 future.result()
-        with self.session.turn.taken(device):  # the last turn counts on behind its answers
-            self.stats.begin()
-            self._prefixes.forget()
+        self._between_turns("begin")  # the last turn counts on behind its answers
         tell(len(calls), len(calls))
         return time.perf_counter() - began
+
+    def _between_turns(self, name: str, *given: Any) -> None:
+        """Let the batch's thread do something between two turns, in all processes, and wait for it."""
+        act = Act(name, given)
+        with self._changed:
+            self._refuse_closed()
+            self._acts.append(act)
+            self._changed.notify_all()
+        act.done.result()
+
+    def _do(self, name: str, *given: Any) -> None:
+        """What `_between_turns` names."""
+        with self.session.turn.taken(device_of(self.model)):
+            if name == "reserve":
+                self._widths.reserve(*given)
+            elif name == "narrow":
+                self._widths.needed.clear()
+            else:
+                self.stats.begin()
+                self._prefixes.forget()
 
     @property
     def info(self) -> dict[str, str]:
@@ -450,35 +533,46 @@ class Continuous:
     @property
     def alive(self) -> bool:
         """True where it takes prompts."""
-        return self._dead is None and not self._closing and self._thread.is_alive()
+        takes = self.ranks is None or self.ranks.leads
+        return takes and self._dead is None and not self._closing and self._thread.is_alive()
 
     def close(self, *, cancel: bool = False) -> None:
         """Take no more prompts, and return when all answers are there; with `cancel` those that are not are cancelled.
         May be called again where it was interrupted. Raises FastSpecError in the batch's own thread, which calls
-        callbacks and streamers."""
+        callbacks and streamers.
+
+        Of processes that hold the model together the first one closes the batch. In another this returns when it has,
+        and raises FastSpecError where that has failed; with `cancel` it returns at once, and the batch goes on.
+        """
         if threading.current_thread() is self._thread:
             raise FastSpecError(
                 "a callback or a streamer cannot close its batch: its answers are not there before it returns"
             )
-        with self._changed:
-            self._closing = True
-            if cancel:
-                for single in [
-                    *self._arrived,
-                    *self._batch.queue,
-                    *(held for held in self._batch.prompts if held is not None),
-                ]:
-                    assert isinstance(single, PreparedPrompt)
+        if self.ranks is None or self.ranks.leads:
+            with self._changed:
+                self._closing = True
+                for single in self._prompts() if cancel else ():
                     single.future.cancel()
-            self._changed.notify_all()
+                self._changed.notify_all()
+        elif cancel:
+            return
         self._thread.join()
         with self._changed:
             first, self._left = not self._left, True
         if first:
             self.session.batches -= 1
+            if self.ranks is not None:
+                closes(self.ranks.whole)
             self.session.calls.append(self.stats)
             if not self.session.captured:
                 drop_capturing_hooks(self.model)
+        if self.ranks is not None and not self.ranks.leads and self._dead is not None:
+            self._refuse_closed()
+
+    def _prompts(self) -> list[PreparedPrompt]:
+        """The prompts that wait and that hold rows."""
+        held = [each for each in (*self._batch.queue, *self._batch.prompts) if isinstance(each, PreparedPrompt)]
+        return [*self._arrived, *held]
 
     def __enter__(self) -> Continuous:
         return self
@@ -508,7 +602,9 @@ class Continuous:
         request = Request(text.ids, torch.ones_like(root), [], 0, ends, None, answers=answers)
         processing = Processing(LogitsProcessorList())
         plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
+        plan = replace(plan, ranks=self.ranks)
         engine = new_engine(plan)
+        self._agree_on_sizes(engine)
         check_rows(engine.drafter, self.decoding.name)
         _, features = request.read(engine.target)
         if engine.drafter is not None:
@@ -525,56 +621,142 @@ class Continuous:
         try:
             self._turns()
         except BaseException as fatal:
-            with self._changed:
-                self._dead = fatal
-                self._batch.fail(fatal)
-                self._end_waiting(fatal)
+            others_listen = self._dead is None
+            self._die(fatal)
+            if others_listen and self.ranks is not None and self.ranks.leads:
+                with suppress(FastSpecError):  # one of them may be what has failed
+                    self.ranks.tell(News(fatal=f"{type(fatal).__name__}: {fatal}"))
+
+    def _die(self, fatal: BaseException) -> None:
+        """End all prompts: no turn comes any more."""
+        with self._changed:
+            self._dead = fatal
+            self._batch.fail(fatal)
+            self._end_waiting(fatal)
 
     def _turns(self) -> None:
-        """A turn of the rounds after another, while there is a prompt."""
+        """A turn of the rounds after another, while there is a prompt. All that is decided here follows from what the
+        first process has heard."""
         batch = self._batch
         with torch.no_grad():
-            while True:
+            while self._dead is None:
+                news, ready = self._hear()
+                if news.failed:
+                    self._recover_together()
+                    continue
                 with self._changed:
-                    self._changed.wait_for(lambda: self._arrived or batch.queue or batch.held or self._closing)
-                    if self._stale:  # who waits is decoded by rounds of the model as it is by then
-                        while batch.queue:
-                            self._arrived.appendleft(cast(PreparedPrompt, batch.queue.pop()))
-                    ready = len(
-                        self._arrived
-                    )  # who comes behind this line may come behind a change that the next ones do not see
-                    renew = self._stale and not batch.held and ready > 0
-                if renew:
+                    while self._stale and batch.queue:  # who waits is decoded by rounds of the model as it is by then
+                        self._arrived.appendleft(cast(PreparedPrompt, batch.queue.pop()))
+                        ready += 1
+                if self._stale and not batch.held and ready:
                     self._renew(ready)
                 elif ready and not self._stale:
-                    self._stale = self._snapshot.changed()
+                    self._stale = self._anywhere(self._suspect or self._snapshot.changed())
                 with self._changed:
                     for _ in range(0 if self._stale else min(ready, len(self._arrived))):
                         self._take(self._arrived.popleft())
                     batch.cancel()
-                    if not self._arrived and not batch.queue and not batch.held:
-                        if self._closing:
+                    if not batch.queue and not batch.held:
+                        if news.closing and not self._arrived:
                             break
                         continue
-                try:
-                    with self.session.turn.taken(device_of(self.model)):
-                        self._widths.turn()
-                        self.turns += 1
-                except Exception as error:
-                    self._recover(error)
-                if self._dead is not None:
-                    break
+                self._turn()
         self._widths.current.engine.end()
+        if self._dead is None:
+            self._anywhere(False)  # all have come here
+
+    def _turn(self) -> None:
+        try:
+            with self.session.turn.taken(device_of(self.model)):
+                self._widths.turn()
+                self.turns += 1
+        except Exception as error:
+            if self.ranks is None:
+                self._recover(error)
+                return
+            self._failed = FastSpecError(
+                f"a round failed in {self.ranks.name}, as it does where another of them has ended: "
+                f"{type(error).__name__}: {error}"
+            )
+            self._failed.__cause__ = error
+            with self._changed:
+                self._batch.fail(self._failed)
+        else:
+            if self.ranks is not None:
+                self.ranks.count(self._batch)
+                if self.turns % AGREED_EVERY == 0:
+                    self._agree_on_sizes(self._widths.current.engine)
+
+    def _hear(self) -> tuple[News, int]:
+        """Wait for something to do -> what has happened, and how many prompts had arrived by then: who comes later may
+        come behind a change that these do not see."""
+        ranks = self.ranks
+        if ranks is None or ranks.leads:
+            with self._changed:
+                self._changed.wait_for(self._has_work, None if ranks is None else BEAT)
+                gone = tuple([single.number for single in self._prompts() if single.let_go()])
+                came, self._unsent = tuple(self._unsent), []
+                told = tuple((act.name, act.given) for act in self._acts)
+                news = News(came, gone, told, self._suspect, self._failed is not None, self._closing)
+                ready = len(self._arrived)
+            if ranks is not None:
+                ranks.tell(news)
+        else:
+            try:
+                news = ranks.hear(self._failed is not None)
+            except FastSpecError:
+                if self._failed is None:
+                    raise
+                raise self._failed from self._failed.__cause__
+            if self._failed is not None and not news.failed:
+                raise self._failed
+            with made_current(device_of(self.model)):
+                self._arrived += [self._read_prompt(sent) for sent in news.came]
+            for single in self._prompts():
+                single.is_cancelled = single.is_cancelled or single.number in news.let_go
+            ready = len(self._arrived)
+        self._stale = self._stale or news.stale
+        for name, given in news.acts:
+            self._act(partial(self._do, name, *given))
+        return news, ready
+
+    def _act(self, do: Callable[[], object]) -> None:
+        """Do something between two turns, and tell who waits for it."""
+        error = self._raised_by(do)
+        with self._changed:
+            act = self._acts.popleft() if self._acts else None
+        if act is not None and error is None:
+            act.done.set_result(None)
+        elif act is not None:
+            act.done.set_exception(error)
+        if self.ranks is not None and error is not None:  # buffers differ by now
+            raise error
+
+    def _has_work(self) -> bool:
+        batch = self._batch
+        return bool(
+            self._arrived or batch.queue or batch.held or self._acts or self._closing or self._failed is not None
+        )
+
+    def _anywhere(self, mine: bool) -> bool:
+        """True where it is so in this process, or in another that holds a part of the model; all of them ask."""
+        return mine if self.ranks is None else self.ranks.any(mine)
+
+    def _agree_on_sizes(self, engine: Engine[HFModel]) -> None:
+        """Choose the sizes of trees by the first process's times."""
+        if self.ranks is not None and engine.sizes is not None:
+            engine.sizes.agree(self.ranks.first_value)
 
     def _look(self) -> None:
         """See whether the model is another, in the middle of a turn that makes something of it."""
-        self._stale = self._stale or self._snapshot.changed()
+        self._suspect = self._suspect or self._stale or self._snapshot.changed()
 
     def _take(self, single: PreparedPrompt) -> None:
         """Let a prompt that has arrived wait for a row; one that cannot be brought to the model's device ends."""
         try:
             single.move(device_of(self.model))
         except Exception as error:
+            self._batch.escalate(error)
             single.finish([], error)
         else:
             self._batch.queue.append(single)
@@ -583,21 +765,45 @@ class Continuous:
         """A round has failed, and with it the prompts in its rows: those that wait are decoded by new rounds."""
         with self._changed:
             self._batch.fail(error)
+        fatal = self._raised_by(self._begin_anew)
+        if fatal is not None:
+            self._die(fatal)
+
+    def _recover_together(self) -> None:
+        """The first process's last turn has failed: go on where that of all others has, too. One that is at another
+        place of the turn cannot be brought back."""
+        assert self.ranks is not None
+        error, self._failed = self._failed, None
+        if self.ranks.any(error is None) or error is None:
+            raise FastSpecError(
+                "a round failed in some of the processes that hold the model, and not in all"
+            ) from error
+        self.ranks.digest = 0
+        self._recover(error)
+
+    def _raised_by(self, make: Callable[[], object]) -> Exception | None:
+        """The error of a function here, or that of another process."""
+        error: Exception | None = None
         try:
-            self._begin_anew()
-        except Exception as fatal:
-            with self._changed:
-                self._dead = fatal
-                self._end_waiting(fatal)
+            make()
+        except Exception as raised:
+            error = raised
+        elsewhere = self._anywhere(error is not None) and error is None
+        return (
+            FastSpecError(f"another process than {self.ranks.name} has failed") if elsewhere and self.ranks else error
+        )
 
     def _renew(self, ready: int) -> None:
         """Make the rounds of a model that has changed, while no row holds a prompt. Where that fails the `ready`
         prompts that were there before end; those that came meanwhile may have come behind what makes it whole, and try
         it again."""
-        try:
+
+        def make() -> None:
             self._widths.current.engine.end()
             self._begin_anew()
-        except Exception as error:
+
+        error = self._raised_by(make)
+        if error is not None:
             with self._changed:
                 self._stale = True
                 for _ in range(min(ready, len(self._arrived))):
@@ -609,11 +815,13 @@ class Continuous:
             single.finish([], error)
         self._batch.queue.clear()
         self._arrived.clear()
+        while self._acts:
+            self._acts.popleft().done.set_exception(error)
 
     def _begin_anew(self) -> None:
         """Make all rounds anew, of the model as it is."""
         with self.session.turn.taken(device_of(self.model)):
-            self._stale = False
+            self._stale = self._suspect = False
             self._settled.known.clear()
             self.decoding = self._resolved()  # its head may have to follow the model
             self._settle()
@@ -633,18 +841,19 @@ class Continuous:
 
     def _weights_hold(self) -> bool:
         """True where weights are seen to be what they were when this was asked last."""
-        holds = self._weights.holds()
-        if not holds:
+        changed = self._anywhere(not self._weights.holds())
+        if changed:
             self._weights = self._sampled()
-        return holds
+        return not changed
 
     def _unless_changed(self, rows: int, other: Rounds[HFModel] | None) -> Rounds[HFModel] | None:
         """Rounds of so many rows beside those of `other`; None where the model is not, or not any more, what these were
         made of."""
         if other is None:
             return self._rounds(rows, None)
-        made = None if self._stale or self._snapshot.differs() else self._rounds(rows, other)
-        if made is None or self._snapshot.differs():
+        differs = self._anywhere(self._stale or self._suspect or self._snapshot.differs())
+        made = None if differs else self._rounds(rows, other)
+        if made is None or self._anywhere(self._snapshot.differs()):
             self._stale = True
             return None
         return made

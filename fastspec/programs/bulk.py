@@ -285,6 +285,11 @@ def answer_file(
     return Done(mine - len(left), answers.written, answers.failed)
 
 
+def follow_file(model: Any, assistant: Any, rows: int, max_length: int | None) -> None:
+    """`answer_file` in another process than the first of those that hold the model together: run its rounds."""
+    fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=None).close()
+
+
 def share_of_process() -> tuple[int, int]:
     """(rank, number of processes) as `accelerate launch` and `torchrun` tell their processes; (0, 1) without them."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -34,7 +34,6 @@ def refusals(load: Loader, kind: str) -> list[str]:
     told = [_why(lambda: model.generate(**given(5), **GREEDY, assistant="cascade"))]
     told += [_why(lambda: model.generate(**given(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
     told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]
-    told += [_why(partial(fastspec.continuous, model, "nasd"))]
     with fastspec.profile(model) if dist.get_rank() else nullcontext():
         told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant="nasd"))]
     other = LogitsProcessorList([Other()])

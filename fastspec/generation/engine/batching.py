@@ -88,6 +88,9 @@ class Batch:
         """A row goes on with a prompt of so many tokens, the first of which are those of a prefix."""
         self.places[row], self.lengths[row], self.active[prompt] = prompt, count, True
 
+    def escalate(self, error: BaseException) -> None:
+        """Raise an error that ends more than one prompt."""
+
     def refuse(self, prompt: int, error: Exception) -> None:
         """A prompt could not join: it is the call that fails."""
         raise error

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol
 import torch
 from torch import Tensor
 
+from fastspec.errors import FastSpecError
 from fastspec.generation.constraint import Constraint, masked
 from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.engine.batching import Batch
@@ -119,6 +120,8 @@ class OpenBatch(Batch):
             stats,
         )
         self.alone = True
+        self.shared = False
+        """True where several processes run the same rounds."""
         self.prefixes: PrefixCache[Any] = prefixes or PrefixCache()
         self.prompts: list[Prompt | None] = []
         """Prompts that the rows hold, or are about to."""
@@ -203,8 +206,19 @@ class OpenBatch(Batch):
         """True while the prompt on its way into a row is wanted there: not where it was cancelled."""
         return self.prompts[row] is not None
 
+    def escalate(self, error: BaseException) -> None:
+        """Raise an error of memory, of the device, of a file or of a connection where other processes run the same
+        rounds: they may not have it, and this one cannot go on without them. What follows from the prompt and its
+        settings all of them raise alike."""
+        cause: BaseException | None = error
+        while isinstance(cause, FastSpecError):
+            cause = cause.__cause__
+        if self.shared and isinstance(cause, (RuntimeError, MemoryError, OSError)):
+            raise error
+
     def refuse(self, prompt: int, error: BaseException) -> None:
         """End one prompt with an error, if it has not ended."""
+        self.escalate(error)
         if self.prompts[prompt] is not None:
             self._leave(prompt, error)
 
@@ -252,6 +266,7 @@ class OpenBatch(Batch):
                 held.observe(drafted, logits, tree)
             super().take(prompt, tokens, accepted, None, None)
         except BaseException as error:
+            self.escalate(error)
             self.errors.setdefault(prompt, error)
         if prompt in self.errors or not self.active[prompt]:
             self._leave(prompt, self.errors.pop(prompt, None))
@@ -270,7 +285,8 @@ class OpenBatch(Batch):
         """Block whose error ends the prompt of this row alone, once its round is over."""
         try:
             yield
-        except BaseException as error:  # a streamer's SystemExit, too, which would end the thread and nobody's waiting
+        except BaseException as error:
+            self.escalate(error)
             self.errors.setdefault(row, error)
 
     def cancel(self) -> None:

@@ -58,11 +58,17 @@ class PrefixCache(Generic[TargetT]):
 
     Prefixes have `least` tokens or more; None: nothing is kept. `unchanged` says whether the model is what it was when
     that was asked last; if not, what rows have read is void. `wider` gives the engine of the next larger number of
-    rows, whose buffers may grow for a text; others keep those that fit.
+    rows, whose buffers may grow for a text; others keep those that fit. `anywhere` says whether something is true of
+    this process, or of another that runs the same rounds.
     """
 
-    def __init__(self, least: int | None = None, unchanged: Callable[[], bool] = lambda: True) -> None:
-        self.least, self.unchanged = least, unchanged
+    def __init__(
+        self,
+        least: int | None = None,
+        unchanged: Callable[[], bool] = lambda: True,
+        anywhere: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.least, self.unchanged, self.anywhere = least, unchanged, anywhere
         self.wider: Callable[[], Engine[TargetT] | None] = lambda: None
         self.texts: dict[Engine[TargetT], Texts] = {}
         self.current: Engine[TargetT] | None = None
@@ -167,11 +173,12 @@ class PrefixCache(Generic[TargetT]):
         text = self.texts[engine][row]
         if text is None or text.used == GIVEN_UP:
             return
+        found, lost = None, False
         try:
             found = self._place(engine, row, text, taken)
         except FastSpecError:  # there is no memory for it: the text is lost, and nothing else
-            return
-        if found is not None:
+            lost = True
+        if not self.anywhere(lost) and found is not None:
             other, place, count = found
             self.texts[other][place] = None
             other.copy_row(place, engine, row, count)

@@ -261,6 +261,7 @@ class Rounds(Generic[TargetT]):
         """Read alone what could not be read together, so that what one prompt raises is that one's -> the tokens. Where
         none of them raises anything, together is what does not work here: it is not tried again, which is said, by an
         error of these where warnings are."""
+        self.batch.escalate(error)
         read = [self._read_alone(waiting, None, first) for waiting, first in pairs]
         if all(read):
             self.batch.reads_together = False

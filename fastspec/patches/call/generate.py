@@ -15,7 +15,7 @@ from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.plan import plan_call
-from fastspec.patches.call.ranks import LocalCall, SynchronizedCall, ranks_of
+from fastspec.patches.call.ranks import LocalCall, SynchronizedCall, ranks_of, refuse_beside
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import (
@@ -27,6 +27,7 @@ from fastspec.patches.hf.compat import (
     plain_decoding,
 )
 from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 
@@ -46,6 +47,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
                 f"this {type(self).__name__} is not patched any more: fastspec.patch(model) comes before assistant="
             )
         return type(self).generate(self, *args, **kwargs)
+    refuse_beside(group_of(self), "generate")
     before = session.before(self, "generate")
     original = type(self).generate.__get__(self) if before is ABSENT else before
     given = _by_name(self, args, kwargs)

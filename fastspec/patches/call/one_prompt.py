@@ -218,6 +218,12 @@ class PreparedPrompt:
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None and self.rounds is None else None
         self._observed: tuple[int, Tensor | None, DraftTree | None] = (0, None, None)
         self.future = AnswerFuture()
+        self.number = 0
+        """That by which other processes know it."""
+        self.is_cancelled = False
+        """True where it is to leave its row or the queue: nobody waits for the answer, or the streamer failed."""
+        self.failed: BaseException | None = None
+        """Error of its streamer."""
         self.handed: Sequence[int] = ()
         self.measured: AnswerMeasures | None = None
         """Takes the measures of all tokens, where they are asked for."""
@@ -253,22 +259,29 @@ class PreparedPrompt:
         self._observed = drafted, logits, tree
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
-        """Hand a round's tokens to the streamer."""
+        """Hand a round's tokens to the streamer, unless it has failed. What it raises ends the prompt between two turns
+        of the rounds: this process alone has the streamer, and others may run the same rounds."""
         drafted, logits, tree = self._observed
         if self.measured is not None:
             assert logits is not None
             self.measured.add(logits, tokens)
-        if self.rounds is not None:
-            count = self.rounds.logprobs
-            found = None if logits is None or count is None else top_logprobs(logits, tokens, count)
-            self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found, tree, self.future.cached_tokens))
-        if self.streaming is not None:
-            self.streaming.emit(0, tokens, accepted, done)
+        if self.failed is not None:
+            return
+        count = None if self.rounds is None else self.rounds.logprobs
+        found = None if logits is None or count is None else top_logprobs(logits, tokens, count)
+        try:
+            if self.rounds is not None:
+                self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found, tree, self.future.cached_tokens))
+            if self.streaming is not None:
+                self.streaming.emit(0, tokens, accepted, done)
+        except BaseException as error:  # SystemExit, too, which would end the thread and nobody's waiting
+            self.failed = error
 
     def finish(self, tokens: list[int], error: BaseException | None) -> None:
         """Tell the streamer, and whoever waits for the answer. Where it was cancelled the streamer is told that there
         is no more of it, and nobody else is there whom its errors could be told."""
         cancelled = not self.future.set_running_or_notify_cancel()  # and cannot be any more
+        error = self.failed or error
         try:
             if self.streaming is not None and (cancelled or error is None):
                 self.streaming.end()
@@ -283,10 +296,11 @@ class PreparedPrompt:
         else:
             self.future.set_result(torch.cat((self.shown, self.shown.new_tensor([tokens])), 1))
 
-    @property
-    def is_cancelled(self) -> bool:
-        """True where the future was cancelled."""
-        return self.future.cancelled()
+    def let_go(self) -> bool:
+        """Let it leave where its future was cancelled or its streamer failed -> True where that is new."""
+        new = not self.is_cancelled and (self.failed is not None or self.future.cancelled())
+        self.is_cancelled = self.is_cancelled or new
+        return new
 
 
 def _made(
@@ -297,6 +311,7 @@ def _made(
     processors: LogitsProcessorList,
     criteria: Any,
     config: Any,
+    agreed: Callable[[Any], Any] | None,
 ) -> PreparedPrompt:
     """A prompt of what `generate` has prepared."""
     if len(ids) != 1:
@@ -311,7 +326,7 @@ def _made(
             "over a whole call: "
             "ask generate for this one"
         )
-    ending = Ending(criteria, ids)
+    ending = Ending(criteria if agreed is None else agreed(criteria), ids)
     if not math.isfinite(ending.limit) or int(ending.limit) != ending.limit:
         raise Unsupported(
             f"an answer of {ending.limit} tokens at the most: max_new_tokens and max_length are whole numbers"
@@ -384,9 +399,11 @@ def prepare(
     given: dict[str, Any],
     seed: int | None,
     known: SettingsCache | None = None,
+    agreed: Callable[[Any], Any] | None = None,
 ) -> PreparedPrompt:
     """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does
-    not decode; where its settings are `known`, the prompt stays where it is, and is to be moved.
+    not decode; where its settings are `known`, the prompt stays where it is, and is to be moved. `agreed` makes
+    criteria that look at a clock those of several processes (`Ranks.agreed`).
 
     Raises Unsupported for what an open batch does not decode, and ValueError as transformers does, and for tokens that
     the model has not.
@@ -432,7 +449,7 @@ def prepare(
             raise Unsupported(
                 f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate"
             )
-        single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config)
+        single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config, agreed)
         dropped = dropped_spans(model)
         refuse_holes(model, keep, 0, single.limit, dropped)
         refuse_dropped(model, None, 0, generation_config, dropped)

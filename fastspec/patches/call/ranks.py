@@ -131,6 +131,35 @@ def ranks_of(model: Any) -> Ranks | None:
     return None if group is None else Ranks(group, device_of(model))
 
 
+_open: set[tuple[int, ...]] = set()
+"""Processes, by their ranks, in which an open batch decodes."""
+
+
+def opens(whole: dist.ProcessGroup) -> None:
+    """An open batch decodes in these processes from here on."""
+    _open.add(_ranks(whole))
+
+
+def closes(whole: dist.ProcessGroup) -> None:
+    """It does not any more."""
+    _open.discard(_ranks(whole))
+
+
+def refuse_beside(whole: dist.ProcessGroup | None, what: str) -> None:
+    """Raise Unsupported where an open batch decodes in these processes: its rounds and those of another call would come
+    in another order in each process."""
+    if _open and whole is not None and _ranks(whole) in _open:
+        raise Unsupported(
+            f"{what}: an open batch decodes in the {whole.size()} processes that hold the model together, and its "
+            "turns and another call would come in another order in each: submit prompts to that batch, or close it "
+            "first"
+        )
+
+
+def _ranks(whole: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(whole))
+
+
 class FirstSays(StoppingCriteria):
     """A criterion whose verdict is the first process's."""
 

@@ -33,6 +33,7 @@ from fastspec.patches.cascade.settings import (
     stage_options,
 )
 from fastspec.patches.continuous import Continuous, open_batch
+from fastspec.patches.hf.compat import processes_of
 from fastspec.patches.warmup import WARM_LENGTH
 
 TRIAL_PROMPT = 64
@@ -140,6 +141,13 @@ class ContinuousCascade:
             raise Unsupported(
                 f"continuous: memory={self.config.memory} of a cascade keeps texts between calls of generate, and the "
                 "rows of an open batch keep theirs by themselves (prefix_caching): leave memory out"
+            )
+        cut = next((stage for stage in stages if processes_of(stage.model) > 1), None)
+        if cut is not None:
+            raise Unsupported(
+                f"continuous: {processes_of(cut.model)} processes hold the stage {cut.label!r} together; each stage "
+                "would decode in a thread of its own, whose sums would meet the others': generate takes the "
+                "cascade there, or open a batch of one stage's model alone"
             )
         for stage in stages[:-1]:
             stage.check_shared(self.model)

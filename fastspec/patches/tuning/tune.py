@@ -19,7 +19,7 @@ from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import recorded
 from fastspec.patches.backends import notice
-from fastspec.patches.call.ranks import Ranks
+from fastspec.patches.call.ranks import Ranks, refuse_beside
 from fastspec.patches.checks.compare import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
@@ -229,6 +229,7 @@ def tune(
     from fastspec.patches.tuning.candidates import bytes_of, trial
 
     began, group = time.perf_counter(), group_of(model)
+    refuse_beside(group, "tune")
     session.engines.clear()  # rounds that were captured before ask for nothing
     with recorded() as asked:
         warmup(model, rows=rows, length=length)

@@ -97,19 +97,21 @@ def patched_model(
     draft_model: str | None = None,
     cascade: Cascade | None = None,
     stored: bool = False,
+    processes: int = 1,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer): a model loaded and patched as a command's options say, `heads` by assistant."""
+    """(model, tokenizer): a model loaded and patched as a command's options say, `heads` by assistant; cut over so many
+    processes."""
     import torch
 
     import fastspec
     from fastspec.devices import use_device
-    from fastspec.models import load_config, load_draft, load_model
+    from fastspec.models import cut_over, load_config, load_draft, load_model
     from fastspec.programs.cascades import with_tokenizer
 
     on = use_device(device)
     if draft_model:
         load_config(draft_model)  # a mistyped name is told before the target is loaded
-    target, tokenizer = load_model(name, on, getattr(torch, dtype) if dtype else None)
+    target, tokenizer = load_model(name, on, getattr(torch, dtype) if dtype else None, **cut_over(processes))
     resources: dict[str, Any] = dict(heads or {})
     if draft_model:
         resources["speculative"] = load_draft(draft_model, target, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,14 +93,26 @@ def model_of(
     backend: BackendName,
     cascade: Cascade | None = None,
     stored: bool = False,
+    processes: int = 1,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a command, patched with its head and its cascade. Without a device it is that of the
-    process."""
+    """(model, tokenizer) of a command, patched with its head and its cascade, cut over so many processes. Without a
+    device it is that of the process."""
     from fastspec.programs.bulk import own_device
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
-    place = own_device() if device is None else device
-    return patched_model(name, place, backend, cascade=cascade, heads=heads, stored=stored)
+    on = own_device() if device is None else device
+    return patched_model(name, on, backend, cascade=cascade, heads=heads, stored=stored, processes=processes)
+
+
+def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> None:
+    """Raise Unsupported for options that a model cut over several processes does not take."""
+    if processes > 1 and device is not None:
+        raise Unsupported(f"--device {device}: each of {processes} processes takes the GPU of its rank: leave it out")
+    if processes > 1 and cascade is not None:
+        raise Unsupported(
+            f"a cascade over {processes} processes: each stage of an open batch decodes by itself, and the processes "
+            "could not keep in step: run it in one, or serve the large model alone"
+        )
 
 
 def generate(
@@ -124,22 +137,35 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from the prompts as they stand, without the chat format.")
     ] = False,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option("--tensor-parallel", help="Cut the model over torchrun's processes, which else share the lines."),
+    ] = False,
     device: Device = None,
     backend: Backend = "auto",
     stored: Stored = False,
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU
     takes its share."""
-    from fastspec.programs.bulk import answer_file, read_left, settings_of, share_of_process
+    from fastspec.programs.bulk import answer_file, follow_file, read_left, settings_of, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
+    rank, processes = share if tensor_parallel else (0, 1)
+    share = (0, 1) if tensor_parallel else share
     source = model_name(model, model_option, SMOLLM2)
     own, of_stages = split_heads(head or (), stage or ())
     config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend)
     settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
-    read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
+    if tensor_parallel and processes == 1:
+        raise Unsupported("--tensor-parallel is for several processes: start the command under torchrun")
+    refuse_cut(device, config, processes)
+    if rank == 0:
+        read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    target, tokenizer = model_of(source, chosen, device, backend, config, stored)
+    target, tokenizer = model_of(source, chosen, device, backend, config, stored, processes)
+    if rank > 0:
+        follow_file(target, chosen.assistant, rows, max_length)
+        return
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
         task = bar.add_task("answers", total=None)
@@ -180,22 +206,31 @@ def opened(
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
     stored: bool = False,
+    processes: int = 1,
 ) -> tuple[PromptBatch, Any]:
-    """(an open batch, its tokenizer) of `fastspec serve`, in the process that its rounds run in; warmed up for texts of
+    """(an open batch, its tokenizer) of `fastspec serve`, in a process that its rounds run in; warmed up for texts of
     so many tokens."""
     from fastspec.patches.continuous import continuous
 
-    target, tokenizer = model_of(model, chosen, device, backend, cascade, stored)
+    target, tokenizer = model_of(model, chosen, device, backend, cascade, stored, processes)
     chunk: int | Literal["auto"] = prefill_chunk or "auto"
     assistant: AssistantName = chosen.assistant if cascade is None else "cascade"
     batch = continuous(
         target, assistant, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching
     )
-    if warmup is not None:
+    if warmup is not None and batch.alive:
         with counting("calls") as told:
             seconds = batch.warmup(warmup, told)
         Console(stderr=True, highlight=False).print(f"warmed up in {seconds:.1f} s", markup=False)
     return batch, tokenizer
+
+
+def follow(batch: PromptBatch) -> None:
+    """Run a server's rounds in another process than its first, until that closes its batch. Signals are the first
+    process's matter, which torchrun or a terminal sends to all."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    batch.close()
 
 
 def serve(
@@ -242,7 +277,9 @@ def serve(
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
 ) -> None:
     """Serve a model by OpenAI's routes and Anthropic's: chat, completions, responses, messages, models, tokens, health
-    and metrics. See docs/guide/serving.md."""
+    and metrics; under torchrun one that is cut over its processes. See docs/guide/serving.md."""
+    from fastspec.programs.bulk import share_of_process
+
     try:
         from fastspec.programs.serving.app import bound, build_app, run_server
         from fastspec.programs.serving.remote import Remote
@@ -253,8 +290,9 @@ def serve(
     source = model_name(model, model_option, SMOLLM2)
     own, of_stages = split_heads(head or (), stage or ())
     config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend)
+    rank, processes = share_of_process()
+    refuse_cut(device, config, processes)
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    listener = bound(host, port)  # before a model is loaded in vain
     build = partial(
         opened,
         source,
@@ -268,7 +306,12 @@ def serve(
         prefix_caching,
         config,
         stored,
+        processes,
     )
+    if rank > 0:
+        follow(build()[0])
+        return
+    listener = bound(host, port)  # before a model is loaded in vain
     with listener, Remote(build) as batch:
         limits = Limits(max_new_tokens, queue, max_body)
         app = build_app(

@@ -351,11 +351,10 @@ def test_layers_of_several_cuts_are_multiplied_side_by_side(wide: int) -> None:
 def test_what_is_refused_by_name(both: Made) -> None:
     _, found = both
     for rank in range(SIZE):
-        cascade, seeds, settings, opened, profiles, ended, older, many, more = found[rank]["refusals"]
+        cascade, seeds, settings, profiles, ended, older, many, more = found[rank]["refusals"]
         differently = seeds, settings, profiles
         assert all("different arguments" in each for each in differently)
         assert "Cascade(memory=...)" in cascade and "2 hold this LlamaForCausalLM" in cascade
-        assert "2 processes hold this LlamaForCausalLM, and prompts come to each at a time of its own" in opened
         assert "ended with different tokens (row 0, new token 0: 10, 11)" in ended
         assert "none of its parameters is a DTensor" in older
         assert "2 key heads, which 4 processes cannot divide" in many and "fsdp_size above 1" in more

@@ -1,0 +1,269 @@
+"""Processes that hold the model of an open batch together: the first takes prompts, and tells the others before every
+turn of the rounds what has happened since the last one, so that all run the same turns.
+
+They talk over gloo, in a group of their own. A process that waits there sleeps; the first speaks every BEAT seconds
+where nothing happens, and one that hears nothing for LIMIT raises an error.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StopStringCriteria
+
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.engine.open_batch import OpenBatch
+from fastspec.patches.call.grammar import Grammar
+from fastspec.patches.call.processors import RoundStreamer, StreamedRound
+from fastspec.patches.call.ranks import Ranks
+
+LIMIT = timedelta(minutes=10)
+"""Time after which a process that the others wait for counts as lost; a streamer may hold the batch as long."""
+FAILED = timedelta(seconds=30)
+"""The same where the last turn has failed here, and the others may be in the middle of it."""
+BEAT = 10.0
+"""Seconds between two words of the first process where nothing happens."""
+KEPT = 64
+"""Objects that prompts have in common, which are sent once."""
+SHARED = (Grammar, StopStringCriteria, PreTrainedTokenizerBase)
+"""Their kinds."""
+RECENT = 16
+"""Tokens of each answer that the processes compare after a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has happened since the last turn.
+
+    `came` are prompts as `PromptMail` writes them, `let_go` numbers of those that nobody waits for or whose streamer
+    failed, `acts` the names and arguments of what is done between two turns. `stale`: the model has changed; `failed`:
+    the last turn did; `closing`: no more prompts come; `fatal` is the error that ends the batch.
+    """
+
+    came: tuple[bytes, ...] = ()
+    let_go: tuple[int, ...] = ()
+    acts: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    stale: bool = False
+    failed: bool = False
+    closing: bool = False
+    fatal: str | None = None
+
+    @property
+    def flags(self) -> int:
+        """Its truth values, as bits."""
+        return self.stale + 2 * self.failed + 4 * self.closing
+
+    @classmethod
+    def of(cls, flags: int, told: bytes) -> News:
+        """News of these flags, and of what goes beside them."""
+        plain = cls() if not told else pickle.loads(told)
+        return replace(plain, stale=bool(flags & 1), failed=bool(flags & 2), closing=bool(flags & 4))
+
+    @property
+    def told(self) -> bytes:
+        """What goes beside the flags, nothing in most turns."""
+        return pickle.dumps(self) if self.came or self.let_go or self.acts or self.fatal is not None else b""
+
+
+class OpenRanks(Ranks):
+    """The processes of one open batch. `leads` is true in the first; `digest` stands for all that the turns so far
+    have made of the prompts, and is the same in all."""
+
+    def __init__(self, whole: dist.ProcessGroup) -> None:
+        super().__init__(_talking(whole), torch.device("cpu"))
+        self.whole, self.rank, self.size = whole, whole.rank(), whole.size()
+        self.leads, self.digest = self.rank == 0, 0
+
+    @property
+    def name(self) -> str:
+        """This process, for a message."""
+        return f"process {self.rank} of the {self.size} that hold the model together"
+
+    def check_opened(self, *parts: object) -> None:
+        """Raise Unsupported, in every process, where they do not open the same batch."""
+        with self._reached():
+            differs = self.differ(*parts)
+        if differs:
+            raise Unsupported(
+                f"the {self.size} processes that hold the model together opened batches with different arguments: each "
+                "must pass the same assistant, rows, max_length, prefill_chunk, narrows and prefix_caching, and have "
+                "the same launches that fastspec.tune found"
+            )
+
+    def any(self, mine: bool) -> bool:
+        """True where any process says so."""
+        told = torch.tensor([mine], dtype=torch.int32, device="cpu")
+        with self._reached():
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        return bool(told)
+
+    def tell(self, news: News) -> None:
+        """Tell the others, from the first."""
+        told = news.told
+        with self._reached():
+            head = torch.tensor([news.flags, len(told), self.digest], device="cpu")
+            self._send(head, FAILED if news.failed else LIMIT)
+            if told:
+                self._send(torch.frombuffer(bytearray(told), dtype=torch.uint8).cpu(), LIMIT)
+
+    def hear(self, failed: bool) -> News:
+        """Wait for what the first process tells; `failed` where the last turn has here. Raises FastSpecError where that
+        ends the batch, or where the turns so far have made something else of the prompts there."""
+        with self._reached():
+            head = torch.zeros(3, dtype=torch.long, device="cpu")
+            flags, size, digest = self._send(head, FAILED if failed else LIMIT).tolist()
+            body = torch.empty(size, dtype=torch.uint8, device="cpu")
+            told = self._send(body, LIMIT).numpy().tobytes() if size else b""
+        news = News.of(flags, told)
+        if news.fatal is not None:
+            raise FastSpecError(f"the first of the {self.size} processes that hold the model together: {news.fatal}")
+        if digest != self.digest and not news.failed:
+            raise FastSpecError(
+                f"{self.name} made other tokens of the prompts than the first: the model's generation_config, a hook, "
+                "a processor or weights differ between them, or the sums between the devices are at fault"
+            )
+        return news
+
+    def count(self, batch: OpenBatch) -> None:
+        """A turn has ended."""
+        answers = [(len(answer), answer[-RECENT:]) for answer in batch.out.tokens]
+        self.digest = zlib.crc32(repr((batch.active, batch.lengths, answers)).encode(), self.digest)
+
+    def _send(self, mine: Tensor, limit: timedelta) -> Tensor:
+        """The first process's tensor, written over mine."""
+        work = dist.broadcast(mine, group=self.group, group_src=0, async_op=True)
+        assert work is not None
+        work.wait(limit)
+        return mine
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # of a connection, or of time
+            raise FastSpecError(
+                f"{self.name} cannot reach the others any more, one of which has ended or stands still: {error}"
+            ) from error
+
+
+@cache
+def _talking(whole: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same processes over gloo, whatever sums go over; made once, since torch would give the next the same name."""
+    ranks = dist.get_process_group_ranks(whole)
+    try:
+        made = dist.new_group(ranks, timeout=LIMIT, backend="gloo", use_local_synchronization=True)
+    except RuntimeError as error:  # of the store, for which nobody else has come
+        raise FastSpecError(
+            f"fastspec.continuous: the {len(ranks)} processes that hold the model together did not all call it within "
+            f"{LIMIT.total_seconds():.0f} seconds: {error}"
+        ) from error
+    assert made is not None
+    return made
+
+
+class SilentRounds(RoundStreamer):
+    """Streamer of a prompt that another process streams: it asks for as much of each round, and tells nobody."""
+
+    def __init__(self, logprobs: int | None, trees: bool) -> None:
+        self.logprobs, self.trees = logprobs, trees
+
+    def put_round(self, round: StreamedRound) -> None:
+        """Nothing."""
+
+
+class PromptMail:
+    """Arguments of prompts as bytes, which other processes read in the order in which they were written.
+
+    Grammars, their tokenizers and stop strings are large, and many prompts have the same: they are sent with the first
+    of these, and named in the next, the last KEPT of them. Tensors on a GPU go to the reader's.
+    """
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[int, Any] = OrderedDict()
+        self.count = 0
+
+    def write(self, given: tuple[Any, ...]) -> bytes:
+        """The arguments as bytes. Raises Unsupported for those that cannot be sent."""
+        before = self.kept.copy(), self.count
+        try:
+            return self.packed(given, whole=None)
+        except Exception as error:
+            self.kept, self.count = before
+            raise Unsupported(
+                "the prompt's arguments cannot be sent to the other processes that hold the model together "
+                f"({type(error).__name__}: {error}): pass values, and objects of classes that pickle finds by name"
+            ) from error
+
+    def read(self, sent: bytes) -> Any:
+        """The arguments again."""
+        return _Reader(io.BytesIO(sent), self).load()
+
+    def packed(self, value: Any, whole: Any) -> bytes:
+        """A value as bytes, with what it shares with others named; but for `whole`, which is written out."""
+        file = io.BytesIO()
+        _Writer(file, self, whole).dump(value)
+        return file.getvalue()
+
+    def number_of(self, held: Any) -> tuple[int, bytes | None]:
+        """The number of an object, and the object as bytes where the readers have not got it."""
+        known = next((number for number, each in self.kept.items() if each is held), None)
+        if known is not None:
+            self.kept.move_to_end(known)
+            return known, None
+        sent = self.packed(held, whole=held)
+        number, self.count = self.count, self.count + 1
+        self._keep(number, held)
+        return number, sent
+
+    def object_of(self, number: int, sent: bytes | None) -> Any:
+        """The object of a number."""
+        if sent is None:
+            self.kept.move_to_end(number)
+        else:
+            self._keep(number, self.read(sent))
+        return self.kept[number]
+
+    def _keep(self, number: int, held: Any) -> None:
+        self.kept[number] = held
+        while len(self.kept) > KEPT:
+            self.kept.popitem(last=False)
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, mail: PromptMail, whole: Any) -> None:
+        super().__init__(file)
+        self.mail, self.whole = mail, whole
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self.mail.number_of(obj) if isinstance(obj, SHARED) and obj is not self.whole else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.device.type != "cpu":
+            return _here, (obj.cpu(), obj.device.type)
+        return NotImplemented
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, mail: PromptMail) -> None:
+        super().__init__(file)
+        self.mail = mail
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.mail.object_of(*pid)
+
+
+def _here(tensor: Tensor, kind: str) -> Tensor:
+    """A tensor on this process's device of a kind."""
+    return tensor.to(kind)

@@ -1,0 +1,126 @@
+"""An open batch of a model that two processes hold together gives the answers of one, in the same turns in both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import ranks, ranks_open
+from helpers.generate import bigram
+from helpers.grammars import terse
+from helpers.models import tiny_model
+from helpers.processes import spawn
+from helpers.ranks import SIZE, SMALL, whole, work
+from packaging.version import Version
+from torch import multiprocessing
+
+Made = tuple[Path, list[dict[str, Any]]]
+ALIKE = "mixed", "ended", "clocked", "chat", "changed", "failing", "structured"
+"""Kinds of batches that one process opens, too."""
+MORE = "cancelled", "warmed", "turned", "sized", "crowded", "idle"
+"""More of them."""
+
+
+def saved(folder: Path) -> None:
+    tiny_model("llama", **SMALL).save_pretrained(folder / "llama")
+    bigram(**SMALL).save_pretrained(folder / "bigram")
+    terse().save_pretrained(folder / "terse")
+
+
+def run_both(folder: Path, names: tuple[str, ...]) -> Made:
+    """The folder of the models, and what each of the two processes made of all kinds of batches."""
+    saved(folder)
+    spawn(work, (folder, [(name, getattr(ranks_open, name), "") for name in names]), SIZE)
+    return folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return run_both(tmp_path_factory.mktemp("ranks"), (*ALIKE, "refused"))
+
+
+def compare(both: Made, name: str) -> None:
+    """Every second result is a batch's state at its end, which is the same in both processes; the others are the
+    answers, which are those of one process."""
+    folder, (mine, other) = both
+    assert isinstance(mine[name], list), mine[name]
+    assert isinstance(other[name], list), other[name]
+    expected = getattr(ranks_open, name)(whole(folder), "")
+    answers, states = slice(0, None, 2), slice(1, None, 2)
+    assert mine[name][answers] == expected[answers]
+    assert len(mine[name]) == len(other[name])
+    for here, there in zip(mine[name][states], other[name][states], strict=True):
+        assert repr(here) == repr(there)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_answers_are_those_of_one_process(both: Made, name: str) -> None:
+    compare(both, name)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_other_batches(tmp_path: Path) -> None:
+    made = run_both(tmp_path, MORE)
+    for name in MORE:
+        compare(made, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"
+)
+def test_so_are_those_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "HERE", "cuda")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    saved(tmp_path)
+    names = (*ALIKE, *MORE)
+    jobs = [(name, getattr(ranks_open, name), "") for name in names]
+    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda"), nprocs=SIZE)
+    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+    for name in names:
+        compare(made, name)
+
+
+def test_what_is_refused_by_name(both: Made) -> None:
+    _, (mine, other) = both
+    cascade, differ, second, plain, named, undone, first, *rest = mine["refused"]
+    assert "2 processes hold the stage 'large' together" in cascade and "opened batches with different" in differ
+    assert all("an open batch decodes in the 2 processes" in each for each in (second, plain, named))
+    assert "close that batch first" in undone and first == "nothing" and rest[:2] == ["True"] * 2
+    assert "this batch is closed" in rest[2] and rest[3] == "nothing"
+    assert other["refused"][:6] == mine["refused"][:6]
+    submitted, alive, warmed, follows, after, generated = other["refused"][6:]
+    assert "this is process 1 of the 2 that hold the model together, and the first one takes" in submitted == after
+    assert (alive, warmed, follows, generated) == ("False", "0.0", "True", "nothing")
+
+
+def told_by(folder: Path, run: Any, kind: str) -> list[list[Any]]:
+    """What each process told before it ended; nothing of one that told nothing."""
+    saved(folder)
+    spawn(work, (folder, [("run", run, f"{kind}{folder}")]), SIZE)
+    places = [folder / f"told{rank}.pt" for rank in range(SIZE)]
+    return [torch.load(place) if place.exists() else [] for place in places]
+
+
+@pytest.mark.slow
+def test_other_tokens_end_the_batch(tmp_path: Path) -> None:
+    mine, other = told_by(tmp_path, ranks_open.parted, "")
+    assert "made other tokens of the prompts than the first" in other[0]
+    assert "a round failed in process 0" in mine[0] or "cannot reach the others" in mine[0]
+
+
+@pytest.mark.parametrize(
+    "how", ["ends", pytest.param("ends idle", marks=pytest.mark.slow), pytest.param("fails", marks=pytest.mark.slow)]
+)
+def test_a_process_that_is_lost_ends_the_batch(how: str, tmp_path: Path) -> None:
+    """The first process is told by a broken connection, and not by a time limit."""
+    mine, other = told_by(tmp_path, ranks_open.lost, f"{how} in ")
+    *waiting, after, alive, seconds = mine
+    assert len(waiting) == (how != "ends idle") and seconds < 60 and alive == "False"
+    assert all("a round failed in process 0" in each or "cannot reach the others" in each for each in waiting)
+    assert "this batch has stopped" in after and "process 0 of the 2" in after
+    assert not other if how != "fails" else "only here" in other[0]
