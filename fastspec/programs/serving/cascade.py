@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.decisions import Visit
+from fastspec.programs.serving.batch import StageLoads
 from fastspec.programs.serving.requests import AnswerRequest, Refused
 
 CHANCES = tuple(step / 10 for step in range(1, 11))
@@ -90,13 +91,15 @@ class StageMetrics:
         self.tokens.labels(name, "kept").inc(visit.kept_tokens)
 
 
-def told_of(visits: Sequence[Visit]) -> str:
-    """The stages of an answer, for a line of the log; empty without a cascade."""
+def told_of(visits: Sequence[Visit], loads: StageLoads) -> str:
+    """The stages of an answer, and their loads now, for a line of the log; empty without a cascade."""
     parts = []
     for visit in visits:
         quality = f", P(acceptable) {visit.quality[0]:.2f}" if visit.quality else ""
         cost = "" if visit.cost is None else f", cost {visit.cost:.1f} ms"
-        parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}")
+        running, waiting = loads[visit.name]
+        load = f" (now {running} in its rows, {waiting} waiting)"
+        parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}{load}")
     return "".join(parts)
 
 

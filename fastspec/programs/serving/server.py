@@ -150,7 +150,7 @@ class Row:
         first = "none" if self.first is None else f"{self.first:.3f} s"
         said = f"{self.prompt_tokens} prompt tokens, {len(self.tokens)} new, first after {first}, {seconds:.3f} s"
         name = self.asked.request_id + (f"[{self.index}]" if self.asked.count > 1 else "")
-        log.info("%s: %s, %s%s", name, outcome, said, told_of(self.visits))
+        log.info("%s: %s, %s%s", name, outcome, said, told_of(self.visits, self.metrics.batch.loads))
         if outcome == "error":
             log.error("%s failed", name, exc_info=error)
 
