@@ -225,6 +225,31 @@ def test_a_price_needs_a_cascade_and_no_thresholds(model: Any) -> None:
         assert status == 400 and "decides by its thresholds" in told["error"]["message"]
 
 
+@pytest.mark.parametrize("mode", ["lossless", "token"])
+def test_modes_that_go_token_by_token_are_served(model: Any, mode: str) -> None:
+    """As one batch, without stages of its own: log-probabilities and drafts are there, and a price is not."""
+    cascade = replace(session_of(model).resources["cascade"].config, mode=mode, rule="diff", alpha=0.02)
+    tokenizer, given = small_tokenizer(), {"max_tokens": 12, "temperature": 0, "logprobs": 1}
+    with served(model, cascade) as running:
+        for text in ("w5 w6 w7", "w9", "w20 w21 w22 w23"):
+            answer = running.client().completions.create(model=NAME, prompt=text, **given)
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            out = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=cascade)
+            assert answer.choices[0].text == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            assert len(answer.choices[0].logprobs.token_logprobs) == answer.usage.completion_tokens
+        assert running.metric("fastspec_accepted_tokens_total") > 0 and "fastspec_stage_queue{" not in running.get(
+            "/metrics"
+        )
+        for more, words in (
+            ({"price": 1}, "no cascade that decides by it"),
+            ({"assistant": "nasd"}, "all rows here have 'cascade', or 'none'"),
+            *([({"frequency_penalty": 1}, "takes no processors")] if mode == "token" else []),
+        ):
+            body = {"model": NAME, "prompt": "w5", "max_tokens": 2, **more}
+            status, told = post(running, "/v1/completions", json.dumps(body).encode())
+            assert status == 400 and words in told["error"]["message"], told
+
+
 def test_penalties_are_refused_where_a_stage_counts_other_tokens() -> None:
     body = {"model": NAME, "prompt": "w5 w6", "max_tokens": 24, "temperature": 0, "frequency_penalty": 2}
     stage = fastspec.Stage(small_target(), name="small", prompt=lambda text: f"w4 {text}")

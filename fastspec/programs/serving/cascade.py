@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from fastspec.cascade.config import Cascade
 from fastspec.cascade.decisions import Visit
 from fastspec.programs.serving.batch import StageLoads
 from fastspec.programs.serving.requests import AnswerRequest, Refused
@@ -14,18 +13,19 @@ from fastspec.programs.serving.requests import AnswerRequest, Refused
 CHANCES = tuple(step / 10 for step in range(1, 11))
 
 
-def refuse_fields(asked: AnswerRequest, assistant: str) -> None:
-    """Raise Refused for fields that what a server decodes with cannot honour, by their names."""
-    if assistant != Cascade.name:
+def refuse_fields(asked: AnswerRequest, info: Mapping[str, str]) -> None:
+    """Raise Refused for fields that what a server decodes with, by its settings, cannot honour, by their names."""
+    if "stages" not in info:
         if asked.price is not None:
             raise Refused(
-                "price is not accepted: it is that of a bad answer in a cascade, and this server has no cascade"
+                "price is not accepted: it is that of a bad answer in a cascade, and this server has no cascade that "
+                "decides by it"
             )
         return
-    if asked.assistant not in (None, assistant):
+    if asked.assistant not in (None, info["assistant"]):
         raise Refused(
-            f"assistant={asked.assistant!r} is not accepted: all requests here are answered with {assistant!r}, whose "
-            "stages have their own"
+            f"assistant={asked.assistant!r} is not accepted: all requests here are answered with "
+            f"{info['assistant']!r}, whose stages have their own"
         )
     if asked.rounds:
         raise Refused("fastspec.rounds is not accepted: the answer of a cascade may be any stage's, of other tokens")

@@ -330,7 +330,7 @@ class Server:
         """A request and its prompts. Texts are tokenized by a call that lets go of the interpreter. Raises Refused for
         another assistant than the rows have."""
         own = self.info["assistant"]
-        refuse_fields(asked, own)
+        refuse_fields(asked, self.batch.info)
         if asked.assistant not in (None, own, *NO_DRAFTS):
             raise Refused(f"assistant={asked.assistant!r} is not accepted: all rows here have {own!r}, or 'none'")
         return asked, [self._prompt(each) for each in asked.prompts] or [self.templated(asked)]
