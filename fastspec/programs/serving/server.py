@@ -164,7 +164,10 @@ class Row:
             self._post([*self.named, *self.echo, *self.reader.add(self.tokens, scored)])
         self._post(self.reader.finish())
         reason = "tool_calls" if self.called else self._reason()
-        self._post([End(reason, len(self.tokens), self.accepted, self.drafted, self.reader.cut.found, self.cached)])
+        seconds = time.perf_counter() - self.asked.arrived
+        times = seconds if self.first is None else self.first, seconds
+        counts = len(self.tokens), self.accepted, self.drafted
+        self._post([End(reason, *counts, self.reader.cut.found, self.cached, *times)])
 
 
 Item = tuple[int, "list[Event] | BaseException"]
