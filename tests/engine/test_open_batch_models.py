@@ -24,6 +24,7 @@ from fastspec.generation.drafters.chain import ChainDrafter
 from fastspec.generation.engine import batching
 from fastspec.kernels.verification.reference import uniform_at
 from fastspec.patches.backends import TORCH
+from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.session import session_of
 
 COUNTS = (9, 3, 14, 5, 1, 7, 2, 11, 6)
@@ -115,8 +116,14 @@ def test_every_prompt_is_answered_by_its_own_settings_as_alone(
     assert batch.running == batch.waiting == 0
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.8, "top_p": 0.9}, {"typical_p": 0.9}], ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((name, {"temperature": 0.8, "top_p": 0.9}) for name in ALL if "early" not in name),
+        ("token", {"typical_p": 0.9}),
+    ],
+    ids=str,
+)
 def test_a_seed_gives_its_answer_whatever_is_decoded_beside_it(name: str, options: dict[str, Any]) -> None:
     """Where the target's distribution is kept, the tokens of decoding without a draft."""
     model, assistant = made(name)
@@ -191,6 +198,48 @@ def test_answers_without_drafts_are_the_same_and_drafts_go_on_behind_them(name: 
         ]
         assert told(beside) == [alone(plain(), prompts[at], count) for at, count in ((0, 60), (1, 25), (1, 40))]
         assert batch.stats.accepted > 0
+
+
+class Heard(RoundStreamer):
+    """Keeps (tokens, accepted, drafted) of each round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[int, int, int]] = []
+
+    def put_round(self, round: StreamedRound) -> None:
+        self.rounds.append((len(round.tokens), round.accepted, round.drafted))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_drafts_of_the_same_model_are_all_accepted(name: str) -> None:
+    """Whatever joins, moves and goes without drafts meanwhile: a draft model has read what its row has emitted. Else
+    the answers would be the same, and drafts worse."""
+    model, assistant = made(name, noisy(0.0))
+    if name == "lossless":
+        config = replace(assistant, stages=[fastspec.Stage(noisy(0.0), name=each) for each in ("small", "medium")])
+        fastspec.unpatch(model)
+        fastspec.patch(model, cascade=config)
+        assistant = config
+    if "early" in name:  # the layers that do not draft add nothing
+        for layer in model.model.layers[assistant.early_exit :]:
+            layer.self_attn.o_proj.weight.data.zero_()
+            layer.mlp.down_proj.weight.data.zero_()
+    ids, heard = texts(*COUNTS), [Heard() for _ in COUNTS]
+    with fastspec.continuous(model, assistant, rows=3, max_length=120) as batch:
+        futures = []
+        for place, (each, streamer) in enumerate(zip(ids, heard, strict=True)):
+            options = {"max_new_tokens": 20 + 9 * (place % 5), **GREEDY}
+            futures.append(batch.submit(each, streamer=streamer, **options))
+            if name != "token":
+                futures.append(batch.submit(each, drafts=False, **{**options, "max_new_tokens": 7 + place}))
+            if place % 4 == 3:
+                futures[-1].result(SECONDS)
+        told(futures)
+    for each in heard:
+        (_, *rounds, _) = each.rounds
+        wide = getattr(assistant, "branches", 1)
+        assert all(accepted * wide == drafted and accepted == tokens - 1 for tokens, accepted, drafted in rounds)
+    assert sum(drafted for each in heard for _, _, drafted in each.rounds) > 20
 
 
 def test_what_a_mixture_cannot_do_is_refused_by_name() -> None:
