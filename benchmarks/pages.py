@@ -283,6 +283,18 @@ def served(row: Row) -> str:
     return shown(row["tokens_per_second"]) + first
 
 
+def served_cascade() -> str:
+    """Requests a second and times of a served cascade and of its large stage alone, by requests in flight."""
+    cells = []
+    for row in of("serving_cascade_cpu"):
+        told = [row["in_flight"], row["server"], shown(row["requests"] / row["seconds"], 2)]
+        for name in ("first_token", "answer"):
+            told.append(f"{shown(row[f'{name}_ms'][1])}, {shown(row[f'{name}_95_ms'])}")
+        stages = row["stages"] or {"large": 1.0}
+        cells.append([*told, f"{shown(100 * stages.get('small', 0.0))} %", f"{shown(100 * row['equal'])} %"])
+    return markdown(["in flight", "", "requests/s", "first token, ms", "answer, ms", "small answers", "equal"], cells)
+
+
 PEERS = ("peers_h200", "peers_h100")
 Case = tuple[str, int, int | None, str]
 
@@ -503,6 +515,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "batch_trees": batch_trees,
     "sampling": sampling,
     "servers": servers,
+    "served_cascade": served_cascade,
     "peers_h200": lambda: peers("peers_h200"),
     "peers_h100": lambda: peers("peers_h100"),
     "first_tokens": first_tokens,

@@ -6,6 +6,8 @@ stands still.
         --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --gpu-memory-utilization 0.1
             --kv-cache-memory-bytes 6000000000 --port {port}"
     python benchmarks/serving.py --model NAME --prompts prompts.jsonl --server one=http://127.0.0.1:8000/v1 --server other=http://127.0.0.1:8001/v1
+    python benchmarks/serving.py --model large --prompts prompts.jsonl --in-flight 1 4 8 --start "large=fastspec serve LARGE --name large --port {port}" \\
+        --start "cascade=fastspec serve LARGE --stage small=SMALL --predictor p.safetensors --name large --port {port}"
 
 Servers run already (`--server`), or are started here, all at once, and ended (`--start`): a free port takes the place
 of `{port}` in a command, a folder with the model, which another library reads, that of `{model}`, and its shipped head
@@ -16,7 +18,8 @@ Every server gets the same greedy chats, so many of them in flight at a time and
 one piece; or `long`, streamed, where every tenth request begins with a text of `--long` words. Before anything is timed
 each server answers four prompts; `equal` is the share of answers that are the first server's first ones, 1 in fp32.
 `pause_ms` are the times between a stream's chunks, those within 2 ms taken for one, since a round brings several
-tokens. `acceptance_length` is that of the server's `/metrics`, null without drafts. One client reads all streams, and a
+tokens. `acceptance_length` and `stages`, the share of answers by each stage of a cascade, are those of the server's
+`/metrics`, null without drafts and without stages. One client reads all streams, and a
 small model on a GPU makes tokens faster than that: whole answers tell the server's own speed.
 """  # noqa: E501
 
@@ -57,12 +60,13 @@ LONG_EVERY = 10
 REQUESTS = 6
 """Times those in flight: so many requests at the least."""
 COUNTS = {
+    "fastspec_stage_requests_total": "answered by {stage}",
     "fastspec_row_rounds_total": "rounds",
     "fastspec_accepted_tokens_total": "accepted",
     "vllm:spec_decode_num_drafts_total": "rounds",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
 }
-"""What servers count of drafts, by the name of a sample."""
+"""What servers count of drafts and of stages, by the name of a sample."""
 LOOK = 0.25
 """Seconds between looks at a server that is not ready."""
 GRACE = 20.0
@@ -141,12 +145,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(slots=True)
 class Answer:
-    """One request: its text, and when it was sent and its chunks came, in seconds."""
+    """One request: its text, and when it was sent, its chunks came and it was over, in seconds."""
 
     sent: float
     text: str = ""
     tokens: int = 0
     at: list[float] = field(default_factory=list)
+    over: float = 0.0
 
     @property
     def pauses(self) -> list[float]:
@@ -162,6 +167,7 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: b
     if whole:
         found = await client.chat.completions.create(**asked)
         answer.text, answer.tokens = found.choices[0].message.content or "", found.usage.completion_tokens
+        answer.over = time.perf_counter()
         return answer
     asked |= {"stream": True, "stream_options": {"include_usage": True}}
     async for chunk in await client.chat.completions.create(**asked):
@@ -170,6 +176,7 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: b
         if chunk.choices and chunk.choices[0].delta.content:
             answer.text += chunk.choices[0].delta.content
             answer.at.append(time.perf_counter())
+    answer.over = time.perf_counter()
     return answer
 
 
@@ -189,8 +196,9 @@ async def load(
         return answers, time.perf_counter() - begun
 
 
-def drafted(url: str) -> dict[str, float]:
-    """Rounds of a row, and drafts accepted in them, since the server's start; nothing of a server that does not say."""
+def counted(url: str) -> dict[str, float]:
+    """Rounds of a row, drafts accepted in them, and answers by stage since the server's start; nothing of a server that
+    does not say."""
     try:
         with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=60) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
@@ -198,7 +206,9 @@ def drafted(url: str) -> dict[str, float]:
         return {}
     found: dict[str, float] = {}
     for sample in (sample for family in families for sample in family.samples if sample.name in COUNTS):
-        found[COUNTS[sample.name]] = found.get(COUNTS[sample.name], 0.0) + sample.value
+        if sample.labels.get("outcome", "answered") == "answered":
+            name = COUNTS[sample.name].format(**sample.labels)
+            found[name] = found.get(name, 0.0) + sample.value
     return found
 
 
@@ -206,6 +216,13 @@ def acceptance(before: dict[str, float], after: dict[str, float]) -> float | Non
     """Mean tokens of a round, the bonus token counted, between two looks."""
     rounds, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in ("rounds", "accepted"))
     return round(1 + accepted / rounds, 3) if rounds else None
+
+
+def shares(before: dict[str, float], after: dict[str, float]) -> dict[str, float] | None:
+    """Share of the answers between two looks by stage; None without stages."""
+    names = {name: name.removeprefix("answered by ") for name in after if name.startswith("answered by ")}
+    new = {stage: after[name] - before.get(name, 0.0) for name, stage in names.items()}
+    return {stage: round(count / sum(new.values()), 3) for stage, count in new.items()} if any(new.values()) else None
 
 
 def texts(path: str, requests: int, long: int) -> list[str]:
@@ -221,14 +238,16 @@ def texts(path: str, requests: int, long: int) -> list[str]:
 
 def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: float, wanted: Sequence[str]) -> Row:
     """The row of a load."""
-    first = [1e3 * (answer.at[0] - answer.sent) for answer in answers if answer.at] or [0.0]
+    first = sorted(1e3 * (answer.at[0] - answer.sent) for answer in answers if answer.at) or [0.0]
+    whole = sorted(1e3 * (answer.over - answer.sent) for answer in answers)
     pauses = sorted(1e3 * pause for answer in answers for pause in answer.pauses) or [0.0]
     new, same = sum(answer.tokens for answer in answers), zip(answers, wanted, strict=True)
     row = {"server": server, "in_flight": in_flight, "requests": len(answers), "new_tokens": new}
     row |= {"seconds": round(seconds, 3), "tokens_per_second": round(new / seconds, 2)}
-    row |= {"first_token_ms": [round(value, 2) for value in quantiles(first)]}
-    row |= {"pause_ms": [round(value, 2) for value in quantiles(pauses)]}
-    row |= {"pause_99_ms": round(pauses[int(0.99 * (len(pauses) - 1))], 2), "pause_longest_ms": round(pauses[-1], 2)}
+    for name, values, most in (("first_token", first, 95), ("answer", whole, 95), ("pause", pauses, 99)):
+        row[f"{name}_ms"] = [round(value, 2) for value in quantiles(values)]
+        row[f"{name}_{most}_ms"] = round(values[int(most / 100 * (len(values) - 1))], 2)
+    row |= {"pause_longest_ms": round(pauses[-1], 2)}
     return row | {"equal": sum(answer.text == text for answer, text in same) / len(answers)}
 
 
@@ -245,13 +264,13 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
         for in_flight in given.in_flight:
             count = max(given.requests, REQUESTS * in_flight)
             for name, server in servers.items():
-                before = drafted(server.url)
+                before = counted(server.url)
                 asked = load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole)
                 answers, seconds = asyncio.run(asked)
-                after = drafted(server.url)
+                after = counted(server.url)
                 wanted += [answer.text for answer in answers[len(wanted) :]]
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
-                row["acceptance_length"] = acceptance(before, after)
+                row |= {"acceptance_length": acceptance(before, after), "stages": shares(before, after)}
                 row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "ready_s": server.ready_s}
                 row |= {"model": given.model, "prompts": Path(given.prompts).stem}
                 yield row | where | {"load_average": round(os.getloadavg()[0], 2)}

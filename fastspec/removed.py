@@ -79,7 +79,7 @@ MODULES = {
     "fastspec.generation.engine.loop": "it is in fastspec.generation.engine.rounds",
     "fastspec.generation.engine.round_state": "it is in fastspec.generation.engine.call",
     "fastspec.generation.engine.row_counts": "it is in fastspec.generation.engine.open_batch",
-    "fastspec.generation.engine.row_rules": "it is in fastspec.generation.engine.open_batch",
+    "fastspec.generation.engine.row_rules": "it is in fastspec.generation.engine.own_rules",
     "fastspec.generation.layers": "its modules are fastspec.generation.decoder_layer and "
     "fastspec.generation.whole_layers",
     "fastspec.generation.lockstep": "it is in fastspec.generation.verify",

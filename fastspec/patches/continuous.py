@@ -30,7 +30,8 @@ from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.handed import VerifyingRounds
-from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, RowCounts
+from fastspec.generation.engine.open_batch import OpenBatch, RowCounts
+from fastspec.generation.engine.own_rules import OwnRules, rules_of
 from fastspec.generation.engine.prefix_cache import LEAST, LEAST_CAPTURED, PrefixCache
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
@@ -158,8 +159,8 @@ def continuous(
             future = batch.submit(ids, max_new_tokens=256)
             future.result()     # what model.generate(ids, max_new_tokens=256) returns
 
-    `assistant` is what `fastspec.ContinuousBatch` takes, or "cascade" (a `fastspec.Cascade` of the patch's stages too)
-    in its adaptive mode: then every stage has `rows` rows of its own. A row has room for `max_length` tokens, prompt
+    `assistant` is what `fastspec.ContinuousBatch` takes, or "cascade" (a `fastspec.Cascade` of the patch's stages too).
+    In its adaptive mode every stage has `rows` rows of its own. A row has room for `max_length` tokens, prompt
     and answer (None: the model's positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are
     read `prefill_chunk` tokens at a time between two rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number,
     for work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts can be
@@ -195,19 +196,15 @@ def continuous(
     if assistant == Cascade.name or isinstance(assistant, Cascade):
         model = unwrapped(model)
         found: Any = resolve(assistant, _session(model).resources, model)
-        if isinstance(found, Decoding):
-            raise Unsupported(
-                "continuous: the modes 'token' and 'lossless' of a cascade draft with several models for all rows of a "
-                "call at once, and no prompt can join there: mode='adaptive' has an open batch for each stage"
+        if not isinstance(found, Decoding):  # in the modes 'token' and 'lossless' it is one
+            opened: PromptBatch = found.continuous(
+                rows,
+                max_length=max_length,
+                prefill_chunk=prefill_chunk,
+                narrows=narrows,
+                prefix_caching=prefix_caching,
             )
-        opened: PromptBatch = found.continuous(
-            rows,
-            max_length=max_length,
-            prefill_chunk=prefill_chunk,
-            narrows=narrows,
-            prefix_caching=prefix_caching,
-        )
-        return opened
+            return opened
     return open_batch(
         Continuous,
         model,
@@ -412,8 +409,10 @@ class Continuous:
         given = {"input_ids": ids, **{name: value for name, value in given.items() if value is not None}, **options}
         agreed = None if self.ranks is None else self.ranks.agreed
         single = prepare(self.model, self._original, given, seed, self._settled, agreed)
+        verifier, engine = self._widths.current.verifier, self._widths.current.engine
+        assert isinstance(verifier, OwnRules)
+        verifier.check(single.rule)
         if not drafts:
-            engine = self._widths.current.engine
             if engine.drafter is not None and engine.undrafted is None:
                 raise Unsupported(
                     f"drafts=False: {type(engine.drafter).__name__} of assistant {self.decoding.name!r} does not say "
@@ -612,7 +611,7 @@ class Continuous:
         engine.begin(root)
         first = partial(entry, plan, engine) if other is None else other.entry
         kind = VerifyingRounds if self.verifies else Rounds
-        return kind(engine, batch, OwnRules(batch, engine.target, engine.ops), first, self.chunk, self._together)
+        return kind(engine, batch, rules_of(batch, engine), first, self.chunk, self._together)
 
     def _run(self) -> None:
         """The thread's work. What nothing else takes care of ends all prompts: none may wait for a thread that has

@@ -24,7 +24,9 @@ def with_tokenizer(config: Cascade, tokenizer: Any, where: str) -> Cascade:
 
 def settings_of(config: Cascade) -> dict[str, Any]:
     """Settings that answers of a cascade depend on, as plain data."""
-    held = {name: getattr(config, name) for name in ("label", "price", "costs", "thresholds", "risk")}
     stages = {stage.label: str(stage.model) for stage in config.stages}
+    if config.mode != "adaptive":
+        return {"stages": stages, "mode": config.mode, "rule": config.rule, "alpha": config.alpha}
+    held = {name: getattr(config, name) for name in ("label", "price", "costs", "thresholds", "risk")}
     told = {name: value for name, value in held.items() if value is not None}
     return {"stages": stages, "predictor": str(config.predictor), **told}

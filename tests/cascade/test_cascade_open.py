@@ -307,8 +307,6 @@ def test_what_a_cascade_does_not_decode_is_refused_before_a_stage_is_asked(model
             with pytest.raises((Unsupported, ValueError), match=why):
                 batch.submit(ids, **given)
         assert batch.waiting == batch.running == 0 and batch.turns == 0
-    with pytest.raises(Unsupported, match="the modes 'token' and 'lossless'"):
-        fastspec.continuous(model, config(model, mode="lossless"))
     with pytest.raises(Unsupported, match="prefix_caching"):
         fastspec.continuous(cascaded(stages(2), memory=1 << 30), "cascade")
 

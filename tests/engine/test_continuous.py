@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +30,8 @@ from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
 
 COUNTS = (9, 3, 14, 5, 7, 2, 11, 6, 4)
+THEIRS = SimpleNamespace(name="theirs", taps=None, drafter=lambda **_: None)
+"""A decoding that does not say that prompts may join."""
 ASSISTANTS = ["autoregressive", TREE, "eagle2", "eagle", "nasd", fastspec.Nasd(storage="suffix")]
 
 
@@ -260,7 +262,7 @@ def test_what_cannot_begin_in_a_running_batch_is_refused(count):
         with pytest.raises(Unsupported, match=words):
             model.generate(**{**inputs, **options}, max_new_tokens=4, assistant=assistant)
 
-    refused("'speculative' cannot take a new prompt", ContinuousBatch(fastspec.Speculative(early_exit=1), rows=2))
+    refused("'theirs' cannot take a new prompt", ContinuousBatch(THEIRS, rows=2))
     refused(
         CACHE,
         ContinuousBatch("nasd", rows=2),
@@ -283,7 +285,7 @@ def test_a_refused_call_keeps_what_was_captured(monkeypatch):
     model.generate(**prompts("cpu", 4, 5), max_new_tokens=6, assistant=early)
     held = dict(session_of(model).engines.held)
     with pytest.raises(Unsupported):
-        model.generate(**prompts("cpu", 4, 5, 3), max_new_tokens=6, assistant=ContinuousBatch(early, rows=2))
+        model.generate(**prompts("cpu", 4, 5, 3), max_new_tokens=6, assistant=ContinuousBatch(THEIRS, rows=2))
     assert dict(session_of(model).engines.held) == held and held
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,7 +247,7 @@ def test_what_is_closed_and_what_cannot_be_opened(monkeypatch):
     with pytest.raises(Unsupported, match="is not patched"):
         fastspec.continuous(plain)
     for words, assistant, options in (
-        ("cannot take a new prompt", fastspec.Speculative(early_exit=1), {}),
+        ("cannot take a new prompt", SimpleNamespace(name="theirs", taps=None, drafter=lambda **_: None), {}),
         ("unknown", "eagle4", {}),
         ("rows", TREE, {"rows": 0}),
         ("prefill_chunk=0", TREE, {"prefill_chunk": 0}),

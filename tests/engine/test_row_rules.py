@@ -13,7 +13,8 @@ from helpers.trees import drawn_tree
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, Rule
+from fastspec.generation.engine.open_batch import OpenBatch, Rule
+from fastspec.generation.engine.own_rules import OwnRules
 from fastspec.generation.engine.round_program import Scored, VerifiedTree
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict

@@ -7,6 +7,8 @@ import asyncio
 import json
 import logging
 import random
+import re
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,16 +22,20 @@ from helpers.serve import MARKS, NAME, Served, openai, post, serving, talk, word
 from helpers.serve_process import cascaded_target, opened_cascade
 from helpers.training import small_target, small_tokenizer
 from prometheus_client import CollectorRegistry
+from transformers import GenerationConfig
 
 import fastspec
 from fastspec.cascade.predictor import Predictor
+from fastspec.patches.cascade.open_batch import StageRounds
 from fastspec.patches.session import session_of
+from fastspec.programs.serving.batch import BatchPrompt, Here, TokenStreamer
 from fastspec.programs.serving.cascade import StageMetrics
 from fastspec.programs.serving.remote import Remote
 
 pytestmark = MARKS
 STAGES = "small", "large"
 HIGH = 1e9
+LOADS = "rows_running", "queue"
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +161,8 @@ def test_many_requests_give_what_the_cascades_own_generate_gives(
     assert stage_metric(server, "seconds_count", stage="small") >= 30
     assert stage_metric(server, "tokens_total", stage="large", kind="kept") > 0
     server.wait(lambda: server.metric("fastspec_rows_running") == server.metric("fastspec_queue") == 0)
+    gauges = [f'fastspec_stage_{name}{{stage="{stage}"}} 0.0' for name in LOADS for stage in STAGES]
+    server.wait(lambda: set(gauges) <= set(server.get("/metrics").splitlines()))
 
 
 @pytest.mark.slow
@@ -175,6 +183,7 @@ def test_a_price_is_a_requests_own_and_stages_are_in_the_log(
             assert explanation.visits[-1].name == name
             server.wait(lambda answer=answer: answer.id.split("-", 1)[1] in caplog.text)
     first, second = caplog.messages[-2:]
+    assert re.search(r"; large: .* \(now [01] in its rows, 0 waiting\)$", second)
     assert "; small: answered, P(acceptable) 0." in first and "large" not in first
     assert "; small: sent on, P(acceptable) 0." in second and "; large: answered, cost " in second
     body = {"model": NAME, "max_tokens": 9, "messages": talk(text), "price": 0}
@@ -214,6 +223,31 @@ def test_a_price_needs_a_cascade_and_no_thresholds(model: Any) -> None:
     with served(model, cascade) as running:
         status, told = post(running, "/v1/completions", body)
         assert status == 400 and "decides by its thresholds" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("mode", ["lossless", "token"])
+def test_modes_that_go_token_by_token_are_served(model: Any, mode: str) -> None:
+    """As one batch, without stages of its own: log-probabilities and drafts are there, and a price is not."""
+    cascade = replace(session_of(model).resources["cascade"].config, mode=mode, rule="diff", alpha=0.02)
+    tokenizer, given = small_tokenizer(), {"max_tokens": 12, "temperature": 0, "logprobs": 1}
+    with served(model, cascade) as running:
+        for text in ("w5 w6 w7", "w9", "w20 w21 w22 w23"):
+            answer = running.client().completions.create(model=NAME, prompt=text, **given)
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            out = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=cascade)
+            assert answer.choices[0].text == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            assert len(answer.choices[0].logprobs.token_logprobs) == answer.usage.completion_tokens
+        assert running.metric("fastspec_accepted_tokens_total") > 0 and "fastspec_stage_queue{" not in running.get(
+            "/metrics"
+        )
+        for more, words in (
+            ({"price": 1}, "no cascade that decides by it"),
+            ({"assistant": "nasd"}, "all rows here have 'cascade', or 'none'"),
+            *([({"frequency_penalty": 1}, "takes no processors")] if mode == "token" else []),
+        ):
+            body = {"model": NAME, "prompt": "w5", "max_tokens": 2, **more}
+            status, told = post(running, "/v1/completions", json.dumps(body).encode())
+            assert status == 400 and words in told["error"]["message"], told
 
 
 def test_penalties_are_refused_where_a_stage_counts_other_tokens() -> None:
@@ -265,6 +299,37 @@ def test_a_client_that_goes_away_frees_the_rows_of_any_stage(
         assert running.metric('fastspec_requests_total{outcome="cancelled"}') == 1
         done = {"model": NAME, "prompt": "w5", "max_tokens": 2}
         assert post(running, "/v1/completions", json.dumps(done).encode())[0] == 200
+
+
+@pytest.mark.parametrize(("stage", "streamer"), [("small", StageRounds), ("large", TokenStreamer)])
+def test_rows_in_use_and_requests_that_wait_are_counted_by_stage(
+    model: Any, monkeypatch: pytest.MonkeyPatch, stage: str, streamer: type
+) -> None:
+    reached, goes_on, put = threading.Event(), threading.Event(), streamer.put_round
+
+    def held(self: Any, round: Any) -> None:
+        reached.set()
+        assert goes_on.wait(60)
+        put(self, round)
+
+    monkeypatch.setattr(streamer, "put_round", held)
+    cascade = replace(session_of(model).resources["cascade"].config, price=HIGH)
+    with served(model, cascade) as running:
+        ids = small_tokenizer()("w5 w6", return_tensors="pt").input_ids
+        prompt, took = BatchPrompt(ids[0].tolist(), GenerationConfig(max_new_tokens=3)), lambda round: None
+        sent = [Here(running.batch, small_tokenizer()).send(prompt, took) for _ in range(6)]
+        try:
+            assert reached.wait(60)  # in the first token of the first prompt that joined
+            running.wait(lambda: stage_metric(running, "queue", stage=stage) == 5)
+            assert stage_metric(running, "rows_running", stage=stage) == 1
+            assert [
+                stage_metric(running, name, stage=other) for name in LOADS for other in STAGES if other != stage
+            ] == [0, 0]
+        finally:
+            goes_on.set()
+        for each in sent:
+            each.answer.result(60)
+        running.wait(lambda: not any(stage_metric(running, name, stage=each) for name in LOADS for each in STAGES))
 
 
 def test_an_answer_that_a_stage_fails_to_give_is_an_error_of_its_own(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from helpers.serve import MARKS, NAME, SECONDS, TREE, Served, alone, served, tal
 from helpers.serve_process import opened
 from helpers.training import small_target, small_tokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 
 import fastspec
 from fastspec.programs.serving.batch import TextScorer
@@ -164,6 +166,59 @@ def test_log_probabilities_of_chats(plain: Any, server: Served, stream: bool) ->
     bare = create(**given, logprobs=True).choices[0].logprobs.content
     assert [token.token for token in bare] == [token.token for token in found]
     assert not any(token.top_logprobs for token in bare)
+
+
+def test_log_probabilities_of_responses(plain: Any, server: Served) -> None:
+    """In a stream with the text that each brings; together, and whole, those of the text."""
+    create = server.client().responses.create
+    given = {"model": NAME, "input": "w5 w6", "max_output_tokens": 7, "temperature": 0}
+    included = {"include": ["message.output_text.logprobs"]}
+    whole = Response.model_validate(create(**given, **included, top_logprobs=2).model_dump())
+    part = whole.output[0].content[0]
+    prompt = small_tokenizer().apply_chat_template(talk("w5 w6"), add_generation_prompt=True)["input_ids"]
+    ids = small_tokenizer().convert_tokens_to_ids([token.token for token in part.logprobs])
+    assert len(ids) >= 4 and small_tokenizer().decode(ids) == part.text
+    for token, row in zip(part.logprobs, logs(plain, [*prompt, *ids])[len(prompt) - 1 :], strict=False):
+        assert bytes(token.bytes).decode() == token.token
+        assert [each.logprob for each in token.top_logprobs] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+        assert token.logprob == token.top_logprobs[0].logprob  # greedy
+    events = list(create(**given, top_logprobs=2, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    scored = [token.to_dict() for event in deltas for token in event.logprobs]
+    assert all(event.logprobs for event in deltas)
+    assert scored == [token.to_dict() for token in part.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [token.to_dict() for token in done.logprobs] == scored
+    assert events[-1].response.output[0].content[0].to_dict() == part.to_dict()
+    bare = create(**given, **included).output[0].content[0].logprobs
+    assert [token.token for token in bare] == [token.token for token in part.logprobs]
+    assert not any(token.top_logprobs for token in bare)
+    assert create(**given, include=[]).output[0].content[0].logprobs is None
+
+
+def test_an_answer_tells_its_times_and_counts(server: Served) -> None:
+    """As llama.cpp's server does; of several answers the sums, and the times of all together."""
+    client, text = server.client(), words(random.Random(3), 40)
+    began = time.perf_counter()
+    answer = client.completions.create(model=NAME, prompt=text, max_tokens=12, temperature=0)
+    took, usage, found = 1e3 * (time.perf_counter() - began), answer.usage, answer.timings
+    assert found["predicted_n"] == usage.completion_tokens and found["cache_n"] == 0
+    assert found["prompt_n"] == usage.prompt_tokens
+    details = usage.completion_tokens_details
+    assert found["draft_n_accepted"] == details.accepted_prediction_tokens
+    assert found["draft_n"] - found["draft_n_accepted"] == details.rejected_prediction_tokens > 0
+    assert found["prompt_ms"] > 0 and found["predicted_ms"] > 0
+    assert found["prompt_ms"] + found["predicted_ms"] < took
+    again = client.completions.create(model=NAME, prompt=text, max_tokens=12, temperature=0, n=2)
+    told = again.timings
+    assert told["cache_n"] > 0 and told["prompt_n"] + told["cache_n"] == again.usage.prompt_tokens
+    assert told["predicted_n"] == again.usage.completion_tokens == 2 * found["predicted_n"]
+    (*_, before, last) = client.chat.completions.create(
+        model=NAME, messages=talk(text), max_tokens=5, temperature=0, stream=True
+    )
+    assert last.timings["predicted_n"] == last.usage.completion_tokens and not hasattr(before, "timings")
+    none = client.completions.create(model=NAME, prompt=text, max_tokens=0, echo=True).timings
+    assert none["predicted_n"] == none["predicted_ms"] == 0
 
 
 def test_samplers_are_fields(plain: Any, server: Served) -> None:

@@ -118,6 +118,27 @@ def test_responses_have_items_of_their_own_index(said: tuple[str, Served], tools
         assert kinds == ["reasoning", "function_call", "function_call"]
 
 
+@pytest.mark.parametrize("tools", [True, False])
+def test_a_responses_text_has_its_own_tokens_log_probabilities(said: tuple[str, Served], tools: bool) -> None:
+    """Without those of the reasoning before it and of calls beside it, in a stream as in a whole answer."""
+    create = said[1].client().responses.create
+    given = {"model": NAME, "input": "hello", "temperature": 0, "include": ["message.output_text.logprobs"]}
+    given |= {"tools": [{"type": "function", **TOOL}]} if tools else {}
+    whole, (*events, last) = create(**given), create(**given, stream=True)
+
+    def messages(response: Any) -> list[Any]:
+        return [item.to_dict()["content"] for item in response.output if item.type == "message"]
+
+    assert messages(last.response) == messages(whole)
+    parts = [item.content[0] for item in whole.output if item.type == "message"]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [token.token for event in deltas for token in event.logprobs]
+    assert streamed == [token.token for part in parts for token in part.logprobs]
+    for part in parts:
+        emitted = b"".join(bytes(token.bytes) for token in part.logprobs).decode(errors="replace")
+        assert part.text.strip() in emitted and "5 < 6" not in emitted
+
+
 @pytest.mark.parametrize("said", ["all"], indirect=True)
 def test_all_that_is_written_has_openais_types(said: tuple[str, Served]) -> None:
     server, events = said[1], TypeAdapter(ResponseStreamEvent)

@@ -31,6 +31,10 @@ class Server(BaseHTTPRequestHandler):
                 name = "vllm:spec_decode_num_" + name
                 text = f"# TYPE {name} counter\\n" + "".join(f'{name}_total{{engine="{e}"}} {Server.asked * count}\\n' for e in "01")
                 self.wfile.write(text.encode())
+            name = "fastspec_stage_requests"
+            rows = [("small", "answered", 1), ("small", "sent_on", 3), ("large", "answered", 3)]
+            text = "".join(f'{name}_total{{stage="{s}",outcome="{o}"}} {Server.asked * c}\\n' for s, o, c in rows)
+            self.wfile.write(f"# TYPE {name} counter\\n{text}".encode())
 
     def do_POST(self):
         Server.asked += 1
@@ -124,6 +128,9 @@ def test_every_way_and_load_of_servers_that_are_started(serving, files, tmp_path
             and row["tokens_per_second"] > 0
         )
         assert row["acceptance_length"] == (None if mine else 2.5)
+        assert row["stages"] == (None if mine else {"small": 0.25, "large": 0.75})
+        assert 0 < row["answer_ms"][1] <= row["answer_95_ms"] <= 1e3 * row["seconds"]
+        assert row["first_token_ms"][1] <= row["first_token_95_ms"] <= row["answer_95_ms"]
         assert (row["first_token_ms"][1] > 0) == row["streamed"] and row["ready_s"] > 0
     for pid in map(int, pids.read_text().split()):
         with pytest.raises(ProcessLookupError):

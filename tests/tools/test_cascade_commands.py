@@ -73,6 +73,39 @@ def test_a_file_is_answered_as_by_the_cascades_own_generate(folder: Path, tmp_pa
     assert len(run(*asked, "--cascade", f"{folder}/cascade.yaml").output) and len(out.read_text().splitlines()) == 12
 
 
+@pytest.mark.parametrize("mode", ["lossless", "token"])
+def test_a_file_is_answered_token_by_token_in_other_modes(folder: Path, tmp_path: Path, mode: str) -> None:
+    """The answers are those of `generate` in this mode; a file of another trade-off is another's."""
+    config = replace(Cascade.from_yaml(folder / "cascade.yaml"), mode=mode, rule="diff", alpha=0.02)
+    config.to_yaml(tmp_path / "cascade.yaml")
+    out = tmp_path / "out.jsonl"
+    asked = ["generate", "--model", f"{folder}/large", "--prompts", f"{folder}/prompts.jsonl", "--out", out]
+    asked += [
+        "--max-new-tokens",
+        "12",
+        "--rows",
+        "3",
+        "--raw",
+        "--device",
+        "cpu",
+        "--cascade",
+        tmp_path / "cascade.yaml",
+    ]
+    done = run(*asked)
+    assert done.exit_code == 0, done.output
+    large, tokenizer = fastspec.models.load_model(f"{folder}/large")
+    fastspec.patch(large, cascade=replace(config, tokenizer=tokenizer))
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 12
+    for line in lines:
+        ids = tokenizer(line["prompt"], return_tensors="pt").input_ids
+        new = large.generate(ids, do_sample=False, max_new_tokens=12, assistant="cascade")[0, ids.shape[1] :]
+        assert line["text"] == tokenizer.decode(new, skip_special_tokens=True) and "stage" not in line
+    replace(config, alpha=0.5).to_yaml(tmp_path / "cascade.yaml")
+    again = run(*asked)
+    assert again.exit_code == 1 and "by other settings" in again.output
+
+
 @pytest.mark.parametrize("given", ["file", "stages"])
 def test_serve_opens_the_cascade_of_its_options(folder: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is built in the process of the rounds, built here."""
@@ -116,8 +149,8 @@ def test_the_large_models_assistant_is_the_cascades_unless_the_command_names_one
         (["--stage", "small", "--predictor", "FOLDER/predictor.safetensors"], "must be NAME=MODEL"),
         (["--stage", "other=x", "--predictor", "FOLDER/predictor.safetensors"], "other"),
         (["--cascade", "FOLDER/none.yaml"], "none.yaml cannot be read as YAML"),
-        (["--cascade", "FOLDER/lossless.yaml"], "mode='lossless' of a cascade drafts with several models"),
-        (["--cascade", "FOLDER/token.yaml"], "mode='token' of a cascade drafts with several models"),
+        (["--cascade", "FOLDER/lossless.yaml", "--price", "3"], "--price is of the mode 'adaptive': mode='lossless'"),
+        (["--cascade", "FOLDER/token.yaml", "--assistant", "nasd"], "mode='token' of a cascade drafts with its stages"),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "generate"])

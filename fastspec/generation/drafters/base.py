@@ -291,6 +291,10 @@ class MixingDrafter(Drafter):
     def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
         """Log-probabilities at the nodes of the last tree, from the target's raw logits and processed scores."""
 
+    @abstractmethod
+    def mix_row(self, row: int, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool) -> Tensor:
+        """`mix` [N, V] of a row that has processors of its own, from its raw logits and processed scores [N, V]."""
+
 
 class Decoding(ABC):
     """A strategy, which `generate(assistant=...)` makes of a name, and accepts from third parties."""

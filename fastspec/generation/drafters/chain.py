@@ -69,6 +69,7 @@ class ChainDrafter(Drafter):
     """
 
     traits = Traits(reusable=True, reads_logits=False)
+    observes_roots = True
 
     def __init__(
         self,
@@ -120,10 +121,39 @@ class ChainDrafter(Drafter):
         return self.adaptive.budget.pause()
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        self.unread = torch.cat((self._unread(), tokens[:, :-1]), 1)
-        self.root = tokens[:, -1].clone()
+        self.alive = torch.tensor([count == tokens.shape[1] for count in counts], device=tokens.device)
+        known = torch.cat((self._unread(), tokens.clamp(min=0)), 1)
+        self.unread, self.root = known[:, :-1], torch.where(self.alive, known[:, -1], self.root)
         if self.whole is not None:
             self.draft.rewind(self.whole.lengths)
+        if self.whole is not None or known.shape[1] > self.length.unread:
+            self._read_up()
+
+    def copy_row(self, row: int, other: Drafter, count: int) -> None:
+        self.move_row(row, other, 0, count)
+
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        assert isinstance(other, ChainDrafter)
+        self._read_up()
+        other._read_up()
+        if self.whole is None:
+            self.draft.copy_row(row, other.draft, count - 1, source)
+        else:
+            self.draft.rewind(self.whole.lengths)
+        self.root, self.unread, self.alive = self.root.clone(), self.unread.clone(), self.alive.clone()
+        self.root[row], self.unread[row], self.alive[row] = other.root[source], other.unread[source], True
+
+    def _read_up(self) -> None:
+        """Let the draft's own cache lack one token before the root."""
+        late = self.unread[:, :-1]
+        self.unread = self.unread[:, -1:]
+        if self.whole is not None or not late.shape[1]:
+            return
+        before = self.draft.lengths.clone()
+        extent = int(before.max()) + late.shape[1]
+        for part in late.split(self.length.unread, 1):
+            self.passes(self._known(part), extent)
+        self.draft.rewind(torch.where(self.alive, before + late.shape[1], before))
 
     def propose(self, extent: int) -> TokenTree:
         """A chain of drafts below the root, with their alternatives as leaves."""
@@ -199,6 +229,7 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
     call has, and a tail of 2 nodes."""
 
     traits = Traits(reusable=True, draws=True)
+    observes_roots = False  # where the mixture is asked for at a root, the draft model has to read it
 
     def __init__(self, draft: Target, gamma: int, blend: Blend, *, vocab: int, draft_vocab: int, ops: Ops) -> None:
         super().__init__(draft, Length(gamma), branches=1, vocab=vocab, draft_vocab=draft_vocab, ops=ops, process=None)
@@ -211,7 +242,7 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         self.shaped = process or _untouched
         self.process = self.shaped if sample else None
         draft, _ = self.draft.prefill(self._known(ids), counts)
-        return self._mixed(logits, scores, *self._all_probs(over_vocabulary(draft, self.vocab)))
+        return self._mixed(logits, scores, *self._all_probs(over_vocabulary(draft, self.vocab)), sample)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Take the first new token root [B] of the text that `first` has read."""
@@ -221,30 +252,38 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         """A chain of drafts below the root, all of which the draft model reads, for its distribution after them."""
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 2
-        tokens, probs = [self.root[:, None]], [self._all_probs(self._feed(self._unread(), extent))]
-        while len(tokens) <= self.length.most:
-            tokens.append(self._drawn(probs[-1][0]))
-            probs.append(self._all_probs(self._feed(tokens[-1], extent)))
-        self.q, self.q_raw = (torch.stack(each, 1) for each in zip(*probs, strict=True))
+        tokens, drafted, fed = [self.root[:, None]], [], self._unread()
+        while True:
+            scores = self._feed(fed, extent)
+            drafted.append((*self._all_probs(scores), scores.clone()))  # the next pass may write over them
+            if len(tokens) > self.length.most:
+                break
+            fed = self._drawn(drafted[-1][0])
+            tokens.append(fed)
+        self.q, self.q_raw, self.scores = (torch.stack(each, 1) for each in zip(*drafted, strict=True))
         # the distribution of a node's token is its parent's; nothing reads the root's
         q = None if self.process is None else torch.cat((self.q[:, :1], self.q[:, :-1]), 1)
         return TokenTree.chain(torch.cat(tokens, 1), self.max_path, q)
 
     def mix(self, tree: TokenTree, logits: Tensor, scores: Tensor) -> Tensor:
-        return self._mixed(logits, scores, self.q, self.q_raw)
+        return self._mixed(logits, scores, self.q, self.q_raw, self.process is not None)
 
-    def _mixed(self, logits: Tensor, scores: Tensor, q: Tensor, q_raw: Tensor) -> Tensor:
-        p = self._probs(scores)
+    def mix_row(self, row: int, logits: Tensor, scores: Tensor, *, process: Process | None, sample: bool) -> Tensor:
+        q = self._probs((process or _untouched)(self.scores[row]), sample)
+        return self._mixed(logits, scores, q, self.q_raw[row], sample)
+
+    def _mixed(self, logits: Tensor, scores: Tensor, q: Tensor, q_raw: Tensor, sample: bool) -> Tensor:
+        p = self._probs(scores, sample)
         blended = self.blend(p, q, torch.softmax(logits.float(), -1), q_raw)
         return (blended + 0 * p).log()  # a rule that compares may pass by a p of NaN, where nothing may be drawn
 
     def _all_probs(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The draft model's scores [B, V] -> its distributions, processed and not."""
-        return self._probs(self.shaped(scores)), torch.softmax(scores, -1)
+        return self._probs(self.shaped(scores), self.process is not None), torch.softmax(scores, -1)
 
-    def _probs(self, scores: Tensor) -> Tensor:
-        """Processed scores [..., V] -> the distribution that a token is chosen by, one-hot in greedy calls."""
-        if self.process is None:
+    def _probs(self, scores: Tensor, sample: bool) -> Tensor:
+        """Processed scores [..., V] -> the distribution that a token is chosen by, one-hot where none is drawn."""
+        if not sample:
             return one_hot(self.ops.pick(scores.float(), None), scores.shape[-1]).float()
         return torch.softmax(scores.float(), -1)
 

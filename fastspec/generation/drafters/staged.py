@@ -69,6 +69,7 @@ class StagedDrafter(Drafter):
     """
 
     traits = Traits(reusable=True, reads_logits=False)
+    observes_roots = True
 
     def __init__(
         self,
@@ -114,13 +115,37 @@ class StagedDrafter(Drafter):
     ) -> None:
         """Move the tape on after the emitted tokens, and cut the stages' caches to it."""
         at = torch.full_like(self.length, self.kept)
-        gained = (verdict.accepted + 1) * active
-        self._set(at, verdict)
-        steps = gained[:, None] + torch.arange(self.width, device=at.device)
+        self._set(at, verdict.accepted, verdict.bonus)
+        self._move_on((verdict.accepted + 1) * active, active)
+        self._cut(self.stages - 1, at)
+
+    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Let every stage read what it lacks before each of the tokens [B, n]."""
+        at, taken = torch.full_like(self.length, self.kept), torch.tensor(counts, device=tokens.device)
+        for place, column in enumerate(tokens.T):
+            extent = int(self.length.max())
+            for stage in range(self.stages):
+                self._feed(stage, at, 0, extent)
+            self._set(at, torch.zeros_like(at), column)
+            active = taken > place
+            self._move_on(active.long(), active)
+
+    def copy_row(self, row: int, other: Drafter, count: int) -> None:
+        self.move_row(row, other, 0, count)
+
+    def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
+        assert isinstance(other, StagedDrafter)
+        for mine, theirs in zip(self.models, other.models, strict=True):
+            mine.copy_row(row, theirs, int(theirs.lengths[source]), source)
+        self.tape, self.length, self.alive = self.tape.clone(), self.length.clone(), self.alive.clone()
+        self.tape[row], self.length[row], self.alive[row] = other.tape[source], other.length[source], True
+
+    def _move_on(self, gained: Tensor, active: Tensor) -> None:
+        """Move the tape on by so many tokens [B], which it has after the text of the rows that are active [B]."""
+        steps = gained[:, None] + torch.arange(self.width, device=gained.device)
         self.tape = self.tape.gather(1, steps.clamp(max=self.width - 1))
         self.length = self.length + gained
         self.alive = active
-        self._cut(self.stages - 1, at)
 
     def _write(self, stage: int, at: Tensor, count: int, active: Tensor, extent: int) -> Tensor | None:
         """Write `count` tokens of a stage after texts that end before the tape's slots at [B] -> their distributions
@@ -146,7 +171,7 @@ class StagedDrafter(Drafter):
                 place = (at + count - goal)[:, None] + torch.arange(ahead + 1, device=at.device)
                 place = place.clamp(max=count)[..., None].expand(-1, -1, self.vocab)
                 probs.scatter_(1, place, torch.softmax(scores, -1))
-            self._set(at, verdict)
+            self._set(at, verdict.accepted, verdict.bonus)
             at = torch.where(going, torch.minimum(at + verdict.accepted + 1, goal), at)
             self._cut(stage, at)
             missing = int(torch.where(active, goal - at, 0).max())
@@ -193,9 +218,9 @@ class StagedDrafter(Drafter):
             return walk(tree, choose(scores, None, self.ops), self.ops)
         return walk_drawn(tree, scores, tree.q, torch.rand(tree.tokens.shape, device=scores.device), self.ops)
 
-    def _set(self, at: Tensor, verdict: Verdict) -> None:
-        """Put a verdict's own token after the accepted drafts at slots at [B]."""
-        self.tape.scatter_(1, (at + verdict.accepted)[:, None], verdict.bonus.clamp(min=0)[:, None])
+    def _set(self, at: Tensor, accepted: Tensor, bonus: Tensor) -> None:
+        """Put a verdict's own token [B] after the accepted drafts at slots at [B]."""
+        self.tape.scatter_(1, (at + accepted)[:, None], bonus.clamp(min=0)[:, None])
 
     def _cut(self, stage: int, at: Tensor) -> None:
         """Make the stages up to this one forget the tape from the last token before slots at [B] on, which a verdict

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastspec.generation.drafters.given_text import GivenText, Transcript
 from fastspec.generation.engine.engine import Engine, TargetT
-from fastspec.generation.engine.open_batch import OpenBatch, OwnRules, Prompt
+from fastspec.generation.engine.open_batch import OpenBatch, Prompt
+from fastspec.generation.engine.own_rules import OwnRules
 from fastspec.generation.engine.rounds import Joining, Rounds, take
 from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.generation.ops import Ops

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, Protocol
 
@@ -14,21 +14,17 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import FastSpecError
-from fastspec.generation.constraint import Constraint, masked
-from fastspec.generation.drafters.base import Place, Process
+from fastspec.generation.constraint import Constraint
+from fastspec.generation.drafters.base import Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.prefix_cache import PrefixCache, common_length
-from fastspec.generation.engine.round_program import Scored, VerifiedTree
 from fastspec.generation.engine.rounds import Rounds
-from fastspec.generation.engine.verifier import Text, Verifier
-from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
-from fastspec.generation.target import Target
-from fastspec.generation.tree import DraftTree, TokenTree, Verdict
-from fastspec.generation.verify import RowProcessor, choose, walk, walk_with_history
-from fastspec.kernels.verification.reference import NO_TOKEN, SamplingSettings, uniform_at
+from fastspec.generation.tree import DraftTree
+from fastspec.generation.verify import RowProcessor
+from fastspec.kernels.verification.reference import SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,121 +330,6 @@ class OpenBatch(Batch):
         held = self.prompts[row]
         assert held is not None
         held.emit(tokens, accepted, done)
-
-
-NEVER_PICKED = NO_TOKEN - 1
-"""Stands for the drafts of a row that takes none."""
-
-
-class OwnRules(Verifier):
-    """The choice by the rule of each row's prompt.
-
-    While all rows take the likeliest tokens that is one argmax, which a captured round may hold; any other rule is the
-    host's to apply, row by row. Draws are by `uniform_at`, so that a seed gives its tokens whatever the trees and the
-    other rows are. Drafts must not be drawn.
-    """
-
-    def __init__(self, batch: OpenBatch, target: Target, ops: Ops) -> None:
-        self.batch, self.target, self.ops = batch, target, ops
-
-    @property
-    def place(self) -> Place:  # type: ignore[override]
-        """The device's while all rows that go on have the plain rule."""
-        return Place.HOST if self._ruled() else Place.DEVICE
-
-    def _ruled(self) -> list[tuple[int, Rule]]:
-        """Rows that go on and whose rule is not the plain one, or that take no drafts in a round that has some."""
-        held, drafting = zip(self.batch.active, self.batch.prompts, strict=True), self.batch.drafting
-        return [
-            (row, prompt.rule)
-            for row, (on, prompt) in enumerate(held)
-            if on and prompt is not None and not (prompt.rule.is_plain and (prompt.rule.drafts or not drafting))
-        ]
-
-    def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The first token of one prompt, by its own rule. What its processors raise goes to the caller."""
-        held = self.batch.prompts[prompts[0]]
-        assert held is not None
-        rule, scores = held.rule, logits.float()
-        if rule.constraint is not None:
-            scores = masked(scores[None], {0: rule.constraint.masks([], [0], [0])})[0]
-        if rule.process_at is not None:
-            assert rule.history is not None
-            scores = rule.process_at([0], rule.history[None], scores)
-        return self._picks(rule, scores[None], text[1][:, None])[0], scores
-
-    def __call__(self, scored: Scored) -> VerifiedTree:
-        """The choice in a scored tree, row by row where a rule asks for it."""
-        tree, ruled = scored.tree, self._ruled()
-        logits = masked(scored.logits, self._masks(tree, ruled))
-        picks = choose(logits, None, self.ops)
-        if not ruled:
-            return VerifiedTree(scored, walk(tree, picks, self.ops), None)
-        positions = self.target.lengths[:, None] + tree.depths + 1
-        undrafted = [row for row, rule in ruled if not rule.drafts]
-        if undrafted:
-            tokens = tree.tokens.clone()
-            tokens[undrafted, 1:] = NEVER_PICKED
-            tree = replace(tree, tokens=tokens)
-        for row, rule in ruled:
-            if rule.process_at is None and not rule.is_greedy:
-                with self.batch.guarded(row):
-                    picks[row] = self._picks(rule, logits[row : row + 1], positions[row : row + 1])[0]
-        verdict = walk(tree, picks, self.ops)
-        for row, rule in ruled:
-            if rule.process_at is not None:
-                with self.batch.guarded(row):
-                    walked = self._walked(row, rule, rule.process_at, replace(scored, tree=tree), positions)
-                    for mine, theirs in (
-                        (verdict.path, walked.path),
-                        (verdict.accepted, walked.accepted),
-                        (verdict.bonus, walked.bonus),
-                    ):
-                        mine[row] = theirs[0]
-        return VerifiedTree(scored, verdict, None)
-
-    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
-        """Nothing: a rule's numbers are those of its positions."""
-
-    def _masks(self, tree: TokenTree, ruled: list[tuple[int, Rule]]) -> dict[int, Tensor]:
-        """The masks of the rows that have a constraint."""
-        masks: dict[int, Tensor] = {}
-        held = [(row, rule.constraint) for row, rule in ruled if rule.constraint is not None]
-        tokens, parents = (tree.tokens.tolist(), tree.parents.tolist()) if held else ([], [])
-        for row, constraint in held:
-            with self.batch.guarded(row):
-                masks[row] = constraint.masks(self.batch.out.tokens[row], tokens[row], parents[row])
-        return masks
-
-    def _picks(self, rule: Rule, scores: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [1, N] of one prompt, of scores [1, N, V] and the positions [1, N] of the tokens that are chosen
-        there."""
-        settings = rule.settings if rule.sample else None
-        if rule.process is not None and settings is None:
-            scores = rule.process(scores[0].float())[None]
-        return choose(scores, self._uniform(rule, positions), self.ops, settings)
-
-    def _walked(self, row: int, rule: Rule, process_at: RowProcessor, scored: Scored, positions: Tensor) -> Verdict:
-        """The verdict on the tree of a row whose processors look at the history."""
-        batch, tree, one = self.batch, scored.tree, slice(row, row + 1)
-        alone = TokenTree(tree.tokens[one], tree.parents[one], tree.depths[one], tree.ancestors[one], tree.max_path)
-        answer, history = batch.out.tokens[row], rule.history
-        assert history is not None
-        verdict, _ = walk_with_history(
-            alone,
-            scored.logits[one],
-            self._uniform(rule, positions[one]),
-            [torch.cat((history, history.new_tensor(answer)))],
-            process_at,
-            [batch.limits[row] - len(answer)],
-            lambda _, more: batch.over(row, more),
-            self.ops,
-        )
-        return verdict
-
-    def _uniform(self, rule: Rule, positions: Tensor) -> Tensor | None:
-        """The numbers of these positions, where the rule draws."""
-        return uniform_at(torch.tensor(rule.seed, device=positions.device), positions) if rule.sample else None
 
 
 PATIENCE = 16

@@ -84,7 +84,7 @@ class Joining:
         """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed
         scores [1, V]: `first`, where they are known."""
         text = self.ids, torch.tensor([self.done], device=self.ids.device)
-        root, scores = first or verifier.first(self.logits, text, [self.prompt])
+        root, scores = first or verifier.joined(self.logits, text, self.prompt, self.drafter)
         if self.drafter is not None:
             features = self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1)
             if features.shape[1] < self.done - self.drafts_from:  # of a drafter that reads no features

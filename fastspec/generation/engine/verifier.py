@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.constraint import Constraint, masked
-from fastspec.generation.drafters.base import MixingDrafter, Place, Process
+from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.round_program import Scored, VerifiedTree
@@ -34,6 +34,10 @@ class Verifier(ABC):
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The first tokens of these prompts, whose text was read, from raw logits [B, V] -> tokens [B], processed
         scores [B, V] fp32."""
+
+    def joined(self, logits: Tensor, text: Text, prompt: int, drafter: Drafter | None) -> tuple[Tensor, Tensor]:
+        """`first` of a prompt that joins the rounds, and that `drafter` is about to begin with."""
+        return self.first(logits, text, [prompt])
 
     @abstractmethod
     def __call__(self, scored: Scored) -> VerifiedTree:
@@ -146,10 +150,10 @@ class MixedChoice(Choice):
         super().__init__(ops, rule, draws)
         self.drafter, self.place = drafter, Place.HOST
 
-    def mixed_first(self, logits: Tensor, text: Text) -> Tensor:
-        """Log-probabilities [B, V] of the first new tokens; the drafter reads the text for it."""
-        rule = self.rule
-        return self.drafter.first(*text, logits, self.processed(logits), process=rule.process, sample=rule.sample)
+    def mixed_first(self, logits: Tensor, text: Text, drafter: MixingDrafter | None = None) -> Tensor:
+        """Log-probabilities [B, V] of the first new tokens; the drafter, or another one, reads the text for it."""
+        rule, scores = self.rule, self.processed(logits)
+        return (drafter or self.drafter).first(*text, logits, scores, process=rule.process, sample=rule.sample)
 
     def mixed(self, scored: Scored) -> Tensor:
         """Log-probabilities [B, N, V] at a tree's nodes."""
@@ -159,6 +163,12 @@ class MixedChoice(Choice):
         """First tokens of prompts by the mixture, and its log-probabilities."""
         scores = self.mixed_first(logits, text)
         return self.pick(scores, prompts), scores.float()
+
+    def joined(self, logits: Tensor, text: Text, prompt: int, drafter: Drafter | None) -> tuple[Tensor, Tensor]:
+        """The first token of a prompt by the mixture with the distribution of a drafter of its own."""
+        assert isinstance(drafter, MixingDrafter)
+        scores = self.mixed_first(logits, text, drafter)
+        return self.pick(scores, [prompt]), scores.float()
 
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The walk by the mixture of both distributions."""
@@ -249,17 +259,19 @@ class InLockstep(Verifier):
         """Nothing: the steps draw."""
 
 
+BLIND_MIXTURE = (
+    "a mixture of two models' distributions takes no processors that look at the tokens so far (repetition_penalty, "
+    "no_repeat_ngram_size, structures, ...) and no answers to verify: leave them out, or decode the large model's own "
+    "distribution"
+)
+
+
 def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
     """Verifier of a call's tokens: plain decoding's steps or processors that look at the history, where it has
     them, else `choice`. Raises Unsupported for what a mixture cannot be combined with."""
     looks_back = request.process_at is not None or request.constraint_of is not None
     if isinstance(choice, MixedChoice) and (looks_back or request.answers is not None):
-        raise Unsupported(
-            "a mixture of two models' distributions takes no processors that look at the tokens so far "
-            "(repetition_penalty, "
-            "no_repeat_ngram_size, ...) and no answers to verify: leave them out, or decode the large model's own "
-            "distribution"
-        )
+        raise Unsupported(BLIND_MIXTURE)
     if request.steps is not None:
         return InLockstep(choice, request.steps)
     if request.process_at is not None:

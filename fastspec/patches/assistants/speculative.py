@@ -45,6 +45,7 @@ thousand."""
 class SpeculativeDecoding(Decoding):
     """Decoding with drafts of `draft`; the target itself where `config.early_exit` is set."""
 
+    continuous: ClassVar[bool] = True
     config: Speculative
     target: Any
     draft: Any
@@ -369,6 +370,7 @@ class MixedDecoding(Decoding):
     """Decoding whose every token follows a deferral rule's mixture of the target's distribution and the draft
     model's."""
 
+    continuous: ClassVar[bool] = True
     config: Cascade
     draft: Any
     target: Any
@@ -394,6 +396,7 @@ class MixedDecoding(Decoding):
 class StagedDecoding(Decoding):
     """Decoding with drafts of a chain of models, the smallest first: the target's distribution exactly."""
 
+    continuous: ClassVar[bool] = True
     config: Cascade
     drafts: tuple[Any, ...]
     target: Any

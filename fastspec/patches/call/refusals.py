@@ -193,7 +193,8 @@ def refuse_joining(decoding: Any, model: Any) -> None:
         raise Unsupported(
             f"ContinuousBatch: assistant {decoding.name!r} cannot take a new prompt into a running batch: accepted "
             "are 'autoregressive', "
-            "'eagle', 'eagle2', 'eagle3', 'mtp', 'nasd' and decodings that say `continuous = True`"
+            "'eagle', 'eagle2', 'eagle3', 'mtp', 'nasd', 'speculative' with one tokenizer and decodings that say "
+            "`continuous = True`"
         )
 
 

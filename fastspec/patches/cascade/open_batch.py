@@ -390,6 +390,13 @@ class ContinuousCascade:
         return max(0, len(self._open) - self.running)
 
     @property
+    def loads(self) -> dict[str, tuple[int, int]]:
+        """Stage -> (rows that hold a prompt, prompts that wait for a row)."""
+        return {
+            name: (batch.running, batch.waiting) for name, batch in zip(self.models.names, self.batches, strict=True)
+        }
+
+    @property
     def alive(self) -> bool:
         """True where it takes prompts, and every stage does."""
         return not self._closing and all(batch.alive for batch in self.batches)

@@ -54,7 +54,7 @@ def cascade_of(
     backend: BackendName,
 ) -> Cascade | None:
     """The cascade of a command's options, None where they name none. Raises Unsupported for options that do not go
-    together, a predictor that cannot be read or is for other stages, and a mode without an open batch."""
+    together, and a predictor that cannot be read or is for other stages."""
     if path is not None and (stages or predictor is not None):
         raise Unsupported(
             "--cascade FILE names the stages, their heads and their predictor: leave out --stage and --predictor"
@@ -65,10 +65,9 @@ def cascade_of(
         return None
     config = Cascade.from_yaml(path) if path is not None else _of_stages(model, stages or [], heads, predictor, backend)
     if config.mode != "adaptive":
-        raise Unsupported(
-            f"mode={config.mode!r} of a cascade drafts with several models for all rows of a call at once, and an open "
-            "batch lets prompts join: mode='adaptive' is served, and `fastspec chat` takes every mode"
-        )
+        if price is not None:
+            raise Unsupported(f"--price is of the mode 'adaptive': mode={config.mode!r} goes on from no answer")
+        return config
     from fastspec.cascade.predictor import Predictor
 
     if isinstance(config.predictor, (str, Path)) and config.label is not None:

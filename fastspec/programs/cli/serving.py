@@ -79,7 +79,9 @@ def chosen_beside(
     config: Cascade | None, name: str, heads: Mapping[str, str], assistant: str | None
 ) -> tuple[Chosen, Cascade | None]:
     """The assistant of a command, and its cascade, whose large model decodes with that: the cascade's own where the
-    command names none."""
+    command names none. Raises Unsupported where the cascade's mode has the large model decode with its stages alone."""
+    if config is not None and config.mode != "adaptive" and (assistant is not None or heads):
+        raise Unsupported(f"mode={config.mode!r} of a cascade drafts with its stages: leave out --assistant and --head")
     if config is not None and assistant is None and not heads:
         assistant = cast(str, config.assistant)  # a file names it
     chosen = chosen_of(name, heads, assistant)

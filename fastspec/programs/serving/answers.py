@@ -89,7 +89,8 @@ class NamedRound:
 @dataclass(frozen=True, slots=True)
 class End:
     """End of the answer, with its tokens, and of the draft tokens those that are among them. `stop` is the stop string
-    that ended it, `cached` the prompt's tokens that were not read."""
+    that ended it, `cached` the prompt's tokens that were not read; its first token came `first` seconds after the
+    request, and its end after `seconds`."""
 
     reason: Literal["stop", "length", "tool_calls"]
     tokens: int
@@ -97,6 +98,8 @@ class End:
     drafted: int = 0
     stop: str | None = None
     cached: int = 0
+    first: float = 0.0
+    seconds: float = 0.0
 
 
 Event = Content | Reasoning | ToolCall | Logprobs | NamedRound | End
@@ -429,13 +432,12 @@ class AnswerReader:
     def add(self, tokens: list[int], scored: list[TokenLogprob] | None = None) -> list[Event]:
         """The events that are certain with these tokens."""
         if scored is None or self.names is None:
-            text = self._text(tokens)
-        else:
-            text = ""
-            for token, each in zip(tokens, scored, strict=True):
-                self.held.append(self.names.named(each, self.before + self.texts.length))
-                text += self._text([token])
-        return self._events(self.cut.add(text))
+            return self._events(self.cut.add(self._text(tokens)))
+        events: list[Event] = []
+        for token, each in zip(tokens, scored, strict=True):  # one by one: each comes with its text
+            self.held.append(self.names.named(each, self.before + self.texts.length))
+            events += self._events(self.cut.add(self._text([token])))
+        return events
 
     def finish(self) -> list[Event]:
         """The rest."""

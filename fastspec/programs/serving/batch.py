@@ -26,6 +26,8 @@ from fastspec.patches.scoring import text_logprobs
 
 REFUSALS = (Unsupported, ValueError, FastSpecError)
 """What a batch raises for a prompt that it does not take; FastSpecError where it takes none any more."""
+StageLoads = dict[str, tuple[int, int]]
+"""Stage -> (rows that hold a prompt, prompts that wait for a row); empty without a cascade."""
 PutRound = Callable[[StreamedRound | Visit], None]
 """Takes a round of one answer, or a stage's part in it, or the part of a text that a pass scored."""
 
@@ -75,6 +77,11 @@ class TokenStreamer(RoundStreamer):
     def put_visit(self, visit: Visit) -> None:
         """Hand a stage's part on."""
         self.told(visit)
+
+
+def loads_of(batch: PromptBatch) -> StageLoads:
+    """The loads of a cascade's stages."""
+    return batch.loads if isinstance(batch, ContinuousCascade) else {}
 
 
 def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
@@ -200,6 +207,10 @@ class Served(Protocol):
         """Prompts that wait for a row, and texts that are to be scored."""
 
     @property
+    def loads(self) -> StageLoads:
+        """Those of a cascade's stages."""
+
+    @property
     def alive(self) -> bool:
         """True where it takes prompts."""
 
@@ -228,6 +239,7 @@ class Here:
     turns = property(lambda self: self.batch.turns + self.scorer.passes)
     running = property(lambda self: self.batch.running)
     waiting = property(lambda self: self.batch.waiting + len(self.scorer.held))
+    loads = property(lambda self: loads_of(self.batch))
     alive = property(lambda self: self.batch.alive)
 
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from fastspec.cascade.config import Cascade
 from fastspec.cascade.decisions import Visit
+from fastspec.programs.serving.batch import StageLoads
 from fastspec.programs.serving.requests import AnswerRequest, Refused
 
 CHANCES = tuple(step / 10 for step in range(1, 11))
 
 
-def refuse_fields(asked: AnswerRequest, assistant: str) -> None:
-    """Raise Refused for fields that what a server decodes with cannot honour, by their names."""
-    if assistant != Cascade.name:
+def refuse_fields(asked: AnswerRequest, info: Mapping[str, str]) -> None:
+    """Raise Refused for fields that what a server decodes with, by its settings, cannot honour, by their names."""
+    if "stages" not in info:
         if asked.price is not None:
             raise Refused(
-                "price is not accepted: it is that of a bad answer in a cascade, and this server has no cascade"
+                "price is not accepted: it is that of a bad answer in a cascade, and this server has no cascade that "
+                "decides by it"
             )
         return
-    if asked.assistant not in (None, assistant):
+    if asked.assistant not in (None, info["assistant"]):
         raise Refused(
-            f"assistant={asked.assistant!r} is not accepted: all requests here are answered with {assistant!r}, whose "
-            "stages have their own"
+            f"assistant={asked.assistant!r} is not accepted: all requests here are answered with "
+            f"{info['assistant']!r}, whose stages have their own"
         )
     if asked.rounds:
         raise Refused("fastspec.rounds is not accepted: the answer of a cascade may be any stage's, of other tokens")
@@ -90,13 +91,15 @@ class StageMetrics:
         self.tokens.labels(name, "kept").inc(visit.kept_tokens)
 
 
-def told_of(visits: Sequence[Visit]) -> str:
-    """The stages of an answer, for a line of the log; empty without a cascade."""
+def told_of(visits: Sequence[Visit], loads: StageLoads) -> str:
+    """The stages of an answer, and their loads now, for a line of the log; empty without a cascade."""
     parts = []
     for visit in visits:
         quality = f", P(acceptable) {visit.quality[0]:.2f}" if visit.quality else ""
         cost = "" if visit.cost is None else f", cost {visit.cost:.1f} ms"
-        parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}")
+        running, waiting = loads[visit.name]
+        load = f" (now {running} in its rows, {waiting} waiting)"
+        parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}{load}")
     return "".join(parts)
 
 

@@ -201,6 +201,11 @@ ACCEPTED: dict[str, Check] = {
 """Fields -> what they may hold where they are given; a route's other fields must be left out, or hold nothing."""
 OF_CHATS: dict[str, Check] = {"logprobs": TRUTH, "top_logprobs": _whole(0, LIKELIEST)}
 OF_COMPLETIONS: dict[str, Check] = {"logprobs": _whole(0, LIKELIEST), "max_tokens": _whole(0)}
+INCLUDED = "message.output_text.logprobs"
+OF_RESPONSES: dict[str, Check] = {
+    "top_logprobs": _whole(0, LIKELIEST),
+    "include": (lambda value: value in ([], [INCLUDED]), f"a list of {INCLUDED} alone"),
+}
 """The same of fields that hold something else on one route."""
 
 

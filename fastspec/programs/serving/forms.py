@@ -85,7 +85,7 @@ class Choices(Form):
         """The log-probabilities of a choice."""
 
     def made(self, kind: str, choices: list[JsonObject], usage: bool = False) -> JsonObject:
-        """An answer or a chunk, with the counts of tokens or without."""
+        """An answer or a chunk, with the counts of tokens and the times or without."""
         head = {"id": self.asked.request_id, "object": kind, "created": self.created, "model": self.model}
         if not usage:
             return {**head, "choices": choices}
@@ -97,7 +97,23 @@ class Choices(Form):
         counts: JsonObject = {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
         cached = sum(end.cached for index, end in self.ends.items() if index % self.asked.n == 0)
         counts["prompt_tokens_details"] = {"cached_tokens": cached}
-        return {**head, "choices": choices, "usage": {**counts, "completion_tokens_details": details}}
+        usages = {**counts, "completion_tokens_details": details}
+        return {**head, "choices": choices, "usage": usages, "timings": self.timings(counts, details)}
+
+    def timings(self, counts: JsonObject, details: JsonObject) -> JsonObject:
+        """Times and counts as llama.cpp's server has them, of all answers together."""
+        ends, cached = self.ends.values(), counts["prompt_tokens_details"]["cached_tokens"]
+        accepted = details["accepted_prediction_tokens"]
+        first, last = min(end.first for end in ends), max(end.seconds for end in ends)
+        return {
+            "cache_n": cached,
+            "prompt_n": counts["prompt_tokens"] - cached,
+            "prompt_ms": round(1e3 * first, 3),
+            "predicted_n": counts["completion_tokens"],
+            "predicted_ms": round(1e3 * (last - first), 3),
+            "draft_n": accepted + details["rejected_prediction_tokens"],
+            "draft_n_accepted": accepted,
+        }
 
     def choice(self, index: int, **fields: Any) -> JsonObject:
         """A choice, with the log-probabilities that have come where they are asked for."""
@@ -161,11 +177,7 @@ class ChatForm(Choices):
 
     def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
         """Each token as text and bytes, with the likeliest in its place."""
-        content = []
-        for token in tokens:
-            top = [_named(piece, logprob) for piece, logprob in token.top]
-            content.append({**_named(token.piece, token.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        return {"content": [named_token(token) for token in tokens], "refusal": None}
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
         """The messages that the chunks come to."""
@@ -232,6 +244,12 @@ def _said(piece: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
+def named_token(token: NamedToken) -> JsonObject:
+    """A token as text and bytes, with its log-probability and the likeliest in its place."""
+    top = [_named(piece, logprob) for piece, logprob in token.top]
+    return {**_named(token.piece, token.logprob), "top_logprobs": top}
+
+
 def _named(piece: bytes, logprob: float | None) -> JsonObject:
     return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
 
@@ -247,6 +265,10 @@ class ResponseForm(Form):
         self.inside: type[Event] | None = None
         """Kind of the text that the last item is still given."""
         self.text, self.sent = "", 0
+        self.tokens: list[NamedToken] = []
+        """Tokens whose text has not come."""
+        self.logprobs: list[JsonObject] = []
+        """Log-probabilities of the last item's text so far."""
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
         """The response that a stream ends with."""
@@ -261,11 +283,14 @@ class ResponseForm(Form):
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
         """The messages of one event; another kind than the last one's closes its item."""
+        if isinstance(event, Logprobs):
+            self.tokens += event.tokens
+        if isinstance(event, (Logprobs, NamedRound)):
+            return []
+        tokens, self.tokens = self.tokens, []
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []
         if isinstance(event, ToolCall):
             return messages + self._call(event)
-        if isinstance(event, (Logprobs, NamedRound)):
-            return []
         if isinstance(event, End):
             if all(item["type"] == "reasoning" for item in self.items):
                 messages += self._open(Content) + self._close()
@@ -276,7 +301,9 @@ class ResponseForm(Form):
         self.text += event.text
         if isinstance(event, Reasoning):
             return [*messages, self._within("reasoning_text.delta", content_index=0, delta=event.text)]
-        return [*messages, self._within("output_text.delta", content_index=0, delta=event.text, logprobs=[])]
+        scored = [named_token(token) for token in tokens]
+        self.logprobs += scored
+        return [*messages, self._within("output_text.delta", content_index=0, delta=event.text, logprobs=scored)]
 
     def failed(self, message: str, status: int) -> list[JsonObject]:
         """The error, and the response with it."""
@@ -286,14 +313,15 @@ class ResponseForm(Form):
         return [first, self._message("failed", response=self._response("failed", error=error))]
 
     def _open(self, kind: type[Event]) -> list[JsonObject]:
-        self.inside, self.text = kind, ""
+        self.inside, self.text, self.logprobs = kind, "", []
         if kind is Reasoning:
             return [self._item("added", "rs", type="reasoning", summary=[], content=[])]
         added = self._item("added", "msg", type="message", role="assistant", content=[])
         return [added, self._within("content_part.added", content_index=0, part=self._part())]
 
     def _part(self) -> JsonObject:
-        return {"type": "output_text", "text": self.text, "annotations": []}
+        scored = {} if self.asked.logprobs is None else {"logprobs": self.logprobs}
+        return {"type": "output_text", "text": self.text, "annotations": [], **scored}
 
     def _close(self) -> list[JsonObject]:
         kind, self.inside = self.inside, None
@@ -301,7 +329,7 @@ class ResponseForm(Form):
             done = self._within("reasoning_text.done", content_index=0, text=self.text)
             return [done, self._item("done", content=[{"type": "reasoning_text", "text": self.text}])]
         return [
-            self._within("output_text.done", content_index=0, text=self.text, logprobs=[]),
+            self._within("output_text.done", content_index=0, text=self.text, logprobs=self.logprobs),
             self._within("content_part.done", content_index=0, part=self._part()),
             self._item("done", content=[self._part()]),
         ]

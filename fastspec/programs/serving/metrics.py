@@ -14,6 +14,11 @@ from fastspec.programs.serving.batch import Served
 from fastspec.programs.serving.cascade import StageMetrics
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+STAGE_GAUGES = {
+    "fastspec_stage_rows_running": "Rows of a stage that hold a request.",
+    "fastspec_stage_queue": "Requests that wait for a row of a stage.",
+}
+"""Gauges of what `Served.loads` tells of a stage, in its order."""
 WINDOW = 10.0
 """Seconds that tokens per second are counted over."""
 
@@ -87,6 +92,11 @@ class Metrics:
         }
         for name, (said, value) in gauges.items():
             yield GaugeMetricFamily(name, said, value=value)
+        for place, (name, said) in enumerate(STAGE_GAUGES.items()):
+            loads = GaugeMetricFamily(name, said, labels=["stage"])
+            for stage, load in batch.loads.items():
+                loads.add_metric([stage], load[place])
+            yield loads
         counters = {
             "fastspec_rounds": ("Rounds.", stats.rounds),
             "fastspec_row_rounds": ("Rounds summed over running rows.", stats.row_rounds),

@@ -95,6 +95,7 @@ class Remote:
     stats = property(lambda self: self.state.stats)
     turns = property(lambda self: self.state.turns)
     running = property(lambda self: self.state.running)
+    loads = property(lambda self: self.state.loads)
 
     @property
     def waiting(self) -> int:

@@ -25,6 +25,7 @@ from fastspec.programs.serving.fields import (
     NEUTRAL,
     OF_CHATS,
     OF_COMPLETIONS,
+    OF_RESPONSES,
     OF_TOKENS,
     SETTINGS,
     Check,
@@ -126,7 +127,7 @@ def _route(needs: str, params: Any, *more: str, own: dict[str, Check]) -> Route:
 
 CHAT = _route("messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs", "fastspec", own=OF_CHATS)
 COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, "fastspec", own=OF_COMPLETIONS)
-RESPONSE = _route("input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs", own={})
+RESPONSE = _route("input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs", own=OF_RESPONSES)
 
 
 def parse(text: str) -> Any:
@@ -237,8 +238,12 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
     prompts = _prompts(body["prompt"], size) if route is COMPLETION else ()
     if config.max_new_tokens == 0 and not body.get("echo"):
         raise Refused("max_tokens=0 is not accepted: it must be 1 or more, or with echo")
-    if "top_logprobs" in body and "logprobs" not in body:
+    if route is RESPONSE:
+        logprobs = body.get("top_logprobs", 0 if body.get("include") else None)
+    elif "top_logprobs" in body and "logprobs" not in body:
         raise Refused("top_logprobs is not accepted without logprobs: true")
+    else:
+        logprobs = body.get("top_logprobs", 0) if body.get("logprobs") is True else body.get("logprobs")
     return AnswerRequest(
         request_id,
         prompts,
@@ -253,7 +258,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         body.get("stream_options", {}).get("include_usage"),
         structure,
         body.get("n", 1),
-        body.get("top_logprobs", 0) if body.get("logprobs") is True else body.get("logprobs"),
+        logprobs,
         body.get("echo", False),
         float(body.get("frequency_penalty", 0)),
         float(body.get("presence_penalty", 0)),

@@ -20,7 +20,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import keep_criterion
-from fastspec.programs.serving.batch import BatchPrompt, PutRound, TextScorer, read_tokens, submit
+from fastspec.programs.serving.batch import BatchPrompt, PutRound, StageLoads, TextScorer, loads_of, read_tokens, submit
 from fastspec.programs.serving.wire import Failure, Wire
 
 Opened = tuple[PromptBatch, Any]
@@ -108,6 +108,7 @@ class State:
     turns: int = 0
     stats: Stats = field(default_factory=Stats)
     """The counts that a server shows."""
+    loads: StageLoads = field(default_factory=dict)
 
 
 COUNTS = "assistant", "rows", "reused", "rounds", "row_rounds", "round_tokens", "drafted", "accepted"
@@ -223,4 +224,4 @@ class BatchEnd:
     def _state(self) -> State:
         batch = self.batch
         counts = {name: getattr(batch.stats, name) for name in COUNTS}
-        return State(batch.running, batch.alive, batch.turns + self.scorer.passes, Stats(**counts))
+        return State(batch.running, batch.alive, batch.turns + self.scorer.passes, Stats(**counts), loads_of(batch))

@@ -150,7 +150,7 @@ class Row:
         first = "none" if self.first is None else f"{self.first:.3f} s"
         said = f"{self.prompt_tokens} prompt tokens, {len(self.tokens)} new, first after {first}, {seconds:.3f} s"
         name = self.asked.request_id + (f"[{self.index}]" if self.asked.count > 1 else "")
-        log.info("%s: %s, %s%s", name, outcome, said, told_of(self.visits))
+        log.info("%s: %s, %s%s", name, outcome, said, told_of(self.visits, self.metrics.batch.loads))
         if outcome == "error":
             log.error("%s failed", name, exc_info=error)
 
@@ -164,7 +164,10 @@ class Row:
             self._post([*self.named, *self.echo, *self.reader.add(self.tokens, scored)])
         self._post(self.reader.finish())
         reason = "tool_calls" if self.called else self._reason()
-        self._post([End(reason, len(self.tokens), self.accepted, self.drafted, self.reader.cut.found, self.cached)])
+        seconds = time.perf_counter() - self.asked.arrived
+        times = seconds if self.first is None else self.first, seconds
+        counts = len(self.tokens), self.accepted, self.drafted
+        self._post([End(reason, *counts, self.reader.cut.found, self.cached, *times)])
 
 
 Item = tuple[int, "list[Event] | BaseException"]
@@ -330,7 +333,7 @@ class Server:
         """A request and its prompts. Texts are tokenized by a call that lets go of the interpreter. Raises Refused for
         another assistant than the rows have."""
         own = self.info["assistant"]
-        refuse_fields(asked, own)
+        refuse_fields(asked, self.batch.info)
         if asked.assistant not in (None, own, *NO_DRAFTS):
             raise Refused(f"assistant={asked.assistant!r} is not accepted: all rows here have {own!r}, or 'none'")
         return asked, [self._prompt(each) for each in asked.prompts] or [self.templated(asked)]
