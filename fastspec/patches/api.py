@@ -32,7 +32,6 @@ from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.open_batch import ContinuousCascade
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, has_capturing_hooks, unwrapped
-from fastspec.patches.hf.exact import why_inexact
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.layers import told_formats
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
@@ -94,7 +93,7 @@ def patch(
     cascade: Cascade | None = None,
     assistant: Assistant | Literal["none"] | None = None,
     backend: BackendName = "auto",
-    exact: bool = False,
+    exact: bool | None = None,
     stored: bool = False,
 ) -> Model:
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
@@ -111,9 +110,11 @@ def patch(
     first needs them. `assistant` is the default of every `generate` call that names none: a call that it cannot
     serve runs transformers' own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact`
     every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed
-    order (see docs/guide/output.md); what has none is refused by name. With `stored` assisted calls multiply quantised
-    weights as they are stored, where their format is read (docs/guide/quantised.md); else such layers run by their own
-    forward. Only this instance is changed, and nothing in its forward pass; without an assistant it does what it
+    order (see docs/guide/output.md); True refuses by name what has none, False takes the fast kernels, and None is True
+    where that was measured to cost little: on an H100 or H200, from 4,096 channels on. With `stored` assisted calls
+    multiply quantised weights as they are stored, where their format is read (docs/guide/quantised.md); else such
+    layers run by their own forward. Only this instance is changed, and nothing in its forward pass; without an
+    assistant it does what it
     did. On CUDA and with "cpp" the weights of layers that read one input (query, key and value; gate and up) are
     laid one after another: the parameters become views, and their values, names and shapes stay.
 
@@ -203,7 +204,7 @@ def patched(
     cascade: Cascade | None = None,
     assistant: Assistant | Literal["none"] | None = None,
     backend: BackendName = "auto",
-    exact: bool = False,
+    exact: bool | None = None,
     stored: bool = False,
 ) -> Iterator[Model]:
     """`with fastspec.patched(model, eagle3=...) as model:` patches for the length of the block, exceptions included;
@@ -293,8 +294,7 @@ class Report:
     """Why `backend="auto"` runs on the CPU without the C++ kernels; None where it has them, and for other backends and
     devices."""
     why_inexact: str | None = None
-    """Why drafts may change a near-tie in bfloat16 and float16: `exact=True` was not asked for, or cannot be had here;
-    None where it holds."""
+    """Why drafts may change a near-tie in bfloat16 and float16; None where they do not (`patch(exact=...)`)."""
     stored: dict[str, int] = field(default_factory=dict)
     """Formats of quantised layers whose weights assisted calls multiply as stored -> how many layers do."""
     own_forward: dict[str, int] = field(default_factory=dict)
@@ -386,6 +386,7 @@ def report(model: Any) -> Report:
         raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
     mode, device, dtype = mode_for(model), device_of(model), dtype_of(model)
     ops = session.ops(model, mode)
+    why_inexact = None if ops.exact else session.why_inexact(model, mode, ops)
     stored, own_forward = told_formats(model, session.stored)
     return Report(
         model=type(model).__name__,
@@ -396,7 +397,7 @@ def report(model: Any) -> Report:
         stored=stored,
         own_forward=own_forward,
         dequantised=told_dequantised(model),
-        why_inexact=None if session.exact else why_inexact(ops, dtype),
+        why_inexact=why_inexact,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),

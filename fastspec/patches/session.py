@@ -37,7 +37,7 @@ from fastspec.patches.hf.compat import (
     local_part,
     unpack_weights,
 )
-from fastspec.patches.hf.exact import refuse_device
+from fastspec.patches.hf.exact import ExactDefault, refuse_device
 from fastspec.patches.hf.layers import pack_model, reads_packed
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.on_cpu import named, why_torch
@@ -183,8 +183,8 @@ class PatchSession:
 
     backend: str
     resources: dict[str, Any]
-    exact: bool = False
-    """True where every assistant is held to the bits of plain decoding."""
+    exact: bool | None = None
+    """True where every assistant is held to the bits of plain decoding; None where that costs little."""
     stored: bool = False
     """True where weights that a quantiser stored are multiplied as they are."""
     captured: bool = False
@@ -196,6 +196,7 @@ class PatchSession:
     """The assistant of calls that name none, as `patch` was given it."""
     unassisted: Counter[str] = field(default_factory=Counter)
     """Why calls that a default assistant could not serve ran transformers' own decoding -> how many did."""
+    exact_default: ExactDefault = field(default_factory=ExactDefault)
     told: set[str] = field(default_factory=set)
     """Why calls ran in generic mode, as the user was told."""
     kernels: Counter[str] = field(default_factory=Counter)
@@ -230,6 +231,7 @@ class PatchSession:
             ops = replace(ops, stored_linears=None)
         if self.exact:
             refuse_device(ops, dtype_of(model))
+        if self.why_inexact(model, mode, ops) is None:
             ops = replace(exact_ops(), stored_linears=ops.stored_linears, drafts=ops)
         if ops.name == "triton":
             use_tuned(device)
@@ -244,6 +246,13 @@ class PatchSession:
                     warnings.warn(f"heads draft in the model's dtype: {error}", RuntimeWarning, stacklevel=2)
                     ops = replace(ops, drafts_in=None)
         return counted(ops, self.kernels)
+
+    def why_inexact(self, model: Any, mode: Mode, ops: Ops) -> str | None:
+        """Reason for which drafts may change a near-tie of a model that runs on these kernels; None where they do
+        not."""
+        if self.exact is None:
+            return self.exact_default.why_not(model, mode.adapter, ops)
+        return None if self.exact else "patch(model, exact=False) asked for the fast kernels"
 
     def _drafts(self) -> bool:
         """True where an EAGLE-3 head may draft, the only kind that does so in a dtype of its own."""

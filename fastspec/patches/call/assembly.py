@@ -87,7 +87,7 @@ def _key(plan: Plan) -> Hashable:
     chosen = processing.sample, processing.signature, processing.settings
     pad_token = None if plan.steps is None else plan.steps.pad_token
     measured = request.answers is not None, request.measure, pad_token, plan.bounded, plan.dropped, plan.likeliest
-    key = plan.decoding, request.width, *chosen, measured, weights
+    key = plan.decoding, plan.ops.exact, request.width, *chosen, measured, weights
     try:
         hash(key)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Refusals of `patch(exact=True)`: what has no kernels that sum in a fixed order, by name."""
+"""Which models are held to bits: refusals of `patch(exact=True)`, and what is held by itself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 
+from fastspec.devices import device_name
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import FullAttention, Gated, LayerParts, Linears, RmsNorm
 from fastspec.generation.ops import Ops
+from fastspec.patches.hf.changes import Snapshot
+from fastspec.patches.hf.compat import device_of, dtype_of
+from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.model import HFModel
 
 HINT = "leave out exact=True"
+WIDE = 4096
+"""Hidden size from which models are held to bits by themselves: one row of the 8B shape takes up to 3 % longer on an
+H200 (exact_rounds_h200.jsonl), and more of narrower layers."""
 
 
 def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
@@ -22,13 +30,37 @@ def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
         raise Unsupported(f"exact=True is for bfloat16 and float16, and this model is in {dtype}: {HINT}")
 
 
-def why_inexact(ops: Ops, dtype: torch.dtype) -> str:
-    """Reason for which a model of this dtype on these kernels, patched without exact=True, is not held to bits."""
-    try:
-        refuse_device(ops, dtype)
-    except Unsupported as error:
-        return str(error).removesuffix(f": {HINT}")
-    return "patch(model, exact=True) was not asked for"
+class ExactDefault:
+    """What `patch(exact=None)` comes to for a model, as it is by then."""
+
+    def __init__(self) -> None:
+        self._made_of: Snapshot | None = None
+        self._why: str | None = None
+
+    def why_not(self, model: Any, adapter: Adapter | None, ops: Ops) -> str | None:
+        """Reason for which a model on these kernels is not held to bits unless that is asked for; None where it is."""
+        try:
+            refuse_device(ops, dtype_of(model))
+        except Unsupported as error:
+            return str(error).removesuffix(f": {HINT}")
+        from fastspec.kernels.launch import MEASURED
+
+        name, width = device_name(device_of(model)), model.config.get_text_config().hidden_size
+        if name not in MEASURED:
+            return f"its cost was not measured on {name}: patch(model, exact=True) asks for it"
+        if width < WIDE:
+            return f"layers of {width} channels, under {WIDE}, take longer by it: patch(model, exact=True) asks for it"
+        if ops.stored_linears is not None:
+            return "weights are multiplied as they are stored (stored=True)"
+        assert adapter is not None  # as it has these kernels
+        if self._made_of is None or self._made_of.model is not model or self._made_of.changed():
+            self._made_of, self._why = Snapshot(model), None
+            try:
+                target = HFModel(model, adapter, rows=1, capacity=1, tail=1, taps=None, ops=ops)
+                refuse_parts(model, target.layers)
+            except Unsupported as error:
+                self._why = str(error).removeprefix("exact=True: ").removesuffix(f": {HINT}")
+        return self._why
 
 
 def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:

@@ -10,11 +10,14 @@ import torch
 from helpers.generate import SHALLOW
 from helpers.models import tiny_model
 
+import fastspec
 from fastspec.errors import Unsupported
+from fastspec.patches import session
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.exact import refuse_device, refuse_parts, why_inexact
+from fastspec.patches.hf import exact
+from fastspec.patches.hf.exact import ExactDefault, refuse_device, refuse_parts
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import adapter_for
+from fastspec.patches.hf.modes import adapter_for, mode_for
 
 
 def layers_of(model: Any) -> Any:
@@ -51,5 +54,70 @@ def test_other_kernels_and_dtypes_are_refused_by_name() -> None:
         refuse_device(kernels, torch.float32)
     with pytest.raises(Unsupported, match="runs on 'torch'"):
         refuse_device(TORCH, torch.bfloat16)
-    assert why_inexact(kernels, torch.bfloat16) == "patch(model, exact=True) was not asked for"
-    assert why_inexact(TORCH, torch.bfloat16).endswith("this model runs on 'torch'")
+
+
+KERNELS = replace(TORCH, name="triton", stored_linears=None)
+
+
+def half(kind: str) -> Any:
+    return tiny_model(kind, **SHALLOW).to(torch.bfloat16)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "device_name", lambda device: "NVIDIA H200")
+
+
+def test_narrow_models_and_devices_without_figures_are_not_held_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, choice = half("llama"), ExactDefault()
+    assert "was not measured on" in str(choice.why_not(model, adapter_for(model), KERNELS))
+    monkeypatch.setattr(exact, "device_name", lambda device: "NVIDIA H200")
+    width = model.config.hidden_size
+    assert f"layers of {width} channels, under 4096" in str(choice.why_not(model, adapter_for(model), KERNELS))
+    assert "this model runs on 'torch'" in str(choice.why_not(model, adapter_for(model), TORCH))
+    stored = replace(KERNELS, stored_linears=TORCH.stored_linears)
+    monkeypatch.setattr(exact, "WIDE", width)
+    assert "stored=True" in str(choice.why_not(model, adapter_for(model), stored))
+    assert choice.why_not(model, adapter_for(model), KERNELS) is None
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_a_model_has_become_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, choice = half("llama"), ExactDefault()
+    monkeypatch.setattr(exact, "WIDE", model.config.hidden_size)
+    assert choice.why_not(model, adapter_for(model), KERNELS) is None
+    layer = model.model.layers[0].self_attn
+    plain = layer.q_proj
+    layer.q_proj = torch.nn.Sequential(plain)
+    told = choice.why_not(model, adapter_for(model), KERNELS)
+    assert told is not None and told.startswith("layer 0 of LlamaForCausalLM has projections")
+    layer.q_proj = plain
+    assert choice.why_not(model, adapter_for(model), KERNELS) is None
+    mixture = half("mixtral")
+    assert "a feed-forward other than" in str(ExactDefault().why_not(mixture, adapter_for(mixture), KERNELS))
+    assert choice.why_not(model.float(), adapter_for(model), KERNELS) == (
+        "exact=True is for bfloat16 and float16, and this model is in torch.float32"
+    )
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_patch_says_what_it_came_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the report, and by the kernels that a session gives: none, True and False."""
+    model = half("llama")
+    told = {}
+    for asked in (None, False):
+        with fastspec.patched(model, exact=asked):
+            told[asked] = fastspec.report(model).why_inexact
+    assert "this model runs on" in told[None] and told[False] == "patch(model, exact=False) asked for the fast kernels"
+    monkeypatch.setattr(exact, "WIDE", model.config.hidden_size)
+    monkeypatch.setattr(session, "choose_backend", lambda *given, **options: KERNELS)
+    monkeypatch.setattr(session, "exact_ops", lambda: replace(KERNELS, exact=True))
+    monkeypatch.setattr(session, "self_check", lambda *given: None)
+    monkeypatch.setattr(session, "use_tuned", lambda device: None)
+    for asked, held in ((None, True), (False, False), (True, True)):
+        with fastspec.patched(model, exact=asked):
+            state = session.session_of(model)
+            assert state is not None
+            ops = state.ops(model, mode_for(model))
+            assert ops.exact == held == fastspec.report(model).exact
+            assert (ops.drafts is not None and not ops.drafts.exact) == held
