@@ -184,12 +184,12 @@ def _shape(config: Any) -> tuple[int, int, int]:
 def _setting(config: Any, name: str) -> Any:
     """A setting of a configuration, None where its class knows none of this name: a key that another model has left
     over is kept with it, and no forward reads it."""
-    return getattr(config, name, None) if name in _settings_of(type(config)) else None
+    return getattr(config, name, None) if name in _parameters(type(config).__init__) else None
 
 
 @cache
-def _settings_of(kind: type) -> frozenset[str]:
-    return frozenset(inspect.signature(kind).parameters)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _heads(config: Any) -> tuple[int, int]:

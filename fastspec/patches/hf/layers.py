@@ -217,7 +217,8 @@ def _attention(
 def _refuse_other_sizes(attn: Any, inputs: Sequence[nn.Module], size: int, width: int | None) -> None:
     """Raise Unsupported for an attention whose heads are not of a size, or whose plain projections do not give so many
     channels, as a model with pruned heads has it: its keys and values are kept in the sizes of the configuration."""
-    found = sum(local_part(each.weight).shape[0] for each in inputs) if all(map(is_plain, inputs)) else width
+    plain = [each for each in inputs if isinstance(each, nn.Linear) and is_plain(each)]
+    found = sum(len(local_part(each.weight)) for each in plain) if len(plain) == len(inputs) else width
     if attn.head_dim != size or (width is not None and found != width):
         raise Unsupported(
             f"{type(attn).__name__} gives {found} channels in heads of {attn.head_dim}, and its configuration says "

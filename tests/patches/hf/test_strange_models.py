@@ -10,9 +10,11 @@ import pytest
 import torch
 from helpers.generate import answer, prompts, shallow_model
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import fastspec
 from fastspec import Unsupported
+from fastspec.patches.hf.cache import CACHE, kept_cache
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 PADDED = prompts(4, 7)
@@ -137,3 +139,22 @@ def test_a_mask_of_other_numbers_is_refused_by_name(mask: Tensor):
         pytest.raises(Unsupported, match="besides 0 and 1"),
     ):
         batch.submit(prompts(7)["input_ids"], attention_mask=mask, **OPTIONS)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_turn_that_shows_what_was_padding_is_refused_by_name(family, own):
+    """Plain decoding leaves keys of padding in its cache, an assisted call none: a later mask may not show them."""
+    model = shallow_model(family, sliding_window=16) if family == "mistral" else shallow_model()
+    more = prompts(3, 3, seed=2)["input_ids"]
+    options = OPTIONS | {"eos_token_id": None}
+    with fastspec.patched(model):
+        cache = {CACHE: DynamicCache(config=model.config)} if own else {}
+        first = model.generate(**PADDED, **options, **cache, assistant="nasd", return_dict_in_generate=True)
+        ids = torch.cat((first.sequences, more), 1)
+        ones = torch.ones_like(ids)
+        with pytest.raises(Unsupported, match=r"shows tokens of rows \[0\] that \w+ holds nothing of"):
+            model.generate(ids, attention_mask=ones, **options, **{CACHE: kept_cache(first)}, assistant="nasd")
+        mask = torch.cat((PADDED["attention_mask"], ones[:, 7:]), 1)
+        two = model.generate(ids, attention_mask=mask, **options, **{CACHE: kept_cache(first)}, assistant="nasd")
+        assert torch.equal(two, answer(model, {"input_ids": ids, "attention_mask": mask}, **options))
