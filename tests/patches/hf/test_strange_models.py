@@ -158,3 +158,22 @@ def test_a_turn_that_shows_what_was_padding_is_refused_by_name(family, own):
         mask = torch.cat((PADDED["attention_mask"], ones[:, 7:]), 1)
         two = model.generate(ids, attention_mask=mask, **options, **{CACHE: kept_cache(first)}, assistant="nasd")
         assert torch.equal(two, answer(model, {"input_ids": ids, "attention_mask": mask}, **options))
+
+
+def test_padding_behind_an_early_end_may_be_shown():
+    """Windows that see nothing but padding whose embedding is zero leave keys of zero in plain decoding too."""
+    model, inputs = shallow_model("mistral", sliding_window=3), prompts(6, 6)
+    new = answer(model, inputs, **OPTIONS, eos_token_id=None)[:, 6:].tolist()
+    options = OPTIONS | {"eos_token_id": new[0][0], "max_new_tokens": 24}
+    more, found = prompts(3, 3, seed=2)["input_ids"], []
+    assert model.get_input_embeddings().weight[0].count_nonzero() == 0
+    fastspec.patch(model)
+    for assistant in (None, "nasd"):
+        cache = DynamicCache()  # which keeps everything
+        first = model.generate(**inputs, **options, **{CACHE: cache}, assistant=assistant)
+        assert cache.layers[-1].keys[0, 0, -1].count_nonzero() == 0
+        ids = torch.cat((first, more), 1)
+        found.append(
+            model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS, **{CACHE: cache}, assistant=assistant)
+        )
+    assert torch.equal(*found)
