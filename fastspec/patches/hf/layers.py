@@ -257,6 +257,17 @@ def _projections(parts: Adapter, attn: Any) -> list[Any]:
 
 def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: int) -> GatedDelta:
     assert isinstance(state, DeltaState)
+    channels, _, width = net.conv1d.weight.shape
+    found, kept = (
+        (net.num_v_heads, net.head_k_dim, net.head_v_dim, width, channels),
+        (*state.s.shape[2:], *state.held.shape[2:]),
+    )
+    if found != kept:
+        raise Unsupported(
+            f"{type(net).__name__} has value heads, key and value sizes, and a convolution's width and channels of "
+            f"{found}, and its configuration says {kept} (linear_*): let it say what all layers have, or leave out "
+            "assistant="
+        )
     project = product_of([getattr(net, name) for name in parts.recurrent_inputs], ops)
     order = _by_kind(net).to(net.A_log.device) if parts.grouped_inputs else None
     norm, most = getattr(net, parts.recurrent_norm), 2.0 if parts.doubles and getattr(net, parts.doubles) else 1.0

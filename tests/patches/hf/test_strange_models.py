@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.families import recurrent
 from helpers.generate import answer, prompts, shallow_model
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -63,6 +64,16 @@ def test_heads_of_other_sizes_than_the_configuration_says_are_refused_by_name(ch
         ):
             model.generate(**PADDED, **OPTIONS, assistant=assistant)
     assert torch.equal(answer(model, PADDED, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("setting", ["linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_value_heads"])
+def test_recurrent_layers_of_other_sizes_are_refused_by_name(setting):
+    model = fastspec.patch(recurrent())
+    setattr(model.config, setting, getattr(model.config, setting) + 1)
+    with pytest.raises(
+        Unsupported, match=r"Qwen3_5GatedDeltaNet has value heads.* of \(4, 8, 12, 4, 80\), and its conf"
+    ):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
 
 
 def test_norms_of_queries_and_keys_that_add_unlike_numbers_are_refused_by_name():
