@@ -302,6 +302,10 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     layers = list(getattr(decoder_of(model), adapter.layers))
     if len(set(layers)) < len(layers):
         return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
+    if adapter.heads_norm and any(hasattr(getattr(layer, adapter.attention), adapter.heads_norm) for layer in layers):
+        scale = getattr(decoder_of(model), adapter.rotary).attention_scaling
+        if scale != 1.0:
+            return f"its rotation scales by {scale:g} what is normed after it (attention_scaling)"
     looped = _looped_over(model, adapter)
     noisy = noise_of([*looped, *(getattr(layer, adapter.mlp) for layer in layers)])
     if noisy is not None:
