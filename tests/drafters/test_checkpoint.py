@@ -329,3 +329,14 @@ def test_a_head_of_other_sizes_does_not_fit(written):
         fitted(checkpoint, Sizes(3700, 32, LAYERS, 32), Reading())
     with pytest.raises(CheckpointError, match=r"taps hidden_states\[2, 6, 9\], the target has 8 layers"):
         fitted(checkpoint, Sizes(37, 16, 8, 16), Reading(taps=(2, 6, 9)))
+    fitted(checkpoint, Sizes(37 + 1024, 16, LAYERS, 16), Reading())
+    with pytest.raises(CheckpointError, match=r"vocabulary of 37, the target's has 1062"):
+        fitted(checkpoint, Sizes(37 + 1025, 16, LAYERS, 16), Reading())
+
+
+def test_an_embedding_of_its_own_must_have_the_added_tokens(tmp_path):
+    head = make_head()
+    checkpoint = read_checkpoint(write(tmp_path, *as_speculators(head, torch.randn(37, 16))))
+    with pytest.raises(CheckpointError, match=r"no rows for the tokens from 37 on"):
+        fitted(checkpoint, Sizes(38, 16, LAYERS, 16), Reading())
+    assert fitted(checkpoint, Sizes(38, 16, LAYERS, 16), Reading(own_embedding=False)).own_embedding is None
