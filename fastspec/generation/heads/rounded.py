@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.heads.module import DraftHead, EagleHead
+from fastspec.generation.heads.module import DraftHead, EagleHead, Layer, MtpHead
 from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.kernels.quantised.reference import INT8, Codes
 
@@ -40,15 +40,15 @@ def rounded(head: BoundHead, kind: Codes = INT8) -> BoundHead:
     return BoundHead(copy.deepcopy(module, made), head.binding, head.rows)
 
 
-def products(head: BoundHead) -> Iterable[tuple[str, nn.Module]]:
+def products(head: BoundHead) -> list[tuple[str, nn.Module]]:
     """The head's own layers that are multiplied when it drafts, by their names. The matrix that makes an LM head of the
     target's rows is not among them, nor are mixtures of experts."""
     module, family = head.module, head.binding.family
     mine: set[nn.Module] = {each for each in (module.fc, module.lm_head) if each is not None}
     if isinstance(module, EagleHead):
-        for layer in module.layers:
+        for layer in cast(Iterable[Layer], module.layers):
             attn, mlp = layer.self_attn, layer.mlp
             mine |= {attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj}
-    elif family is not None:
+    elif isinstance(module, MtpHead) and family is not None:
         mine |= set(family.products(module.layer))
     return [(name, each) for name, each in module.named_modules() if each in mine]
