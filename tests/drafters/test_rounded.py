@@ -61,9 +61,19 @@ def test_codes_are_the_nearest(kind: Any) -> None:
     half = made.scales / 2 if kind is INT8 else torch.maximum(weight.abs() / 16, made.scales * 2**-10)
     assert bool(((back - weight).abs() <= half * 1.001).all()) and not bool(back[7].any())
     torch.testing.assert_close(made(torch.eye(24)), back.T + 1)
+    assert made.far == pytest.approx(float((back - weight).square().sum()), rel=1e-4)
     cast = copy.deepcopy(made).to(torch.float16)
     assert cast.like.dtype is cast.bias.dtype is torch.float16 and cast.scales.dtype is torch.float32
     assert torch.equal(cast.codes, made.codes)
+
+
+@torch.no_grad()
+def test_codes_are_those_that_are_nearer() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 9)
+    assert RoundedLinear.of(layer).kind is INT8
+    layer.weight[:, :4] *= 1000
+    assert RoundedLinear.of(layer).kind is E4M3
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from torch import nn
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import DraftHead, EagleHead, Layer, MtpHead
 from fastspec.generation.heads.rounded_linear import RoundedLinear
-from fastspec.kernels.quantised.reference import INT8, Codes
 
 
 def is_rounded(head: DraftHead) -> bool:
@@ -23,7 +22,7 @@ def is_rounded(head: DraftHead) -> bool:
 
 @torch.inference_mode(False)  # calls in any mode draft with it
 @torch.no_grad()
-def rounded(head: BoundHead, kind: Codes = INT8) -> BoundHead:
+def rounded(head: BoundHead) -> BoundHead:
     """A copy of a head whose products are rounded, once: later changes of the head's weights are not seen. What it
     borrows of its target stays shared, and is not rounded. A head that is rounded already stays itself.
 
@@ -36,7 +35,7 @@ def rounded(head: BoundHead, kind: Codes = INT8) -> BoundHead:
     for name, layer in products(head):
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{name} is a {type(layer).__name__}, and torch.nn.Linear layers are rounded")
-        made[id(layer)] = RoundedLinear(layer.weight.detach(), layer.bias, kind)
+        made[id(layer)] = RoundedLinear.of(layer)
     return BoundHead(copy.deepcopy(module, made), head.binding, head.rows)
 
 

@@ -30,15 +30,25 @@ class RoundedLinear(nn.Module):
         super().__init__()
         dtype, largest = LARGEST[kind]
         codes, scales = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)
+        far = scales.new_zeros(())
         for part, some, scale in zip(*(each.split(LINES) for each in (weight, codes, scales)), strict=True):
             wide = part.float()
             scale.copy_(wide.abs().amax(1, keepdim=True) / largest).clamp_(min=torch.finfo(torch.float32).tiny)
-            wide = (wide / scale).clamp_(-largest, largest)
-            some.copy_(wide.round_() if dtype is torch.int8 else wide)
+            scaled = (wide / scale).clamp_(-largest, largest)
+            some.copy_(scaled.round_() if dtype is torch.int8 else scaled)
+            far += (some.float() * scale - wide).square_().sum()
         self.kind, self.scales = kind, scales
+        self.far = float(far)
+        """The squared distance from its weight."""
         self.register_buffer("codes", codes.view(torch.uint8))
         self.register_buffer("like", weight.new_empty(0))
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> RoundedLinear:
+        """A layer in the codes that are nearest to its weight: int8, or e4m3 where values of a line are of unlike
+        sizes, as those are that read several layers' states."""
+        return min((cls(layer.weight.detach(), layer.bias, kind) for kind in LARGEST), key=lambda made: made.far)
 
     @property
     def weight(self) -> StoredWeight:
