@@ -318,7 +318,18 @@ def main(arguments: list[str] | None = None) -> None:
     device, _ = device_here()
     bandwidth = read_bandwidth(device)
     shared = place(device, args.dtype) | {"read_gb_per_s": round(bandwidth / 1e9, 1)}
-    shown = ("shape", "weights", "prefix", "batch", "method", "round_ms", "replay_ms", "floor_ms", "parts_ms")
+    shown = (
+        "shape",
+        "weights",
+        "prefix",
+        "batch",
+        "method",
+        "head_bits",
+        "round_ms",
+        "replay_ms",
+        "floor_ms",
+        "parts_ms",
+    )
 
     def tell(model: Any, row: dict[str, Any]) -> None:
         read, kept = read_bytes(model, row["experts_read"]), kept_bytes(model, row["prefix"], row["batch"])
@@ -340,7 +351,11 @@ def main(arguments: list[str] | None = None) -> None:
                 assistant = tree if method == "eagle3" and device == "cuda" else method
                 found = ours(model, ids, assistant, args.tokens, args.calls)
                 size = 0 if method == "autoregressive" else head_bytes(model)
-                drafts = {"head_bits": bits, "head_bytes": size, "drafter_read_bytes": (tree.depth + 1) * size}
+                drafts = {
+                    "head_bits": bits if size else None,
+                    "head_bytes": size,
+                    "drafter_read_bytes": (tree.depth + 1) * size,
+                }
                 touched = {"experts_read": experts_read(model, ids, assistant)}
                 tell(model, base | {"method": method, "sums": sums} | touched | drafts | found)
         with fastspec.patched(model, eagle3=head, backend=args.backend):

@@ -22,7 +22,7 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.heads.rounded import is_rounded
 from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.gemma4_assistant import gemma4_assistant
-from fastspec.patches.assistants.head_bits import bits_of, in_bits, refuse_bits
+from fastspec.patches.assistants.head_bits import all_in_bits, bits_of, refuse_bits
 from fastspec.patches.assistants.heads import load_heads
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
@@ -140,8 +140,7 @@ def patch(
         resources["mtp"] = gemma4_assistant(mtp, model) or load_mtp(mtp, model)
     if bits == 8:
         refuse_bits(model, backend)
-        made = {id(head): in_bits(head, bits, name) for name, head in resources.items()}
-        resources = {name: made[id(head)] for name, head in resources.items()}
+        resources = all_in_bits(resources, bits)
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:

@@ -72,7 +72,7 @@ def test_codes_are_those_that_are_nearer() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(256, 9)
     assert RoundedLinear.of(layer).kind is INT8
-    layer.weight[:, :4] *= 1000
+    layer.weight *= torch.randn(256).mul(1.5).exp()  # channels of unlike sizes
     assert RoundedLinear.of(layer).kind is E4M3
 
 
@@ -138,7 +138,8 @@ def test_no_token_changes(name: str) -> None:
     weights = {key: weight.clone() for key, weight in head.state_dict().items()}
     fastspec.patch(model, **{name: head}, backend="torch", head_bits=8)
     want = answer(plain, inputs, **OPTIONS)
-    assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), want)
+    for way in (assistant, fastspec.ContinuousBatch(assistant, rows=1)):
+        assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=way), want)
     report = fastspec.report(model)
     assert report.head_bits == {name: 8} and f"the head of {name} in 8 bits" in str(report)
     assert report.kernels["stored_linears"] > 0
@@ -155,6 +156,14 @@ def test_sampled_answers_are_drawn_alike() -> None:
             torch.manual_seed(3)
             answers.append(model.generate(**prompts(9), max_new_tokens=16, do_sample=True, assistant=TREE))
     assert torch.equal(*answers)
+
+
+def test_a_head_of_two_assistants_is_one() -> None:
+    model = shallow_model()
+    head = seer1(model)
+    with fastspec.patched(model, eagle=head, eagle2=head, backend="torch", head_bits=8):
+        held = session_of(model).resources
+        assert held["eagle"] is held["eagle2"] and fastspec.report(model).head_bits == {"eagle": 8, "eagle2": 8}
 
 
 def test_a_head_is_rounded_once() -> None:

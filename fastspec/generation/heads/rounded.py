@@ -1,5 +1,7 @@
-"""Heads in 8 bits: the weights of their linear layers rounded to codes with a scale for each line. Drafts only guess, so
-rounding can cost accepted tokens, never the output's, and half as many bytes are read."""
+"""Heads in 8 bits: the weights of their linear layers rounded to codes with a scale for each line.
+
+Drafts only guess, so rounding can cost accepted tokens, never the output's, and half as many bytes are read.
+"""
 
 from __future__ import annotations
 

@@ -49,6 +49,13 @@ def in_bits(head: Any, bits: int, name: str) -> Any:
         raise Unsupported(f"head_bits=8: of the head of {name!r} {error}; {WIDE}") from error
 
 
+def all_in_bits(heads: dict[str, Any], bits: int) -> dict[str, Any]:
+    """`in_bits` of the heads of assistants, once of one that several share."""
+    names = {head: name for name, head in heads.items()}
+    made = {head: in_bits(head, bits, name) for head, name in names.items()}
+    return {name: made[head] for name, head in heads.items()}
+
+
 def ops_of(head: BoundHead, ops: Ops) -> Ops:
     """The ops that a head drafts with. Raises Unsupported for a head in 8 bits on the C++ kernels."""
     if not is_rounded(head.module):
