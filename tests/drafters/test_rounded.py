@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,16 +108,27 @@ def test_drafts_are_those_of_the_weights_that_the_codes_stand_for(over: dict[str
 
 
 @torch.no_grad()
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device")
-def test_the_triton_kernels_multiply_the_codes() -> None:
-    model = tiny_model().half()
-    head = rounded(BoundHead.of(load_head(tiny_head(model, attention_bias=True).half(), model)))
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on CUDA")),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ],
+)
+def test_the_triton_kernels_multiply_the_codes(device: str) -> None:
+    model = tiny_model().half().to(device)
+    given = tiny_head(model.cpu(), attention_bias=True).half().to(device)
+    head = rounded(BoundHead.of(load_head(given, model.to(device))))
     generator = torch.Generator().manual_seed(1)
-    ids, features = torch.randint(6, 90, (1, 9), generator=generator), torch.randn(1, 8, 192, generator=generator)
+    ids = torch.randint(6, 90, (1, 9), generator=generator).to(device)
+    features, counts = torch.randn(1, 8, 192, generator=generator).half().to(device), torch.tensor([8], device=device)
     found = []
-    for ops in (TORCH, triton_ops()):
+    for ops in (TORCH, replace(triton_ops(), captures=False)):
         drafter = EagleDrafter(head, TreeShape(6, 2, 2), rows=1, capacity=40, ops=ops)
-        drafter.begin(ids[:, :8], torch.tensor([8]), features.half(), ids[:, 8])
+        drafter.begin(ids[:, :8], counts, features, ids[:, 8])
         assert drafter.propose(8).tokens.shape == (1, 6)
         found.append(drafter.program.logits(drafter.readout[:, None]))
     # fp16 has 11 bits, and a pass rounds some 20 results to them, of which random errors add up to 5 roundings

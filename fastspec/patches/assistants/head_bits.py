@@ -74,5 +74,5 @@ def refuse_fused(head: BoundHead) -> None:
 def _on_cpp() -> Unsupported:
     return Unsupported(
         "head_bits=8 has no C++ kernels, which draft in bfloat16 and are faster on the CPU than what would dequantise "
-        f'each weight: {WIDE}, or with backend="torch"'
+        f'each weight: {WIDE}, with backend="torch", or once the model is on a GPU'
     )
