@@ -119,10 +119,10 @@ def patch(
     multiply quantised weights as they are stored, where their format is read (docs/guide/quantised.md); else such
     layers run by their own forward. With `head_bits` 8 the weights of `eagle`, `eagle2`, `eagle3` and `mtp` heads are
     rounded to 8 bits, a scale for each line, and multiplied so: drafts may differ, and the output is as with any
-    drafts; 16 keeps their dtype, and None is 16. Only this instance is changed, and nothing in its forward pass; without an
-    assistant it does what it did. On CUDA and with "cpp" the weights of layers that read one input (query, key and
-    value; gate and up) are laid one after another: the parameters become views, and their values, names and shapes
-    stay.
+    drafts; 16 keeps their dtype, and None is 16. Only this instance is changed, and nothing in its forward pass;
+    without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read one input (query,
+    key and value; gate and up) are laid one after another: the parameters become views, and their values, names and
+    shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
