@@ -5,6 +5,7 @@ file and assistant.
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --no-plain --no-end --dtype bfloat16 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 40 --rows 8 --no-plain --dtype bfloat16 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --no-plain --head one another --tree 60,7,10 60,9,10 --out rows.jsonl
+    python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --tokens 96 --head-bits 16 8 --backend torch --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --temperature 0.6 1 --tree 60,7,10 60,4,10 --dtype bfloat16 --out rows.jsonl
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by
@@ -17,7 +18,7 @@ with top-k and top-p of the model's generation config unless --top-p names one, 
 - `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls;
 - `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`, the share that had not ended;
 - `answers_sha256` of all answers' tokens in order, to compare two versions of the code;
-- `backend`, the kernels that ran, `head`, the head that drafted, and `drafter`, whether in one launch or one per step;
+- `backend`, the kernels that ran, `head`, the head that drafted, `head_bits`, the bits of its weights, and `drafter`, whether in one launch or one per step;
 - `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position
   of the first new token that differs, the two tokens (transformers' first), and the gap of their logits in one forward
   pass over the common text. `near_ties` counts those whose gap is within `rounding_bound`, `other` all else: larger
@@ -31,6 +32,7 @@ import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", nargs="+", default=[SMOLLM2], help="of `eagle3`, a row each")
+    parser.add_argument("--head-bits", nargs="+", type=int, default=[16], help="of `eagle3`: 16, 8 or both, a row each")
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; else random weights, mostly wrong drafts")
     parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
     parser.add_argument("--each", type=int, default=80, help="prompts to take from each file")
@@ -126,9 +130,11 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
     of_eagle = options.eagle_head or untrained_head(model)
     heads = {name: of_eagle for name in ("eagle", "eagle2") if name in chosen}
-    models = [model, *(twin(model) for _ in options.head[1:])]  # before the patch
-    for each, source in zip(models, options.head, strict=True):
-        fastspec.patch(each, **heads, **({"eagle3": source} if "eagle3" in chosen else {}))
+    read = list(product(options.head, options.head_bits))
+    models = [model, *(twin(model) for _ in read[1:])]  # before the patch
+    for each, (source, bits) in zip(models, read, strict=True):
+        given = {"backend": options.backend, "head_bits": bits, **heads}
+        fastspec.patch(each, **given, **({"eagle3": source} if "eagle3" in chosen else {}))
     where = environment(model) | {"backend": fastspec.report(model).backend}
     ways = {}
     for name, assistant in chosen.items():
@@ -159,10 +165,10 @@ def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way
     ways = {}
     for text in options.tree:
         sizes: Any = "auto" if text == "auto" else [int(size) for size in text.split(",")]
-        for model, source in zip(models, options.head, strict=True):
+        for model, (source, bits) in zip(models, product(options.head, options.head_bits), strict=True):
             drafter = "fused" if FUSED[options.drafter] else "kernels"
-            said = {"assistant": "eagle3", "head": source, "tree": sizes, "drafter": drafter}
-            ways[f"eagle3 {text} {source}"] = Way(model, tree_of(text, fused=FUSED[options.drafter]), said)
+            said = {"assistant": "eagle3", "head": source, "head_bits": bits, "tree": sizes, "drafter": drafter}
+            ways[f"eagle3 {text} {source} {bits}"] = Way(model, tree_of(text, fused=FUSED[options.drafter]), said)
     return ways
 
 

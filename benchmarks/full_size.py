@@ -27,6 +27,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
 from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.compat import delta_shape, layer_shapes, recurrent_layers
@@ -134,6 +135,16 @@ def make_head(model: Any, draft_vocab: int) -> EagleHead:
     head = EagleHead(head_config(model.config, draft_vocab)).to(model.device, model.dtype).requires_grad_(False)
     fill(head)
     return head
+
+
+def head_bytes(model: Any) -> int:
+    """Bytes of the weights of the head that a model was patched with, as it reads them."""
+    session = session_of(model)
+    assert session is not None
+    head = session.resources["eagle3"].module
+    scales = sum(each.scales.nbytes for each in head.modules() if isinstance(each, RoundedLinear))
+    buffers = sum(each.nbytes for name, each in head.named_buffers() if name != "d2t")
+    return sum(each.nbytes for each in head.parameters()) + buffers + scales
 
 
 def read_bandwidth(device: str) -> float:
@@ -291,6 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--calls", type=int, default=CALLS, help="timed calls; 1 also leaves out the second capture")
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--head-bits", type=numbers, default=[16], help="of the head's weights: 16,8 times both")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
@@ -306,7 +318,18 @@ def main(arguments: list[str] | None = None) -> None:
     device, _ = device_here()
     bandwidth = read_bandwidth(device)
     shared = place(device, args.dtype) | {"read_gb_per_s": round(bandwidth / 1e9, 1)}
-    shown = ("shape", "weights", "prefix", "batch", "method", "round_ms", "replay_ms", "floor_ms", "parts_ms")
+    shown = (
+        "shape",
+        "weights",
+        "prefix",
+        "batch",
+        "method",
+        "head_bits",
+        "round_ms",
+        "replay_ms",
+        "floor_ms",
+        "parts_ms",
+    )
 
     def tell(model: Any, row: dict[str, Any]) -> None:
         read, kept = read_bytes(model, row["experts_read"]), kept_bytes(model, row["prefix"], row["batch"])
@@ -319,15 +342,20 @@ def main(arguments: list[str] | None = None) -> None:
     def measure(model: Any, head: EagleHead, base: dict[str, Any]) -> None:
         """The rows of one model behind one length of text, in one number of rows."""
         ids = torch.randint(10, model.config.vocab_size, (base["batch"], base["prefix"]), device=device)
-        head_bytes = sum(p.numel() * p.element_size() for p in head.parameters())
         tree = tree_of("60,7,10", fused=FUSED[args.drafter])
-        for sums, method in product(args.sums, args.methods.split(",")):
-            options = {"exact": sums == "exact", "stored": base["weights"] != "dense"}
+        for sums, method, bits in product(args.sums, args.methods.split(","), args.head_bits):
+            if method == "autoregressive" and bits != args.head_bits[0]:  # it has no head
+                continue
+            options = {"exact": sums == "exact", "stored": base["weights"] != "dense", "head_bits": bits}
             with fastspec.patched(model, eagle3=head, backend=args.backend, **options):
                 assistant = tree if method == "eagle3" and device == "cuda" else method
                 found = ours(model, ids, assistant, args.tokens, args.calls)
-                size = 0 if method == "autoregressive" else head_bytes
-                drafts = {"head_bytes": size, "drafter_read_bytes": (tree.depth + 1) * size}
+                size = 0 if method == "autoregressive" else head_bytes(model)
+                drafts = {
+                    "head_bits": bits if size else None,
+                    "head_bytes": size,
+                    "drafter_read_bytes": (tree.depth + 1) * size,
+                }
                 touched = {"experts_read": experts_read(model, ids, assistant)}
                 tell(model, base | {"method": method, "sums": sums} | touched | drafts | found)
         with fastspec.patched(model, eagle3=head, backend=args.backend):

@@ -381,6 +381,16 @@ def smollm2_heads() -> str:
     return markdown(["", *(SETS[name] for name in sets)], cells)
 
 
+def head_bits() -> str:
+    """Acceptance length of the head that ships, in its own dtype and in 8 bits."""
+    sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
+    cells = []
+    for bits in (16, 8):
+        found = [one("head_bits_cpu", head_bits=bits, prompts=f"eval_eagle_{name}") for name in sets]
+        cells.append([f"`head_bits={bits}`", *(shown(row["acceptance_length"], 3) for row in found)])
+    return markdown(["", *(SETS[name] for name in sets)], cells)
+
+
 def eagle_head() -> str:
     """Acceptance length of the head of EAGLE-1's and EAGLE-2's format that ships."""
     sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
@@ -524,6 +534,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers_h100": lambda: peers("peers_h100"),
     "first_tokens": first_tokens,
     "smollm2_heads": smollm2_heads,
+    "head_bits": head_bits,
     "eagle_head": eagle_head,
     "qwen_head": qwen_head,
     "floors": floors,

@@ -12,6 +12,10 @@ AssistantName = Literal["autoregressive", "eagle", "eagle2", "eagle3", "mtp", "n
 """Names of the assistants that come with fastspec."""
 BackendName = Literal["auto", "torch", "cpp", "triton"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
+HeadBits = Literal[8, 16]
+HEAD_BITS: tuple[int, ...] = get_args(HeadBits)
+DEFAULT_HEAD_BITS: HeadBits = 16
+"""Bits of the weights that heads multiply with `patch(head_bits=None)`."""
 StorageName = Literal["ngram", "one_level", "suffix"]
 STORAGES: tuple[str, ...] = get_args(StorageName)
 DraftsName = Literal["greedy", "sampled"]

@@ -264,6 +264,10 @@ class LayerFamily(ABC):
         """Number of positions P -> cos and sin [P, R / 2] of full attention."""
 
     @abstractmethod
+    def products(self, module: nn.Module) -> list[nn.Module]:
+        """Modules of a layer whose products `layer` runs by the backend."""
+
+    @abstractmethod
     def pack(self, module: nn.Module) -> None:
         """Lay the weights of a layer that read one input one after another."""
 

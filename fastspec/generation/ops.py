@@ -71,5 +71,7 @@ class Ops:
     """True where weights that read one input are laid one after another, and multiplied as one."""
     drafts: Ops | None = None
     """The ops that drafters run with, on whose sums no token depends; None: these."""
+    heads: Ops | None = None
+    """The ops that heads in 8 bits run with, which multiply stored weights; None: those of drafters."""
     exact: bool = False
     """True where products and attention sum in an order that neither other rows nor the way a text was read changes."""

@@ -14,13 +14,15 @@ from torch import nn
 
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.memory import MemoryStats
-from fastspec.config import Assistant, BackendName
+from fastspec.config import Assistant, BackendName, HeadBits
 from fastspec.errors import PatchConflict, Unsupported
 from fastspec.generation.drafters.tree_sizes import TreeChoice
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
+from fastspec.generation.heads.rounded import is_rounded
 from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.gemma4_assistant import gemma4_assistant
+from fastspec.patches.assistants.head_bits import all_in_bits, bits_of, refuse_bits
 from fastspec.patches.assistants.heads import load_heads
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
@@ -57,7 +59,8 @@ def resources_of(model: Any) -> dict[str, Any]:
         name: held.as_module() if isinstance(held, BoundHead) else held for name, held in session.resources.items()
     }
     models = cascade_of(model)
-    return given | {"backend": session.backend} | ({} if models is None else {Cascade.name: models.config})
+    given |= {"backend": session.backend, "head_bits": session.head_bits}
+    return given | ({} if models is None else {Cascade.name: models.config})
 
 
 def cascade_of(model: Any) -> CascadeModels | None:
@@ -95,6 +98,7 @@ def patch(
     backend: BackendName = "auto",
     exact: bool | None = None,
     stored: bool = False,
+    head_bits: HeadBits | None = None,
 ) -> Model:
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
     `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
@@ -113,15 +117,17 @@ def patch(
     order (see docs/guide/output.md); True refuses by name what has none, False takes the fast kernels, and None is True
     where that was measured to cost little: on an H100 or H200, from 4,096 channels on. With `stored` assisted calls
     multiply quantised weights as they are stored, where their format is read (docs/guide/quantised.md); else such
-    layers run by their own forward. Only this instance is changed, and nothing in its forward pass; without an
-    assistant it does what it
-    did. On CUDA and with "cpp" the weights of layers that read one input (query, key and value; gate and up) are
-    laid one after another: the parameters become views, and their values, names and shapes stay.
+    layers run by their own forward. With `head_bits` 8 the weights of `eagle`, `eagle2`, `eagle3` and `mtp` heads are
+    rounded to 8 bits, a scale for each line, and multiplied so: drafts may differ, and the output is as with any
+    drafts; 16 keeps their dtype, and None is 16. Only this instance is changed, and nothing in its forward pass;
+    without an assistant it does what it did. On CUDA and with "cpp" the weights of layers that read one input (query,
+    key and value; gate and up) are laid one after another: the parameters become views, and their values, names and
+    shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
     """
-    given, model = model, unwrapped(model)
+    given, model, bits = model, unwrapped(model), bits_of(head_bits)
     if session_of(model) is not None:
         raise PatchConflict(f"this {type(model).__name__} is patched already: call fastspec.unpatch(model) first")
     check_supported(model)
@@ -132,6 +138,9 @@ def patch(
     if mtp is not None and mtp is not False:
         refuse_heads("mtp", model)
         resources["mtp"] = gemma4_assistant(mtp, model) or load_mtp(mtp, model)
+    if bits == 8:
+        refuse_bits(model, backend)
+        resources = all_in_bits(resources, bits)
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:
@@ -139,7 +148,13 @@ def patch(
     mode = mode_for(model)
     choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
     session = PatchSession(
-        backend, resources, exact, stored, has_capturing_hooks(model), default=_default(assistant, resources, model)
+        backend,
+        resources,
+        exact,
+        stored,
+        bits,
+        has_capturing_hooks(model),
+        default=_default(assistant, resources, model),
     )
     try:
         session.set(model, STATE, session)
@@ -206,6 +221,7 @@ def patched(
     backend: BackendName = "auto",
     exact: bool | None = None,
     stored: bool = False,
+    head_bits: HeadBits | None = None,
 ) -> Iterator[Model]:
     """`with fastspec.patched(model, eagle3=...) as model:` patches for the length of the block, exceptions included;
     the arguments are those of `patch`."""
@@ -221,6 +237,7 @@ def patched(
         backend=backend,
         exact=exact,
         stored=stored,
+        head_bits=head_bits,
     )
     try:
         yield model
@@ -299,6 +316,8 @@ class Report:
     """Formats of quantised layers whose weights assisted calls multiply as stored -> how many layers do."""
     own_forward: dict[str, int] = field(default_factory=dict)
     """Format, and why its layers run by their own forward -> how many do."""
+    head_bits: dict[str, int] = field(default_factory=dict)
+    """Assistants whose heads multiply weights of fewer bits than their dtype's -> how many bits."""
     dequantised: str | None = None
     """Method of a checkpoint whose weights transformers dequantised when it loaded them, and what prevents it; None of
     others."""
@@ -325,6 +344,7 @@ class Report:
         lines += [] if not self.exact else ["  exact: every assistant gives the bits of autoregressive"]
         lines += [f"  {count} layers multiply weights as stored: {name}" for name, count in self.stored.items()]
         lines += [f"  {count} layers run by their own forward: {why}" for why, count in self.own_forward.items()]
+        lines += [f"  the head of {name} in {bits} bits" for name, bits in self.head_bits.items()]
         lines += [] if self.dequantised is None else [f"  weights were dequantised: {self.dequantised}"]
         if self.default is not None:
             lines[0] += (
@@ -396,6 +416,11 @@ def report(model: Any) -> Report:
         why_torch=session.why_torch(model, mode),
         stored=stored,
         own_forward=own_forward,
+        head_bits={
+            name: session.head_bits
+            for name, held in session.resources.items()
+            if isinstance(held, BoundHead) and is_rounded(held.module)
+        },
         dequantised=told_dequantised(model),
         why_inexact=why_inexact,
         device=str(device),

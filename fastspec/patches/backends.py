@@ -282,6 +282,7 @@ def counted(ops: Ops, counts: Counter[str]) -> Ops:
     changed: dict[str, Any] = {
         name: counting(f"{name} (torch)" if name in plain else name, run) for name, run in held.items() if callable(run)
     }
-    if ops.drafts is not None:
-        changed["drafts"] = counted(ops.drafts, counts)
+    for name in ("drafts", "heads"):
+        if held[name] is not None:
+            changed[name] = counted(held[name], counts)
     return replace(ops, **changed)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastspec.config import DEFAULT_HEAD_BITS, HeadBits
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, PatchConflict, Unsupported
 from fastspec.generation.decoder_layer import is_packed, unpack
@@ -187,6 +188,8 @@ class PatchSession:
     """True where every assistant is held to the bits of plain decoding; None where that costs little."""
     stored: bool = False
     """True where weights that a quantiser stored are multiplied as they are."""
+    head_bits: HeadBits = DEFAULT_HEAD_BITS
+    """Bits of the weights that heads multiply: 8, or 16 for those of their dtype."""
     captured: bool = False
     """True where transformers had its capturing hooks on the model before the patch; else they go with it."""
     log: list[Change] = field(default_factory=list)
@@ -227,8 +230,8 @@ class PatchSession:
             name != self.backend
         ):  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
             ops = replace(ops, packs=False)
-        if not self.stored:
-            ops = replace(ops, stored_linears=None)
+        heads = ops if self.head_bits == 8 else None
+        ops = replace(ops, stored_linears=ops.stored_linears if self.stored else None, heads=heads)
         if self.exact:
             refuse_device(ops, dtype_of(model))
         if self.why_inexact(model, mode, ops) is None:
@@ -237,8 +240,9 @@ class PatchSession:
             use_tuned(device)
         with made_current(device):
             self_check(ops, dtype_of(model), device)
-            if ops.drafts is not None:
-                self_check(ops.drafts, dtype_of(model), device)
+            for each in (ops.drafts, (ops.drafts or ops).heads):
+                if each is not None:
+                    self_check(each, dtype_of(model), device)
             if ops.drafts_in is not None and self._drafts():
                 try:
                     self_check(ops, ops.drafts_in, device)

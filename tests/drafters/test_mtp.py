@@ -25,6 +25,7 @@ import fastspec
 from fastspec import CheckpointError, Unsupported
 from fastspec.config import TreeShape
 from fastspec.generation.drafters.head_drafter import EagleDrafter
+from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.patches.assistants import mtp
 from fastspec.patches.assistants.draft_vocab import read_list, with_vocabulary
 from fastspec.patches.assistants.mtp import load_mtp
@@ -112,6 +113,27 @@ def test_no_token_changes(both: tuple[Any, MtpModel], given: dict[str, Any]) -> 
             plain = type(model).generate(model, **inputs, max_new_tokens=NEW, **given)
             assert torch.equal(answers[1], plain)
             assert fastspec.report(model).last.acceptance_length > 1.3
+
+
+def test_a_layer_in_8_bits_changes_no_token(both: tuple[Any, MtpModel]) -> None:
+    """Projections and dense feed-forwards are rounded; experts, their routers and what the target lends are not."""
+    model, _ = both
+    inputs = prompts(5, 11, 3)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    plain = type(model).generate(model, **inputs, **options)
+    with fastspec.patched(model, mtp=True, backend="torch", head_bits=8):
+        assert torch.equal(model.generate(**inputs, **options, assistant=TREE), plain)
+        report, head = fastspec.report(model), session_of(model).resources["mtp"].module
+        assert report.head_bits == {"mtp": 8} and report.last.acceptance_length > 1.3
+        made = {name for name, each in head.named_modules() if isinstance(each, RoundedLinear)}
+        runs = {name for name, each in head.named_modules() if isinstance(each, torch.nn.Linear)}
+        assert {"fc", "layer.self_attn.q_proj", "layer.self_attn.o_proj"} <= made
+        assert all("shared_expert" in name or "gate" in name.rpartition(".")[2] for name in runs)
+        passes = report.kernels["stored_linears"]
+    with fastspec.patched(model, backend="torch", head_bits=8):  # which finds its layer at its first call
+        assert torch.equal(model.generate(**inputs, **options, assistant=TREE), plain)
+        assert fastspec.report(model).head_bits == {"mtp": 8}
+        assert fastspec.report(model).kernels["stored_linears"] == passes
 
 
 def test_turns_and_open_batches(both: tuple[Any, MtpModel]) -> None:

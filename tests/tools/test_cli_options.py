@@ -104,9 +104,9 @@ def test_commands_that_load_a_model_take_a_device_and_a_backend(
     assert refused.exit_code == 1 and "asked for torch" in refused.output, refused.output
 
 
-@pytest.mark.parametrize("given", [[], ["--stored"]], ids=str)
+@pytest.mark.parametrize("given", [[], ["--stored", "--head-bits", "8"]], ids=str)
 @pytest.mark.parametrize("command", ["generate", "warmup", "serve"])
-def test_weights_are_multiplied_as_stored_where_a_command_says_so(
+def test_weights_are_read_as_a_command_says(
     saved: Path, tmp_path: Path, monkeypatch, command: str, given: list[str]
 ) -> None:
     """The server's process is this one."""
@@ -116,12 +116,12 @@ def test_weights_are_multiplied_as_stored_where_a_command_says_so(
     import_module("fastspec.programs.serving.app")  # whose own name for it stays
     monkeypatch.setattr("fastspec.programs.serving.remote.Remote", lambda build: build())
 
-    def patch(model: object, *, stored: bool, **options: object) -> None:
-        raise Unsupported(f"asked for stored={stored}")
+    def patch(model: object, *, stored: bool, head_bits: int | None, **options: object) -> None:
+        raise Unsupported(f"asked for stored={stored}, head_bits={head_bits}")
 
     monkeypatch.setattr(fastspec, "patch", patch)
     done = run(command, str(saved / "model"), *more.get(command, ()), "--device", "cpu", *given)
-    assert done.exit_code == 1 and f"asked for stored={bool(given)}" in done.output, done.output
+    assert done.exit_code == 1 and f"{bool(given)}, head_bits={8 if given else None}" in done.output
 
 
 def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) -> None:

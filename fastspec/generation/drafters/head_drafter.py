@@ -58,7 +58,7 @@ class HeadDrafter(Drafter):
     ) -> None:
         config = head.config
         kv_heads = config.num_key_value_heads // (1 if cut is None else cut.group.size())
-        weight = head.module.fc.weight
+        weight = head.module.like
         self.attention = FullAttentionState(
             config.num_hidden_layers, rows, kv_heads, config.head_dim, dtype=weight.dtype, device=weight.device
         )
@@ -326,7 +326,7 @@ class StaticDrafter(HeadDrafter):
         process: Process | None = None,
         cut: Cut | None = None,
     ) -> None:
-        device = head.module.fc.weight.device
+        device = head.module.like.device
         self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
         self.process, self.traits = process, replace(self.traits, draws=process is not None)
         sizes = len(parents), len(self.levels) + 1, sum(len(level.fed) for level in self.levels)

@@ -20,6 +20,7 @@ from fastspec.generation.decoder_layer import (
     Norm,
     Product,
     RmsNorm,
+    StoredLinears,
     Summed,
     gated,
     is_plain,
@@ -29,6 +30,7 @@ from fastspec.generation.decoder_layer import (
 )
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import DraftHead, EagleHead, Layer, MtpHead, RMSNorm
+from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.whole_layers import WholeLayers
@@ -150,15 +152,17 @@ class HeadProgram:
         config, head = bound.config, bound.module
         self.head, self.binding, self.ops, self.d2t = head, bound.binding, ops, bound.d2t
         self.config, self.state, self.cut = config, state, cut
-        if cut is None and ops.packs:
+        if cut is None and ops.packs and not isinstance(head.fc, RoundedLinear):
             self._pack()
         self.layers = [self._parts(index) for index in range(config.num_hidden_layers)]
         # `feed` norms what the first layer reads
         self.whole = WholeLayers([replace(self.layers[0], input_norm=None), *self.layers[1:]], ops)
-        self.fc = product(ops, (head.fc,))
+        self.fc = self._product((head.fc,))
         self.norm = None if head.norm is None else self._norm(head.norm)
         readout = bound.readout()
-        self.vocabulary: Callable[[Tensor], Tensor] = readout
+        self.vocabulary: Callable[[Tensor], Tensor] = (
+            self._product((readout,)) if isinstance(readout, RoundedLinear) else readout
+        )
         """The product that logits are read with."""
         self.weight = cast(Tensor, readout.weight).detach() if is_plain(readout) and readout.bias is None else None
         if cut is not None and cut.lm_head is not None:
@@ -182,10 +186,24 @@ class HeadProgram:
     def _norm(self, module: Any) -> Norm:
         return RmsNorm(self.ops, module, module.eps)
 
+    def _product(self, layers: tuple[Any, ...], *, parts: bool = False) -> Any:
+        """`product` of plain layers, or of those in 8 bits."""
+        if not isinstance(layers[0], RoundedLinear):
+            return product(self.ops, layers, parts=parts)
+        assert self.ops.stored_linears is not None  # who rounds a head sees to it
+        return StoredLinears(self.ops.stored_linears, layers)
+
+    def _mlp(self, gate: Any, up: Any, down: Product) -> Product:
+        """`gated` of plain layers, or of those in 8 bits."""
+        if not isinstance(gate, RoundedLinear):
+            return gated(self.ops, gate, up, down)
+        opened = replace(self._product((gate, up)), kind=SILU)
+        return lambda x: down(opened(x))
+
     def _parts(self, index: int) -> LayerParts:
         layer, ops, cut = self._layer(index), self.ops, self.cut
         attn, mlp, config = layer.self_attn, layer.mlp, self.config
-        down = product(ops, (mlp.down_proj,), parts=True)
+        down = self._product((mlp.down_proj,), parts=True)
         return LayerParts(
             input_norm=None if layer.input_layernorm is None else self._norm(layer.input_layernorm),
             mixer=FullAttention(
@@ -194,13 +212,13 @@ class HeadProgram:
                 index,
                 scale=config.head_dim**-0.5,
                 eps=config.rms_norm_eps,
-                qkv=product(ops, (attn.q_proj, attn.k_proj, attn.v_proj)) if cut is None else cut.qkv(index, ops),
-                out=product(ops, (attn.o_proj,), parts=True) if cut is None else cut.out(index, ops),
+                qkv=self._product((attn.q_proj, attn.k_proj, attn.v_proj)) if cut is None else cut.qkv(index, ops),
+                out=self._product((attn.o_proj,), parts=True) if cut is None else cut.out(index, ops),
                 q_norm=None if attn.q_norm is None else attn.q_norm.weight,
                 k_norm=None if attn.k_norm is None else attn.k_norm.weight,
             ),
             mlp_norm=self._norm(layer.post_attention_layernorm),
-            mlp=gated(ops, mlp.gate_proj, mlp.up_proj, down) if cut is None else cut.mlp(index, ops),
+            mlp=self._mlp(mlp.gate_proj, mlp.up_proj, down) if cut is None else cut.mlp(index, ops),
         )
 
     def packed(self) -> tuple[Tensor, Tensor] | None:
@@ -213,7 +231,7 @@ class HeadProgram:
 
     def tables(self, count: int) -> tuple[Tensor, Tensor]:
         """fp32 cos and sin [count, R / 2] of the first positions."""
-        cos, sin = self._eagle.rotary(torch.arange(count, device=self.head.fc.weight.device))
+        cos, sin = self._eagle.rotary(torch.arange(count, device=self.head.like.device))
         return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
     def fuse(self, features: Tensor) -> Tensor:

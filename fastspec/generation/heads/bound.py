@@ -147,7 +147,7 @@ class BoundHead:
         assert lm_head is not None
         if not module.config.target_rows:
             return lm_head
-        made, like = self.derived.readout, module.fc.weight
+        made, like = self.derived.readout, module.like
         if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
             weight = self._product(lm_head)
             made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -210,7 +210,7 @@ class BoundHead:
         rows = module.target_rows(lm_head, self.drafted())
         if matrix is not None:
             rows = rows.float() @ matrix.weight.to(rows.device, torch.float32)
-        return rows.to(module.fc.weight)
+        return rows.to(module.like)
 
 
 def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: int) -> BoundHead:
@@ -221,7 +221,7 @@ def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: i
     if known is not None and known[0] == key:
         known[1].renew()
         return known[1]
-    ids, whole, device = made(), head.config, head.module.fc.weight.device
+    ids, whole, device = made(), head.config, head.module.like.device
     others = torch.ones(whole.vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, False).nonzero().flatten()
     places = torch.cat((ids, others[:free])).to(device)
     module = copy.copy(head.module)
@@ -257,7 +257,7 @@ def bind(module: DraftHead, embedding: nn.Module | None, target: TargetParts) ->
 def followed(head: BoundHead, target: TargetParts) -> BoundHead:
     """The head as its target is now: itself, or another where the target was moved, cast, or given another embedding or
     LM head since. Raises Unsupported where the target's vocabulary has changed and the head cannot serve it."""
-    weight = head.module.fc.weight
+    weight = head.module.like
     if weight.device != target.device or weight.dtype != target.dtype:
         head = _moved(head, target)
     held, borrowed, own = head.binding.embedding, head.binding.lm_head, head.binding.own_embedding
@@ -351,7 +351,7 @@ def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
     module = head.module
     borrows = module.lm_head is None and module.lm_head_map is None
     own = isinstance(module, EagleHead) and not borrows and _is_weights(module)
-    if dtype is None or module.fc.weight.dtype is not torch.float32 or not own:
+    if dtype is None or module.like.dtype is not torch.float32 or not own:
         head.derived.lowered = None
         return head
     twin = head.derived.lowered

@@ -74,7 +74,7 @@ def _in_halves(checkpoint: HeadCheckpoint) -> dict[str, Tensor]:
 
 
 def _placed(module: EagleHead, target: TargetParts) -> EagleHead:
-    weight = module.fc.weight
+    weight = module.like
     if (weight.device, weight.dtype) != (target.device, target.dtype):
         raise CheckpointError(
             f"this EagleHead is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}: "

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from fastspec.generation.decoder_layer import LayerFamily
+from fastspec.generation.heads.rounded_linear import RoundedLinear
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -264,6 +265,12 @@ class DraftHead(nn.Module):
     d2t: Tensor
     binding: Binding | None
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor on the head's device and in its dtype."""
+        fc: nn.Module = self.fc
+        return fc.like if isinstance(fc, RoundedLinear) else self.fc.weight
+
     def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
         """Take the target's embedding and, for heads without their own, its LM head, by reference."""
         if self.lm_head is None and lm_head is None:
@@ -353,7 +360,7 @@ class EagleHead(DraftHead):
                 f"inv_freq has shape {tuple(inv_freq.shape)}; expected one dimension of at most "
                 f"{self.config.head_dim // 2}"
             )
-        place = "cpu" if self.fc.weight.is_meta else self.fc.weight.device
+        place = "cpu" if self.like.is_meta else self.like.device
         self.inv_freq = inv_freq.detach().to(place, torch.float32)
         self.rope_scale = float(scale)
 
@@ -409,6 +416,6 @@ class EagleHead(DraftHead):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EagleHead:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own is untyped
         # The frequencies follow the head to its device but stay fp32: half-precision ones corrupt long contexts.
-        if self.inv_freq is not None and not self.fc.weight.is_meta:
-            self.inv_freq = self.inv_freq.to(self.fc.weight.device)
+        if self.inv_freq is not None and not self.like.is_meta:
+            self.inv_freq = self.inv_freq.to(self.like.device)
         return self

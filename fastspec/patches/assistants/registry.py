@@ -34,6 +34,7 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.draft_vocab import with_vocabulary
 from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.assistants.gemma4_assistant import gemma4_decoding, is_assistant
+from fastspec.patches.assistants.head_bits import in_bits, ops_of, refuse_fused
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
@@ -84,6 +85,7 @@ class EagleDecoding(DynamicDecoding):
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         """The drafter of one call."""
+        ops = ops_of(self.head, ops)
         head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
         drafter = self.drafts(head, self.tree(rows, ops), rows=rows, capacity=capacity, ops=ops, cut=self.cut)
         _share(drafter.program, ops)
@@ -109,7 +111,7 @@ class StaticDecoding(Decoding):
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
-        process = process if self.config.drafts == "sampled" else None
+        process, ops = process if self.config.drafts == "sampled" else None, ops_of(self.head, ops)
         drafter = StaticDrafter(
             self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process, cut=self.cut
         )
@@ -213,11 +215,13 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
         with _loading:
             head = resources.get(name)
             if head is None:
+                session = session_of(model)
                 try:
-                    head = resources[name] = load_mtp(True, model)
+                    found = load_mtp(True, model)
                 except CheckpointError as error:
                     raise Unsupported(f"assistant {name!r} has no head: {error}") from error
-                if (session := session_of(model)) is not None:
+                head = resources[name] = found if session is None else in_bits(found, session.head_bits, name)
+                if session is not None:
                     session.set(model, "save_pretrained", MethodType(save_with_mtp, model))
     if head is None:
         raise Unsupported(
@@ -250,6 +254,8 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
 def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: Any) -> EagleDecoding:
     fields, most = trees_of(config, device_of(model).type)
     head = _head(config.name, resources, model, most)
+    if config.fused:
+        refuse_fused(head)
     if isinstance(config, Mtp):
         head = with_vocabulary(head, config, model)
         _check_top_k(head, most)

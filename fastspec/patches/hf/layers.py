@@ -448,15 +448,22 @@ def product_slots(model: Any) -> list[Any]:
         return []
     slots: list[Any] = [lm_head_of(model, parts)]
     for layer in getattr(decoder_of(model), parts.layers):
-        attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
-        if attn is None:
-            row, net = parts.recurrent_row or parts, getattr(layer, parts.recurrent)
-            slots += [getattr(net, name) for name in (*row.recurrent_inputs, row.recurrent_out)]
-        else:
-            slots += [*_projections(parts, attn), getattr(attn, parts.out)]
-        if parts.gated_mlp and hasattr(mlp, "gate_proj") and _holds_stored(mlp):
-            slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        slots += products_of(parts, layer, _holds_stored)
     return list(map(base_of, slots))
+
+
+def products_of(parts: Adapter, layer: Any, dense: Callable[[Any], bool]) -> list[Any]:
+    """`product_slots` of one layer; of dense feed-forwards those that are `dense`."""
+    slots: list[Any] = []
+    attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
+    if attn is None:
+        row, net = parts.recurrent_row or parts, getattr(layer, parts.recurrent)
+        slots += [getattr(net, name) for name in (*row.recurrent_inputs, row.recurrent_out)]
+    else:
+        slots += [*_projections(parts, attn), getattr(attn, parts.out)]
+    if parts.gated_mlp and hasattr(mlp, "gate_proj") and dense(mlp):
+        slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return slots
 
 
 def reads_packed(model: Any) -> bool:
@@ -547,6 +554,10 @@ class ModelLayers(LayerFamily):
         kind = "full_attention" if self.parts.rotary_by_kind else None
         found = rotary_tables(self.model, self.parts, (kind,), count)[kind]
         return found.cos, found.sin
+
+    def products(self, module: Any) -> list[nn.Module]:
+        """Projections, and the parts of a dense feed-forward."""
+        return products_of(self.parts, module, is_own)
 
     def pack(self, module: Any) -> None:
         """Lay the weights of a layer together."""

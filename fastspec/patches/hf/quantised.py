@@ -208,6 +208,10 @@ def _gptq_awq(module: Any) -> Read:
     return whole(module.stored()) if module.turned else "its tensors are not loaded yet"
 
 
+def _rounded(module: Any) -> Read:
+    return whole(module.weight)
+
+
 def _not_read(why: str) -> Callable[[Any], Read]:
     return lambda module: why
 
@@ -228,6 +232,7 @@ FORMATS = (
     Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8),
     Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
     Format("GPTQ, AWQ", "fastspec", "PackedLinear", _gptq_awq),
+    Format("draft heads in 8 bits", "fastspec", "RoundedLinear", _rounded),
     Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8),
     Format("optimum-quanto", "optimum", "QLinear", _not_read("its tensors are not read: torchao's int8 are")),
     Format("HQQ", "hqq", "HQQLinear", _not_read("its tensors are not read: bitsandbytes' 4 bits are")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from typer import Option
@@ -19,6 +19,7 @@ from fastspec.programs.cli.options import (
     AnyModel,
     AsJson,
     Backend,
+    Bits,
     Device,
     Dtype,
     Heads,
@@ -50,6 +51,7 @@ def warmup(
     device: Device = None,
     backend: Backend = "auto",
     stored: Stored = False,
+    head_bits: Bits = None,
 ) -> None:
     """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See
     docs/guide/devices.md."""
@@ -57,7 +59,8 @@ def warmup(
 
     name = model_name(model, model_option)
     heads = fitting_heads(head, name)
-    target, _ = patched_model(name, device, backend, dtype=dtype, heads=heads, draft_model=draft_model, stored=stored)
+    as_read: dict[str, Any] = {"stored": stored, "head_bits": head_bits}
+    target, _ = patched_model(name, device, backend, dtype=dtype, heads=heads, draft_model=draft_model, **as_read)
     with counting("calls") as told:
         seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
     report = fastspec.report(target)

@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import BackendName
+from fastspec.config import BackendName, HeadBits
 from fastspec.errors import meant
 from fastspec.models import SMOLLM2
 
@@ -38,6 +38,9 @@ Backend = Annotated[
 ]
 Stored = Annotated[
     bool, Option("--stored", help="Multiply quantised weights as they are stored. See docs/guide/quantised.md.")
+]
+Bits = Annotated[
+    HeadBits | None, Option("--head-bits", help="Bits that a head is read in, 16 or 8. See docs/guide/assistants.md.")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 SPELLINGS = {
@@ -97,6 +100,7 @@ def patched_model(
     draft_model: str | None = None,
     cascade: Cascade | None = None,
     stored: bool = False,
+    head_bits: HeadBits | None = None,
     processes: int = 1,
 ) -> tuple[Any, Any]:
     """(model, tokenizer): a model loaded and patched as a command's options say, `heads` by assistant; cut over so many
@@ -117,4 +121,4 @@ def patched_model(
         resources["speculative"] = load_draft(draft_model, target, tokenizer)
     if cascade is not None:
         resources["cascade"] = with_tokenizer(cascade, tokenizer, "the cascade")
-    return fastspec.patch(target, backend=backend, stored=stored, **resources), tokenizer
+    return fastspec.patch(target, backend=backend, stored=stored, head_bits=head_bits, **resources), tokenizer

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import AssistantName, BackendName
+from fastspec.config import AssistantName, BackendName, HeadBits
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported, accepted
 from fastspec.models import SHIPPED, SMOLLM2
@@ -29,6 +29,7 @@ from fastspec.programs.cli.cascade_options import (
 )
 from fastspec.programs.cli.options import (
     Backend,
+    Bits,
     Device,
     MaxNewTokens,
     Model,
@@ -95,6 +96,7 @@ def model_of(
     backend: BackendName,
     cascade: Cascade | None = None,
     stored: bool = False,
+    head_bits: HeadBits | None = None,
     processes: int = 1,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) of a command, patched with its head and its cascade, cut over so many processes. Without a
@@ -103,7 +105,9 @@ def model_of(
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
     on = own_device() if device is None else device
-    return patched_model(name, on, backend, cascade=cascade, heads=heads, stored=stored, processes=processes)
+    return patched_model(
+        name, on, backend, cascade=cascade, heads=heads, stored=stored, head_bits=head_bits, processes=processes
+    )
 
 
 def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> None:
@@ -146,6 +150,7 @@ def generate(
     device: Device = None,
     backend: Backend = "auto",
     stored: Stored = False,
+    head_bits: Bits = None,
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU
     takes its share."""
@@ -164,7 +169,7 @@ def generate(
     if rank == 0:
         read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    target, tokenizer = model_of(source, chosen, device, backend, config, stored, processes)
+    target, tokenizer = model_of(source, chosen, device, backend, config, stored, head_bits, processes)
     if rank > 0:
         follow_file(target, chosen.assistant, rows, max_length)
         return
@@ -208,13 +213,14 @@ def opened(
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
     stored: bool = False,
+    head_bits: HeadBits | None = None,
     processes: int = 1,
 ) -> tuple[PromptBatch, Any]:
     """(an open batch, its tokenizer) of `fastspec serve`, in a process that its rounds run in; warmed up for texts of
     so many tokens."""
     from fastspec.patches.continuous import continuous
 
-    target, tokenizer = model_of(model, chosen, device, backend, cascade, stored, processes)
+    target, tokenizer = model_of(model, chosen, device, backend, cascade, stored, head_bits, processes)
     chunk: int | Literal["auto"] = prefill_chunk or "auto"
     assistant: AssistantName = chosen.assistant if cascade is None else "cascade"
     batch = continuous(
@@ -273,6 +279,7 @@ def serve(
     device: Device = None,
     backend: Backend = "auto",
     stored: Stored = False,
+    head_bits: Bits = None,
     warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
     warmup_length: Annotated[int, typer.Option(min=1, help="Longest text that --warmup is for, in tokens.")] = 1920,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
@@ -308,6 +315,7 @@ def serve(
         prefix_caching,
         config,
         stored,
+        head_bits,
         processes,
     )
     if rank > 0:

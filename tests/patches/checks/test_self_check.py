@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-SETTINGS = {"name", "most_children", "most_candidates", "captures", "packs", "drafts_in", "drafts", "exact"}
+SETTINGS = {"name", "most_children", "most_candidates", "captures", "packs", "drafts_in", "drafts", "heads", "exact"}
 
 
 def test_every_op_that_has_a_kernel_has_a_row():
