@@ -90,12 +90,11 @@ def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path) -> None:
 
 
 def test_the_likeliest_token_is_the_next_one_by_a_wide_margin(script) -> None:
-    """Wider than what bf16 rounds away, for tokens of all kinds, whether or not their embeddings are alike."""
-    for collapsed in (False, True):
-        torch.manual_seed(0)
-        model = script.steady(script.make_model("tiny", "cpu", torch.float32), collapsed)
-        ids = torch.arange(20, 220).view(10, 20)
-        logits = model(ids).logits
-        best = logits.topk(2).values
-        assert torch.equal(logits.argmax(-1), ids + 1)
-        assert float(((best[..., 0] - best[..., 1]) / logits.abs().amax(-1)).min()) > 0.05
+    """Wider than what bf16 rounds away, for tokens of all kinds."""
+    torch.manual_seed(0)
+    model = script.steady(script.make_model("tiny", "cpu", torch.float32))
+    ids = torch.arange(20, 220).view(10, 20)
+    logits = model(ids).logits
+    best = logits.topk(2).values
+    assert torch.equal(logits.argmax(-1), ids + 1)
+    assert float(((best[..., 0] - best[..., 1]) / logits.abs().amax(-1)).min()) > 0.05
