@@ -452,11 +452,15 @@ def exact() -> str:
 def exact_rounds() -> str:
     """Milliseconds of a round by the fast kernels and by those of the same bits."""
     cells = []
-    for batch, method in product((1, 8), ("autoregressive", "eagle3")):
-        wanted = {"batch": batch, "method": method}
-        fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
-        cells.append([f"`{method}`, rows: {batch}", shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
-    return markdown(["", "fast: ms", "exact: ms", "ratio"], cells)
+    both, plain = ("autoregressive", "eagle3"), ("autoregressive",)
+    for (shape, methods), batch in product(
+        {"llama-8b": both, "qwen2-1.5b": plain, "smollm2-135m": plain}.items(), (1, 8)
+    ):
+        for method in methods:
+            wanted = {"shape": shape, "batch": batch, "method": method}
+            fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
+            cells.append([f"{shape}, `{method}`", str(batch), shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
+    return markdown(["", "rows", "fast: ms", "exact: ms", "ratio"], cells)
 
 
 NO_FIELDS = ("device", "help", "model_option")

@@ -273,10 +273,11 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             f"tree_attention, {rows} rows, wide heads",
             lambda n=rows, k=wide, to=layout: tree_attention.tree_attention(few(1, n, heads, 512), k, k, to, 1.0),
         )
-        for case, bits in (("chain", None), ("tree", None if rows == 1 else whole(1, rows, 1))):
+        tree = None if rows == 1 else whole(1, rows, 1)
+        for case, bits, slots in (("chain", None, 4000), ("tree", tree, 4000), ("long text", tree, 16000)):
 
-            def in_order(n: int = rows, k: Tensor = keys, bits: Tensor | None = bits) -> Tensor:
-                layout = ordered_attention.attention_layout(whole(1), bits, n, n, 4000, group)
+            def in_order(n: int = rows, k: Tensor = keys, bits: Tensor | None = bits, slots: int = slots) -> Tensor:
+                layout = ordered_attention.attention_layout(whole(1), bits, n, n, slots, group)
                 return ordered_attention.tree_attention(few(1, n, heads, size), k, k, layout, size**-0.5)
 
             yield f"ordered attention, {case}, {rows} rows", in_order

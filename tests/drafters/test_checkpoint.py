@@ -117,8 +117,16 @@ def with_ids_past_the_end(state):
     state["d2t"][-1] = 37
 
 
+def with_the_first_id_past_the_end(state):
+    state["d2t"][-1] = 37 - (len(state["d2t"]) - 1)
+
+
 def with_wrong_t2d(state):
     state["t2d"] = ~state["t2d"]
+
+
+def with_one_more_in_t2d(state):
+    state["t2d"][(~state["t2d"]).nonzero()[0]] = True
 
 
 def misnamed(state):
@@ -129,7 +137,9 @@ DAMAGE = {
     "fc.weight contains NaN": with_nan,
     "do not increase at draft id 1": with_repeated_ids,
     "vocabulary has 37": with_ids_past_the_end,
+    "to 37, the vocabulary has 37": with_the_first_id_past_the_end,
     "disagrees with t2d": with_wrong_t2d,
+    "it disagrees with t2d": with_one_more_in_t2d,
     r"missing layers\.0\.mlp\.gate_proj\.weight; unknown layers\.0\.mlp\.gate\.weight": misnamed,
     r"missing d2t": lambda state: state.pop("d2t"),
     r"missing layers\.0\.hidden_norm\.weight": lambda state: state.pop("midlayer.hidden_norm.weight"),
@@ -151,6 +161,27 @@ def test_damaged_weights_are_refused_by_name(message, written):
     write(folder, config, state)
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("extra", [1, 3, 4])
+def test_rows_of_signals_that_drafting_does_not_use_are_cut_off(extra, written):
+    folder, config, state = written
+    whole = state["fc.weight"]
+    state["fc.weight"] = torch.cat((whole, torch.ones(extra, whole.shape[1])))
+    write(folder, config | {"architectures": ["Eagle3LlamaForCausalLM"]}, state)
+    if extra == 4:
+        with pytest.raises(CheckpointError, match=r"fc\.weight has shape"):
+            read_checkpoint(folder)
+        return
+    read = read_checkpoint(folder)
+    assert torch.equal(read.state["fc.weight"], whole) and f"{extra} extra output row" in " ".join(read.notes)
+
+
+def test_what_sections_rotation_by_images_leaves_no_trace(written):
+    folder, config, state = written
+    rope = {"rope_type": "mrope", "rope_theta": 1e6, "mrope_section": [1, 1, 2], "mrope_interleaved": True}
+    write(folder, config | {"rope_parameters": rope}, state)
+    assert read_checkpoint(folder).config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
 
 
 CONFIGS = {
@@ -298,3 +329,14 @@ def test_a_head_of_other_sizes_does_not_fit(written):
         fitted(checkpoint, Sizes(3700, 32, LAYERS, 32), Reading())
     with pytest.raises(CheckpointError, match=r"taps hidden_states\[2, 6, 9\], the target has 8 layers"):
         fitted(checkpoint, Sizes(37, 16, 8, 16), Reading(taps=(2, 6, 9)))
+    fitted(checkpoint, Sizes(37 + 1024, 16, LAYERS, 16), Reading())
+    with pytest.raises(CheckpointError, match=r"vocabulary of 37, the target's has 1062"):
+        fitted(checkpoint, Sizes(37 + 1025, 16, LAYERS, 16), Reading())
+
+
+def test_an_embedding_of_its_own_must_have_the_added_tokens(tmp_path):
+    head = make_head()
+    checkpoint = read_checkpoint(write(tmp_path, *as_speculators(head, torch.randn(37, 16))))
+    with pytest.raises(CheckpointError, match=r"no rows for the tokens from 37 on"):
+        fitted(checkpoint, Sizes(38, 16, LAYERS, 16), Reading())
+    assert fitted(checkpoint, Sizes(38, 16, LAYERS, 16), Reading(own_embedding=False)).own_embedding is None

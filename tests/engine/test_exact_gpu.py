@@ -8,9 +8,14 @@ import pytest
 import torch
 from helpers.models import tiny_model
 
+pytest.importorskip("triton")
+
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree
+from fastspec.kernels.attention.hopper import LONG
+from fastspec.kernels.launch import MEASURED
+from fastspec.patches.hf.exact import WIDE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -72,7 +77,7 @@ def test_trees_and_batches_say_and_score_what_one_token_at_a_time_does(kind: str
     model = model_of(kind, dtype)
     ids = prompts_of(model, 4)
     with fastspec.patched(model):
-        assert not fastspec.report(model).exact and "not asked for" in fastspec.report(model).why_inexact
+        assert not fastspec.report(model).exact and "patch(model, exact=True)" in fastspec.report(model).why_inexact
     with fastspec.patched(model, exact=True):
         assert fastspec.report(model).exact and "bits of autoregressive" in str(fastspec.report(model))
         alone = [model.generate(row[None], assistant="autoregressive", **OPTIONS) for row in ids]
@@ -87,6 +92,50 @@ def test_trees_and_batches_say_and_score_what_one_token_at_a_time_does(kind: str
             assert together.sequences.equal(torch.cat([plain.sequences for plain in alone]))
             for at, plain in enumerate(alone):
                 assert all(a[at].equal(b[0]) for a, b in zip(together.logits, plain.logits, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_wide_models_are_held_by_themselves(kind: str) -> None:
+    """Where that was measured; not by `exact=False`, and not where a layer has become another."""
+    model = model_of(kind, torch.bfloat16, hidden_size=WIDE, num_attention_heads=32, num_key_value_heads=8)
+    ids = prompts_of(model, 1)
+    with fastspec.patched(model, exact=False):
+        assert "exact=False" in fastspec.report(model).why_inexact
+    with fastspec.patched(model):
+        if torch.cuda.get_device_name() not in MEASURED:
+            assert "was not measured" in fastspec.report(model).why_inexact
+            return
+        assert fastspec.report(model).exact
+        plain = model.generate(ids, assistant="autoregressive", **OPTIONS)
+        drafter = HalfRight(plain.sequences[0].tolist(), model.config.vocab_size)
+        drafted = model.generate(ids, assistant=drafter, **OPTIONS)
+        assert drafter.emitted > 1.5 * drafter.rounds and drafted.sequences.equal(plain.sequences)
+        assert all(a.equal(b) for a, b in zip(drafted.logits, plain.logits, strict=True))
+        layer = model.model.layers[0].self_attn
+        layer.q_proj = torch.nn.Sequential(layer.q_proj)
+        assert "projections" in fastspec.report(model).why_inexact
+        assert model.generate(ids, assistant="nasd", **OPTIONS).sequences.shape == plain.sequences.shape
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_trees_after_a_long_text_say_what_one_token_at_a_time_does(rows: int) -> None:
+    """After so many slots that runs are read by Hopper's own kernel, the third round as well as the first."""
+    heads = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128}
+    model = model_of("llama", torch.bfloat16, **heads, max_position_embeddings=32768)
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(3, model.config.vocab_size, (rows, LONG + 77), generator=generator).cuda()
+    options = OPTIONS | {"max_new_tokens": 40, "min_new_tokens": 40}
+    with fastspec.patched(model, exact=True):
+        plain = model.generate(ids, assistant="autoregressive", **options)
+        if rows > 1:
+            drafted = model.generate(ids, assistant="nasd", **options)
+        else:
+            drafter = HalfRight(plain.sequences[0].tolist(), model.config.vocab_size)
+            drafter.nodes = 40  # so that a key head's queries fill a tile
+            drafted = model.generate(ids, assistant=drafter, **options)
+            assert drafter.emitted > 1.5 * drafter.rounds
+        assert drafted.sequences.equal(plain.sequences)
+        assert all(a.equal(b) for a, b in zip(drafted.logits, plain.logits, strict=True))
 
 
 @HALVES

@@ -84,12 +84,6 @@ def run_start(run):
 def _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl.constexpr, CAP: tl.constexpr):
     """A block of keys: sums [M, D], maxima [M], sums of weights [M, 16] with it."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    return _weighed(b_s, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED, CAP)
-
-
-@triton.jit
-def _weighed(b_s, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl.constexpr, CAP: tl.constexpr):
-    """The same by its scores [M, N]."""
     if CAP > 0:
         b_s = tanh(b_s * scale2)
         scale2 = CAP

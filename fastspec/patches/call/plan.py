@@ -41,7 +41,7 @@ from fastspec.patches.call.prompts import (
     sees_ahead,
 )
 from fastspec.patches.call.ranks import Ranks, ranks_of
-from fastspec.patches.call.refusals import refuse_cache, refuse_prompts
+from fastspec.patches.call.refusals import refuse_cache, refuse_prompts, refuse_shown_padding
 from fastspec.patches.hf.cache import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, keeps_all, kept_by, read_cache, text_length
 from fastspec.patches.hf.limits import check_padding, dropped_spans, layer_spans
@@ -244,6 +244,8 @@ def _read_text(
         keep, source = torch.ones_like(ids, dtype=torch.bool), read_source(model, given, model_kwargs, len(ids))
         return Text(ids, keep, length, past, source=source, cache=cache, handed_in=handed_in)
     keep = real_tokens(model, ids, given.get("attention_mask"), config, length)
+    if handed_in and length and keep.shape[1] > length:
+        refuse_shown_padding(cache, keep, length)
     shift = position_shift(model, ids, keep, model_kwargs)
     inputs, own = besides_tokens(model_kwargs), None
     if inputs or sees_ahead(model, mode.adapter):

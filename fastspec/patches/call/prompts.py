@@ -4,6 +4,7 @@ otherwise."""
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,16 +26,17 @@ from fastspec.patches.hf.compat import (
     recurrent_layers,
 )
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.limits import LAYER_KINDS, layer_spans
+from fastspec.patches.hf.limits import LAYER_KINDS, layer_spans, position_rows
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import is_wrapped, may_see_ahead
+from fastspec.patches.hf.replaced import where_defined
 from fastspec.patches.hf.tree_check import reads_prompts_alike
 
 
 def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past: int) -> Tensor:
     """Which tokens of the past and of ids [B, T] are real, [B, past + T] bool, or [B, T] where the mask is of the ids
     alone: by the call's mask, or where it has none, as transformers infers it. Raises Unsupported for a mask of another
-    width."""
+    width, and for numbers besides 0 and 1, by which plain decoding counts positions."""
     rows, width = ids.shape
     if mask is None:
         held = getattr(config, "_pad_token_tensor", None)
@@ -42,6 +44,11 @@ def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past:
         keep = torch.ones_like(ids, dtype=torch.bool) if inferred is None or inferred.dim() != 2 else inferred.bool()
     else:
         keep = mask.to(ids.device).bool()
+        if not bool((mask.to(ids.device) == keep).all()):
+            raise Unsupported(
+                "attention_mask has numbers besides 0 and 1, such as those of texts packed into one row: pass each "
+                "text as a row of its own, with 1 for its tokens and 0 for padding"
+            )
         keep = keep.repeat_interleave(max(1, rows // max(1, keep.shape[0])), 0)
     if past and keep.shape[1] == past + width:
         return keep
@@ -91,9 +98,22 @@ def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str
         return None
     positions = first_inputs(model, ids, model_kwargs).get("position_ids")
     if positions is None:
-        return (~keep).sum(1)
+        padding = (~keep).sum(1)
+        if position_rows(model) is not None and bool(padding.any()) and _hides_positions(model):
+            raise Unsupported(
+                f"the forward of this {type(model).__name__} is someone else's "
+                f"({where_defined(model.forward)}) and names no position_ids, so that transformers prepares none for "
+                "padded rows: decorate it with functools.wraps(type(model).forward), or pass prompts of one length"
+            )
+        return padding
     last = positions[..., -1] if positions.dim() == 2 else positions[-1, :, -1]
     return last.to(keep.device).expand(len(keep)) + 1 - keep.sum(1)
+
+
+def _hides_positions(model: Any) -> bool:
+    """True where a forward on the instance does not name the position_ids that the class's takes."""
+    own, given = (inspect.signature(each).parameters for each in (type(model).forward, model.forward))
+    return "position_ids" in own and "position_ids" not in given
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ of torch, transformers and accelerate that `patches` reads; `tests/patches/hf/te
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -173,11 +175,22 @@ DOUBLED = {"mimo_v2_flash": "sliding_attention"}
 def _shape(config: Any) -> tuple[int, int, int]:
     """Latent attention keeps a head of latents and one of rotated channels since transformers 5.20, other layers keys
     and values."""
-    latent = getattr(config, "kv_lora_rank", None)
+    latent = _setting(config, "kv_lora_rank")
     if latent:
         return 1, latent, config.qk_rope_head_dim
     heads, size = _heads(config)
-    return heads, size, getattr(config, "v_head_dim", None) or size
+    return heads, size, _setting(config, "v_head_dim") or size
+
+
+def _setting(config: Any, name: str) -> Any:
+    """A setting of a configuration, None where its class knows none of this name: a key that another model has left
+    over is kept with it, and no forward reads it."""
+    return getattr(config, name, None) if name in _parameters(type(config).__init__) else None
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _heads(config: Any) -> tuple[int, int]:
@@ -208,7 +221,7 @@ def kept_by(config: Any) -> list[int]:
     the last layer in front of these of the same type. Caches keep nothing for such a layer."""
     config = config.get_text_config()
     layers, kinds = layer_count(config), getattr(config, "layer_types", None)
-    first = layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    first = layers - (_setting(config, "num_kv_shared_layers") or 0)
     if kinds is None:
         return list(range(layers))
     return [

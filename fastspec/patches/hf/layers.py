@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import (
     FULL_LAYOUT,
     FullAttention,
@@ -130,7 +131,7 @@ def layer_parts(
 
     return LayerParts(
         input_norm=norm(parts.input_norm),
-        mixer=_attention(parts, getattr(layer, parts.attention), ops, state, index, layout or FULL_LAYOUT, rotary)
+        mixer=_attention(parts, getattr(layer, parts.attention), ops, state, index, layout, rotary)
         if isinstance(state, FullAttentionState)
         else _gated_delta(parts, getattr(layer, parts.recurrent), ops, state, index),
         mlp_norm=None if parts.parallel else norm(parts.mlp_norm),
@@ -173,10 +174,20 @@ def _after(parts: Adapter, layer: Any, ops: Ops) -> Callable[[Tensor, Tensor | N
 
 
 def _attention(
-    parts: Adapter, attn: Any, ops: Ops, state: FullAttentionState, index: int, layout: LayoutKey, rotary: str | None
+    parts: Adapter,
+    attn: Any,
+    ops: Ops,
+    state: FullAttentionState,
+    index: int,
+    layout: LayoutKey | None,
+    rotary: str | None,
 ) -> FullAttention:
     inputs = _projections(parts, attn)
     owns, ties = bool(parts.qkv) or len(inputs) > 1, len(inputs) == 2
+    _, _, heads, _, size = state.k.shape
+    queries = heads * size * (2 if parts.gated_attention else 1) * (1 if layout is None else layout.group)
+    wanted = queries + (heads * (size if ties else size + state.v.shape[-1]) if owns else 0)
+    _refuse_other_sizes(attn, inputs, size, None if layout is None else wanted)
     q_norm, k_norm, eps = _head_norms(parts, attn, state, owns)
     return FullAttention(
         ops,
@@ -193,7 +204,7 @@ def _attention(
         ties_values=ties,
         owns=owns,
         offset=parts.offset,
-        layout=layout,
+        layout=layout or FULL_LAYOUT,
         rotary=rotary,
         gated=parts.gated_attention,
         sinks=local_part(getattr(attn, parts.sinks)) if parts.sinks else None,
@@ -203,13 +214,33 @@ def _attention(
     )
 
 
+def _refuse_other_sizes(attn: Any, inputs: Sequence[nn.Module], size: int, width: int | None) -> None:
+    """Raise Unsupported for an attention whose heads are not of a size, or whose plain projections do not give so many
+    channels, as a model with pruned heads has it: its keys and values are kept in the sizes of the configuration."""
+    plain = [each for each in inputs if isinstance(each, nn.Linear) and is_plain(each)]
+    found = sum(len(local_part(each.weight)) for each in plain) if len(plain) == len(inputs) else width
+    if attn.head_dim != size or (width is not None and found != width):
+        raise Unsupported(
+            f"{type(attn).__name__} gives {found} channels in heads of {attn.head_dim}, and its configuration says "
+            f"{width} in heads of {size} (num_attention_heads, num_key_value_heads, head_dim): let it say what all "
+            "layers have, or leave out assistant="
+        )
+
+
 def _head_norms(
     parts: Adapter, attn: Any, state: FullAttentionState, owns: bool
 ) -> tuple[Tensor | None, Tensor | None, float]:
     """The weights of the norms of each head's queries and keys, and what these add to a mean square; an attention that
     does not own its keys has no norm for them."""
     if norms_heads(parts, attn):
-        return attn.q_norm.weight, (attn.k_norm if owns else attn.q_norm).weight, getattr(attn.q_norm, parts.eps)
+        norms = attn.q_norm, attn.k_norm if owns else attn.q_norm
+        eps, other = (getattr(each, parts.eps) for each in norms)
+        if eps != other:
+            raise Unsupported(
+                f"the norms of queries and keys of {type(attn).__name__} add {eps} and {other} ({parts.eps}), and one "
+                "kernel norms both: give them one number"
+            )
+        return norms[0].weight, norms[1].weight, eps
     norm = getattr(attn, parts.heads_norm, None) if parts.heads_norm else None
     if norm is None:
         return None, None, 0.0
@@ -226,6 +257,17 @@ def _projections(parts: Adapter, attn: Any) -> list[Any]:
 
 def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: int) -> GatedDelta:
     assert isinstance(state, DeltaState)
+    channels, _, width = net.conv1d.weight.shape
+    found, kept = (
+        (net.num_v_heads, net.head_k_dim, net.head_v_dim, width, channels),
+        (*state.s.shape[2:], *state.held.shape[2:]),
+    )
+    if found != kept:
+        raise Unsupported(
+            f"{type(net).__name__} has value heads, key and value sizes, and a convolution's width and channels of "
+            f"{found}, and its configuration says {kept} (linear_*): let it say what all layers have, or leave out "
+            "assistant="
+        )
     project = product_of([getattr(net, name) for name in parts.recurrent_inputs], ops)
     order = _by_kind(net).to(net.A_log.device) if parts.grouped_inputs else None
     norm, most = getattr(net, parts.recurrent_norm), 2.0 if parts.doubles and getattr(net, parts.doubles) else 1.0

@@ -114,8 +114,14 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
         raise Unsupported(
             f"{name} derives positions from the cache (alibi=True), where the nodes of a draft tree lie out of order"
         )
-    if not has_foreign_attention(model):  # whether it heeds a mask is seen when it is tried
-        _check_masks(name, config)
+    check_masks(model)
+
+
+def check_masks(model: Any) -> None:
+    """Raise `Unsupported` where a model's attention takes no 4-D mask, which its own forward is given for a draft tree.
+    Whether someone else's heeds one is seen when it is tried."""
+    if not has_foreign_attention(model):
+        _check_masks(type(model).__name__, model.config)
 
 
 def _check_masks(name: str, config: Any) -> None:
@@ -272,7 +278,9 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     ]
     inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
     within = [getattr(model, adapter.inside)] if hasattr(model, adapter.inside) else []
-    return [model, *within, model.base_model, decoder, *layers, *attention, *norms, *inner]
+    owners = decoder, *layers, *attention
+    dropouts = [child for owner in owners for name, child in owner.named_children() if NOISE[0] in name]
+    return [model, *within, model.base_model, decoder, *layers, *attention, *norms, *inner, *dropouts]
 
 
 def norms_heads(adapter: Adapter, attention: Any) -> bool:
@@ -294,6 +302,10 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     layers = list(getattr(decoder_of(model), adapter.layers))
     if len(set(layers)) < len(layers):
         return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
+    if adapter.heads_norm and any(hasattr(getattr(layer, adapter.attention), adapter.heads_norm) for layer in layers):
+        scale = getattr(decoder_of(model), adapter.rotary).attention_scaling
+        if scale != 1.0:
+            return f"its rotation scales by {scale:g} what is normed after it (attention_scaling)"
     looped = _looped_over(model, adapter)
     noisy = noise_of([*looped, *(getattr(layer, adapter.mlp) for layer in layers)])
     if noisy is not None:

@@ -39,6 +39,7 @@ from fastspec.patches.hf.compat import (
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, dropped_spans
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import check_masks
 from fastspec.patches.hf.replaced import attention_functions, autocast_inside, replaced_functions
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 
@@ -116,7 +117,10 @@ def check_states(model: Any) -> None:
 
 
 def _trusted(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
-    """The verdict on a model. Raises Unsupported for one that cannot be relied on."""
+    """The verdict on a model. Raises Unsupported for one that cannot be relied on, before anything runs where its
+    attention takes no masks: torch's flex attention on the CPU reads past the end of one."""
+    if adapter is None:
+        check_masks(model)  # its attention may have changed since `patch`
     found = _verdict(model, reads_source, adapter)
     if found.reason is not None:
         raise Unsupported(found.reason)

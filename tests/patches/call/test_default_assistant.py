@@ -115,6 +115,18 @@ def test_a_default_that_no_call_could_have_is_refused_at_patch():
     assert "generate" not in model.__dict__
 
 
+def test_a_loop_of_ones_own_is_no_cause_for_a_warning(model, recwarn):
+    ran = []
+
+    def loop(model, input_ids, **given):
+        ran.append(input_ids)
+        return input_ids
+
+    model.generate(**prompts(6), custom_generate=loop)
+    assert len(ran) == 1 and not fastspec.report(model).unassisted
+    assert not [each for each in recwarn if "assist" in str(each.message)]
+
+
 UNSERVED: dict[str, Any] = {
     "num_beams": {"num_beams": 2},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.models import tiny_model
+from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
-from fastspec.patches.call.prompts import compact, real_tokens
+from fastspec.patches.call.prompts import OwnPrefill, compact, real_tokens
 from fastspec.patches.call.refusals import refuse_prompts
 
 IDS = torch.arange(1, 7)[None]
@@ -53,3 +54,16 @@ def test_a_mask_holds_for_every_answer_to_its_prompt() -> None:
     assert real_tokens(None, ids[:1], past, None, 2).shape == (1, 5)
     with pytest.raises(Unsupported, match="attention_mask is 5 wide and input_ids 3"):
         real_tokens(None, ids[:1], past, None, 0)
+
+
+@pytest.mark.parametrize("keys", [5, 6])
+def test_a_prompt_that_takes_more_places_in_the_cache_than_it_has_tokens_is_refused(keys: int) -> None:
+    """As where a model puts images in front of the text by itself."""
+    model, cache, held = tiny_model(), DynamicCache(), torch.ones(1, 2, keys, 16)
+    cache.update(held, held, 0)
+    prefill = OwnPrefill(model, model.generation_config, IDS[:, :5], WHOLE[:, :5], {})
+    if keys == 5:
+        prefill._check(cache, 1)
+    else:
+        with pytest.raises(Unsupported, match="keeps 6 keys in a layer behind a text of 5 tokens"):
+            prefill._check(cache, 1)

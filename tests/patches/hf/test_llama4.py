@@ -205,3 +205,19 @@ def test_a_head_is_trained_on_what_its_layers_give() -> None:
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
     assert torch.equal(read.features, torch.cat((states[1], states[2]), -1))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_rotation_that_scales_what_is_normed_after_it(normed: bool) -> None:
+    """YaRN's factor goes through the norm of heads, which takes it away again."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 2.5}
+    model = llama4(
+        use_qk_norm=normed, floor_scale=8192, rope_parameters={**rope, "original_max_position_embeddings": 128}
+    )
+    expected = model.generate(**RAGGED, max_new_tokens=12, do_sample=False)
+    with fastspec.patched(model):
+        said = "generic (its rotation scales by 2.5 what is normed after it (attention_scaling))"
+        assert fastspec.report(model).mode == (said if normed else "adapter llama4_text")
+        for assistant in ("autoregressive", "nasd"):
+            got = model.generate(**RAGGED, max_new_tokens=12, do_sample=False, assistant=assistant)
+            assert torch.equal(got, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -108,6 +109,23 @@ def _on(cache: Any, model: Any, turns: int = 2, **options: Any) -> list[list[int
         ids, cache = torch.cat((out.sequences, ROWS["input_ids"][:, -3:]), 1), kept_cache(out)
         mask = torch.cat((mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.long)), 1)
     return out.sequences.tolist()
+
+
+@pytest.mark.parametrize("held", [WINDOW - 1, WINDOW])
+def test_the_first_token_that_a_cache_drops_counts(held: int) -> None:
+    model = left_over("llama", sliding_window=WINDOW)
+    options = {"do_sample": False, "eos_token_id": None}
+    first = model.generate(prompts(held - 3)["input_ids"], **options, max_new_tokens=4, return_dict_in_generate=True)
+    assert kept_cache(first).get_seq_length() == held
+    call = {"input_ids": torch.cat((first.sequences, prompts(3)["input_ids"]), 1), "max_new_tokens": 6, **options}
+    expected = model.generate(**call, **{CACHE: copy.deepcopy(kept_cache(first))})
+    with fastspec.patched(model):
+        call |= {CACHE: kept_cache(first), "assistant": "nasd"}
+        if held == WINDOW:
+            with pytest.raises(fastspec.Unsupported, match=r"the 8 tokens of .* in windows of 8"):
+                model.generate(**call)
+        else:
+            assert torch.equal(model.generate(**call), expected)
 
 
 def test_what_goes_by_more_than_a_cache_keeps_is_refused() -> None:

@@ -1,0 +1,190 @@
+"""Models that are not what their configurations or classes say: left-over settings, pruned heads, hooked dropouts,
+forwards without names, attention that was changed after `patch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import recurrent
+from helpers.generate import answer, prompts, shallow_model
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import fastspec
+from fastspec import Unsupported
+from fastspec.patches.hf.cache import CACHE, kept_cache
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+PADDED = prompts(4, 7)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi", "opt"])
+@pytest.mark.parametrize(("setting", "value"), [("num_kv_shared_layers", 1), ("kv_lora_rank", 8), ("v_head_dim", 8)])
+def test_a_setting_that_the_class_does_not_know_is_not_read(family, setting, value):
+    """transformers keeps any key of a `config.json`."""
+    model = shallow_model(family, **{setting: value})
+    assert getattr(model.config, setting) == value
+    expected = answer(model, PADDED, **OPTIONS)
+    with fastspec.patched(model):
+        for assistant in ("autoregressive", "nasd"):
+            assert torch.equal(model.generate(**PADDED, **OPTIONS, assistant=assistant), expected)
+
+
+def prune_keys(model: Any) -> None:
+    """One key head less in a layer, as pruners leave it."""
+    attention = model.model.layers[1].self_attn
+    for name in ("k_proj", "v_proj"):
+        whole = getattr(attention, name)
+        setattr(attention, name, nn.Linear(64, 16, bias=False))
+        getattr(attention, name).weight.data.copy_(whole.weight.data[:16])
+    attention.num_key_value_groups = 4
+
+
+def say_less(model: Any) -> None:
+    """Sizes by which keys and values would be kept too short for what the layers write."""
+    model.config.head_dim = 8
+
+
+@pytest.mark.parametrize("change", [prune_keys, say_less])
+@pytest.mark.parametrize("late", [False, True])
+def test_heads_of_other_sizes_than_the_configuration_says_are_refused_by_name(change, late):
+    model = shallow_model()
+    if late:
+        fastspec.patch(model)
+    change(model)
+    expected = answer(model, PADDED, **OPTIONS)
+    if not late:
+        fastspec.patch(model)
+    for assistant in ("autoregressive", "nasd"):
+        with pytest.raises(
+            Unsupported, match=r"LlamaAttention gives \d+ channels in heads of 16, and its configuration"
+        ):
+            model.generate(**PADDED, **OPTIONS, assistant=assistant)
+    assert torch.equal(answer(model, PADDED, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("setting", ["linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_value_heads"])
+def test_recurrent_layers_of_other_sizes_are_refused_by_name(setting):
+    model = fastspec.patch(recurrent())
+    setattr(model.config, setting, getattr(model.config, setting) + 1)
+    with pytest.raises(
+        Unsupported, match=r"Qwen3_5GatedDeltaNet has value heads.* of \(4, 8, 12, 4, 80\), and its conf"
+    ):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+def test_norms_of_queries_and_keys_that_add_unlike_numbers_are_refused_by_name():
+    model = fastspec.patch(shallow_model("qwen3"))
+    model.model.layers[1].self_attn.k_norm.variance_epsilon = 0.5
+    with pytest.raises(Unsupported, match=r"queries and keys of Qwen3Attention add 1e-06 and 0.5 \(variance_epsilon\)"):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+def hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, inputs, output: output * 1.5)
+
+
+def replace_forward(module: nn.Module) -> None:
+    module.forward = lambda x: x * 1.5
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("phi3", "resid_attn_dropout"), ("phi3", "resid_mlp_dropout"), ("phi", "resid_dropout"), ("stablelm", "dropout")],
+)
+@pytest.mark.parametrize("change", [hook, replace_forward])
+def test_a_dropout_that_someone_else_has_a_say_in_is_run(family, name, change: Callable[[nn.Module], None]):
+    model = shallow_model(family)
+    before = answer(model, PADDED, **OPTIONS)
+    with fastspec.patched(model):
+        change(model.model.layers[1].get_submodule(name))
+        expected = answer(model, PADDED, **OPTIONS)
+        assert not torch.equal(expected, before)
+        assert fastspec.report(model).mode.startswith("generic (Dropout has a forward")
+        assert torch.equal(model.generate(**PADDED, **OPTIONS, assistant="nasd"), expected)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_attention_without_masks_that_is_set_after_patch_is_refused_before_it_runs(family):
+    """On the CPU torch's flex attention reads and writes past the end of a mask that is none of its own."""
+    model = fastspec.patch(shallow_model(family))
+    model.set_attn_implementation("flex_attention")
+    if family == "llama":
+        hook(model.model.layers[1])  # its adapter brings its own attention
+    for assistant in ("autoregressive", "nasd"):
+        with pytest.raises(Unsupported, match="needs 4-D masks in generic mode, and flex_attention takes none"):
+            model.generate(**PADDED, **OPTIONS, assistant=assistant)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_forward_that_hides_its_positions(family):
+    """transformers prepares positions for a forward that names them. OPT's counts them by the mask then, and a rotation
+    does not ask where a text begins."""
+    model, inputs = shallow_model(family), prompts(7, 7)
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    expected = answer(model, inputs, **OPTIONS)
+    padded = answer(model, PADDED, **OPTIONS)
+    with fastspec.patched(model):
+        assert torch.equal(model.generate(**inputs, **OPTIONS, assistant="nasd"), expected)
+        if family == "llama":
+            assert torch.equal(model.generate(**PADDED, **OPTIONS, assistant="nasd"), padded)
+            return
+        with pytest.raises(Unsupported, match=r"someone else's \(<lambda>.* names no position_ids"):
+            model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.tensor([[1, 1, 1, 2, 2, 2, 2]]), torch.full((1, 7), 0.5)], ids=["packed", "half"]
+)
+def test_a_mask_of_other_numbers_is_refused_by_name(mask: Tensor):
+    """Plain decoding adds them up to positions."""
+    model = fastspec.patch(shallow_model())
+    with pytest.raises(Unsupported, match="attention_mask has numbers besides 0 and 1"):
+        model.generate(prompts(7)["input_ids"], attention_mask=mask, **OPTIONS, assistant="nasd")
+    with (
+        fastspec.continuous(model, "autoregressive", rows=1) as batch,
+        pytest.raises(Unsupported, match="besides 0 and 1"),
+    ):
+        batch.submit(prompts(7)["input_ids"], attention_mask=mask, **OPTIONS)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_turn_that_shows_what_was_padding_is_refused_by_name(family, own):
+    """Plain decoding leaves keys of padding in its cache, an assisted call none: a later mask may not show them."""
+    model = shallow_model(family, sliding_window=16) if family == "mistral" else shallow_model()
+    more = prompts(3, 3, seed=2)["input_ids"]
+    options = OPTIONS | {"eos_token_id": None}
+    with fastspec.patched(model):
+        cache = {CACHE: DynamicCache(config=model.config)} if own else {}
+        first = model.generate(**PADDED, **options, **cache, assistant="nasd", return_dict_in_generate=True)
+        ids = torch.cat((first.sequences, more), 1)
+        ones = torch.ones_like(ids)
+        with pytest.raises(Unsupported, match=r"shows tokens of rows \[0\] that \w+ holds nothing of"):
+            model.generate(ids, attention_mask=ones, **options, **{CACHE: kept_cache(first)}, assistant="nasd")
+        mask = torch.cat((PADDED["attention_mask"], ones[:, 7:]), 1)
+        two = model.generate(ids, attention_mask=mask, **options, **{CACHE: kept_cache(first)}, assistant="nasd")
+        assert torch.equal(two, answer(model, {"input_ids": ids, "attention_mask": mask}, **options))
+
+
+def test_padding_behind_an_early_end_may_be_shown():
+    """Windows that see nothing but padding whose embedding is zero leave keys of zero in plain decoding too."""
+    model, inputs = shallow_model("mistral", sliding_window=3), prompts(6, 6)
+    new = answer(model, inputs, **OPTIONS, eos_token_id=None)[:, 6:].tolist()
+    options = OPTIONS | {"eos_token_id": new[0][0], "max_new_tokens": 24}
+    more, found = prompts(3, 3, seed=2)["input_ids"], []
+    assert model.get_input_embeddings().weight[0].count_nonzero() == 0
+    fastspec.patch(model)
+    for assistant in (None, "nasd"):
+        cache = DynamicCache()  # which keeps everything
+        first = model.generate(**inputs, **options, **{CACHE: cache}, assistant=assistant)
+        assert cache.layers[-1].keys[0, 0, -1].count_nonzero() == 0
+        ids = torch.cat((first, more), 1)
+        found.append(
+            model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS, **{CACHE: cache}, assistant=assistant)
+        )
+    assert torch.equal(*found)
