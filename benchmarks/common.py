@@ -43,7 +43,7 @@ def write(out: Path | None, row: Row, shown: Sequence[str] | None = None) -> Non
         print(json.dumps(told), flush=True)
     if out is not None:
         with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def read(path: Path) -> list[Row]:

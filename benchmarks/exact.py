@@ -15,37 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import device_here, padded, parser_of, place, write
+from acceptance import generate
+from common import Row, device_here, parser_of, place, write
 
 import fastspec
 from fastspec.models import SMOLLM2, load_model
+from fastspec.programs.compare import first_difference
 from fastspec.programs.texts import encode, first_turn, read_jsonl
 
 
 def answers(
-    model: Any, texts: list[list[int]], assistant: Any, batch: int, length: int, device: str
+    model: Any, texts: list[list[int]], assistant: Any, batch: int, length: int
 ) -> tuple[list[list[int]], float]:
     """The new tokens of every text, up to the end token, and the seconds of all calls."""
-    found, seconds, ends = [], 0.0, model.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
+    found: list[list[int]] = []
+    began, pad = time.perf_counter(), model.generation_config.pad_token_id or 0
     for first in range(0, len(texts), batch):
-        inputs = padded(texts[first : first + batch], device)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        said = model.generate(
-            **inputs, assistant=assistant, do_sample=False, max_new_tokens=length, pad_token_id=min(ends)
-        )[:, inputs["input_ids"].shape[1] :].tolist()
-        seconds += time.perf_counter() - began
-        for row in said:
-            end = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
-            found.append(row[:end])
-    return found, seconds
-
-
-def parted(a: list[int], b: list[int]) -> int:
-    """The place of the first token that differs."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        found += generate(model, texts[first : first + batch], assistant, length, pad, {"do_sample": False})
+    return found, time.perf_counter() - began
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -72,28 +59,20 @@ def main(arguments: list[str] | None = None) -> None:
         for exact in (kernels == "exact" for kernels in asked.kernels):
             with fastspec.patched(model, eagle3=SMOLLM2, exact=exact):
                 for name, rows in texts.items():
-                    plain = answers(model, rows, "autoregressive", 1, asked.new, device)[0]
+                    plain = answers(model, rows, "autoregressive", 1, asked.new)[0]
                     for assistant in asked.assistants:
                         for batch in asked.batches:
                             made = makes.get(assistant, assistant)
-                            answers(model, rows[: 2 * batch], made, batch, asked.new, device)
-                            said, seconds = answers(model, rows, made, batch, asked.new, device)
-                            apart = [parted(a, b) for a, b in zip(said, plain, strict=True) if a != b]
+                            answers(model, rows[: 2 * batch], made, batch, asked.new)
+                            said, seconds = answers(model, rows, made, batch, asked.new)
+                            apart = [first_difference(a, b) for a, b in zip(said, plain, strict=True) if a != b]
                             last = fastspec.report(model).last
-                            row = {
-                                "exact": exact,
-                                "model": SMOLLM2,
-                                "prompts": name,
-                                "assistant": assistant,
-                                "batch": batch,
-                                "answers": len(plain),
-                                "equal": len(plain) - len(apart),
-                                "first_difference": statistics.median(apart) if apart else None,
-                                "tokens_per_second": round(sum(map(len, said)) / seconds, 1),
-                                "acceptance": None if last is None else round(last.acceptance_length, 2),
-                            }
-                            shown = [*row, "dtype"]
-                            write(asked.out, row | place(device, dtype), shown)
+                            row: Row = {"exact": exact, "model": SMOLLM2, "prompts": name, "assistant": assistant}
+                            row |= {"batch": batch, "answers": len(plain), "equal": len(plain) - len(apart)}
+                            row["first_difference"] = statistics.median(apart) if apart else None
+                            row["tokens_per_second"] = round(sum(map(len, said)) / seconds, 1)
+                            row["acceptance"] = None if last is None else round(last.acceptance_length, 2)
+                            write(asked.out, row | place(device, dtype), [*row, "dtype"])
 
 
 if __name__ == "__main__":

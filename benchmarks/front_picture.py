@@ -30,12 +30,12 @@ PICTURES = Path(__file__).parents[1] / "docs" / "assets"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One run: the file of its rows, the title, and (method, label) of its bars from top to bottom; of full_size.py the
+    """One run: the file of its rows, the title, and the methods of its bars from top to bottom; of full_size.py the
     shape."""
 
     rows: str
     title: str
-    methods: tuple[tuple[str, str], ...]
+    methods: tuple[str, ...]
     shape: str | None = None
 
     def speeds(self) -> dict[str, float]:
@@ -49,41 +49,26 @@ class Panel:
     def bars(self) -> list[tuple[str, str, float]]:
         """(method, label, tokens per second) of what the run measured."""
         found = self.speeds()
-        return [(method, label, found[method]) for method, label in self.methods if method in found]
+        return [(method, LABELS.get(method, method), found[method]) for method in self.methods if method in found]
 
 
 PANELS = (
-    Panel(
-        "bench_qwen_all_h100.jsonl",
-        "H100, bf16",
-        (
-            ("transformers", "generate"),
-            ("autoregressive", "no drafts"),
-            ("nasd", "n-grams"),
-            ("eagle3", "EAGLE-3 head"),
-        ),
-    ),
+    Panel("bench_qwen_all_h100.jsonl", "H100, bf16", ("transformers", "autoregressive", "nasd", "eagle3")),
     Panel(
         "full_size_static_h200.jsonl",
         "H200, bf16, random weights",
-        (
-            ("transformers", "generate"),
-            ("static-compile", "static cache,\ncompiled"),
-            ("autoregressive", "no drafts"),
-        ),
+        ("transformers", "static-compile", "autoregressive"),
         shape="qwen2-1.5b",
     ),
     Panel(
         "bench_pair_cpu.jsonl",
         "Two CPU cores, fp32",
-        (
-            ("transformers", "generate"),
-            ("assisted", "assisted"),
-            ("autoregressive", "no drafts"),
-            ("speculative", "speculative"),
-        ),
+        ("transformers", "assisted", "autoregressive", "speculative"),
     ),
 )
+LABELS = {"transformers": "generate", "static-compile": "static cache,\ncompiled", "autoregressive": "no drafts"}
+LABELS |= {"nasd": "n-grams", "eagle3": "EAGLE-3 head"}
+"""Method -> its name in the picture, where that is not its own."""
 THEIRS = ("transformers", "static-compile", "assisted")
 """Methods of transformers; the others are fastspec's."""
 TITLE = "Qwen2.5-Coder-1.5B-Instruct, one prompt at a time, tokens per second"
@@ -92,8 +77,6 @@ THEMES = {
     "dark": {"ink": "#f0f6fc", "faint": "#9198a1", "transformers": "#656c76", "fastspec": "#4493f8"},
 }
 """Ink, text of less weight, and the bars of transformers and of fastspec, on a page's white or black."""
-
-
 MOST = max(len(panel.methods) for panel in PANELS)
 
 

@@ -14,6 +14,7 @@ drafter's own weights are not in the floor; a round reads them once a level (`dr
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from itertools import product
@@ -294,8 +295,9 @@ def numbers(text: str) -> list[int]:
     return [int(each) for each in names(text)]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
+def shape_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of rounds of shapes."""
+    parser = parser_of(doc)
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--prefix", type=numbers, default=[2048], help="tokens before; several with commas between")
     parser.add_argument("--batch", type=numbers, default=[1], help="rows; several with commas between")
@@ -305,15 +307,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--head-bits", type=numbers, default=[16], help="of the head's weights: 16,8 times both")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = shape_parser(__doc__)
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
     parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
-    parser.add_argument(
-        "--weights", type=names, default=["dense"], help=f"of {', '.join(STORED)} (as stored), with commas"
-    )
-    parser.add_argument(
-        "--sums", type=names, default=["fast"], help="of fast, exact (`patch(exact=True)`), with commas"
-    )
+    parser.add_argument("--weights", type=names, default=["dense"], help=f"as stored: {', '.join(STORED)}, with commas")
+    parser.add_argument("--sums", type=names, default=["fast"], help="fast, exact (`patch(exact=True)`), with commas")
     args = parser.parse_args(arguments)
     device, _ = device_here()
     bandwidth = read_bandwidth(device)
@@ -374,11 +377,8 @@ def main(arguments: list[str] | None = None) -> None:
         head = make_head(model, args.draft_vocab)
         weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
         for prefix, batch in product(args.prefix, args.batch):
-            measure(
-                model,
-                head,
-                {"shape": name, "weights": stored, "weight_bytes": weights, "prefix": prefix, "batch": batch},
-            )
+            base = {"shape": name, "weights": stored, "weight_bytes": weights, "prefix": prefix, "batch": batch}
+            measure(model, head, base)
             if device == "cuda":
                 torch.cuda.empty_cache()
         del model, head

@@ -7,7 +7,7 @@ the place of a chain of its drafts: draft token d of a round is right, with all 
 
 Embeddings are large and the LM head looks for the token after the last one: which token is likeliest does not hang on
 the rounding of a pass, so that trees of any size emit the same text. Mixtures choose experts for each token
-independently; with `--collapsed` the embeddings of all tokens are alike, and so are their experts.
+independently.
 
     python benchmarks/oracle.py --shapes llama-8b --rows 1,8,32 --trees auto "60,7,10" --out rows.jsonl
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import Row, device_here, parser_of, place, timed, tree_of, write
-from full_size import EMBEDDED, SHAPES, make_head, make_model, numbers, routers_of
+from full_size import EMBEDDED, SHAPES, make_head, make_model, numbers
 from torch import Tensor
 
 import fastspec
@@ -144,15 +144,13 @@ def expected_length(survival: Sequence[float], shape: TreeShape) -> float:
     return 1 + sum(survival[: min(shape.max_path, shape.total_tokens) - 1])
 
 
-def steady(model: Any, collapsed: bool = False) -> Any:
+def steady(model: Any) -> Any:
     """Let the likeliest token be the one after the last, by a margin that no rounding reaches."""
     embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()
     embedding.normal_(0.0, EMBEDDED)
     common = torch.nn.functional.normalize(torch.randn_like(embedding[0]), dim=0)
     embedding.addr_(embedding @ common, common, alpha=-1)
     lm_head.weight = torch.nn.Parameter(embedding.roll(1, 0) / EMBEDDED, requires_grad=False)
-    if collapsed:  # 80 % of an embedding is that of all tokens, which the LM head does not see
-        embedding.mul_(0.2**0.5).add_(common * (0.8 * len(common)) ** 0.5 * EMBEDDED)
     return model
 
 
@@ -170,7 +168,6 @@ def whole_calls(model: Any, prompts: Tensor, assistant: Any, tokens: int, calls:
 
 def in_flight(model: Any, prompts: Tensor, assistant: Any, rows: int, tokens: int, calls: int) -> list[float]:
     """Seconds in which an open batch of so many rows answers all prompts, given at once."""
-    spent = []
     length = prompts.shape[1] + tokens
     with fastspec.continuous(model, assistant, rows, max_length=length, prefix_caching=False) as batch:
 
@@ -181,8 +178,7 @@ def in_flight(model: Any, prompts: Tensor, assistant: Any, rows: int, tokens: in
 
         for _ in range(2):
             run()
-        spent = [timed(run) for _ in range(calls)]
-    return spent
+        return [timed(run) for _ in range(calls)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -195,7 +191,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--trees", nargs="+", default=["auto"], help='trees: auto, default, or "nodes,depth,top_k"')
     parser.add_argument("--survival", default=",".join(map(str, QWEN_MTP)), help="P(the first d drafts are right)")
     parser.add_argument("--draft-vocab", type=int, default=32000)
-    parser.add_argument("--collapsed", action="store_true", help="let the tokens of a mixture read the same experts")
     parser.add_argument("--open", action="store_true", help="answer 4 prompts a row in an open batch besides")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--backend", default="auto")
@@ -214,10 +209,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     for name in args.shapes.split(","):
         torch.manual_seed(0)
-        model = steady(make_model(name, device, dtype), args.collapsed)
+        model = steady(make_model(name, device, dtype))
         head, oracle = make_head(model, args.draft_vocab), Oracle(survival)
         base = {"shape": name, "prefix": args.prefix, "new_tokens": args.tokens, "survival": survival}
-        base |= {"collapsed": args.collapsed} if routers_of(model) else {}
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             for rows in args.rows:
                 many = torch.randint(10, model.config.vocab_size, (4 * rows, args.prefix), device=device)

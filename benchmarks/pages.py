@@ -118,11 +118,8 @@ def expect() -> str:
                 sorted(row[name] for row in rows(file, batch=1, method=method))
                 for name in ("acceptance_length", "ms_per_round", "tokens_per_second", "ratio")
             )
-            times = (
-                f"{shown(median(ratio), 1)} ({shown(ratio[0], 1)} to {shown(ratio[-1], 1)})"
-                if method != "transformers"
-                else "1"
-            )
+            spread = f"{shown(median(ratio), 1)} ({shown(ratio[0], 1)} to {shown(ratio[-1], 1)})"
+            times = "1" if method == "transformers" else spread
             accepted = "1" if length[-1] == 1 else shown(median(length), 2)
             cells.append([model, place, name_of(method), accepted, number(median(ms)), number(median(speed)), times])
             cells[-1].append(link(file))
@@ -183,10 +180,8 @@ def demo() -> str:
         (f"{zen5}, AVX-512", zen5, "torch", {"instructions": "AVX512"}),
         (f"{zen3}, AVX2 alone", zen3, "torch", {}),
     ):
-        found = [
-            rows("demo_cpu", device=device, kernels=kernels, method=name, **more)
-            for name in ("autoregressive", "eagle3")
-        ]
+        wanted = {"device": device, "kernels": kernels, **more}
+        found = [rows("demo_cpu", method=name, **wanted) for name in ("autoregressive", "eagle3")]
         ratios = [span(row["ratio"] for row in each) for each in found]
         cells.append([said, {"cpp": "C++", "torch": "plain torch"}[kernels], len(found[0]), *ratios])
     return markdown(["processor", "kernels", "runs", "`autoregressive`", "`eagle3`"], cells)
@@ -255,9 +250,8 @@ def sampling() -> str:
     for temperature in (1.0, 0.6, None):
         for depth in (7, 5, 4, 3):
             wanted = {"tree": [60, depth, 10], "temperature": temperature}
-            found = [
-                rows("sampled_trees_h100", prompts=name, **wanted)[0] for name in ("mt_bench", "humaneval", "gsm8k")
-            ]
+            sets = ("mt_bench", "humaneval", "gsm8k")
+            found = [rows("sampled_trees_h100", prompts=name, **wanted)[0] for name in sets]
             figures = [f"{shown(row['acceptance_length'], 2)}, {shown(row['tokens_per_second'])}" for row in found]
             cells.append(["greedy" if temperature is None else f"{temperature:g}", depth, *figures])
     return markdown(["temperature", "depth", "MT-bench", "HumanEval", "GSM8K"], cells)
@@ -288,8 +282,7 @@ def served_cascade() -> str:
     cells = []
     for row in of("serving_cascade_cpu"):
         told = [row["in_flight"], row["server"], shown(row["requests"] / row["seconds"], 2)]
-        for name in ("first_token", "answer"):
-            told.append(f"{shown(row[f'{name}_ms'][1])}, {shown(row[f'{name}_95_ms'])}")
+        told += [f"{shown(row[f'{name}_ms'][1])}, {shown(row[f'{name}_95_ms'])}" for name in ("first_token", "answer")]
         stages = row["stages"] or {"large": 1.0}
         cells.append([*told, f"{shown(100 * stages.get('small', 0.0))} %", f"{shown(100 * row['equal'])} %"])
     return markdown(["in flight", "", "requests/s", "first token, ms", "answer, ms", "small answers", "equal"], cells)
@@ -321,14 +314,9 @@ def peer_cases(measured: Iterable[Row]) -> dict[Case, tuple[Row, list[Row]]]:
 
 def peer_figure(ours: Row, theirs: Row) -> tuple[str, str, float]:
     """(fastspec's figure, vLLM's, the ratio that is above 1 where fastspec is faster)."""
-    if "tokens_per_second" in ours:
-        here, there = ours["tokens_per_second"], theirs["tokens_per_second"]
-        ratio = here / there
-    else:
-        here, there = ours["round_ms"], theirs["round_ms"]
-        ratio = there / here
-    unit = "" if "tokens_per_second" in ours else " ms"
-    return f"{number(here)}{unit}", f"{number(there)}{unit}", ratio
+    name, unit = ("tokens_per_second", "") if "tokens_per_second" in ours else ("round_ms", " ms")
+    here, there = ours[name], theirs[name]
+    return f"{number(here)}{unit}", f"{number(there)}{unit}", there / here if unit else here / there
 
 
 def case_name(case: Case, theirs: Row) -> tuple[str, str, str]:
@@ -359,14 +347,22 @@ def first_tokens() -> str:
             if "first_token_s" in ours and "first_token_s" in theirs[0]:
                 here, there = 1e3 * ours["first_token_s"], 1e3 * theirs[0]["first_token_s"]
                 said = NAMES[case[0]] + (", with a head" if case[3] == "eagle3" else "")
-                device = "H200" if "200" in ours["device"] else "H100"
-                cells.append([device, said, f"{case[2]:,}", number(there), number(here), shown(there / here, 2)])
+                cells.append(
+                    [
+                        "H200" if "200" in ours["device"] else "H100",
+                        said,
+                        f"{case[2]:,}",
+                        number(there),
+                        number(here),
+                        shown(there / here, 2),
+                    ]
+                )
     return markdown(["", "", "tokens before", "vLLM, ms", "fastspec, ms", "ratio"], cells)
 
 
-def head_sets(file: str, sets: Sequence[str], **wanted: Any) -> list[str]:
+def head_sets(file: str, sets: Sequence[str], stem: str = "", **wanted: Any) -> list[str]:
     """Acceptance length of a head on some sets of prompts."""
-    return [shown(one(file, prompts=name, **wanted)["acceptance_length"], 2) for name in sets]
+    return [shown(one(file, prompts=f"{stem}{name}", **wanted)["acceptance_length"], 2) for name in sets]
 
 
 def smollm2_heads() -> str:
@@ -397,8 +393,8 @@ def eagle_head() -> str:
     wanted = {"count": 40, "max_new_tokens": 128, "commit": "a4b6162", "batch": 40}
     cells = []
     for assistant in ("eagle2", "eagle"):
-        found = [one("lossless_h200", assistant=assistant, prompts=f"eval_eagle_{name}", **wanted) for name in sets]
-        cells.append([f"`{assistant}`", *(shown(row["acceptance_length"], 2) for row in found)])
+        figures = head_sets("lossless_h200", sets, "eval_eagle_", assistant=assistant, **wanted)
+        cells.append([f"`{assistant}`", *figures])
     return markdown(["", *(SETS[name] for name in sets)], cells)
 
 
@@ -419,19 +415,11 @@ def floors() -> str:
     for file in ("full_size_h200", "full_size_models_h200"):
         for row in of(file):
             if row["method"] in ("autoregressive", "eagle3") and row.get("nodes") is not None:
-                read = row["floor_ms"]
-                head = read + row.get("drafter_read_bytes", 0) / row["read_gb_per_s"] / 1e6
-                with_head = (
-                    f"{shown(head, 2)} ({shown(row['round_ms'] / head, 2)})" if row.get("drafter_read_bytes") else ""
-                )
-                figures = [
-                    shown(row["round_ms"], 2),
-                    f"{shown(read, 2)} ({shown(row['round_ms'] / read, 2)})",
-                    with_head,
-                ]
-                cells.append(
-                    [NAMES[row["shape"]], f"{row['prefix']:,}", row["batch"], name_of(row["method"]), *figures]
-                )
+                found, head = [row["floor_ms"]], row.get("drafter_read_bytes")
+                found += [row["floor_ms"] + head / row["read_gb_per_s"] / 1e6] if head else []
+                floors = [f"{shown(each, 2)} ({shown(row['round_ms'] / each, 2)})" for each in found]
+                where = [NAMES[row["shape"]], f"{row['prefix']:,}", row["batch"], name_of(row["method"])]
+                cells.append([*where, shown(row["round_ms"], 2), *floors, *[""] * (2 - len(floors))])
     return markdown(["", "tokens before", "rows", "", "ms a round", "floor (floors a round)", "with the head's"], cells)
 
 
@@ -451,10 +439,8 @@ def prompt_parts() -> str:
     for shape, prompt in dict.fromkeys((row["shape"], row["prompt"]) for row in of("long_prompt_parts_h200")):
         line: list[str] = [f"{NAMES[shape]}, {prompt:,}"]
         for part in widths:
-            found = [
-                rows("long_prompt_parts_h200", shape=shape, prompt=prompt, part=part, method=method)
-                for method in ("autoregressive", "eagle3")
-            ]
+            wanted = {"shape": shape, "prompt": prompt, "part": part}
+            found = [rows("long_prompt_parts_h200", method=name, **wanted) for name in ("autoregressive", "eagle3")]
             line.append(" / ".join(shown(1e3 * each[-1]["prefill_again_s"]) for each in found if each))
         cells.append(line)
     return markdown(["`autoregressive` / `eagle3`, ms", *(f"{width:,}" for width in widths)], cells)
@@ -463,19 +449,10 @@ def prompt_parts() -> str:
 def exact() -> str:
     """Answers equal to those of `autoregressive` one at a time by the same kernels, and new tokens a second."""
     cells = []
-    for assistant, batch in (
-        ("autoregressive", 1),
-        ("eagle3", 1),
-        ("nasd", 1),
-        ("autoregressive", 8),
-        ("eagle3", 8),
-        ("autoregressive", 40),
-        ("eagle3", 40),
-    ):
-        found = [
-            one("exact_h100", prompts="mt_bench", dtype="bfloat16", assistant=assistant, batch=batch, exact=way)
-            for way in (False, True)
-        ]
+    both = ("autoregressive", "eagle3")
+    for batch, assistant in [(1, name) for name in (*both, "nasd")] + list(product((8, 40), both)):
+        wanted = {"prompts": "mt_bench", "dtype": "bfloat16", "assistant": assistant, "batch": batch}
+        found = [one("exact_h100", exact=way, **wanted) for way in (False, True)]
         where = "one at a time" if batch == 1 else f"batches of {batch}"
         equal = [f"{row['equal']} of {row['answers']}" for row in found]
         cells.append([f"`{assistant}`, {where}", *equal, *(shown(row["tokens_per_second"]) for row in found)])

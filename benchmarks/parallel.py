@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, captured, milliseconds, parser_of, place, timed, write
-from full_size import CALLS, SHAPES, config_of, kept_bytes, make_head, make_model, numbers, ours, peer, read_bandwidth
+from common import Row, captured, milliseconds, place, timed, write
+from full_size import SHAPES, config_of, kept_bytes, make_head, make_model, ours, peer, read_bandwidth, shape_parser
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -168,9 +168,8 @@ def rounds(model: Any, head: Any, ids: Tensor, args: argparse.Namespace) -> list
                 name = method.removesuffix(WHOLE)
                 with least_bytes(1 << 62 if method.endswith(WHOLE) else head_program.LEAST_BYTES):
                     assistant = big if name == "eagle3" and ids.is_cuda else name
-                    found.append(
-                        {"method": method, "launches": when, **ours(model, ids, assistant, args.tokens, args.calls)}
-                    )
+                    row = ours(model, ids, assistant, args.tokens, args.calls)
+                    found.append({"method": method, "launches": when, **row})
 
         asked(fastspec.report(model).tables)
         if args.tune:
@@ -196,14 +195,8 @@ def cascade(model: Any, name: str, ids: Tensor, args: argparse.Namespace) -> lis
     found: list[Row] = []
     with fastspec.patched(model, cascade=going):
         for answers, threshold in (("small", 0.0), ("large", 1.0)):
-            call = partial(
-                model.generate,
-                ids,
-                assistant=replace(going, thresholds=[threshold]),
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=args.tokens,
-                do_sample=False,
-            )
+            options = {"assistant": replace(going, thresholds=[threshold]), "attention_mask": torch.ones_like(ids)}
+            call = partial(model.generate, ids, **options, max_new_tokens=args.tokens, do_sample=False)
             call(), call()
             walls, visits = [], []
             for _ in range(args.calls):
@@ -211,35 +204,18 @@ def cascade(model: Any, name: str, ids: Tensor, args: argparse.Namespace) -> lis
                 visits.append(fastspec.report(model).last.explanations[0].visits)
             if {visit[-1].name for visit in visits} != {answers}:
                 raise RuntimeError(f"the stage {answers!r} did not answer")
-            stages = {
-                each.name: statistics.median(run[at].milliseconds for run in visits)
-                for at, each in enumerate(visits[0])
-            }
-            found.append(
-                {
-                    "what": "cascade",
-                    "small": name,
-                    "answers": answers,
-                    "ms": statistics.median(walls),
-                    "stage_ms": stages,
-                }
-            )
+            spent = {each.name: [run[at].milliseconds for run in visits] for at, each in enumerate(visits[0])}
+            stages = {stage: statistics.median(times) for stage, times in spent.items()}
+            row: Row = {"what": "cascade", "small": name, "answers": answers, "ms": statistics.median(walls)}
+            found.append(row | {"stage_ms": stages})
     return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
+    parser = shape_parser(__doc__)
     parser.add_argument("--processes", default="1,all", help="1, all or both: how many hold the model")
     parser.add_argument("--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r}: its head is not cut")
-    parser.add_argument("--prefix", type=numbers, default=[2048], help="tokens before; several with commas between")
-    parser.add_argument("--batch", type=numbers, default=[1], help="rows; several with commas between")
-    parser.add_argument("--calls", type=int, default=CALLS, help="timed calls; 1 also leaves out the second capture")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers' own decoding")
-    parser.add_argument("--tokens", type=int, default=60)
-    parser.add_argument("--draft-vocab", type=int, default=32000)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--backend", default="auto")
     parser.add_argument("--tune", type=float, default=0.0, metavar="MINUTES", help="measure again with tuned launches")
     parser.add_argument("--stage", choices=SHAPES, help="shape of a small stage of a cascade, in calls of its own")
     parser.add_argument("--no-sums", action="store_true")

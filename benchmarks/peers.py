@@ -1,9 +1,8 @@
-"""fastspec and vLLM side by side on one GPU, the same prompts as token ids to both: rows, and a table of them.
+"""fastspec and vLLM side by side on one GPU, the same prompts as token ids to both.
 
     python benchmarks/peers.py --shapes llama-8b --out rows.jsonl       # 1 to 256 rows, long prompts, a head's rounds
     python benchmarks/peers.py --shapes qwen3-30b-a3b --memory 0.92 --cases 1x2048 8x512 --out rows.jsonl
     python benchmarks/peers.py --shapes llama-8b --processes 2 --cases 1x2048 --new 60 --out rows.jsonl
-    python benchmarks/peers.py --table rows.jsonl                       # Markdown
 
 Weights are random: answers have `new` tokens each, and drafts are not accepted. Seconds are those of a whole call, its
 prefill included: the median of some calls (`runs`) after some that compile and capture. `tokens_per_second` counts the
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, device_here, parser_of, place, read, timed, tree_of, write
+from common import Row, device_here, parser_of, place, timed, tree_of, write
 from full_size import SHAPES, config_of, make_head, make_model
 from transformers import AutoModelForCausalLM
 
@@ -187,40 +186,6 @@ def figures(row: Row, seconds: float, first: float | None, rounds: int, drafts: 
     return found | {"seconds": round(seconds, 4), "tokens_per_second": speed}
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown of the last rows of every case, then the versions and settings. A ratio above 1 is in our favour."""
-    cases: dict[tuple[Any, ...], dict[tuple[str, Any], Row]] = {}
-    for row in rows:
-        key = row["model"], row.get("before"), row["rows"], row["new"], row["method"]
-        cases.setdefault(key, {})[row["engine"], row.get("drafts")] = row
-    lines = ["| model | tokens before | rows | new | | fastspec | vLLM | ratio | first token, s |", "|---" * 9 + "|"]
-    for (model, before, count, new, method), found in cases.items():
-        mine = next((row for (engine, _), row in found.items() if engine == OURS), None)
-        for theirs in (row for (engine, _), row in found.items() if engine == THEIRS and mine is not None):
-            unit = "round_ms" if "round_ms" in mine else "tokens_per_second"
-            ratio = theirs[unit] / mine[unit] if unit == "round_ms" else mine[unit] / theirs[unit]
-            firsts = ", ".join(f"{row['first_token_s']:.3g}" for row in (mine, theirs) if "first_token_s" in row)
-            figure = f"{method}, {'ms a round' if 'ms' in unit else 'tokens/s'}"
-            cells = [model, before or "prompts", count, new, figure]
-            cells += [cell(row, unit) for row in (mine, theirs)] + [f"{ratio:.2f}", firsts]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    told: dict[str, dict[str, None]] = {}
-    for row in (row for found in cases.values() for row in found.values()):
-        where = f"{row['device']}, torch {row['torch']}, commit {row['commit']}"
-        settings = json.dumps(row.get("engine_settings", {}), sort_keys=True)
-        line = f"- {row['engine']} {row.get('engine_version')} on {where}: `{settings}`"
-        told.setdefault(line, {})[f"{row['model']} {row['method']}"] = None
-    return "\n".join([*lines, "", *(f"{line}: {', '.join(of)}" for line, of in told.items())])
-
-
-def cell(row: Row, unit: str) -> str:
-    """A figure, with the drafts of a round and the mean tokens that one gave where there are any."""
-    if row["method"] == "plain":
-        return f"{row[unit]:,.0f}"
-    drafts = f"{row['drafts']} drafts, " if row.get("drafts") else ""
-    return f"{row[unit]:,.2f} ({drafts}{row['acceptance_length']:.2f} tokens a round)"
-
-
 def read_case(text: str) -> Case:
     """ "8x512" -> 8 rows, 512 tokens before."""
     rows, _, before = text.partition("x")
@@ -241,11 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=1, help="GPUs that hold the model: vLLM alone")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--peer-python", default=sys.executable)
-    parser.add_argument("--table", type=Path, help="print the table of these rows, and measure nothing")
     args = parser.parse_args(arguments)
-    if args.table:
-        print(table(read(args.table)))
-        return
     peer = None if args.no_peer else Peer(THEIRS, args.peer_python)
     if peer is not None and not peer.is_installed():
         raise SystemExit(f"{THEIRS} is not installed for {peer.python}: name another with --peer-python, or --no-peer")

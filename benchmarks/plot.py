@@ -1,12 +1,11 @@
-"""Draw the rows of `fastspec bench`, full_size.py, lossless.py or peers.py, which the rows tell apart.
+"""Draw the rows of `fastspec bench`, full_size.py or peers.py, which the rows tell apart.
 
     python benchmarks/plot.py benchmarks/results/bench_cpu.jsonl --out bench_cpu.png
     python benchmarks/plot.py benchmarks/results/peers_h200.jsonl benchmarks/results/peers_h100.jsonl --out peers.png
 
 A bench: tokens per second by category, and the milliseconds of a round by phase; of several runs, told apart by their
-date, the last, and of several batch sizes the first. full_size.py: where a round's time goes. lossless.py: the p-values
-of its tests. peers.py: how many times vLLM's speed fastspec has, by case and device. Needs matplotlib
-(`pip install -e ".[bench]"`).
+date, the last, and of several batch sizes the first. full_size.py: where a round's time goes. peers.py: how many times
+vLLM's speed fastspec has, by case and device. Needs matplotlib (`pip install -e ".[bench]"`).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import matplotlib
 from common import Row, parser_of, read
 from pages import NAMES, case_name, number, peer_cases, peer_figure
+from PIL import Image
 
 from fastspec.programs.bench.report import OVERALL, by_size, summarise
 
@@ -52,12 +52,17 @@ def main(arguments: list[str] | None = None) -> None:
     path = args.out or args.rows[0].with_suffix(".png")
     if "engine" in rows[0]:
         beside(rows, path)
-    elif "positions" in rows[0]:
-        significance(rows, path)
     elif "shape" in rows[0]:
         rounds(rows, path)
     else:
         draw([row for row in rows if row["date"] == rows[-1]["date"]], path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a picture in few colours, which takes a third of the bytes."""
+    figure.savefig(path, dpi=110)
+    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+    plt.close(figure)
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -84,8 +89,7 @@ def draw(rows: list[Row], path: Path) -> None:
     )
     figure.suptitle(f"{told}, at most {where['max_new_tokens']} new tokens", fontsize=11)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def speeds(axes: Any, summary: list[Row], categories: list[str], methods: list[str], room: int) -> None:
@@ -155,8 +159,7 @@ def rounds(rows: list[Row], path: Path) -> None:
     axes.margins(x=0.12)
     axes.set_xlabel(f"median ms of a round's parts, {rows[0]['device']}, {rows[0]['dtype']}")
     axes.legend(fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def beside(rows: list[Row], path: Path) -> None:
@@ -196,28 +199,7 @@ def beside(rows: list[Row], path: Path) -> None:
         ax.tick_params(axis="y", length=0)
     axes[-1].set_xlim(0.5, 5.8)
     axes[-1].set_xlabel("times vLLM's speed; on the left of the line vLLM is faster", fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def significance(rows: list[Row], path: Path) -> None:
-    """A dot for each test's p-value, and the line under which a test fails."""
-    named = [(row["assistant"] + ", penalty" * (row["options"]["repetition_penalty"] != 1), row) for row in rows]
-    named.sort(key=lambda pair: pair[0])
-    figure, axes = plt.subplots(figsize=(8, 0.28 * len(rows) + 1.4), layout="constrained")
-    for index in range(max(len(row["positions"]) for row in rows)):
-        of = [(row["positions"][index]["p"], at) for at, (_, row) in enumerate(named) if index < len(row["positions"])]
-        axes.plot(*zip(*of, strict=True), "o", label=f"token {index + 1}")
-    limit = rows[0]["significance"]
-    axes.axvline(limit, color="black", linewidth=1, label=f"significance {limit}")
-    axes.set_yticks(range(len(rows)), [name for name, _ in named], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlim(1e-4, 1.2)
-    axes.set_xlabel(f"p-value of {rows[0]['texts']} texts against the unpatched model's distribution")
-    figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def main() -> None:
         found[place(each)] = each
     if not kinds or "--write" in sys.argv:
         held = [found[each] for each in wanted() if each in found]
-        RESULTS.write_text("".join(json.dumps(each) + "\n" for each in (versions, *held)))
+        RESULTS.write_text("".join(json.dumps(each, separators=(",", ":")) + "\n" for each in (versions, *held)))
         for page in PAGES:
             page.write_text(filled(page.read_text(), versions, held))
 

@@ -44,16 +44,15 @@ def known(script: Any, rows: int, tokens: int) -> tuple[Any, Any, torch.Tensor, 
     return model, oracle, ids, plain
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("nodes", "depth"), [(12, 3), (3, 4)])
+@pytest.mark.parametrize(("captured", "nodes", "depth"), [(True, 12, 3), (False, 3, 4)])
 def test_an_oracle_accepts_as_often_as_its_survival_and_changes_no_token(
     script, monkeypatch, captured, nodes, depth
 ) -> None:
     if captured:
         stand_in(monkeypatch)
-    model, oracle, ids, plain = known(script, 6, 300)
+    model, oracle, ids, plain = known(script, 6, 150)
     tree = fastspec.Eagle3(total_tokens=nodes, depth=depth, top_k=2)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 300, **NEVER}
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 150, **NEVER}
     assert torch.equal(model.generate(ids, assistant=oracle.decoding(tree, model), **options), plain)
     last, deepest = fastspec.report(model).last, min(nodes, depth + 2) - 1
     expected = [*SURVIVAL, 0.0][:deepest]
@@ -75,7 +74,7 @@ def test_rows_of_an_open_batch_draft_their_own_continuations(script) -> None:
 
 def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path) -> None:
     out = tmp_path / "rows.jsonl"
-    sizes = "--shapes tiny --rows 1,2 --prefix 9 --tokens 24 --calls 1 --draft-vocab 64 --dtype float32 --open"
+    sizes = "--shapes tiny --rows 1,2 --prefix 9 --tokens 12 --calls 1 --draft-vocab 64 --dtype float32 --open"
     script.main([*sizes.split(), "--trees", "8,3,2", "--survival", ".9,.8", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["rows"], row["way"], row["method"]) for row in rows] == [
@@ -90,12 +89,11 @@ def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path) -> None:
 
 
 def test_the_likeliest_token_is_the_next_one_by_a_wide_margin(script) -> None:
-    """Wider than what bf16 rounds away, for tokens of all kinds, whether or not their embeddings are alike."""
-    for collapsed in (False, True):
-        torch.manual_seed(0)
-        model = script.steady(script.make_model("tiny", "cpu", torch.float32), collapsed)
-        ids = torch.arange(20, 220).view(10, 20)
-        logits = model(ids).logits
-        best = logits.topk(2).values
-        assert torch.equal(logits.argmax(-1), ids + 1)
-        assert float(((best[..., 0] - best[..., 1]) / logits.abs().amax(-1)).min()) > 0.05
+    """Wider than what bf16 rounds away, for tokens of all kinds."""
+    torch.manual_seed(0)
+    model = script.steady(script.make_model("tiny", "cpu", torch.float32))
+    ids = torch.arange(20, 220).view(10, 20)
+    logits = model(ids).logits
+    best = logits.topk(2).values
+    assert torch.equal(logits.argmax(-1), ids + 1)
+    assert float(((best[..., 0] - best[..., 1]) / logits.abs().amax(-1)).min()) > 0.05

@@ -17,10 +17,9 @@ from transformers.utils import import_utils
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SHARED = ("common", "drafts")
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
-NEEDS = {"drafter": "triton", "kernel_times": "triton", "plot": "matplotlib", "serving": "openai"}
+NEEDS = {"drafter": "triton", "plot": "matplotlib", "serving": "openai"}
 """Script -> what it needs that not every environment of the tests has."""
 REFUSED = {
-    "cascade": "--predictor p",
     "open_batch": "",
     "serving": "--model m --prompts p.jsonl",
     "versions": "--code one=.",

@@ -60,7 +60,7 @@ COSTS = {
         32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, asynchronous=True
     ),
 }
-"""By device type. "cpu" is fitted to benchmarks/results/cpu_tree.jsonl, its host to the `draft` and `commit` of `nasd`
+"""By device type. "cpu" is fitted to cpu_tree.jsonl (tag `laboratory`), its host to the `draft` and `commit` of `nasd`
 in bench_cpu.jsonl; "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to
 `draft` and `observe` in bench_steps_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model
 of 8 billion weights 1.06 times."""
