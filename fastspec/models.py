@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import math
@@ -70,7 +71,7 @@ def load_model(
     weights are read where the device's memory is too small for them.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     from fastspec.patches.hf.gptq_awq import refuse_missing, take_over
 
@@ -86,15 +87,15 @@ def load_model(
         with _read_once(bool(packed)):
             if tokenizer is None or _has_tokenizer(source):
                 tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-            config = None if packed else AutoConfig.from_pretrained(source, **given)
+            config, others = (None, options) if packed else _configured(source, given, options)
             both = config is not None and config.is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
-            ours = config is not None and "quantization_config" not in options and take_over(config, source)
+            ours = config is not None and "quantization_config" not in options and take_over(config, source, **given)
             if config is not None and not placed:
                 _check_memory(config, kind, device, dtype)
             if ours:
                 model, told = kind.from_pretrained(
-                    source, dtype=dtype, config=config, output_loading_info=True, **options
+                    source, dtype=dtype, config=config, output_loading_info=True, **given, **others
                 )
                 refuse_missing(told["missing_keys"])
             else:
@@ -102,6 +103,19 @@ def load_model(
     except (OSError, ValueError, struct.error) as error:  # the last for a GGUF that was cut off
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     return (model if placed else model.to(device)).eval(), tokenizer
+
+
+def _configured(source: str, given: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The configuration as `from_pretrained` takes it of these options, and those of them that are the model's alone;
+    `given` says where it is found."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    others = {name: value for name, value in options.items() if name not in FOUND_BY}
+    own = others.pop("config", None)
+    if isinstance(own, PreTrainedConfig):
+        return copy.deepcopy(own), others
+    found: tuple[Any, dict[str, Any]] = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **given, **others)
+    return found
 
 
 def cut_over(processes: int) -> dict[str, Any]:
