@@ -71,7 +71,13 @@ def load_model(
     weights are read where the device's memory is too small for them.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoTokenizer,
+        PreTrainedConfig,
+    )
 
     from fastspec.patches.hf.gptq_awq import refuse_missing, take_over
 
@@ -87,16 +93,18 @@ def load_model(
         with _read_once(bool(packed)):
             if tokenizer is None or _has_tokenizer(source):
                 tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-            config, others = (None, options) if packed else _configured(source, given, options)
+            config = None
+            if not packed:
+                own = options.get("config")  # transformers takes no other than an object
+                whole = isinstance(own, PreTrainedConfig)
+                config = copy.deepcopy(own) if whole else AutoConfig.from_pretrained(source, **given)
             both = config is not None and config.is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
             ours = config is not None and "quantization_config" not in options and take_over(config, source, **given)
             if config is not None and not placed:
                 _check_memory(config, kind, device, dtype)
             if ours:
-                model, told = kind.from_pretrained(
-                    source, dtype=dtype, config=config, output_loading_info=True, **given, **others
-                )
+                model, told = kind.from_pretrained(source, dtype=dtype, **_with_options(config, source, given, options))
                 refuse_missing(told["missing_keys"])
             else:
                 model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
@@ -105,17 +113,17 @@ def load_model(
     return (model if placed else model.to(device)).eval(), tokenizer
 
 
-def _configured(source: str, given: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The configuration as `from_pretrained` takes it of these options, and those of them that are the model's alone;
-    `given` says where it is found."""
+def _with_options(config: Any, source: str, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `from_pretrained` that give a model this configuration's quantisation, and what a caller's options say
+    of the rest; `given` says where it is found."""
     from transformers import AutoConfig, PreTrainedConfig
 
-    others = {name: value for name, value in options.items() if name not in FOUND_BY}
-    own = others.pop("config", None)
-    if isinstance(own, PreTrainedConfig):
-        return copy.deepcopy(own), others
-    found: tuple[Any, dict[str, Any]] = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **given, **others)
-    return found
+    others = {name: value for name, value in options.items() if name not in (*FOUND_BY, "config")}
+    if not isinstance(options.get("config"), PreTrainedConfig):
+        quantised = config.quantization_config
+        config, others = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **given, **others)
+        config.quantization_config = quantised
+    return {**others, **given, "config": config, "output_loading_info": True}
 
 
 def cut_over(processes: int) -> dict[str, Any]:
