@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import math
@@ -70,7 +71,13 @@ def load_model(
     weights are read where the device's memory is too small for them.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoTokenizer,
+        PreTrainedConfig,
+    )
 
     from fastspec.patches.hf.gptq_awq import refuse_missing, take_over
 
@@ -86,22 +93,37 @@ def load_model(
         with _read_once(bool(packed)):
             if tokenizer is None or _has_tokenizer(source):
                 tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-            config = None if packed else AutoConfig.from_pretrained(source, **given)
+            config = None
+            if not packed:
+                own = options.get("config")  # transformers takes no other than an object
+                whole = isinstance(own, PreTrainedConfig)
+                config = copy.deepcopy(own) if whole else AutoConfig.from_pretrained(source, **given)
             both = config is not None and config.is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
-            ours = config is not None and "quantization_config" not in options and take_over(config, source)
+            ours = config is not None and "quantization_config" not in options and take_over(config, source, **given)
             if config is not None and not placed:
                 _check_memory(config, kind, device, dtype)
             if ours:
-                model, told = kind.from_pretrained(
-                    source, dtype=dtype, config=config, output_loading_info=True, **options
-                )
+                model, told = kind.from_pretrained(source, dtype=dtype, **_with_options(config, source, given, options))
                 refuse_missing(told["missing_keys"])
             else:
                 model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
     except (OSError, ValueError, struct.error) as error:  # the last for a GGUF that was cut off
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     return (model if placed else model.to(device)).eval(), tokenizer
+
+
+def _with_options(config: Any, source: str, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `from_pretrained` that give a model this configuration's quantisation, and what a caller's options say
+    of the rest; `given` says where it is found."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    others = {name: value for name, value in options.items() if name not in (*FOUND_BY, "config")}
+    if not isinstance(options.get("config"), PreTrainedConfig):
+        quantised = config.quantization_config
+        config, others = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **given, **others)
+        config.quantization_config = quantised
+    return {**others, **given, "config": config, "output_loading_info": True}
 
 
 def cut_over(processes: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.cascade.config import Cascade
@@ -44,7 +45,7 @@ from fastspec.patches.call.processors import Processing, RoundStreamer
 from fastspec.patches.call.prompts import sees_ahead
 from fastspec.patches.call.ranks import closes, opens, refuse_beside
 from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.hf.changes import Snapshot, WeightSample
+from fastspec.patches.hf.changes import Snapshots, WeightSample
 from fastspec.patches.hf.compat import (
     device_of,
     drop_capturing_hooks,
@@ -184,12 +185,12 @@ def continuous(
     unless the model was patched with `exact=True`; `prefix_caching=False` reads all prompts whole, as None does with
     `narrows=False`.
 
-    Weights that change in place are read as they are. Where a module, a hook or a parameter was replaced, PEFT's
-    adapter switched, a plain attribute of a module or of the configuration set (a norm's epsilon, the scale of
-    attention), or a buffer of up to 65,536 elements changed (on a GPU otherwise than by `.data`), a prompt that is
-    submitted after that waits until the running rows have ended, and is decoded by rounds that are made anew. Rows that
-    run are not sure to see the change, or not to. Where the rounds cannot be made the prompts that wait end with the
-    reason.
+    Weights that change in place are read as they are. Where a module, a hook or a parameter of the model, or of a
+    draft model, was replaced, PEFT's adapter switched, a plain attribute of a module or of the configuration set (a
+    norm's epsilon, the scale of attention), or a buffer of up to 65,536 elements changed (on a GPU otherwise than by
+    `.data`), a prompt that is submitted after that waits until the running rows have ended, and is decoded by rounds
+    that are made anew. Rows that run are not sure to see the change, or not to. Where the rounds cannot be made the
+    prompts that wait end with the reason.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
@@ -833,7 +834,9 @@ class Continuous:
         mode = mode_for(self.model)
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)
-        self._snapshot, self._weights = Snapshot(self.model), self._sampled()
+        drafts = (each for each in self.decoding.modules if isinstance(each, PreTrainedModel))
+        self._snapshot = Snapshots(dict.fromkeys((self.model, *drafts)))
+        self._weights = self._sampled()
 
     def _sampled(self) -> WeightSample:
         return WeightSample((self.model, *self.decoding.modules))

@@ -171,6 +171,47 @@ def test_a_mixtures_tokens_are_drawn_from_it_by_the_numbers_of_their_positions(
     assert unlike.all()  # neither model alone would have given these tokens
 
 
+def new_parameter(draft: Any) -> None:
+    draft.lm_head.weight = torch.nn.Parameter(draft.lm_head.weight.detach().flip(0).clone())
+
+
+def hooked(draft: Any) -> None:
+    draft.model.layers[1].mlp.register_forward_hook(lambda module, given, out: -3 * out)
+
+
+def replaced(draft: Any) -> None:
+    draft.model.layers[1].mlp = torch.nn.Sequential(draft.model.layers[1].mlp, torch.nn.Tanh())
+
+
+def cast(draft: Any) -> None:
+    draft.lm_head.weight.data.copy_(draft.lm_head.weight.flip(0))
+    draft.double()
+
+
+@pytest.mark.filterwarnings("ignore:.*generic")
+@pytest.mark.parametrize("change", [new_parameter, hooked, replaced, cast])
+def test_a_draft_model_that_changes_is_read_as_it_is(change: Any) -> None:
+    """A mixture follows it, so that another answer would tell; others draft by it, and go on."""
+    draft, ids = noisy(0.1), texts(*COUNTS[:3])
+    model, mixture = made("token", draft, alpha=0.3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*drafting will not pay")
+        other = fastspec.patch(copy.deepcopy(plain()), speculative=draft)
+    want = [alone(plain(), each, 12) for each in ids]
+    given = {"max_new_tokens": 12, **GREEDY}
+    with (
+        fastspec.continuous(model, mixture, rows=2, max_length=64) as mixed,
+        fastspec.continuous(other, Speculative(gamma=3), rows=2, max_length=64) as drafted,
+    ):
+        before = told([mixed.submit(each, **given) for each in ids])
+        assert before == [generated(model, mixture, each, max_new_tokens=12) for each in ids]
+        assert told([drafted.submit(each, **given) for each in ids]) == want
+        change(draft)
+        now = [generated(model, mixture, each, max_new_tokens=12) for each in ids]
+        assert told([mixed.submit(each, **given) for each in ids]) == now != before
+        assert told([drafted.submit(each, **given) for each in ids]) == want
+
+
 @pytest.mark.parametrize("end", ["large", "small"])
 def test_a_mixture_of_one_model_alone_is_that_model(end: str) -> None:
     small = noisy(0.1)

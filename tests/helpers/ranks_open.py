@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from datetime import timedelta
@@ -22,6 +23,7 @@ from transformers import GenerationConfig
 import fastspec
 from fastspec.config import BackendName
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.drafters.chain import ChainDrafter
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches import continuous, open_ranks
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
@@ -111,6 +113,79 @@ def mixed(load: Loader, kind: str) -> list[Any]:
         for assistant in ("eagle3", "autoregressive"):
             made += run(model, assistant, lambda batch: answers(batch, ids, SETTINGS), prefill_chunk=5)
     return made
+
+
+def near_draft() -> Any:
+    """A smaller draft model for a bigram target, which is right about some of its tokens, the same in every process."""
+    target, draft = bigram(**sizes()), bigram(**{**sizes(), "num_hidden_layers": 1})
+    draft.load_state_dict(target.state_dict(), strict=False)
+    noise = torch.randn(draft.lm_head.weight.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        draft.lm_head.weight.add_(0.3 * noise)
+    return here(draft)
+
+
+def drafted(load: Loader, kind: str) -> list[Any]:
+    """Prompts of every kind of settings beside each other, with drafts of another model, of the target's own layers and
+    of a chain of models, and by a mixture of two."""
+    del kind
+    model, made = load("bigram"), []
+    ids = texts(5, 9, 7, 12, 6, 8, 4, 10)
+    blind = [each for each in SETTINGS if not {"repetition_penalty", "no_repeat_ngram_size", "drafts"} & each.keys()]
+    with fastspec.patched(model, backend=plain(), speculative=near_draft()):
+        for assistant in (
+            "speculative",
+            fastspec.Speculative(gamma=3, branches=2),
+            fastspec.Speculative(early_exit=1, gamma=2),
+        ):
+            made += run(model, assistant, lambda batch: answers(batch, ids, SETTINGS), prefill_chunk=5)
+    for mode, names in (("lossless", ("small", "medium", "large")), ("token", ("small", "large"))):
+        below = [fastspec.Stage(near_draft(), name=name) for name in names[:-1]]
+        more = {"rule": "diff", "alpha": 0.2} if mode == "token" else {}
+        cascade = fastspec.Cascade(
+            stages=below,
+            label="large",
+            predictor=trained(names),
+            costs=[1.0, 2.0, 4.0][: len(names)],
+            mode=mode,
+            gamma=3,
+            **more,
+        )
+        asked = SETTINGS if mode == "lossless" else (blind * 2)[: len(ids)]
+        with fastspec.patched(model, backend=plain(), cascade=cascade):
+            made += run(model, "cascade", lambda batch, asked=asked: answers(batch, ids, asked), prefill_chunk=5)
+    return made
+
+
+def followed(load: Loader, kind: str) -> list[Any]:
+    """Conversations whose texts a draft model has read, too, and rows that move; the draft model is cut over the
+    processes itself, and raises in one round."""
+    del kind
+    model, draft = load("bigram"), load("bigram")
+    propose, calls = ChainDrafter.propose, []
+
+    def raising(self: Any, extent: int) -> Any:
+        calls.append(1)
+        if len(calls) == 40:
+            raise ArithmeticError("planted")
+        return propose(self, extent)
+
+    def asked(batch: Any) -> list[Any]:
+        found = talked(batch)
+        for each in texts(*range(4, 30)):
+            future = batch.submit(each, **GREEDY)
+            try:
+                found.append(future.result(SECONDS)[0].tolist())
+            except (ArithmeticError, FastSpecError) as error:
+                assert "planted" in str(error)
+        assert len(calls) > 40
+        return found + talked(batch)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*drafting will not pay")
+        patch.setattr(ChainDrafter, "propose", raising)
+        with fastspec.patched(model, backend=plain(), speculative=draft):
+            return run(model, fastspec.Speculative(gamma=2), asked, rows=4)
 
 
 def ended(load: Loader, kind: str) -> list[Any]:

@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch import multiprocessing
 
 Made = tuple[Path, list[dict[str, Any]]]
-ALIKE = "mixed", "ended", "clocked", "chat", "changed", "failing", "structured"
+ALIKE = "mixed", "drafted", "followed", "ended", "clocked", "chat", "changed", "failing", "structured"
 """Kinds of batches that one process opens, too."""
 MORE = "cancelled", "warmed", "turned", "sized", "crowded", "idle"
 """More of them."""

@@ -5,7 +5,7 @@
 | `ModuleSettings` | attributes and buffers of modules, configurations | pools, open batches |
 | `weight_places` | addresses of weights, kinds, hooks and forwards of modules | pools: keys of captured rounds |
 | `Identities` | the objects that modules hold, compared by identity | open batches, before every prompt |
-| `Snapshot` | all of these, and the mode | open batches |
+| `Snapshot` | all of these, and the mode | open batches, of the model and of draft models |
 | `WeightSample` | torch's counts of changes of the weights, and a few bytes of each | open batches: kept prefixes |
 | `fingerprint` | every byte of the weights | cascades: keys and values kept between calls |
 | `weights_digest` | the same, in every process | answers that a cascade's predictor is trained on |
@@ -253,6 +253,21 @@ class Snapshot:
                 if "during iteration" not in str(error):  # of a dictionary of modules or hooks
                     raise
                 return object()
+
+
+class Snapshots:
+    """Snapshots of a model and of its draft models: they have changed where one of them has."""
+
+    def __init__(self, models: Iterable[PreTrainedModel]) -> None:
+        self._each = [Snapshot(model) for model in models]
+
+    def differs(self) -> bool:
+        """True where rounds made at this moment would be made of something else."""
+        return any(each.differs() for each in self._each)
+
+    def changed(self) -> bool:
+        """The answer of `differs`, sooner."""
+        return any(each.changed() for each in self._each)
 
 
 SAMPLED = 16

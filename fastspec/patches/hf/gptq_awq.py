@@ -66,8 +66,13 @@ LAYOUTS = {
     ("auto-round", "auto_round:gptqmodel"): GPTQ_V2,
     ("auto-round", "auto_round"): GPTQ_V2,
     ("auto-round", "auto_round:auto_awq"): AWQ,
+    ("auto-round", "auto_round:gptq"): GPTQ,
+    ("auto-round", "auto_round:awq"): AWQ,
+    ("auto-round", "auto"): GPTQ,
 }
 """(quant_method, format) -> layout."""
+RUNS_BY = re.compile(":(exllamav2|triton|tritonv2|cuda|gemm)$")
+"""The kernel that auto-round before 0.5 wrote behind a format."""
 FORMAT_FIELDS = {  # where a configuration names its format, and what holds where it does not
     "gptq": (("checkpoint_format", "format"), "gptq"),
     "awq": (("version", "checkpoint_format", "format"), "gemm"),
@@ -222,6 +227,7 @@ def layout_of(given: Mapping[str, Any]) -> Layout | None:
         return None
     fields, usual = FORMAT_FIELDS[method]
     name = next((str(given[field]).lower() for field in fields if given.get(field)), usual)
+    name = RUNS_BY.sub("", name) if method == "auto-round" else name
     name = "marlin" if given.get("is_marlin_format") else name
     layout = LAYOUTS.get((method, name))
     if layout is None:
@@ -280,14 +286,14 @@ class PackedQuantizer(HfQuantizer):
         return True
 
 
-def take_over(config: Any, source: str) -> bool:
+def take_over(config: Any, source: str, *, subfolder: str = "", **_: Any) -> bool:
     """Let transformers load the model of `config` by `PackedQuantizer`, where its weights are GPTQ's or AWQ's. Raises
     Unsupported for a format of theirs that is not read."""
     given = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
     )
     for name, method in OWN_FILES.items():
-        if given is None and (path := Path(source) / name).is_file():
+        if given is None and (path := Path(source, subfolder, name)).is_file():
             given = {"quant_method": method, **parse_json(path.read_text(encoding="utf-8"))}
     if not isinstance(given, dict) or layout_of(given) is None:
         return False

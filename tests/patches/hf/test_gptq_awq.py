@@ -216,6 +216,24 @@ def test_a_bias_may_stand_in_the_file_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("written_as", "named"),
+    [
+        ("auto_round:auto_gptq", {"backend": "auto_round:gptq:exllamav2"}),
+        ("auto_round:auto_gptq", {"backend": "auto_round:auto_gptq:tritonv2"}),
+        ("auto_round:auto_gptq", {"packing_format": "auto_round:gptq", "backend": "auto"}),
+        ("auto_round:auto_gptq", {"backend": "auto"}),
+        ("auto_round", {"backend": "auto_round:exllamav2"}),
+        ("auto_round:auto_awq", {"backend": "auto_round:awq:gemm"}),
+    ],
+)
+def test_older_files_of_auto_round_name_a_kernel_behind_their_format(tmp_path, written_as, named):
+    config = {"quant_method": "intel/auto-round", "bits": 4, "group_size": 32, "sym": False, **named}
+    dense = written(plain(num_hidden_layers=1), tmp_path, Recipe("auto-round", written_as), config=config)
+    model = loaded(tmp_path)
+    assert torch.equal(model.generate(**prompts(4), **OPTIONS), dense.generate(**prompts(4), **OPTIONS))
+
+
+@pytest.mark.parametrize(
     ("name", "recipe", "told"),
     [
         ("quantize_config.json", changed(V1, ordered=True), {"bits": 4, "group_size": 32, "desc_act": True}),
@@ -229,6 +247,8 @@ def test_older_folders_describe_their_weights_in_a_file_of_its_own(tmp_path, nam
     del held["quantization_config"]
     path.write_text(json.dumps(held))
     (tmp_path / name).write_text(json.dumps(told))
+    model = loaded(tmp_path.parent, subfolder=tmp_path.name)
+    assert len(slots(model)) == 14
     model = loaded(tmp_path)
     assert torch.equal(model.generate(**prompts(4), **OPTIONS), dense.generate(**prompts(4), **OPTIONS))
 
@@ -388,6 +408,25 @@ def test_layers_of_another_class_and_pickled_files_are_refused(tmp_path):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": V1.config}))
         with pytest.raises(Unsupported, match=told):
             loaded(tmp_path / name)
+
+
+def test_options_reach_the_configuration_as_in_from_pretrained(tmp_path):
+    """A configuration of the caller's, which stays as it is, and single fields of one; files in a folder inside."""
+    from transformers import AutoConfig
+
+    dense = written(plain(), tmp_path / "files", V1)
+    config = AutoConfig.from_pretrained(tmp_path / "files")
+    config.rms_norm_eps = dense.config.rms_norm_eps = 0.5
+    told = config.to_dict()
+    for module in dense.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.5
+    want = dense.generate(**prompts(4), **OPTIONS)
+    for options in ({"config": config}, {"rms_norm_eps": 0.5, "attn_implementation": "eager"}):
+        model = loaded(tmp_path / "files", **options)
+        assert len(slots(model)) == 14 and torch.equal(model.generate(**prompts(4), **OPTIONS), want)
+    assert model.config._attn_implementation == "eager" and config.to_dict() == told
+    assert len(slots(loaded(tmp_path, subfolder="files", num_hidden_layers=2))) == 14
 
 
 def test_a_device_map_places_them_but_offloads_none(tmp_path):
