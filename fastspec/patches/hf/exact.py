@@ -22,12 +22,19 @@ WIDE = 4096
 H200 (exact_rounds_h200.jsonl), and more of narrower layers."""
 
 
+def unfit(ops: Ops, dtype: torch.dtype) -> str | None:
+    """Reason for which no model of this dtype on these kernels can be held to bits."""
+    if ops.name != "triton":
+        return f"sums of a fixed order are of the Triton kernels, and this model runs on {ops.name!r}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"sums of a fixed order are for bfloat16 and float16, and this model is in {dtype}"
+    return None
+
+
 def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
     """Raise Unsupported where a model of this dtype on these kernels cannot be held to bits."""
-    if ops.name != "triton":
-        raise Unsupported(f"exact=True is for the Triton kernels, and this model runs on {ops.name!r}: {HINT}")
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise Unsupported(f"exact=True is for bfloat16 and float16, and this model is in {dtype}: {HINT}")
+    if (reason := unfit(ops, dtype)) is not None:
+        raise Unsupported(f"exact=True: {reason}: {HINT}")
 
 
 class ExactDefault:
@@ -39,10 +46,8 @@ class ExactDefault:
 
     def why_not(self, model: Any, adapter: Adapter | None, ops: Ops) -> str | None:
         """Reason for which a model on these kernels is not held to bits unless that is asked for; None where it is."""
-        try:
-            refuse_device(ops, dtype_of(model))
-        except Unsupported as error:
-            return str(error).removesuffix(f": {HINT}")
+        if (reason := unfit(ops, dtype_of(model))) is not None:
+            return reason
         from fastspec.kernels.launch import MEASURED
 
         name, width = device_name(device_of(model)), model.config.get_text_config().hidden_size

@@ -96,7 +96,7 @@ def test_what_a_model_has_become_decides(monkeypatch: pytest.MonkeyPatch) -> Non
     mixture = half("mixtral")
     assert "a feed-forward other than" in str(ExactDefault().why_not(mixture, adapter_for(mixture), KERNELS))
     assert choice.why_not(model.float(), adapter_for(model), KERNELS) == (
-        "exact=True is for bfloat16 and float16, and this model is in torch.float32"
+        "sums of a fixed order are for bfloat16 and float16, and this model is in torch.float32"
     )
 
 
