@@ -119,10 +119,37 @@ def test_attention_without_masks_that_is_set_after_patch_is_refused_before_it_ru
             model.generate(**PADDED, **OPTIONS, assistant=assistant)
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_5_text"])
+def test_more_layers_than_have_a_type_are_refused_by_name(family):
+    model = fastspec.patch(recurrent() if family == "qwen3_5_text" else shallow_model(family))
+    model.config.num_hidden_layers += 2
+    with pytest.raises(Unsupported, match=r"says \d layers \(num_hidden_layers\) and the types of \d \(layer_types\)"):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "name"),
+    [("stablelm", "", "use_parallel_residual"), ("phi", "self_attn", "qk_layernorm")],
+)
+def test_a_switch_of_one_layer_costs_the_adapter(family, part, name):
+    """A forward reads what its layer holds, and not the configuration."""
+    model = shallow_model(family)
+    layer = model.model.layers[1]
+    layer.self_attn.q_layernorm, layer.self_attn.k_layernorm = nn.LayerNorm(16), nn.LayerNorm(16)
+    before = answer(model, PADDED, **OPTIONS)
+    with fastspec.patched(model):
+        assert fastspec.report(model).mode == f"adapter {family}"
+        setattr(layer.get_submodule(part), name, True)
+        expected = answer(model, PADDED, **OPTIONS)
+        assert fastspec.report(model).mode == f"generic (its {name} is set)"
+        assert torch.equal(model.generate(**PADDED, **OPTIONS, assistant="nasd"), expected)
+    assert not torch.equal(expected, before)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama"])
 def test_a_forward_that_hides_its_positions(family):
-    """transformers prepares positions for a forward that names them. OPT's counts them by the mask then, and a rotation
-    does not ask where a text begins."""
+    """transformers prepares positions for a forward that names them. OPT's counts them by the mask then, GPT-2's by the
+    cache, and a rotation does not ask where a text begins."""
     model, inputs = shallow_model(family), prompts(7, 7)
     own = model.forward
     model.forward = lambda *args, **kwargs: own(*args, **kwargs)
