@@ -26,7 +26,6 @@ from transformers.generation.utils import (
     is_fsdp_managed_module,
 )
 
-from fastspec.errors import Unsupported
 from fastspec.generation.layer_state import DeltaShape, LayerCache
 from fastspec.patches.hf.ends import stop_criterion
 
@@ -148,18 +147,11 @@ def is_stateful(model: Any) -> bool:
 
 
 def layer_count(config: Any) -> int:
-    """Number of a decoder's layers, from its config. Raises Unsupported for a config that does not say the type of each
-    where it says those of some."""
+    """Number of a decoder's layers, from its config."""
     config = config.get_text_config()
     if config.is_encoder_decoder:  # T5 and BART have names of their own
         return getattr(config, "decoder_layers", None) or config.num_decoder_layers
-    count, kinds = config.num_hidden_layers, getattr(config, "layer_types", None)
-    if kinds is not None and len(kinds) < count:
-        raise Unsupported(
-            f"the configuration says {count} layers (num_hidden_layers) and the types of {len(kinds)} (layer_types): "
-            "let num_hidden_layers say how many layers the model has, or leave out assistant="
-        )
-    return count
+    return config.num_hidden_layers
 
 
 def layer_shapes(config: Any) -> list[tuple[int, int, int]]:

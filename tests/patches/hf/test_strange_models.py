@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.families import recurrent
 from helpers.generate import answer, prompts, shallow_model
+from helpers.models import tiny_head
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -119,12 +120,22 @@ def test_attention_without_masks_that_is_set_after_patch_is_refused_before_it_ru
             model.generate(**PADDED, **OPTIONS, assistant=assistant)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_5_text"])
-def test_more_layers_than_have_a_type_are_refused_by_name(family):
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text", "opt", "gpt2"])
+def test_more_layers_than_there_are_are_refused_by_name(family):
     model = fastspec.patch(recurrent() if family == "qwen3_5_text" else shallow_model(family))
     model.config.num_hidden_layers += 2
-    with pytest.raises(Unsupported, match=r"says \d layers \(num_hidden_layers\) and the types of \d \(layer_types\)"):
+    with pytest.raises(Unsupported, match=r"has \d layers, and its configuration says \d \(num_hidden_layers\)"):
         model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+def test_a_head_of_more_layers_than_there_are_by_now_is_refused_by_name():
+    model = shallow_model()
+    fastspec.patch(model, eagle3=tiny_head(model))
+    model.config.num_hidden_layers = 2
+    expected = answer(model, PADDED, **OPTIONS)
+    assert torch.equal(model.generate(**PADDED, **OPTIONS, assistant="nasd"), expected)
+    with pytest.raises(Unsupported, match=r"reads what layer 3 of the model gives, which has 2 by now"):
+        model.generate(**PADDED, **OPTIONS, assistant="eagle3")
 
 
 @pytest.mark.parametrize(
