@@ -141,7 +141,7 @@ DAMAGE = {
     "disagrees with t2d": with_wrong_t2d,
     "it disagrees with t2d": with_one_more_in_t2d,
     r"missing layers\.0\.mlp\.gate_proj\.weight; unknown layers\.0\.mlp\.gate\.weight": misnamed,
-    r"missing d2t": lambda state: state.pop("d2t"),
+    r"missing d2t": lambda state: [state.pop(name) for name in ("d2t", "t2d")],
     r"missing layers\.0\.hidden_norm\.weight": lambda state: state.pop("midlayer.hidden_norm.weight"),
     r"norm\.weight has shape \[15\] where config.json wants \[16\]": lambda state: state.update(
         {"norm.weight": torch.ones(15)}

@@ -190,6 +190,13 @@ def broken(folder: Path, **changes: Tensor | None) -> None:
         ({"mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "layer.mlp.up_proj.weight_scale is unknown"),
         ({"mtp.fc.weight": torch.ones(64, 64)}, r"fc.weight is \[64, 64\], not \[64, 128\]"),
         ({"mtp.layers.1.input_layernorm.weight": torch.ones(64)}, "an MTP layer for each draft"),
+        ({"mtp.fc.weight": torch.full((64, 128), float("nan"))}, "fc.weight contains NaN or infinite values"),
+        (
+            {"mtp.embed_tokens.weight": torch.ones(97, 32)},
+            r"an embedding of shape \[97, 32\], .* 97 tokens and is 64 wide",
+        ),
+        ({"mtp.embed_tokens.weight": torch.ones(90, 64)}, r"an embedding of shape \[90, 64\], .* has 97 tokens"),
+        ({"mtp.embed_tokens.weight": torch.full((97, 64), torch.inf)}, "embed_tokens.weight contains NaN or inf"),
     ],
 )
 def test_a_head_that_is_not_whole_is_refused_by_name(

@@ -99,6 +99,29 @@ def test_a_map_of_another_name_is_not_called_quantised(tmp_path):
         read(tmp_path, config, state)
 
 
+def test_a_map_that_is_missing_is_read_from_what_t2d_marks(tmp_path):
+    head, embedding = make_head(), torch.randn(37, 16)
+    config, state = as_eagle3(head, None)
+    del state["d2t"]
+    checkpoint = read(tmp_path, config, state)
+    assert any("t2d marks" in note for note in checkpoint.notes)
+    assert torch.equal(checkpoint.state["d2t"], head.d2t)
+    assert torch.equal(logits(build_head(checkpoint), embedding), logits(head, embedding))
+    state["t2d"][state["t2d"].nonzero()[0]] = False  # one token fewer than the head drafts
+    with pytest.raises(CheckpointError, match="missing d2t"):
+        read(tmp_path, config, state)
+
+
+def test_sizes_within_text_config_are_read_where_the_top_has_none(tmp_path):
+    head = make_head()
+    config, state = as_eagle3(head, None)
+    for outer in ({"model_type": "qwen3_vl"}, {"draft_vocab_size": config["draft_vocab_size"]}):
+        within = {name: value for name, value in config.items() if name not in outer or name == "model_type"}
+        assert read(tmp_path, outer | {"text_config": within}, state).config == read(tmp_path, config, state).config
+    beside = config | {"text_config": {"hidden_size": 32, "vocab_size": 99}}
+    assert read(tmp_path, beside, state).config == read(tmp_path, config, state).config
+
+
 def test_p_eagle_is_refused_by_its_name(tmp_path):
     config, state = published_by_amazon(make_head(), None)
     with pytest.raises(CheckpointError, match=r"P-EAGLE head, which drafts all tokens in one pass.*fastspec train"):

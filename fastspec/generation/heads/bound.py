@@ -257,6 +257,12 @@ def bind(module: DraftHead, embedding: nn.Module | None, target: TargetParts) ->
 def followed(head: BoundHead, target: TargetParts) -> BoundHead:
     """The head as its target is now: itself, or another where the target was moved, cast, or given another embedding or
     LM head since. Raises Unsupported where the target's vocabulary has changed and the head cannot serve it."""
+    last, layers = max(head.config.taps, default=0), target.sizes.num_layers
+    if last > layers:
+        raise Unsupported(
+            f"the head reads what layer {last} of the model gives, which has {layers} by now (num_hidden_layers): "
+            "change it back, or fastspec.unpatch(model) and patch it with a head made for it"
+        )
     weight = head.module.like
     if weight.device != target.device or weight.dtype != target.dtype:
         head = _moved(head, target)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.dialects import DIALECTS, Description, describe, normalise_key, unwrapped_key
-from fastspec.generation.heads.files import HeadFiles, some
+from fastspec.generation.heads.files import HeadFiles, check_finite, some
 from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
 
 
@@ -111,10 +111,7 @@ def _check_values(state: dict[str, Tensor], where: str) -> None:
     for name, tensor in weights.items():
         if tensor.ndim not in (1, 2):
             raise CheckpointError(f"{where}: {name} has shape {list(tensor.shape)}; weights are vectors and matrices")
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(
-                f"{where}: {name} contains NaN or infinite values; the file is damaged or training diverged"
-            )
+        check_finite(name, tensor, where)
 
 
 def _trim_spec_exit(found: Description, state: dict[str, Tensor], notes: list[str]) -> None:
@@ -152,6 +149,9 @@ def _take_vocabulary_map(config: HeadConfig, state: dict[str, Tensor], notes: li
     """Check d2t against the sizes and t2d, make it offsets, drop t2d, and supply the identity where it is implied."""
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     draft, vocab = config.draft_vocab_size, config.vocab_size
+    if d2t is None and draft < vocab and t2d is not None and t2d.shape == (vocab,) and int(t2d.bool().sum()) == draft:
+        d2t = t2d.nonzero().flatten() - torch.arange(draft, device="cpu")
+        notes.append("d2t is missing; the draft vocabulary is the tokens that t2d marks, in their order")
     if d2t is None:
         if draft == vocab:
             state["d2t"] = torch.zeros(draft, dtype=torch.int64, device="cpu")

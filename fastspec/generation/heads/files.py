@@ -98,6 +98,14 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     return state
 
 
+def check_finite(name: str, tensor: Tensor, where: str) -> None:
+    """Raise CheckpointError for a weight with values that are no finite numbers."""
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(
+            f"{where}: {name} contains NaN or infinite values; the file is damaged or training diverged"
+        )
+
+
 def some(names: Iterable[str]) -> str:
     """The first eight names, for a message."""
     listed = list(names)
@@ -163,7 +171,8 @@ class Fields:
     def of(cls, raw: Mapping[str, Any], where: str) -> Fields:
         check_kinds(raw, where)
         layer = raw
-        for name in ("transformer_layer_config", "model"):
+        around = () if "hidden_size" in raw else ("text_config",)  # beside sizes of its own it is the target's
+        for name in ("transformer_layer_config", "model", *around):
             inner = raw.get(name)
             if isinstance(inner, Mapping):
                 layer = {**raw, **inner}

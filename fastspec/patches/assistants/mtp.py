@@ -28,6 +28,7 @@ from fastspec.config import TreeShape
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range
+from fastspec.generation.heads.files import check_finite
 from fastspec.generation.heads.load import is_copy
 from fastspec.generation.heads.module import HeadConfig, MtpHead
 from fastspec.models import check_hub
@@ -353,6 +354,7 @@ def _built(
         twin = kinds.get(name.removeprefix("layer."))
         dtype = target.dtype if twin is None or not tensor.is_floating_point() else twin.dtype
         placed[name] = tensor.to(target.device, dtype if dtype.is_floating_point else tensor.dtype)
+        check_finite(name, placed[name], where)
     head.load_state_dict(placed, assign=True)
     left = [name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta]
     if left:
@@ -360,11 +362,13 @@ def _built(
     head.d2t, head.source = head.d2t.to(target.device), source
     own = None
     if embedding is not None:
-        if embedding.shape[0] < target.rows[0]:
+        rows, width = target.rows[0], target.sizes.hidden_size
+        if embedding.ndim != 2 or embedding.shape[0] < rows or embedding.shape[1] != width:
             raise CheckpointError(
-                f"the MTP layer of {where} has an embedding of {embedding.shape[0]} tokens, and this {target.name} has "
-                f"{target.rows[0]}"
+                f"the MTP layer of {where} has an embedding of shape {list(embedding.shape)}, and this {target.name} "
+                f"has {rows} tokens and is {width} wide: take the layer of this model's own checkpoint"
             )
+        check_finite("embed_tokens.weight", embedding, where)
         own = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype), freeze=True)
     return bind(head.requires_grad_(False).eval(), own, target)
 

@@ -17,6 +17,7 @@ from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import CACHE, export_span, import_past
 from fastspec.patches.hf.compat import fill_cache
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.seq2seq import Seq2SeqModel
 
 
 def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
@@ -29,7 +30,7 @@ def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
         torch.cat((ids, new), 1) if steps is None else steps.ids.to(ids.device)
     )  # a processor may have written there
     returned = bool(config.return_dict_in_generate)
-    wants_past = text.cache is not None and text.source is None and all_at_once and (text.handed_in or returned)
+    wants_past = text.cache is not None and all_at_once and (text.handed_in or returned)
     wants = returned and bool(config.output_scores or config.output_logits)
     if all_at_once and (wants or wants_past):
         if steps is None:
@@ -39,7 +40,11 @@ def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
             _stand(plan, target, sequences[:, -longest:].tolist())
     if wants_past:
         shown = F.pad(text.new_keep, (0, longest - 1), value=True)
-        fill_cache(text.cache, text.past_length, export_span(target.state, text.past_keep.sum(1), shown))
+        made = export_span(target.state, text.past_keep.sum(1), shown)
+        if isinstance(target, Seq2SeqModel):
+            target.export(text.cache, made)
+        else:
+            fill_cache(text.cache, text.past_length, made)
     if not returned:
         return sequences
     scores = steps.scores if steps is not None else _columns(outcome.scores, longest) if config.output_scores else None

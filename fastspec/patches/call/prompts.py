@@ -4,7 +4,6 @@ otherwise."""
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from fastspec.patches.hf.compat import (
     recurrent_layers,
 )
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.limits import LAYER_KINDS, layer_spans, position_rows
+from fastspec.patches.hf.limits import LAYER_KINDS, counts_padding, layer_spans
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import is_wrapped, may_see_ahead
 from fastspec.patches.hf.replaced import where_defined
@@ -94,26 +93,20 @@ def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str
     model prepares for the first pass; one that prepares none counts padding too, which shows in the keys that a cache
     keeps.
     """
+    padding = (~keep).sum(1)
+    if counts_padding(model) and bool(padding.any()):
+        raise Unsupported(
+            f"the forward of this {type(model).__name__} is someone else's "
+            f"({where_defined(model.forward)}) and names no position_ids, so that transformers prepares none for "
+            "padded rows: decorate it with functools.wraps(type(model).forward), or pass prompts of one length"
+        )
     if not is_wrapped(model):
         return None
     positions = first_inputs(model, ids, model_kwargs).get("position_ids")
     if positions is None:
-        padding = (~keep).sum(1)
-        if position_rows(model) is not None and bool(padding.any()) and _hides_positions(model):
-            raise Unsupported(
-                f"the forward of this {type(model).__name__} is someone else's "
-                f"({where_defined(model.forward)}) and names no position_ids, so that transformers prepares none for "
-                "padded rows: decorate it with functools.wraps(type(model).forward), or pass prompts of one length"
-            )
         return padding
     last = positions[..., -1] if positions.dim() == 2 else positions[-1, :, -1]
     return last.to(keep.device).expand(len(keep)) + 1 - keep.sum(1)
-
-
-def _hides_positions(model: Any) -> bool:
-    """True where a forward on the instance does not name the position_ids that the class's takes."""
-    own, given = (inspect.signature(each).parameters for each in (type(model).forward, model.forward))
-    return "position_ids" in own and "position_ids" not in given
 
 
 @dataclass(frozen=True, slots=True)

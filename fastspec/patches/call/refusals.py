@@ -156,6 +156,11 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
 def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: bool = False) -> None:
     """Refuse model inputs besides tokens, and settings that a `generate` of the user's own has added on the way."""
     _refuse_settings(lambda name: getattr(config, name, None))
+    if reads_source and getattr(config, "prefill_chunk_size", None) is not None:
+        raise Unsupported(
+            f"prefill_chunk_size={config.prefill_chunk_size} cannot be combined with assistant= on an encoder-decoder "
+            "model: plain decoding cuts the mask of the source by it; leave it out"
+        )
     expected = _EXPECTED | ({"encoder_outputs"} if reads_source else set())
     given = {
         name

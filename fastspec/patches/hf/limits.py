@@ -202,6 +202,15 @@ def _by_module(model: Any) -> Iterator[Limit]:
         yield Limit(min(triangles), f"its causal masks end at {min(triangles)} slots of the cache", True)
 
 
+def counts_padding(model: Any) -> bool:
+    """True where plain decoding gives padding positions of a table: a forward on the instance does not name the
+    position_ids that the class's takes, for which transformers would prepare them."""
+    if "forward" not in vars(model):
+        return False
+    own, given = (inspect.signature(each).parameters for each in (type(model).forward, model.forward))
+    return "position_ids" in own and "position_ids" not in given and position_rows(model) is not None
+
+
 def position_rows(model: Any) -> int | None:
     """Number of positions that a model's decoder can tell apart, or None where it computes any.
 

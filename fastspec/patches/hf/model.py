@@ -43,6 +43,18 @@ def plain_layouts(nodes: Nodes) -> Mapping[LayoutKey, AttentionLayout]:
     return cast(Mapping[LayoutKey, AttentionLayout], nodes.layouts)
 
 
+def _check_depth(model: Any, depth: int) -> None:
+    """Raise Unsupported for a decoder of transformers' own with fewer layers than its configuration says: states would
+    be kept, and handed back, of layers that never run."""
+    decoder = decoder_of(model)
+    stacks = [len(child) for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    if stacks and max(stacks) < depth and type(decoder).__module__.startswith("transformers."):
+        raise Unsupported(
+            f"{type(decoder).__name__} has {max(stacks)} layers, and its configuration says {depth} "
+            "(num_hidden_layers): let it say how many there are, or leave out assistant="
+        )
+
+
 class HFModel(Target):
     """The target of one generate call: `rows` sequences of at most `capacity` tokens, and `tail` nodes of a tree behind
     them.
@@ -78,6 +90,8 @@ class HFModel(Target):
         dropped: Sequence[Span | None] | None = None,
         before_norm: bool = False,
     ) -> None:
+        self.depth = layer_count(model.config) if early is None else early[1]
+        _check_depth(model, self.depth)
         self.before_norm = before_norm
         self.model, self.adapter, self.taps, self.ops, self.likeliest = model, adapter, taps, ops, likeliest
         self.last_position = rope_bound(model.config)
@@ -86,7 +100,6 @@ class HFModel(Target):
         dropped = dropped_spans(model) if dropped is None else dropped
         self.limits = length_limits(model, generic=adapter is None, drafts=drafts)
         check_length(model, self.limits, capacity, tail)
-        self.depth = layer_count(model.config) if early is None else early[1]
         self.recurrent = recurrent_layers(model.config)
         windows = bounded and any(span is not None for span in self.spans)
         wide = ops.captures and adapter is not None  # a model's own forward may hold the scores of a whole part

@@ -242,9 +242,14 @@ def lm_head_of(model: Any, adapter: Adapter) -> Any:
 
 
 def _differs_by(model: Any, adapter: Adapter) -> list[str]:
-    """Settings under which a model is built otherwise than its row says."""
-    config = model.config.get_text_config()
-    return [name for name in adapter.unless if getattr(config, name, None) not in (None, False)]
+    """Settings under which a model is built otherwise than its row says, as its configuration has them, a layer or its
+    attention: what these hold is what their forward reads."""
+    if not adapter.unless:
+        return []
+    layers = list(getattr(decoder_of(model), adapter.layers))
+    parts = [*layers, *(getattr(layer, adapter.attention, None) for layer in layers)]
+    held = [model.config.get_text_config(), *(part for part in parts if part is not None)]
+    return [name for name in adapter.unless if any(getattr(each, name, None) not in (None, False) for each in held)]
 
 
 def decoder_of(model: Any) -> Any:

@@ -16,10 +16,11 @@ from transformers.masking_utils import create_bidirectional_mask
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes
 from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Source
 from fastspec.patches.hf.cache import CACHE, SlotCache, cache_argument, given_cache
-from fastspec.patches.hf.compat import device_of, table_rows
+from fastspec.patches.hf.compat import device_of, fill_cache, table_rows
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.model import HFModel, plain_layouts
 from fastspec.patches.hf.modes import check_decoder
@@ -102,6 +103,14 @@ class Seq2SeqModel(HFModel):
                 "position"
             )
         return super().prefill(ids, counts)
+
+    def export(self, cache: EncoderDecoderCache, made: list[LayerCache]) -> None:
+        """Fill transformers' cache of a call with what each layer has `made` of the decoder's tokens, and of the
+        source."""
+        fill_cache(cache.self_attention_cache, 0, made)
+        for layer, held in enumerate(self.cross.layers):
+            cache.cross_attention_cache.update(held.keys, held.values, layer)
+            cache.is_updated[layer] = True
 
     def _forward_generic(
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None

@@ -37,7 +37,7 @@ from fastspec.patches.hf.compat import (
     table_rows,
 )
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.limits import LAYER_KINDS, dropped_spans
+from fastspec.patches.hf.limits import LAYER_KINDS, counts_padding, dropped_spans
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import check_masks
 from fastspec.patches.hf.replaced import attention_functions, autocast_inside, replaced_functions
@@ -328,8 +328,11 @@ def _text(tokens: list[int], parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Logits of the model's own `generate` behind texts, left-padded in one batch: [n, 1 + MORE, V], tokens [n,
-    MORE]."""
+    """Logits of the model's own `generate` behind texts, left-padded in one batch where it gives padding no positions:
+    [n, 1 + MORE, V], tokens [n, MORE]."""
+    if len(texts) > 1 and counts_padding(model):
+        logits, tokens = zip(*(_own(model, [text]) for text in texts), strict=True)
+        return torch.cat(logits), torch.cat(tokens)
     device, width = device_of(model), max(map(len, texts))
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     pad = pad if isinstance(pad, int) and 0 <= pad < table_rows(model.get_input_embeddings(), model.config) else 0

@@ -262,8 +262,32 @@ def test_the_output_of_transformers_with_scores_and_logits(pair, assistant, opti
             torch.stack(getattr(got, name)), torch.stack(getattr(expected, name)), rtol=1e-4, atol=1e-3
         )
     lean = pair[1].generate(**sources(7, 3), **settings, assistant=assistant)
-    assert lean.scores is None and lean.logits is None and kept_cache(lean) is None
+    assert lean.scores is None and lean.logits is None
+    assert lean.keys() - {"fastspec"} == pair[0].generate(**sources(7, 3), **settings).keys()
     assert lean.fastspec.assistant == getattr(assistant, "name", assistant)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5", "m2m_100"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_cache_of_an_output_is_transformers_own(kind, ended):
+    """Keys and values of the decoder's tokens, of padding behind a row that ended, and of the source."""
+    plain, patched = pair_of(kind)
+    end = plain.generate(**sources(7, 3), max_new_tokens=12, do_sample=False, eos_token_id=NEVER)[0, 4].item()
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "eos_token_id": end if ended else NEVER,
+    }
+    expected = plain.generate(**sources(7, 3), **options)
+    got = patched.generate(**sources(7, 3), **options, assistant="nasd")
+    assert torch.equal(got.sequences, expected.sequences)
+    theirs, ours = kept_cache(expected), kept_cache(got)
+    assert type(ours) is type(theirs) and ours.is_updated == theirs.is_updated
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        for wanted, found in zip(getattr(theirs, name).layers, getattr(ours, name).layers, strict=True):
+            torch.testing.assert_close(found.keys, wanted.keys, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found.values, wanted.values, rtol=1e-4, atol=1e-4)
 
 
 class Taking(BaseStreamer):

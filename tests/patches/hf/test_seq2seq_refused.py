@@ -21,6 +21,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     "beams": ({"num_beams": 2}, "num_beams=2"),
+    "chunks": ({"prefill_chunk_size": 8}, "prefill_chunk_size=8 cannot be combined .* cuts the mask of the source"),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.families import recurrent
 from helpers.generate import answer, prompts, shallow_model
+from helpers.models import tiny_head
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -119,10 +120,47 @@ def test_attention_without_masks_that_is_set_after_patch_is_refused_before_it_ru
             model.generate(**PADDED, **OPTIONS, assistant=assistant)
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text", "opt", "gpt2"])
+def test_more_layers_than_there_are_are_refused_by_name(family):
+    model = fastspec.patch(recurrent() if family == "qwen3_5_text" else shallow_model(family))
+    model.config.num_hidden_layers += 2
+    with pytest.raises(Unsupported, match=r"has \d layers, and its configuration says \d \(num_hidden_layers\)"):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+def test_a_head_of_more_layers_than_there_are_by_now_is_refused_by_name():
+    model = shallow_model()
+    fastspec.patch(model, eagle3=tiny_head(model))
+    model.config.num_hidden_layers = 2
+    expected = answer(model, PADDED, **OPTIONS)
+    assert torch.equal(model.generate(**PADDED, **OPTIONS, assistant="nasd"), expected)
+    with pytest.raises(Unsupported, match=r"reads what layer 3 of the model gives, which has 2 by now"):
+        model.generate(**PADDED, **OPTIONS, assistant="eagle3")
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "name"),
+    [("stablelm", "", "use_parallel_residual"), ("phi", "self_attn", "qk_layernorm")],
+)
+def test_a_switch_of_one_layer_costs_the_adapter(family, part, name):
+    """A forward reads what its layer holds, and not the configuration."""
+    model = shallow_model(family)
+    layer = model.model.layers[1]
+    layer.self_attn.q_layernorm, layer.self_attn.k_layernorm = nn.LayerNorm(16), nn.LayerNorm(16)
+    before = answer(model, PADDED, **OPTIONS)
+    with fastspec.patched(model):
+        assert fastspec.report(model).mode == f"adapter {family}"
+        setattr(layer.get_submodule(part), name, True)
+        expected = answer(model, PADDED, **OPTIONS)
+        assert fastspec.report(model).mode == f"generic (its {name} is set)"
+        assert torch.equal(model.generate(**PADDED, **OPTIONS, assistant="nasd"), expected)
+    assert not torch.equal(expected, before)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama"])
 def test_a_forward_that_hides_its_positions(family):
-    """transformers prepares positions for a forward that names them. OPT's counts them by the mask then, and a rotation
-    does not ask where a text begins."""
+    """transformers prepares positions for a forward that names them. OPT's counts them by the mask then, GPT-2's by the
+    cache, and a rotation does not ask where a text begins."""
     model, inputs = shallow_model(family), prompts(7, 7)
     own = model.forward
     model.forward = lambda *args, **kwargs: own(*args, **kwargs)
