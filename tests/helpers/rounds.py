@@ -54,6 +54,9 @@ class Counting:
         self.asked.append((logits.tolist(), text[0].tolist(), text[1].tolist(), list(prompts)))
         return text[1].clone(), logits + 0.5
 
+    def joined(self, logits: Tensor, text: tuple[Tensor, Tensor], prompt: int, drafter: Any) -> tuple[Tensor, Tensor]:
+        return self.first(logits, text, [prompt])
+
     def seat(self, rows: list[int], prompts: list[int]) -> None:
         self.seated.append((list(rows), list(prompts)))
 
@@ -75,6 +78,9 @@ class Waiting:
 
     def free(self) -> list[int]:
         return [row for row, on in enumerate(self.running) if not on and row not in self.reserved][: len(self.queue)]
+
+    def escalate(self, error: BaseException) -> None:
+        """Nothing ends more than one prompt."""
 
     def ahead(self, count: int) -> list[int]:
         assert count > 0

@@ -245,7 +245,7 @@ def _read_text(
         return Text(ids, keep, length, past, source=source, cache=cache, handed_in=handed_in)
     keep = real_tokens(model, ids, given.get("attention_mask"), config, length)
     if handed_in and length and keep.shape[1] > length:
-        refuse_shown_padding(cache, keep, length)
+        refuse_shown_padding(cache, keep)
     shift = position_shift(model, ids, keep, model_kwargs)
     inputs, own = besides_tokens(model_kwargs), None
     if inputs or sees_ahead(model, mode.adapter):

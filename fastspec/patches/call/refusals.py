@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.patches.hf.cache import CACHE
+from fastspec.patches.hf.cache import CACHE, shown_padding
 from fastspec.patches.hf.compat import (
     changing_part,
     held_layers,
@@ -266,16 +266,10 @@ def refuse_cache(model: Any, cache: Any, rows: int) -> None:
             )
 
 
-def refuse_shown_padding(cache: Any, keep: Tensor, past: int) -> None:
+def refuse_shown_padding(cache: Any, keep: Tensor) -> None:
     """Refuse a mask keep [B, past + T] bool that shows slots in front of a text which a filled cache holds nothing of:
     they were padding when an assisted call filled it, and plain decoding leaves there what it computes of padding."""
-    held = [layer.keys for layer in cache.layers if not is_recurrent(layer) and layer.keys is not None]
-    whole = [keys[:, :1, :past] for keys in held if keys.shape[2] >= past]  # of others the first slots are gone
-    if not whole:
-        return
-    blank = (whole[-1] == 0).all(-1)[:, 0].int().cumprod(1).bool()
-    rows = (blank & keep[:, :past].to(blank.device)).any(1).nonzero().flatten().tolist()
-    if rows:
+    if rows := shown_padding(cache, keep):
         raise Unsupported(
             f"attention_mask shows tokens of rows {rows} that {CACHE} holds nothing of, since they were padding "
             "when it was filled: begin with the mask of that call, or pass the whole text without a cache"

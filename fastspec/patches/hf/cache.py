@@ -112,6 +112,23 @@ def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[Laye
     return [kind.export(layer, *(each.to(kind.device) for each in found)) for kind, layer in state.owned]
 
 
+HIDDEN = "fastspec_hidden"
+"""Attribute of a cache that an assisted call has filled: the columns that its mask hid in front of each row's text."""
+
+
+def keep_hidden(cache: Any, keep: Tensor) -> None:
+    """Note on a cache what a mask keep [B, T] bool hides in front of the rows' texts: it holds zeros there."""
+    setattr(cache, HIDDEN, (~keep).int().cumprod(1).sum(1).tolist())
+
+
+def shown_padding(cache: Any, keep: Tensor) -> list[int]:
+    """Rows of which a mask keep [B, T] bool shows columns that an earlier call's mask hid in front of their texts."""
+    hidden = getattr(cache, HIDDEN, None)
+    if hidden is None or len(hidden) != len(keep):
+        return []
+    return [row for row, count in enumerate(hidden) if keep[row, :count].any()]
+
+
 def sequence_state(
     model: Any,
     spans: Sequence[Span | None],

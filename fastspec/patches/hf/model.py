@@ -48,9 +48,11 @@ def _check_depth(model: Any, depth: int) -> None:
     be kept, and handed back, of layers that never run."""
     decoder = decoder_of(model)
     stacks = [len(child) for child in decoder.children() if isinstance(child, nn.ModuleList)]
-    if stacks and max(stacks) < depth and type(decoder).__module__.startswith("transformers."):
+    numbers = [each.layer_idx + 1 for each in decoder.modules() if isinstance(getattr(each, "layer_idx", None), int)]
+    there = max([*stacks, *numbers], default=0)  # some layers keep two states
+    if stacks and there < depth and type(decoder).__module__.startswith("transformers."):
         raise Unsupported(
-            f"{type(decoder).__name__} has {max(stacks)} layers, and its configuration says {depth} "
+            f"{type(decoder).__name__} has {there} layers, and its configuration says {depth} "
             "(num_hidden_layers): let it say how many there are, or leave out assistant="
         )
 
