@@ -3,7 +3,7 @@ itself, wherever a round began, and whatever stands beside it.
 
 What is fixed, for a query at position p that sees the keys at positions 0 to p (or those of its span):
 
-- Scores are taken in units of log2 on a grid (`_GRID`), so that taking off a whole number is exact. Maxima are rounded
+- Scores are taken in units of log2 on a grid (`GRID`), so that taking off a whole number is exact. Maxima are rounded
   up to whole numbers: what weights and sums are scaled by is a power of two, and changes no bit of them. So nothing
   hangs on where the maximum was raised, or on how many keys a block has.
 - The weights, rounded to the values' dtype, meet the values in groups of 16 aligned positions, which tensor cores add
@@ -36,7 +36,7 @@ from torch import Tensor
 from fastspec.kernels.attention import ordered_hopper
 from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.layout import attention_layout as tree_layout
-from fastspec.kernels.attention.parts import LOG2E, first_seen, tanh, wrapped
+from fastspec.kernels.attention.parts import EMPTY, GRID, LOG2E, first_seen, tanh, wrapped
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.launch import dependent, is_hopper, stages_within, wait_for_previous
 
@@ -59,8 +59,6 @@ FOLDED = 15_000
 ARRIVALS = 1024
 """Tiles of a row whose programs are counted, at most."""
 
-_GRID = tl.constexpr(768.0)  # 1.5 * 2**9: what is added to it is rounded to a multiple of 2**-14
-_EMPTY = tl.constexpr(-4194304.0)  # below every maximum; with _GRID it is exact in fp32
 _LOG2E = tl.constexpr(LOG2E)
 
 
@@ -87,11 +85,11 @@ def _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl
     if CAP > 0:
         b_s = tanh(b_s * scale2)
         scale2 = CAP
-    b_t = tl.fma(b_s, tl.full(b_s.shape, 1.0, tl.float32) * scale2, tl.full(b_s.shape, _GRID, tl.float32))
+    b_t = tl.fma(b_s, tl.full(b_s.shape, 1.0, tl.float32) * scale2, tl.full(b_s.shape, GRID, tl.float32))
     if MASKED:
         b_t = tl.where(m_seen, b_t, float("-inf"))
-    b_new = tl.maximum(b_max, tl.ceil(tl.max(b_t, 1) - _GRID))
-    b_p = tl.exp2(b_t - (b_new + _GRID)[:, None]).to(b_v.dtype)
+    b_new = tl.maximum(b_max, tl.ceil(tl.max(b_t, 1) - GRID))
+    b_p = tl.exp2(b_t - (b_new + GRID)[:, None]).to(b_v.dtype)
     b_keep = tl.exp2(b_max - b_new)
     b_sum = tl.dot(b_p, b_ones, b_sum * b_keep[:, None], input_precision="ieee")
     b_acc = tl.dot(b_p, b_v, b_acc * b_keep[:, None], input_precision="ieee")
@@ -112,11 +110,11 @@ def _finished(b_acc, b_max, b_sum, p_sinks, o_head, m_row, AXIS: tl.constexpr = 
     """The mean of the values by their weights, a sink's weight among them; zero where nothing is seen."""
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32)
-        b_sink = tl.fma(b_sink, tl.full(b_sink.shape, _LOG2E, tl.float32), tl.full(b_sink.shape, _GRID, tl.float32))
-        b_new = tl.maximum(b_max, tl.ceil(b_sink - _GRID))
+        b_sink = tl.fma(b_sink, tl.full(b_sink.shape, _LOG2E, tl.float32), tl.full(b_sink.shape, GRID, tl.float32))
+        b_new = tl.maximum(b_max, tl.ceil(b_sink - GRID))
         b_keep = tl.exp2(b_max - b_new)
         b_acc = b_acc * tl.expand_dims(b_keep, AXIS)
-        b_sum = b_sum * b_keep + tl.exp2(b_sink - (b_new + _GRID))
+        b_sum = b_sum * b_keep + tl.exp2(b_sink - (b_new + GRID))
     return b_acc * tl.expand_dims(1.0 / tl.where(b_sum > 0.0, b_sum, 1.0), AXIS)
 
 
@@ -204,11 +202,11 @@ def _runs(
             run = run_of(tl.minimum(low, end - 1))
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+    b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
     b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
     if FOLD:
         b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
+        b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
         b_weights = tl.zeros([BLOCK_M], tl.float32)
     for number in tl.range(run, past):
         stop = tl.minimum(end, run_start(number + 1))
@@ -233,7 +231,7 @@ def _runs(
             if stop == run_start(number + 1):
                 b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
                 b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+                b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
                 b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
     m_part = m_m[:, None] & (o_d < D)[None, :]
     if FOLD:
@@ -284,10 +282,10 @@ def _turned(b_s, b_v, m_key, b_acc, b_max, b_sum, scale2, b_ones, CAP: tl.conste
     if CAP > 0:
         b_s = tanh(b_s * scale2)
         scale2 = CAP
-    b_t = tl.fma(b_s, tl.full(b_s.shape, 1.0, tl.float32) * scale2, tl.full(b_s.shape, _GRID, tl.float32))
+    b_t = tl.fma(b_s, tl.full(b_s.shape, 1.0, tl.float32) * scale2, tl.full(b_s.shape, GRID, tl.float32))
     b_t = tl.where(m_key[:, None], b_t, float("-inf"))
-    b_new = tl.maximum(b_max, tl.ceil(tl.max(b_t, 0) - _GRID))
-    b_p = tl.exp2(b_t - (b_new + _GRID)[None, :]).to(b_v.dtype)
+    b_new = tl.maximum(b_max, tl.ceil(tl.max(b_t, 0) - GRID))
+    b_p = tl.exp2(b_t - (b_new + GRID)[None, :]).to(b_v.dtype)
     b_keep = tl.exp2(b_max - b_new)
     b_sum = tl.dot(b_ones, b_p, b_sum * b_keep[None, :], input_precision="ieee")
     b_acc = tl.dot(tl.trans(b_v), b_p, b_acc * b_keep[None, :], input_precision="ieee")
@@ -366,10 +364,10 @@ def _tail(
         low = tl.maximum(prefix + first_seen(depth, prefix, SPAN, CHUNK), 0)
     b_ones = tl.full([16, BLOCK_N], 1.0, b_q.dtype)
     b_total = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-    b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
+    b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
     b_weights = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-    b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+    b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
     b_sum = tl.zeros([16, BLOCK_M], tl.float32)
     begin = 0
     if WHOLE:
@@ -394,7 +392,7 @@ def _tail(
         if past < left:  # the run that has been left open
             o_run = tl.cast(parts - 1 if FOLD else past, tl.int64) * rows
             b_acc = tl.load(p_part + o_run * D, mask=m_out, other=0.0)
-            b_max = tl.load(p_state + 2 * o_run, mask=m_m, other=_EMPTY)
+            b_max = tl.load(p_state + 2 * o_run, mask=m_m, other=EMPTY)
             b_sum += tl.load(p_state + 2 * o_run + rows, mask=m_m, other=0.0)[None, :]
         skip = run_of(low) // EACH * EACH if SPAN > 0 and not FOLD else 0  # before it nothing is seen
         for start in tl.range(skip, part, EACH):
@@ -402,7 +400,7 @@ def _tail(
                 o_run = tl.cast(start + each, tl.int64) * rows
                 m_run = m_m & (o_m * 0 + (start + each) < part)
                 b_acc2 = tl.load(p_part + o_run * D, mask=m_run[None, :] & m_d[:, None], other=0.0)
-                b_max2 = tl.load(p_state + 2 * o_run, mask=m_run, other=_EMPTY)
+                b_max2 = tl.load(p_state + 2 * o_run, mask=m_run, other=EMPTY)
                 b_sum2 = tl.load(p_state + 2 * o_run + rows, mask=m_run, other=0.0)
                 b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc2, b_max2, b_sum2, 0)
         b_acc, b_max, b_sum = _turned(b_s, b_v, m_key, b_acc, b_max, b_sum, scale2, b_ones, CAP)
@@ -412,7 +410,7 @@ def _tail(
         if start >= limit:
             b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 0), 0)
             b_acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-            b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+            b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
             b_sum = tl.zeros([16, BLOCK_M], tl.float32)
             limit = run_start(run_of(start) + 1)
         b_k, b_v, m_key = _gathered(
@@ -502,7 +500,7 @@ def _chain(
     )
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
     b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
+    b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
     b_weights = tl.zeros([BLOCK_M], tl.float32)
     for number in tl.range(run, past):
         start = tl.maximum(run_start(number), begin)
@@ -511,7 +509,7 @@ def _chain(
         if SPAN == 0:
             whole = start + tl.maximum(tl.minimum(stop, least + 1) - start, 0) // BLOCK_N * BLOCK_N
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        b_max = tl.full([BLOCK_M], _EMPTY, tl.float32)
+        b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
         b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
         for at in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
             b_k = _block(p_k, at + o_n, m_m, o_d, S_K, D, False)
@@ -546,7 +544,7 @@ def _chain(
         if others > 0:
             tl.store(p_arrived, 0)
             b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            b_most = tl.full([BLOCK_M], _EMPTY, tl.float32)
+            b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
             b_weights = tl.zeros([BLOCK_M], tl.float32)
             past = run_of(end - 1) + 1
             for start in tl.range(past - 1 - others, past, EACH):
@@ -560,7 +558,7 @@ def _chain(
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    b_max2 = tl.load(p_run, mask=m_run, other=_EMPTY, cache_modifier=".cg")
+                    b_max2 = tl.load(p_run, mask=m_run, other=EMPTY, cache_modifier=".cg")
                     b_sum2 = tl.load(p_run + rows, mask=m_run, other=0.0, cache_modifier=".cg")
                     b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc2, b_max2, b_sum2)
     o_head = i_head * GROUP + o_m % GROUP

@@ -22,10 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 
 from fastspec.kernels.attention import hopper
 from fastspec.kernels.attention.hopper import BLOCK_M, BLOCK_N, STAGES, TILE, descriptor, load_lines, produce
+from fastspec.kernels.attention.parts import EMPTY, GRID
 from fastspec.kernels.launch import dependent
 
-_GRID = gl.constexpr(768.0)
-_EMPTY = gl.constexpr(-4194304.0)
 ONES = 8
 """Columns of ones that weights are added up by: the fewest of a product."""
 
@@ -49,11 +48,11 @@ def _run(position):
 @gluon.jit
 def _weigh(b_s, b_max, scale2, m_seen, MASKED: gl.constexpr):
     """Scores to weights, the new maximum, and what sums so far are worth by it."""
-    b_t = gl.fma(b_s, gl.full_like(b_s, 1.0) * scale2, gl.full_like(b_s, _GRID))
+    b_t = gl.fma(b_s, gl.full_like(b_s, 1.0) * scale2, gl.full_like(b_s, GRID))
     if MASKED:
         b_t = gl.where(m_seen, b_t, float("-inf"))
-    b_new = gl.maximum(b_max, gl.ceil(gl.max(b_t, 1) - _GRID))
-    return gl.exp2(b_t - (b_new + _GRID)[:, None]), b_new, gl.exp2(b_max - b_new)
+    b_new = gl.maximum(b_max, gl.ceil(gl.max(b_t, 1) - GRID))
+    return gl.exp2(b_t - (b_new + GRID)[:, None]), b_new, gl.exp2(b_max - b_new)
 
 
 @gluon.jit
@@ -101,7 +100,7 @@ def _half(
     b_q = q_smem.index(HALF)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
     b_acc = gl.zeros([BLOCK_M, D], gl.float32, SUMS)
-    b_max = gl.full([BLOCK_M], _EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
+    b_max = gl.full([BLOCK_M], EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
     b_sum = gl.zeros([BLOCK_M, ONES], gl.float32, TOTALS)
     o_m = i_tile * (2 * BLOCK_M) + HALF * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
     o_c = gl.arange(0, D, gl.SliceLayout(0, SUMS))
@@ -155,7 +154,7 @@ def _half(
                 gl.store(p_state + rows + o_m, b_weights, mask=m_m)
                 folded = 1
                 b_acc = gl.zeros([BLOCK_M, D], gl.float32, SUMS)
-                b_max = gl.full([BLOCK_M], _EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
+                b_max = gl.full([BLOCK_M], EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
                 b_sum = gl.zeros([BLOCK_M, ONES], gl.float32, TOTALS)
 
     left = end % BLOCK_N if end < _start(past) else 0

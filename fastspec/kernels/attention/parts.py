@@ -24,6 +24,8 @@ from fastspec.kernels.launch import dependent, wait_for_previous
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64  # parts that a merge holds at once
 
+GRID = tl.constexpr(768.0)  # 1.5 * 2**9: what is added to it is rounded to a multiple of 2**-14
+EMPTY = tl.constexpr(-4194304.0)  # below every maximum; with GRID it is exact in fp32
 _LOG2E = tl.constexpr(LOG2E)
 _FAR = tl.constexpr(2**30)  # beyond every position
 
