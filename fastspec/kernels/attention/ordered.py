@@ -20,7 +20,7 @@ rule. `_chain` takes tiles of a chain's rows: of a prompt's part from the first 
 who comes last of a tile adds up the runs. Trees take two: `_runs` leaves the sums of the runs of the committed text, up
 to the last multiple of 16 (of 64 in float16), for tiles of rows; `_tail` goes on from these for each node: the keys
 that are left, the node's ancestors among them, wherever they lie, and then the sum of all runs; over a short text it
-does all.
+does all. `ordered_hopper.py` is `_runs` for long texts on Hopper.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor
 from fastspec.kernels.attention import ordered_hopper
 from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.layout import attention_layout as tree_layout
-from fastspec.kernels.attention.parts import EMPTY, GRID, LOG2E, first_seen, tanh, wrapped
+from fastspec.kernels.attention.parts import EMPTY, GRID, LOG2E, first_seen, run_of, run_start, tanh, wrapped
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.launch import dependent, is_hopper, stages_within, wait_for_previous
 
@@ -60,22 +60,6 @@ ARRIVALS = 1024
 """Tiles of a row whose programs are counted, at most."""
 
 _LOG2E = tl.constexpr(LOG2E)
-
-
-@triton.jit
-def run_of(position):
-    """The run that a position is in."""
-    octave = 0
-    for power in tl.static_range(12, 31):
-        octave += tl.where(position >= (1 << power), 1, 0)
-    return tl.where(position < 2048, position // 256, 4 + 4 * octave + (position >> (octave + 9)))
-
-
-@triton.jit
-def run_start(run):
-    """The first position of a run."""
-    octave = tl.maximum(run - 8, 0) // 4
-    return tl.where(run < 8, run * 256, (4 + tl.maximum(run - 8, 0) % 4) << (octave + 9))
 
 
 @triton.jit

@@ -22,27 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 
 from fastspec.kernels.attention import hopper
 from fastspec.kernels.attention.hopper import BLOCK_M, BLOCK_N, STAGES, TILE, descriptor, load_lines, produce
-from fastspec.kernels.attention.parts import EMPTY, GRID
+from fastspec.kernels.attention.parts import EMPTY, GRID, run_of, run_start
 from fastspec.kernels.launch import dependent
 
 ONES = 8
 """Columns of ones that weights are added up by: the fewest of a product."""
-
-
-@gluon.jit
-def _start(run):
-    """`ordered.run_start`."""
-    octave = gl.maximum(run - 8, 0) // 4
-    return gl.where(run < 8, run * 256, (4 + gl.maximum(run - 8, 0) % 4) << (octave + 9))
-
-
-@gluon.jit
-def _run(position):
-    """`ordered.run_of`."""
-    octave = 0
-    for power in gl.static_range(12, 31):
-        octave += gl.where(position >= (1 << power), 1, 0)
-    return gl.where(position < 2048, position // 256, 4 + 4 * octave + (position >> (octave + 9)))
 
 
 @gluon.jit
@@ -109,8 +93,8 @@ def _half(
 
     done, folded = 0, 0
     for number in range(run, past):
-        stop = gl.minimum(end, _start(number + 1))
-        last = done + stop // BLOCK_N - _start(number) // BLOCK_N
+        stop = gl.minimum(end, run_start(number + 1))
+        last = done + stop // BLOCK_N - run_start(number) // BLOCK_N
         if last > done:
             mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
             b_s = mma(b_q, k_smem.index(done % STAGES).permute((1, 0)), zero, use_acc=False)
@@ -140,7 +124,7 @@ def _half(
             mbarrier.arrive(v_free.index(before), count=1)
             done = last
         if FOLD:  # noqa: SIM102 - known when it is compiled
-            if stop == _start(number + 1):
+            if stop == run_start(number + 1):
                 b_most, b_weights = gl.convert_layout(b_max, ROWS), gl.convert_layout(gl.max(b_sum, 1), ROWS)
                 if folded > 0:
                     b_most2 = gl.load(p_state + o_m, mask=m_m, other=0.0)
@@ -157,7 +141,7 @@ def _half(
                 b_max = gl.full([BLOCK_M], EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
                 b_sum = gl.zeros([BLOCK_M, ONES], gl.float32, TOTALS)
 
-    left = end % BLOCK_N if end < _start(past) else 0
+    left = end % BLOCK_N if end < run_start(past) else 0
     if left > 0:  # each half into a place of its own, once both have left it
         uses = (done - HALF + STAGES - 1) // STAGES
         mbarrier.wait(k_free.index(HALF), (uses - 1) & 1)
@@ -239,11 +223,11 @@ def _hopper_runs(
     if FOLD:
         run = 0
         o_part = (i_pair * 2).to(gl.int64) * rows
-        past = _run(gl.maximum(end, 1) - 1) + 1
-    if _start(run) >= end:
+        past = run_of(gl.maximum(end, 1) - 1) + 1
+    if run_start(run) >= end:
         return
-    first = _start(run)
-    count = gl.minimum(end, _start(past)) // BLOCK_N - first // BLOCK_N
+    first = run_start(run)
+    count = gl.minimum(end, run_start(past)) // BLOCK_N - first // BLOCK_N
 
     q_smem = gl.allocate_shared_memory(
         dtype, [2, BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)

@@ -31,6 +31,22 @@ _FAR = tl.constexpr(2**30)  # beyond every position
 
 
 @triton.jit
+def run_of(position):
+    """The run that a position is in."""
+    octave = 0
+    for power in tl.static_range(12, 31):
+        octave += tl.where(position >= (1 << power), 1, 0)
+    return tl.where(position < 2048, position // 256, 4 + 4 * octave + (position >> (octave + 9)))
+
+
+@triton.jit
+def run_start(run):
+    """The first position of a run."""
+    octave = tl.maximum(run - 8, 0) // 4
+    return tl.where(run < 8, run * 256, (4 + tl.maximum(run - 8, 0) % 4) << (octave + 9))
+
+
+@triton.jit
 def wrapped(start, o_n, RING: tl.constexpr):
     """The slots of a ring that a block of slots stands in, from `start` on, itself in the ring; a block is no longer
     than the ring."""
