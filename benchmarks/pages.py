@@ -462,11 +462,9 @@ def exact() -> str:
 def exact_rounds() -> str:
     """Milliseconds of a round by the fast kernels and by those of the same bits."""
     cells = []
-    both, plain = ("autoregressive", "eagle3"), ("autoregressive",)
-    for (shape, methods), batch in product(
-        {"llama-8b": both, "qwen2-1.5b": plain, "smollm2-135m": plain}.items(), (1, 8)
-    ):
-        for method in methods:
+    shapes = "llama-8b", "qwen2.5-7b", "qwen3-4b", "llama-3b", "qwen2-1.5b", "smollm2-135m"
+    for shape, batch in [(shape, 1) for shape in shapes] + [("llama-8b", 8)]:
+        for method in ("autoregressive", "eagle3"):
             wanted = {"shape": shape, "batch": batch, "method": method}
             fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
             cells.append([f"{shape}, `{method}`", str(batch), shown(fast, 2), shown(same, 2), shown(same / fast, 2)])

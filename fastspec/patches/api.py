@@ -115,7 +115,7 @@ def patch(
     serve runs transformers' own, with a warning. `backend` is "auto", "triton", "cpp" or "torch". With `exact`
     every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a fixed
     order (see docs/guide/output.md); True refuses by name what has none, False takes the fast kernels, and None is True
-    where that was measured to cost little: on an H100 or H200, from 4,096 channels on. With `stored` assisted calls
+    where that was measured to cost little: on an H100 or H200, from 1,536 channels on. With `stored` assisted calls
     multiply quantised weights as they are stored, where their format is read (docs/guide/quantised.md); else such
     layers run by their own forward. With `head_bits` 8 the weights of `eagle`, `eagle2`, `eagle3` and `mtp` heads are
     rounded to 8 bits, a scale for each line, and multiplied so: drafts may differ, and the output is as with any

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastspec.generation import decoder_layer
 from fastspec.kernels import launch
 from fastspec.kernels.attention import layout as tree_layout
 from fastspec.kernels.attention import tree as tree_attention
@@ -65,6 +66,8 @@ def test_hopper_launches_dependents_while_the_switch_is_on(device, monkeypatch):
 
 BEHIND_ITS_OWN = ("ordered", "_tail")
 """A kernel that only one of its own file, or of ordered_hopper.py, is launched before."""
+AFTER_THE_ROTATION = ("ordered", "_few")
+"""A kernel that runs after the rotation of what it reads, or after one that is no dependent launch."""
 
 
 def launched(tree: ast.Module) -> set[str]:
@@ -83,13 +86,13 @@ def test_every_kernel_waits_before_it_touches_memory(path):
     for name in names:
         kernel = kernels[name]
         assert kernel.args.args[-1].arg == "PDL", name
-        if (path.stem, name) == BEHIND_ITS_OWN:
+        if (path.stem, name) in (BEHIND_ITS_OWN, AFTER_THE_ROTATION):
             continue
         lines = [ast.unparse(node) for node in kernel.body]
         place = next(i for i, line in enumerate(lines) if line == BEGIN or line.startswith("if PDL:"))
         if lines[place] not in (BEGIN, WRITTEN_OUT):
             done = [ast.unparse(node) for node in kernel.body[place].body]
-            by_rows = done == BY_ROWS and path.stem in ("norms", "reduced_norm")
+            by_rows = done == BY_ROWS and path.stem in ("norms", "ordered", "reduced_norm")
             assert by_rows or (len(done) == 3 and done[1:] == [WAIT, RELEASE]), name
             assert by_rows or "prefetch(p_ids, PREFETCH)" in done[0], name
         before = "\n".join(ast.unparse(node) for node in kernel.body[:place])
@@ -113,6 +116,22 @@ def test_what_reads_before_it_waits_runs_behind_a_kernel_that_has_waited():
     host = ast.unparse(functions["tree_attention"])
     launches = [host.index(each) for each in ("ordered_hopper.launch(", "_runs[", "_tail[")]
     assert launches == sorted(launches)
+
+
+def test_what_reads_the_text_before_it_waits_runs_after_the_rotation():
+    """`_few` reads keys of the committed text before it waits, and all else after that: the rotation in front lets nobody
+    start before it has waited for what wrote that text and its length."""
+    sources = {path.stem: {n.name: n for n in ast.parse(path.read_text()).body if hasattr(n, "name")} for path in FILES}
+    stem, name = AFTER_THE_ROTATION
+    before, *after = ast.unparse(sources[stem][name]).split("wait_for_previous(PDL)")
+    assert len(after) == 2, "once for those that have nothing to do"
+    assert "tl.minimum(stop, prefix)" in before + after[0] and "tl.store" not in before + after[0]
+    assert "tl.load(p_q" in after[1] and "if stop > prefix:" in after[1]
+    assert ast.unparse(sources["rope_cache"]["_rope_cache"].body[0]) == BEGIN
+    layer = ast.parse(Path(decoder_layer.__file__).read_text())
+    (mixer,) = (n for n in layer.body if isinstance(n, ast.ClassDef) and n.name == "FullAttention")
+    calls = [n.func.attr for n in ast.walk(mixer) if isinstance(n, ast.Call) and "self.ops." in ast.unparse(n.func)]
+    assert calls.index("tree_attention") == calls.index("rope_cache") + 1
 
 
 def test_the_common_beginning_waits_and_then_lets_dependents_start():

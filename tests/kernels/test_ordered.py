@@ -45,6 +45,8 @@ ROOTS = (
     2559,
     2560,
     2800,
+    4095,
+    4352,
 )
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
@@ -56,20 +58,22 @@ def depths_of(parents: torch.Tensor) -> torch.Tensor:
     return depths
 
 
-def test_runs_cover_the_text_once():
+@pytest.mark.parametrize("fine", [False, True])
+def test_runs_cover_the_text_once(fine):
     """The kernel's own functions, by their formula: runs follow each other, and `runs_of` counts them."""
-    starts = [256 * run for run in range(8)]
-    starts += [(4 + each) << (octave + 9) for octave in range(8) for each in range(4)]
-    assert starts == sorted(set(starts)) and starts[8] == 2048
-    for extent in (1, 256, 257, 2047, 2048, 2049, 2560, 2561, 4096, 4097, 32768, 32769, 131072):
-        assert ordered.runs_of(extent) == sum(start < extent for start in starts)
+    each, size = (8, 128) if fine else (4, 256)
+    starts = [size * run for run in range(2 * each)]
+    starts += [(each + run) * 2 * size << octave for octave in range(8) for run in range(each)]
+    assert starts == sorted(set(starts)) and starts[2 * each] == 2048
+    for extent in (1, 128, 129, 256, 257, 2047, 2048, 2049, 2560, 2561, 4096, 4097, 4353, 32768, 32769, 131072):
+        assert ordered.runs_of(extent, fine) == sum(start < extent for start in starts)
 
 
 @EVERYWHERE
 @given(
-    st.lists(st.sampled_from([0, 1, 15, 16, 33, 130, 257, 600]), min_size=1, max_size=2),
+    st.lists(st.sampled_from([0, 1, 15, 16, 33, 128, 130, 257, 600]), min_size=1, max_size=2),
     st.sampled_from([1, 2, 9, 40]),
-    st.sampled_from([(1, 1), (2, 3), (1, 4)]),
+    st.sampled_from([(1, 1), (2, 3), (1, 4), (5, 1)]),
     st.sampled_from([16, 24]),
     st.booleans(),
     st.sampled_from([None, Span(40), Span(64, chunk=True)]),

@@ -9,18 +9,18 @@ What is fixed, for a query at position p that sees the keys at positions 0 to p 
 - The weights, rounded to the values' dtype, meet the values in groups of 16 aligned positions, which tensor cores add
   up at once, group after group. A key that is not seen has weight zero, and adds nothing. Weights are added up by a
   product with ones, in the same order.
-- A text is cut into runs (`run_start`): 256 positions each up to 2,048, then four to an octave. Sums over a run are a
-  chain; runs are added in their order.
+- A text is cut into runs (`run_start`): 256 positions each up to 2,048, then four to an octave; where there are few key
+  heads, half as long. Sums over a run are a chain; runs are added in their order.
 
 float16 has no room for small weights, so that there the maximum is raised at multiples of 64 positions alone.
 
 B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots. A
-pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g. Three kernels follow the
-rule. `_chain` takes tiles of a chain's rows: of a prompt's part from the first key to the last, of few rows a run, and
-who comes last of a tile adds up the runs. Trees take two: `_runs` leaves the sums of the runs of the committed text, up
-to the last multiple of 16 (of 64 in float16), for tiles of rows; `_tail` goes on from these for each node: the keys
-that are left, the node's ancestors among them, wherever they lie, and then the sum of all runs; over a short text it
-does all. `ordered_hopper.py` is `_runs` for long texts on Hopper.
+pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g. `_chain` takes tiles of a
+prompt's rows, each from the first key to the last. Of few rows `_few` takes the runs apart, and `_join` adds them up.
+Trees take two as well: `_runs` leaves the sums of the runs of the committed text, up to the last multiple of 16 (of 64
+in float16), for tiles of rows; `_tail` goes on from these for each node: the keys that are left, the node's ancestors
+among them, wherever they lie, and then the sum of all runs; over a short text it does all. `ordered_hopper.py` is
+`_runs` for long texts on Hopper.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ from fastspec.kernels.attention.parts import EMPTY, GRID, LOG2E, first_seen, run
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.launch import dependent, is_hopper, stages_within, wait_for_previous
 
-FIRST_RUN, FEW_RUNS = 256, 8
-"""Positions of the first runs, and how many of these there are."""
 SHORT, CROWDED = 512, 100_000
 """Slots up to which one launch does all, and how many the nodes of all pairs then read together."""
+FEW_HEADS = 4
+"""Key heads up to which a text has runs of half the length: else most of the GPU would wait for a few programs."""
+NARROW = 1024
+"""Channels of one row's output up to which the product that follows may start while keys are still read: its weights
+take no bandwidth to speak of from them."""
 LONG = 8192
 """Slots from which blocks are wider."""
 LONG_CHAIN = 64
 """Matrix rows of a chain from which tiles of it go through the text."""
 MANY = 4096
 """Matrix rows of all pairs from which a node's tail is a single warp's."""
-EACH = 4
-"""Runs that are read at once to be added."""
+EACH, JOINED = 8, 24
+"""Runs that are read at once to be added, by four warps for a node of a tree, and for a row of a chain."""
 MULTIPROCESSORS = 132
 """Of the GPU that the launches were measured on."""
 FOLDED = 15_000
 """Matrix rows of all pairs from which one program takes all runs of a tile's text: there are enough of them."""
-ARRIVALS = 1024
-"""Tiles of a row whose programs are counted, at most."""
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -81,11 +82,17 @@ def _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl
 
 
 @triton.jit
+def _along_axis(b_row, AXIS: tl.constexpr):
+    """What rows have each, beside sums that lie along AXIS, or are those of one row alone."""
+    return b_row if AXIS is None else tl.expand_dims(b_row, AXIS)
+
+
+@triton.jit
 def _added(b_acc, b_max, b_sum, b_acc2, b_max2, b_sum2, AXIS: tl.constexpr = 1):
     """The sums of two runs, the earlier one first: all factors are powers of two. A row's sums lie along AXIS."""
     b_new = tl.maximum(b_max, b_max2)
     b_1, b_2 = tl.exp2(b_max - b_new), tl.exp2(b_max2 - b_new)
-    b_acc = b_acc * tl.expand_dims(b_1, AXIS) + b_acc2 * tl.expand_dims(b_2, AXIS)
+    b_acc = b_acc * _along_axis(b_1, AXIS) + b_acc2 * _along_axis(b_2, AXIS)
     return b_acc, b_new, b_sum * b_1 + b_sum2 * b_2
 
 
@@ -97,9 +104,9 @@ def _finished(b_acc, b_max, b_sum, p_sinks, o_head, m_row, AXIS: tl.constexpr = 
         b_sink = tl.fma(b_sink, tl.full(b_sink.shape, _LOG2E, tl.float32), tl.full(b_sink.shape, GRID, tl.float32))
         b_new = tl.maximum(b_max, tl.ceil(b_sink - GRID))
         b_keep = tl.exp2(b_max - b_new)
-        b_acc = b_acc * tl.expand_dims(b_keep, AXIS)
+        b_acc = b_acc * _along_axis(b_keep, AXIS)
         b_sum = b_sum * b_keep + tl.exp2(b_sink - (b_new + GRID))
-    return b_acc * tl.expand_dims(1.0 / tl.where(b_sum > 0.0, b_sum, 1.0), AXIS)
+    return b_acc * _along_axis(1.0 / tl.where(b_sum > 0.0, b_sum, 1.0), AXIS)
 
 
 @triton.jit
@@ -145,6 +152,7 @@ def _runs(
     BLOCK_D: tl.constexpr,
     GRAIN: tl.constexpr,
     FOLD: tl.constexpr,
+    FINE: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     RING: tl.constexpr,
@@ -164,9 +172,9 @@ def _runs(
     end = prefix // GRAIN * GRAIN
     if FOLD:
         run = 0
-    if run_start(run) >= end:
+    if run_start(run, FINE) >= end:
         return
-    past = run_of(end - 1) + 1 if FOLD else run + 1
+    past = run_of(end - 1, FINE) + 1 if FOLD else run + 1
     o_m, o_n, o_d = i_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_m = o_m < rows
     o_node = o_m // GROUP
@@ -183,7 +191,7 @@ def _runs(
         b_low = prefix + first_seen(b_depth, prefix, SPAN, CHUNK)
         low = tl.maximum(tl.min(tl.where(m_m, b_low, 1 << 30), 0), 0)
         if FOLD:
-            run = run_of(tl.minimum(low, end - 1))
+            run = run_of(tl.minimum(low, end - 1), FINE)
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
@@ -193,8 +201,8 @@ def _runs(
         b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
         b_weights = tl.zeros([BLOCK_M], tl.float32)
     for number in tl.range(run, past):
-        stop = tl.minimum(end, run_start(number + 1))
-        first = tl.maximum(run_start(number), tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
+        stop = tl.minimum(end, run_start(number + 1, FINE))
+        first = tl.maximum(run_start(number, FINE), tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
         whole = first + (stop - first) // BLOCK_N * BLOCK_N if SPAN == 0 else first
         for at in tl.range(first, whole, BLOCK_N, num_stages=STAGES):
             b_k = _block(p_k, at + o_n, m_m, o_d, S_K, D, False)
@@ -212,7 +220,7 @@ def _runs(
             b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
             b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
         if FOLD:  # noqa: SIM102 - known when it is compiled
-            if stop == run_start(number + 1):
+            if stop == run_start(number + 1, FINE):
                 b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
                 b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
                 b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
@@ -316,6 +324,7 @@ def _tail(
     EACH: tl.constexpr,
     WHOLE: tl.constexpr,
     FOLD: tl.constexpr,
+    FINE: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     RING: tl.constexpr,
@@ -367,8 +376,8 @@ def _tail(
         )
         b_s = tl.dot(b_k, b_q, input_precision="ieee")
         wait_for_previous(PDL)
-        left = run_of(tl.maximum(begin, 1) - 1) + (begin > 0)  # runs that have been left, the last of them open or not
-        past = tl.where(begin < run_start(left), left - 1, left)
+        left = run_of(tl.maximum(begin, 1) - 1, FINE) + (begin > 0)  # runs that were left, the last open or not
+        past = tl.where(begin < run_start(left, FINE), left - 1, left)
         rows = nodes * GROUP
         part, parts = (tl.minimum(past, 1), 2) if FOLD else (past, runs)
         p_part += (tl.cast(i_pair * parts, tl.int64) * rows + node * GROUP + o_m)[None, :] * D + o_d[:, None]
@@ -378,25 +387,29 @@ def _tail(
             b_acc = tl.load(p_part + o_run * D, mask=m_out, other=0.0)
             b_max = tl.load(p_state + 2 * o_run, mask=m_m, other=EMPTY)
             b_sum += tl.load(p_state + 2 * o_run + rows, mask=m_m, other=0.0)[None, :]
-        skip = run_of(low) // EACH * EACH if SPAN > 0 and not FOLD else 0  # before it nothing is seen
+        skip = run_of(low, FINE) // EACH * EACH if SPAN > 0 and not FOLD else 0  # before it nothing is seen
         for start in tl.range(skip, part, EACH):
-            for each in tl.static_range(EACH):
+            read = ()
+            for each in tl.static_range(EACH):  # all of them are asked for before the first is there
                 o_run = tl.cast(start + each, tl.int64) * rows
                 m_run = m_m & (o_m * 0 + (start + each) < part)
                 b_acc2 = tl.load(p_part + o_run * D, mask=m_run[None, :] & m_d[:, None], other=0.0)
                 b_max2 = tl.load(p_state + 2 * o_run, mask=m_run, other=EMPTY)
                 b_sum2 = tl.load(p_state + 2 * o_run + rows, mask=m_run, other=0.0)
+                read += ((b_acc2, b_max2, b_sum2),)  # type: ignore[assignment]
+            for each in tl.static_range(EACH):
+                b_acc2, b_max2, b_sum2 = read[each]
                 b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc2, b_max2, b_sum2, 0)
         b_acc, b_max, b_sum = _turned(b_s, b_v, m_key, b_acc, b_max, b_sum, scale2, b_ones, CAP)
         at += BLOCK_N
-    limit = run_start(run_of(begin) + 1)
+    limit = run_start(run_of(begin, FINE) + 1, FINE)
     for start in tl.range(at, position + 1, BLOCK_N, num_stages=STAGES if WHOLE else 1):
         if start >= limit:
             b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 0), 0)
             b_acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
             b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
             b_sum = tl.zeros([16, BLOCK_M], tl.float32)
-            limit = run_start(run_of(start) + 1)
+            limit = run_start(run_of(start, FINE) + 1, FINE)
         b_k, b_v, m_key = _gathered(
             p_k, p_v, p_slots, start + o_n, o_d, prefix, begin, position, low, S_K, S_V, D, SPAN, RING
         )
@@ -408,21 +421,83 @@ def _tail(
     tl.store(p_out + o_out[None, :] + o_d[:, None], b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
+@triton.jit
+def _along(
+    b_q,
+    p_k,
+    p_v,
+    start,
+    stop,
+    least,
+    b_last,
+    b_low,
+    o_n,
+    o_d,
+    b_acc,
+    b_max,
+    b_sum,
+    scale2,
+    b_ones,
+    S_K: tl.constexpr,
+    S_V: tl.constexpr,
+    D: tl.constexpr,
+    SPAN: tl.constexpr,
+    RING: tl.constexpr,
+    CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile's sums with the keys from `start` to `stop`, of which row m sees those from b_low to b_last, and all rows
+    without a span those up to `least`."""
+    BLOCK_N: tl.constexpr = o_n.shape[0]
+    whole = start
+    if SPAN == 0:
+        whole = start + tl.maximum(tl.minimum(stop, least + 1) - start, 0) // BLOCK_N * BLOCK_N
+    for at in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+        b_k = _block(p_k, at + o_n, o_n >= 0, o_d, S_K, D, False)
+        b_v = _block(p_v, at + o_n, o_n >= 0, o_d, S_V, D, False)
+        b_acc, b_max, b_sum = _step(b_q, b_k, b_v, b_last >= 0, b_acc, b_max, b_sum, scale2, b_ones, False, CAP)
+    for at in tl.range(whole, stop, BLOCK_N, num_stages=STAGES if SPAN > 0 else 1):
+        o_key = at + o_n
+        m_key = o_key < stop
+        m_seen = m_key[None, :] & (o_key[None, :] <= b_last[:, None])
+        if SPAN > 0:
+            m_seen = m_seen & (o_key[None, :] >= b_low[:, None])
+        o_slot = wrapped(at % RING, o_n, RING) if RING > 0 else o_key
+        b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
+        b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
+        b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
+    return b_acc, b_max, b_sum
+
+
+@triton.jit
+def _tile_of(
+    nodes, extent, prefix, i_tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr
+):
+    """A tile of a chain's rows: rows, which there are, their nodes, the last and first keys that each sees, the first
+    that one of them sees, and the end of what they see."""
+    o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < nodes * GROUP
+    o_node = o_m // GROUP
+    low = 0
+    b_low = o_m
+    if SPAN > 0:
+        b_low = prefix + first_seen(o_node, prefix, SPAN, CHUNK)
+        low = tl.maximum(tl.min(tl.where(m_m, b_low, 1 << 30), 0), 0)
+    last = (tl.minimum((i_tile + 1) * BLOCK_M, nodes * GROUP) - 1) // GROUP
+    return o_m, m_m, o_node, prefix + o_node, b_low, low, tl.minimum(prefix + last + 1, extent)
+
+
+@triton.jit(do_not_specialize=["nodes", "extent", "kv_heads"])
 def _chain(
     p_q,
     p_k,
     p_v,
     p_out,
-    p_part,
-    p_state,
-    p_arrived,
     p_prefix,
     p_sinks,
     scale2,
     nodes,
     extent,
-    runs,
     kv_heads,
     s_qb,
     s_qn,
@@ -440,8 +515,7 @@ def _chain(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    APART: tl.constexpr,
-    EACH: tl.constexpr,
+    FINE: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     RING: tl.constexpr,
@@ -449,35 +523,18 @@ def _chain(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of a chain's rows, from the first key that one of them sees to the last; APART one run of it, and by who
-    arrives last of the tile's programs the sum of all, from what the others left: sums [pair, run, row, D], maxima and
-    sums of weights [pair, run, 2, row]."""
+    """A tile of a chain's rows, from the first key that one of them sees to the last."""
     i_tile, i_pair = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
     p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
     wait_for_previous(PDL)
     prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
-    o_m, o_n, o_d = i_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    rows = nodes * GROUP
-    m_m, m_d = o_m < rows, o_d < D
-    o_node = o_m // GROUP
-    b_last = prefix + o_node
-    least = prefix + i_tile * BLOCK_M // GROUP  # what all rows see, without a span, is up to here
-    end = tl.minimum(prefix + (tl.minimum((i_tile + 1) * BLOCK_M, rows) - 1) // GROUP + 1, extent)
-    begin = 0
-    b_low = o_m
-    if SPAN > 0:
-        b_low = prefix + first_seen(o_node, prefix, SPAN, CHUNK)
-        begin = tl.maximum(tl.min(tl.where(m_m, b_low, 1 << 30), 0), 0) // BLOCK_N * BLOCK_N
-    run, past = run_of(begin), run_of(end - 1) + 1
-    others = 0  # programs of this tile that must have been there before
-    if APART:
-        others = past - 1 - run
-        run = past - 1 - tl.program_id(2)  # the longest first
-        if run < past - 1 - others:
-            return
-        past = run + 1
+    o_m, m_m, o_node, b_last, b_low, low, end = _tile_of(nodes, extent, prefix, i_tile, GROUP, BLOCK_M, SPAN, CHUNK)
+    least = prefix + i_tile * BLOCK_M // GROUP
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    begin = low // BLOCK_N * BLOCK_N
     o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
     b_q = tl.load(
         p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
@@ -486,69 +543,212 @@ def _chain(
     b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
     b_weights = tl.zeros([BLOCK_M], tl.float32)
-    for number in tl.range(run, past):
-        start = tl.maximum(run_start(number), begin)
-        stop = tl.minimum(run_start(number + 1), end)
-        whole = start
-        if SPAN == 0:
-            whole = start + tl.maximum(tl.minimum(stop, least + 1) - start, 0) // BLOCK_N * BLOCK_N
+    for run in tl.range(run_of(begin, FINE), run_of(end - 1, FINE) + 1):
+        start = tl.maximum(run_start(run, FINE), begin)
+        stop = tl.minimum(run_start(run + 1, FINE), end)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
         b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-        for at in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
-            b_k = _block(p_k, at + o_n, m_m, o_d, S_K, D, False)
-            b_v = _block(p_v, at + o_n, m_m, o_d, S_V, D, False)
-            b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_m, b_acc, b_max, b_sum, scale2, b_ones, False, CAP)
-        for at in tl.range(whole, stop, BLOCK_N, num_stages=STAGES if SPAN > 0 else 1):
-            o_key = at + o_n
-            m_key = o_key < stop
-            m_seen = m_key[None, :] & (o_key[None, :] <= b_last[:, None])
-            if SPAN > 0:
-                m_seen = m_seen & (o_key[None, :] >= b_low[:, None])
-            o_slot = wrapped(at % RING, o_n, RING) if RING > 0 else o_key
-            b_k = _block(p_k, o_slot, m_key, o_d, S_K, D, True)
-            b_v = _block(p_v, o_slot, m_key, o_d, S_V, D, True)
-            b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
+        b_acc, b_max, b_sum = _along(
+            b_q,
+            p_k,
+            p_v,
+            start,
+            stop,
+            least,
+            b_last,
+            b_low,
+            o_n,
+            o_d,
+            b_acc,
+            b_max,
+            b_sum,
+            scale2,
+            b_ones,
+            S_K,
+            S_V,
+            D,
+            SPAN,
+            RING,
+            CAP,
+            STAGES,
+        )
         b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
-    if APART:
-        arrived = others
-        o_part = tl.cast(i_pair * runs, tl.int64) * rows + o_m
-        p_state += tl.cast(i_pair * runs, tl.int64) * 2 * rows + o_m
-        p_arrived += i_pair * tl.num_programs(0) + i_tile
-        m_part = m_m[:, None] & m_d[None, :]
-        if others > 0:
-            o_run = o_part + tl.cast(run, tl.int64) * rows
-            tl.store(p_part + o_run[:, None] * D + o_d[None, :], b_total, mask=m_part)
-            tl.store(p_state + 2 * tl.cast(run, tl.int64) * rows, b_most, mask=m_m)
-            tl.store(p_state + (2 * tl.cast(run, tl.int64) + 1) * rows, b_weights, mask=m_m)
-            tl.debug_barrier()
-            arrived = tl.atomic_add(p_arrived, 1, sem="acq_rel")
-        if arrived < others:
-            return
-        if others > 0:
-            tl.store(p_arrived, 0)
-            b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
-            b_weights = tl.zeros([BLOCK_M], tl.float32)
-            past = run_of(end - 1) + 1
-            for start in tl.range(past - 1 - others, past, EACH):
-                for each in tl.static_range(EACH):
-                    m_run = m_m & (o_m * 0 + (start + each) < past)
-                    o_run = o_part + tl.cast(start + each, tl.int64) * rows
-                    p_run = p_state + 2 * tl.cast(start + each, tl.int64) * rows
-                    b_acc2 = tl.load(
-                        p_part + o_run[:, None] * D + o_d[None, :],
-                        mask=m_run[:, None] & m_d[None, :],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    b_max2 = tl.load(p_run, mask=m_run, other=EMPTY, cache_modifier=".cg")
-                    b_sum2 = tl.load(p_run + rows, mask=m_run, other=0.0, cache_modifier=".cg")
-                    b_total, b_most, b_weights = _added(b_total, b_most, b_weights, b_acc2, b_max2, b_sum2)
     o_head = i_head * GROUP + o_m % GROUP
     b_out = _finished(b_total, b_most, b_weights, p_sinks, o_head, m_m)
     o_out = i_row.to(tl.int64) * s_ob + (o_node.to(tl.int64) * (kv_heads * GROUP) + o_head) * D
     tl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_d[None, :])
+
+
+@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
+def _few(
+    p_q,
+    p_k,
+    p_v,
+    p_part,
+    p_state,
+    p_prefix,
+    scale2,
+    nodes,
+    extent,
+    runs,
+    kv_heads,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kh,
+    s_vb,
+    s_vh,
+    s_p,
+    S_K: tl.constexpr,
+    S_V: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FINE: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RING: tl.constexpr,
+    CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One run of a tile of a short chain's rows: sums [pair, run, row, D], maxima and sums of weights [pair, run, 2,
+    row]."""
+    i_tile, i_pair = tl.program_id(0), tl.program_id(1)
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
+    p_v += i_row.to(tl.int64) * s_vb + i_head.to(tl.int64) * s_vh
+    prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
+    o_m, m_m, o_node, b_last, b_low, low, end = _tile_of(nodes, extent, prefix, i_tile, GROUP, BLOCK_M, SPAN, CHUNK)
+    least = prefix + i_tile * BLOCK_M // GROUP
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    begin = low // BLOCK_N * BLOCK_N
+    first, past = run_of(begin, FINE), run_of(end - 1, FINE) + 1
+    run = past - 1 - tl.program_id(2)  # the longest first
+    if run < first:
+        wait_for_previous(PDL)
+        return
+    # What no kernel in front has still to write, which is all but the nodes' own keys, is read before it has ended.
+    start = tl.maximum(run_start(run, FINE), begin)
+    stop = tl.minimum(run_start(run + 1, FINE), end)
+    o_key = start + o_n
+    o_slot = wrapped(start % RING, o_n, RING) if RING > 0 else o_key
+    m_old = (o_key >= low) & (o_key < tl.minimum(stop, prefix))
+    b_k = _block(p_k, o_slot, m_old, o_d, S_K, D, True)
+    b_v = _block(p_v, o_slot, m_old, o_d, S_V, D, True)
+    wait_for_previous(PDL)
+    o_q = o_node.to(tl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(tl.int64) * s_qh
+    b_q = tl.load(
+        p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
+    )
+    b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
+    if stop > prefix:
+        b_k = _block(p_k, o_slot, (o_key >= low) & (o_key < stop), o_d, S_K, D, True)
+        b_v = _block(p_v, o_slot, (o_key >= low) & (o_key < stop), o_d, S_V, D, True)
+    m_seen = (o_key < stop)[None, :] & (o_key[None, :] <= b_last[:, None])
+    if SPAN > 0:
+        m_seen = m_seen & (o_key[None, :] >= b_low[:, None])
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
+    b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+    b_acc, b_max, b_sum = _step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
+    b_acc, b_max, b_sum = _along(
+        b_q,
+        p_k,
+        p_v,
+        start + BLOCK_N,
+        stop,
+        least,
+        b_last,
+        b_low,
+        o_n,
+        o_d,
+        b_acc,
+        b_max,
+        b_sum,
+        scale2,
+        b_ones,
+        S_K,
+        S_V,
+        D,
+        SPAN,
+        RING,
+        CAP,
+        STAGES,
+    )
+    rows = nodes * GROUP
+    o_part = tl.cast(i_pair * runs + run, tl.int64) * rows
+    tl.store(p_part + (o_part + o_m)[:, None] * D + o_d[None, :], b_acc, mask=m_m[:, None] & m_d[None, :])
+    tl.store(p_state + 2 * o_part + o_m, b_max, mask=m_m)
+    tl.store(p_state + 2 * o_part + rows + o_m, tl.max(b_sum, 1), mask=m_m)
+
+
+@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
+def _join(
+    p_part,
+    p_state,
+    p_out,
+    p_prefix,
+    p_sinks,
+    nodes,
+    extent,
+    runs,
+    kv_heads,
+    s_ob,
+    s_p,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EACH: tl.constexpr,
+    FINE: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of a short chain: the mean by the sums that `_few` left of its runs, EACH of them read at once."""
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+    row, i_pair = tl.program_id(0), tl.program_id(1)
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    node = row // GROUP
+    prefix = tl.minimum(tl.load(p_prefix + i_row.to(tl.int64) * s_p), extent).to(tl.int32)
+    past = run_of(tl.minimum(prefix + node, extent - 1), FINE) + 1
+    first = 0
+    if SPAN > 0:
+        first = run_of(tl.maximum(prefix + first_seen(node, prefix, SPAN, CHUNK), 0), FINE)
+    rows = nodes * GROUP
+    o_d = tl.arange(0, BLOCK_D)
+    p_part += tl.cast(i_pair * runs, tl.int64) * rows * D + row * D + o_d
+    p_state += tl.cast(i_pair * runs, tl.int64) * 2 * rows + row
+    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    b_max = tl.full([1], EMPTY, tl.float32)
+    b_sum = tl.zeros([1], tl.float32)
+    o_one = tl.arange(0, 1)
+    for some in tl.range(first, past, EACH):
+        read = ()
+        for each in tl.static_range(EACH):  # all of them are asked for before the first is there
+            there = o_one * 0 + (some + each) < past
+            p_run = p_state + (some + each) * 2 * rows + o_one
+            b_acc2 = tl.load(p_part + (some + each) * rows * D, mask=there & (o_d < D), other=0.0)
+            b_max2, b_sum2 = tl.load(p_run, mask=there, other=EMPTY), tl.load(p_run + rows, mask=there, other=0.0)
+            read += ((b_acc2, b_max2, b_sum2),)  # type: ignore[assignment]
+        for each in tl.static_range(EACH):
+            b_acc2, b_max2, b_sum2 = read[each]
+            b_acc, b_max, b_sum = _added(b_acc, b_max, b_sum, b_acc2, b_max2, b_sum2, None)
+    o_head = i_head * GROUP + row % GROUP + o_one
+    b_out = _finished(b_acc, b_max, b_sum, p_sinks, o_head, o_head >= 0, None)
+    p_out += i_row.to(tl.int64) * s_ob + (node * (kv_heads * GROUP) + i_head * GROUP + row % GROUP).to(tl.int64) * D
+    tl.store(p_out + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
 
 
 @triton.jit
@@ -570,13 +770,11 @@ def _paths(p_words, p_slots, p_counts, tail, s_wb, s_wn, s_sb, s_sn, s_c, WORDS:
 @dataclass(frozen=True, slots=True)
 class OrderedLayout:
     """A `TreeLayout`, and for the nodes of a tree the slots of the tail that each sees [B, N, tail] and how many these
-    are [B, N], int32; None of a chain, where node n sees the first n + 1. `arrived` [B * ARRIVALS] int32 counts the
-    programs of a short chain's tiles, and is zero between launches."""
+    are [B, N], int32; None of a chain, where node n sees the first n + 1."""
 
     tree: TreeLayout
     slots: Tensor | None
     counts: Tensor | None
-    arrived: Tensor | None
 
 
 def attention_layout(
@@ -595,9 +793,7 @@ def attention_layout(
     stands at the positions after the prefix, in the order of the slots."""
     tree = tree_layout(prefix, words, nodes, tail, extent, group, span=span, depths=depths, ring=ring)
     if tree.chain or words is None or nodes == tail == 1:  # a tree of its root is a chain
-        few = nodes * group <= LONG_CHAIN
-        arrived = torch.zeros(len(prefix) * ARRIVALS, dtype=torch.int32, device=prefix.device) if few else None
-        return OrderedLayout(tree, None, None, arrived)
+        return OrderedLayout(tree, None, None)
     slots = torch.empty((len(prefix), nodes, tail), dtype=torch.int32, device=prefix.device)
     counts = torch.empty((len(prefix), nodes), dtype=torch.int32, device=prefix.device)
     if counts.numel():
@@ -613,16 +809,17 @@ def attention_layout(
             num_warps=1,
             **dependent(prefix.device),
         )
-    return OrderedLayout(tree, slots, counts, None)
+    return OrderedLayout(tree, slots, counts)
 
 
 @lru_cache
-def runs_of(extent: int) -> int:
+def runs_of(extent: int, fine: bool) -> int:
     """Number of runs that begin in so many positions."""
-    if extent <= FIRST_RUN * FEW_RUNS:
-        return -(-extent // FIRST_RUN)
-    octave = (extent - 1).bit_length() - 12
-    return FEW_RUNS + 4 * octave + ((extent - 1) >> (octave + 9)) - 3
+    each, size, last = (8, 8, extent - 1) if fine else (4, 9, extent - 1)
+    if last < 2048:
+        return (last >> (size - 1)) + 1
+    octave = last.bit_length() - 12
+    return each * (1 + octave) + (last >> (octave + size)) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,7 +842,7 @@ class OrderedLaunches:
 
 
 def launches_for(
-    element: int, block_d: int, rows: int, reach: int, whole: bool, pairs: int, hopper: bool
+    element: int, block_d: int, rows: int, reach: int, whole: bool, pairs: int, fine: bool, hopper: bool
 ) -> OrderedLaunches:
     """The launches of so many rows of each of the pairs: found on an H100 over keys that were not in the L2."""
     few = rows <= 16
@@ -655,8 +852,9 @@ def launches_for(
         return OrderedLaunches(small if few else tall, OrderedLaunch(16, 16, 2, 2), small if few else tall)
     long = reach >= LONG
     if few:
-        crowded = not long and pairs * runs_of(reach) > MULTIPROCESSORS
-        runs = chain = OrderedLaunch(16, 128, 4, 2 if crowded else 3)
+        crowded = not long and pairs * runs_of(reach, fine) > MULTIPROCESSORS
+        runs = OrderedLaunch(16, 128, 4, 2 if crowded else 3)
+        chain = OrderedLaunch(16, 64 if crowded else 128, 4, 2)
     else:
         runs = OrderedLaunch(128, 64, 8, 3) if long else OrderedLaunch(64, 32, 4, 3)
         chain = OrderedLaunch(64, 32, 8, 3)
@@ -682,11 +880,12 @@ def tree_attention(
     """`tree.tree_attention`, in the order that this module's docstring gives. `launches`, `short` and `fold` override
     how the work is cut, which changes no bit."""
     tree = layout.tree
-    batch, nodes, _, size = q.shape
+    batch, nodes, heads, size = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
     group, rows, pairs = tree.group, nodes * tree.group, batch * kv_heads
     block_d = max(16, triton.next_power_of_2(size))
     extent = tree.extent if tree.ring else min(tree.extent, capacity)
+    fine = kv_heads <= FEW_HEADS
     out = q.new_empty(q.shape)
     if out.numel() == 0:
         return out
@@ -695,13 +894,14 @@ def tree_attention(
     grain = 64 if q.dtype == torch.float16 else 16
     reach = tree.reach(extent)
     whole = reach <= SHORT and reach * nodes * pairs <= CROWDED if short is None else reach <= short
-    made = launches or launches_for(q.element_size(), block_d, rows, reach, whole, pairs, is_hopper(q.device))
+    made = launches or launches_for(q.element_size(), block_d, rows, reach, whole, pairs, fine, is_hopper(q.device))
     about = {
         "S_K": k.stride(2),
         "S_V": v.stride(2),
         "GROUP": group,
         "D": size,
         "BLOCK_D": block_d,
+        "FINE": fine,
         "SPAN": span.size if span else 0,
         "CHUNK": span is not None and span.chunk,
         "RING": tree.ring,
@@ -720,39 +920,41 @@ def tree_attention(
         )
         return {"BLOCK_N": block_n, "STAGES": stages, "num_stages": stages, "num_warps": launch.warps}
 
-    runs = runs_of(extent)
+    runs = runs_of(extent, fine)
     part, state = out, out
-    counts, slots, arrived = layout.counts, layout.slots, layout.arrived
+    counts, slots = layout.counts, layout.slots
     if slots is None:
         launch = made.chain
         tiles = triton.cdiv(rows, launch.block_m)
-        apart = arrived is not None and kv_heads * tiles <= ARRIVALS and runs > 1
-        if apart:
-            part = q.new_empty((pairs, runs, rows, size), dtype=torch.float32)
-            state = q.new_empty((pairs, runs, 2, rows), dtype=torch.float32)
-        _chain[(tiles, pairs, runs if apart else 1)](
-            q,
-            k,
-            v,
-            out,
+        cut = {"BLOCK_M": launch.block_m, **of(launch), **about}
+        ends = out.stride(0), tree.prefix.stride(0)
+        if rows > LONG_CHAIN:
+            _chain[(tiles, pairs)](
+                q, k, v, out, tree.prefix, sinks, scale2, nodes, extent, kv_heads, *strides, *ends, **cut
+            )
+            return out
+        part = q.new_empty((pairs, runs, rows, size), dtype=torch.float32)
+        state = q.new_empty((pairs, runs, 2, rows), dtype=torch.float32)
+        _few[(tiles, pairs, runs)](
+            q, k, v, part, state, tree.prefix, scale2, nodes, extent, runs, kv_heads, *strides, ends[1], **cut
+        )
+        shared = {name: about[name] for name in ("GROUP", "D", "BLOCK_D", "FINE", "SPAN", "CHUNK")}
+        _join[(rows, pairs)](
             part,
             state,
-            arrived if apart else tree.prefix,
+            out,
             tree.prefix,
             sinks,
-            scale2,
             nodes,
             extent,
             runs,
             kv_heads,
-            *strides,
-            out.stride(0),
-            tree.prefix.stride(0),
-            BLOCK_M=launch.block_m,
-            APART=apart,
-            EACH=EACH,
-            **of(launch),
-            **about,
+            *ends,
+            EACH=8 if runs <= 8 else 16 if runs <= 16 else JOINED,
+            EARLY=batch * nodes == 1 and heads * size <= NARROW,
+            num_warps=max(1, block_d // 32),
+            **shared,
+            **dependent(q.device),
         )
         return out
     assert counts is not None  # as slots are there
@@ -764,7 +966,7 @@ def tree_attention(
         part = q.new_empty((pairs, parts, rows, size), dtype=torch.float32)
         state = q.new_empty((pairs, parts, 2, rows), dtype=torch.float32)
     if not whole and hopper:
-        ordered_hopper.launch(q, k, v, part, state, tree.prefix, extent, runs, scale2, grain, fold)
+        ordered_hopper.launch(q, k, v, part, state, tree.prefix, extent, runs, scale2, grain, fine, fold)
     elif not whole:
         launch = made.runs
         _runs[(tiles, pairs, 1 if fold else runs)](
@@ -812,7 +1014,7 @@ def tree_attention(
         counts.stride(0),
         BLOCK_M=max(8, triton.next_power_of_2(group)),
         GRAIN=grain,
-        EACH=1 if fold else EACH,
+        EACH=1 if fold else EACH * launch.warps // 4,
         WHOLE=whole,
         FOLD=fold,
         **of(launch),

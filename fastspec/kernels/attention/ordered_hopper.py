@@ -63,6 +63,7 @@ def _half(
     S_K: gl.constexpr,
     S_V: gl.constexpr,
     FOLD: gl.constexpr,
+    FINE: gl.constexpr,
 ):
     """One half of a tile: the runs from `run` on, before `past`, of a text that ends at `end`, of which the producer
     brings full blocks. Pointers are those of the program's pair and first part."""
@@ -93,8 +94,8 @@ def _half(
 
     done, folded = 0, 0
     for number in range(run, past):
-        stop = gl.minimum(end, run_start(number + 1))
-        last = done + stop // BLOCK_N - run_start(number) // BLOCK_N
+        stop = gl.minimum(end, run_start(number + 1, FINE))
+        last = done + stop // BLOCK_N - run_start(number, FINE) // BLOCK_N
         if last > done:
             mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
             b_s = mma(b_q, k_smem.index(done % STAGES).permute((1, 0)), zero, use_acc=False)
@@ -124,7 +125,7 @@ def _half(
             mbarrier.arrive(v_free.index(before), count=1)
             done = last
         if FOLD:  # noqa: SIM102 - known when it is compiled
-            if stop == run_start(number + 1):
+            if stop == run_start(number + 1, FINE):
                 b_most, b_weights = gl.convert_layout(b_max, ROWS), gl.convert_layout(gl.max(b_sum, 1), ROWS)
                 if folded > 0:
                     b_most2 = gl.load(p_state + o_m, mask=m_m, other=0.0)
@@ -141,7 +142,7 @@ def _half(
                 b_max = gl.full([BLOCK_M], EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
                 b_sum = gl.zeros([BLOCK_M, ONES], gl.float32, TOTALS)
 
-    left = end % BLOCK_N if end < run_start(past) else 0
+    left = end % BLOCK_N if end < run_start(past, FINE) else 0
     if left > 0:  # each half into a place of its own, once both have left it
         uses = (done - HALF + STAGES - 1) // STAGES
         mbarrier.wait(k_free.index(HALF), (uses - 1) & 1)
@@ -205,6 +206,7 @@ def _hopper_runs(
     ONES: gl.constexpr,
     GRAIN: gl.constexpr,
     FOLD: gl.constexpr,
+    FINE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """`ordered._runs` without spans and caps."""
@@ -223,11 +225,11 @@ def _hopper_runs(
     if FOLD:
         run = 0
         o_part = (i_pair * 2).to(gl.int64) * rows
-        past = run_of(gl.maximum(end, 1) - 1) + 1
-    if run_start(run) >= end:
+        past = run_of(gl.maximum(end, 1) - 1, FINE) + 1
+    if run_start(run, FINE) >= end:
         return
-    first = run_start(run)
-    count = gl.minimum(end, run_start(past)) // BLOCK_N - first // BLOCK_N
+    first = run_start(run, FINE)
+    count = gl.minimum(end, run_start(past, FINE)) // BLOCK_N - first // BLOCK_N
 
     q_smem = gl.allocate_shared_memory(
         dtype, [2, BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
@@ -289,6 +291,7 @@ def _hopper_runs(
                     S_K,
                     S_V,
                     FOLD,
+                    FINE,
                 ),
             ),
             (
@@ -316,6 +319,7 @@ def _hopper_runs(
                     S_K,
                     S_V,
                     FOLD,
+                    FINE,
                 ),
             ),
             (
@@ -356,6 +360,7 @@ def launch(
     runs: int,
     scale2: float,
     grain: int,
+    fine: bool,
     fold: bool,
 ) -> None:
     """Fill part [pairs, runs, rows, D] and state [pairs, runs, 2, rows], or with `fold` two parts of each, as `_runs`
@@ -393,6 +398,7 @@ def launch(
         ONES=ONES,
         GRAIN=grain,
         FOLD=fold,
+        FINE=fine,
         num_warps=4,
         **dependent(q.device),
     )

@@ -31,19 +31,25 @@ _FAR = tl.constexpr(2**30)  # beyond every position
 
 
 @triton.jit
-def run_of(position):
-    """The run that a position is in."""
+def run_of(position, FINE: tl.constexpr):
+    """The run that a position is in; FINE runs are half as long."""
+    EACH: tl.constexpr = 8 if FINE else 4  # runs of an octave
+    SIZE: tl.constexpr = 8 if FINE else 9  # log2 of theirs in the first one, twice that of runs before it
     octave = 0
     for power in tl.static_range(12, 31):
         octave += tl.where(position >= (1 << power), 1, 0)
-    return tl.where(position < 2048, position // 256, 4 + 4 * octave + (position >> (octave + 9)))
+    later = EACH * (1 + octave) + (position >> (octave + SIZE))
+    return tl.where(position < 2048, position >> (SIZE - 1), later)
 
 
 @triton.jit
-def run_start(run):
+def run_start(run, FINE: tl.constexpr):
     """The first position of a run."""
-    octave = tl.maximum(run - 8, 0) // 4
-    return tl.where(run < 8, run * 256, (4 + tl.maximum(run - 8, 0) % 4) << (octave + 9))
+    EACH: tl.constexpr = 8 if FINE else 4
+    SIZE: tl.constexpr = 8 if FINE else 9
+    later = tl.maximum(run - 2 * EACH, 0)
+    start = (EACH + later % EACH) << (later // EACH + SIZE)
+    return tl.where(run < 2 * EACH, run << (SIZE - 1), start)
 
 
 @triton.jit

@@ -176,7 +176,7 @@ def rms_norm(
 
 def row_warps(block: int, itemsize: int) -> int:
     """Two loads of 16 bytes per thread where the row is long enough: few enough warps for a quick reduction."""
-    return min(16, max(1, block * itemsize // (32 * 16 * 2)))
+    return min(16, max(1, block * itemsize // (32 * 8)))
 
 
 HEADS = 4

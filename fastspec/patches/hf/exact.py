@@ -17,9 +17,9 @@ from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.model import HFModel
 
 HINT = "leave out exact=True"
-WIDE = 4096
-"""Hidden size from which models are held to bits by themselves: one row of the 8B shape takes up to 3 % longer on an
-H200 (exact_rounds_h200.jsonl), and more of narrower layers."""
+WIDE = 1536
+"""Hidden size from which models are held to bits by themselves: a token or a round of one row takes up to 5 % longer on
+an H200 (exact_rounds_h200.jsonl), and more in narrower layers."""
 
 
 def unfit(ops: Ops, dtype: torch.dtype) -> str | None:

@@ -73,7 +73,7 @@ def test_narrow_models_and_devices_without_figures_are_not_held_by_themselves(mo
     assert "was not measured on" in str(choice.why_not(model, adapter_for(model), KERNELS))
     monkeypatch.setattr(exact, "device_name", lambda device: "NVIDIA H200")
     width = model.config.hidden_size
-    assert f"layers of {width} channels, under 4096" in str(choice.why_not(model, adapter_for(model), KERNELS))
+    assert f"layers of {width} channels, under {exact.WIDE}" in str(choice.why_not(model, adapter_for(model), KERNELS))
     assert "this model runs on 'torch'" in str(choice.why_not(model, adapter_for(model), TORCH))
     stored = replace(KERNELS, stored_linears=TORCH.stored_linears)
     monkeypatch.setattr(exact, "WIDE", width)
