@@ -119,7 +119,7 @@ def test_what_reads_before_it_waits_runs_behind_a_kernel_that_has_waited():
 
 
 def test_what_reads_the_text_before_it_waits_runs_after_the_rotation():
-    """`_few` reads keys of the committed text before it waits, and all else after that: the rotation in front lets nobody
+    """`_few` reads keys of the committed text before it waits, and all else after: the rotation in front lets nobody
     start before it has waited for what wrote that text and its length."""
     sources = {path.stem: {n.name: n for n in ast.parse(path.read_text()).body if hasattr(n, "name")} for path in FILES}
     stem, name = AFTER_THE_ROTATION
