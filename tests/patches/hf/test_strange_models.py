@@ -11,6 +11,7 @@ import torch
 from helpers.families import recurrent
 from helpers.generate import answer, prompts, shallow_model
 from helpers.models import tiny_head
+from helpers.seq2seq import tiny_seq2seq
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -125,6 +126,40 @@ def test_more_layers_than_there_are_are_refused_by_name(family):
     model = fastspec.patch(recurrent() if family == "qwen3_5_text" else shallow_model(family))
     model.config.num_hidden_layers += 2
     with pytest.raises(Unsupported, match=r"has \d layers, and its configuration says \d \(num_hidden_layers\)"):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+def keep_layers(model: Any, *numbers: int) -> None:
+    """These layers alone, with the numbers that they had, as pruners leave them."""
+    decoder = model.get_decoder()
+    name = next(name for name in ("layers", "block", "h") if hasattr(decoder, name))
+    layers = getattr(decoder, name)
+    setattr(decoder, name, nn.ModuleList([layers[number] for number in numbers]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text", "opt", "gpt2", "bart", "t5"])
+@pytest.mark.parametrize(("numbers", "told"), [((1, 2), "1, 2"), ((0, 2), "0, 2"), ((0, 1, 1), "0, 1")])
+def test_layers_that_are_numbered_otherwise_are_refused_by_name(family, numbers, told):
+    """Plain decoding keeps states by the layers' numbers, and takes a text's length from number 0."""
+    sizes = {"decoder_layers": 3, "num_decoder_layers": 3}
+    if family in ("bart", "t5"):
+        model = tiny_seq2seq(family, **sizes)
+    else:
+        model = recurrent(family) if family == "qwen3_5_text" else shallow_model(family)
+    fastspec.patch(model)
+    keep_layers(model, *numbers)
+    model.config.num_hidden_layers = 3
+    twice = "a layer of its decoder stands there more than once"  # where a state is recurrent
+    message = rf"layers of \w+ are numbered {told} \(layer_idx\)|{twice}"
+    with pytest.raises(Unsupported, match=message):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+def test_a_decoder_of_more_layers_than_its_configuration_says_is_refused_by_name():
+    """T5 runs all of them."""
+    model = fastspec.patch(tiny_seq2seq("t5"))
+    model.config.num_decoder_layers = 1
+    with pytest.raises(Unsupported, match=r"layers of T5Stack are numbered 0, 1 \(layer_idx\).* says that there are 1"):
         model.generate(**PADDED, **OPTIONS, assistant="nasd")
 
 
