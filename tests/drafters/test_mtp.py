@@ -220,6 +220,12 @@ def test_models_without_such_a_head_are_refused_by_name(tmp_path: Path) -> None:
         fastspec.patch(model, mtp=True)
     with pytest.raises(CheckpointError, match="the hub does not give it"):
         fastspec.patch(model, mtp="nobody/nothing")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"\.bin files \(pytorch_model.bin\), and MTP weights are read from safet"
+    ):
+        fastspec.patch(model, mtp=True)
     with fastspec.patched(model, assistant=None), pytest.raises(Unsupported, match='assistant="mtp"'):
         model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, use_mtp=True, assistant="autoregressive")
 

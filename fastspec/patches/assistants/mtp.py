@@ -227,7 +227,13 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
     for."""
     folder = Path(where).expanduser()
     if folder.is_dir():
-        for file in sorted(folder.glob("*.safetensors")):
+        stored = sorted(folder.glob("*.safetensors"))
+        if not stored and (others := sorted(folder.glob("*.bin"))):
+            raise CheckpointError(
+                f"{where} holds its weights in .bin files ({others[0].name}), and MTP weights are read from "
+                "safetensors: write each anew by safetensors.torch.save_file(torch.load(FILE, weights_only=True), NAME)"
+            )
+        for file in stored:
             yield partial(str, file), _keys(file)
         return
     index = _fetched(where, INDEX, revision)
