@@ -187,7 +187,13 @@ def broken(folder: Path, **changes: Tensor | None) -> None:
     [
         ({"mtp.fc.weight": None}, "fc.weight is missing"),
         ({"mtp.layers.0.self_attn.q_norm.weight": None}, "layer.self_attn.q_norm.weight is missing"),
-        ({"mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "layer.mlp.up_proj.weight_scale is unknown"),
+        ({"mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, r"quantised \(layer.mlp.up_proj.weight_scale\)"),
+        (
+            {"mtp.layers.0.mlp.up_proj.weight_packed": torch.ones(1).int()},
+            r"quantised \(layer.mlp.up_proj.weight_packed",
+        ),
+        ({"mtp.fc.weight": torch.ones(64, 128, dtype=torch.int8)}, r"its MTP weights quantised \(fc.weight\)"),
+        ({"mtp.fc.weight": torch.ones(64, 128).to(torch.float8_e4m3fn)}, r"its MTP weights quantised \(fc.weight\)"),
         ({"mtp.fc.weight": torch.ones(64, 64)}, r"fc.weight is \[64, 64\], not \[64, 128\]"),
         ({"mtp.layers.1.input_layernorm.weight": torch.ones(64)}, "an MTP layer for each draft"),
         ({"mtp.fc.weight": torch.full((64, 128), float("nan"))}, "fc.weight contains NaN or infinite values"),
