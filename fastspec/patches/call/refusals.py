@@ -284,7 +284,7 @@ def refuse_cache(model: Any, cache: Any, rows: int) -> None:
 
 
 def refuse_shown_padding(cache: Any, keep: Tensor) -> None:
-    """Refuse a mask keep [B, past + T] bool that shows slots in front of a text which a filled cache holds nothing of:
+    """Refuse a mask keep [B, past + T] bool that shows slots which a filled cache holds nothing of:
     they were padding when an assisted call filled it, and plain decoding leaves there what it computes of padding."""
     if rows := shown_padding(cache, keep):
         raise Unsupported(

@@ -3,6 +3,7 @@ forwards without names, attention that was changed after `patch`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -242,6 +243,46 @@ def test_a_turn_that_shows_what_was_padding_is_refused_by_name(family, own):
         mask = torch.cat((PADDED["attention_mask"], ones[:, 7:]), 1)
         two = model.generate(ids, attention_mask=mask, **options, **{CACHE: kept_cache(first)}, assistant="nasd")
         assert torch.equal(two, answer(model, {"input_ids": ids, "attention_mask": mask}, **options))
+
+
+def test_a_turn_that_shows_a_hole_is_refused_by_name_until_it_is_cropped():
+    """A token within a prompt that is the padding token, which transformers hides where no mask is given."""
+    model = fastspec.patch(shallow_model())
+    ids = prompts(7, 7)["input_ids"]
+    ids[0, 4] = 0
+    options = OPTIONS | {"eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+    first = model.generate(ids, **options, assistant="nasd")
+    cache, more = kept_cache(first), prompts(3, 3, seed=2)["input_ids"]
+    longer = torch.cat((first.sequences, more), 1)
+    shown = torch.ones_like(longer)
+    with pytest.raises(Unsupported, match=r"shows tokens of rows \[0\] that \w+ holds nothing of"):
+        model.generate(longer, attention_mask=shown, **options, **{CACHE: copy.deepcopy(cache)}, assistant="nasd")
+    hidden = shown.clone()
+    hidden[0, 4] = 0
+    two = model.generate(longer, attention_mask=hidden, **options, **{CACHE: cache}, assistant="nasd")
+    again = torch.cat((two.sequences, more), 1)
+    with pytest.raises(Unsupported, match=r"shows tokens of rows \[0\] that \w+ holds nothing of"):
+        model.generate(again, attention_mask=torch.ones_like(again), **options, **{CACHE: cache}, assistant="nasd")
+    cache.crop(4 - int(cache.get_seq_length()))
+    found = model.generate(again, attention_mask=torch.ones_like(again), **options, **{CACHE: cache}, assistant="nasd")
+    expected = answer(model, {"input_ids": again, "attention_mask": torch.ones_like(again)}, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_what_a_later_turn_hides_may_be_shown_again():
+    model = fastspec.patch(shallow_model())
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    found = []
+    for assistant in (None, "nasd"):
+        out = model.generate(**prompts(7, 7), **options, assistant=assistant)
+        for hides in (True, False):
+            ids = torch.cat((out.sequences, prompts(3, 3, seed=2)["input_ids"]), 1)
+            mask = torch.ones_like(ids)
+            mask[1, 5] = not hides
+            cache = {CACHE: kept_cache(out)}
+            out = model.generate(ids, attention_mask=mask, **options, **cache, assistant=assistant)
+        found.append(out.sequences)
+    assert torch.equal(*found)
 
 
 def test_padding_behind_an_early_end_may_be_shown():
