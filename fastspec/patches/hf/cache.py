@@ -120,20 +120,20 @@ def keep_hidden(cache: Any, keep: Tensor, past: int) -> None:
     """Note on a cache what a mask keep [B, T] bool hides of the tokens behind the first `past`, which a call has added:
     it holds zeros there."""
     hidden = [(past + (~row[past:]).nonzero()[:, 0]).tolist() for row in keep]
-    before = _hidden(cache, len(keep))
+    before = _hidden(cache, len(keep), past)
     setattr(cache, HIDDEN, [[*old, *new] for old, new in zip(before, hidden, strict=True)])
 
 
 def shown_padding(cache: Any, keep: Tensor) -> list[int]:
     """Rows of which a mask keep [B, T] bool shows columns that an earlier call's mask hid."""
-    length = int(cache.get_seq_length())  # it may have been cropped
-    columns = [[column for column in row if column < length] for row in _hidden(cache, len(keep))]
+    columns = _hidden(cache, len(keep), int(cache.get_seq_length()))
     return [row for row, hidden in enumerate(columns) if keep[row, hidden].any()]
 
 
-def _hidden(cache: Any, rows: int) -> list[list[int]]:
-    hidden: list[list[int]] = getattr(cache, HIDDEN, [])
-    return hidden if len(hidden) == rows else [[]] * rows
+def _hidden(cache: Any, rows: int, length: int) -> list[list[int]]:
+    """What is noted of the first `length` columns of each row: a cache may have been cropped since."""
+    noted: list[list[int]] = getattr(cache, HIDDEN, [])
+    return [[column for column in row if column < length] for row in (noted if len(noted) == rows else [[]] * rows)]
 
 
 def sequence_state(

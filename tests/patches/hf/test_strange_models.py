@@ -267,6 +267,8 @@ def test_a_turn_that_shows_a_hole_is_refused_by_name_until_it_is_cropped():
     found = model.generate(again, attention_mask=torch.ones_like(again), **options, **{CACHE: cache}, assistant="nasd")
     expected = answer(model, {"input_ids": again, "attention_mask": torch.ones_like(again)}, **options)
     assert torch.equal(found.sequences, expected.sequences)
+    longer = torch.cat((found.sequences, more), 1)
+    model.generate(longer, attention_mask=torch.ones_like(longer), **options, **{CACHE: cache}, assistant="nasd")
 
 
 def test_what_a_later_turn_hides_may_be_shown_again():
