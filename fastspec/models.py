@@ -81,6 +81,11 @@ def load_model(
 
     from fastspec.patches.hf.gptq_awq import refuse_missing, take_over
 
+    if options.get("output_loading_info"):
+        raise Unsupported(
+            "output_loading_info=True cannot be given here, since a model and its tokenizer are returned and nothing "
+            "else: leave it out, or load the model by from_pretrained of its class in transformers"
+        )
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     source, packed = source_of(name)
     placed = {"device_map", "quantization_config", "distributed_config"} & set(options)

@@ -354,6 +354,20 @@ def test_lora_adds_to_stored_products(plain, kind):
     assert torch.equal(model.generate(**inputs, **OPTIONS), own)
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_packed_layers_refuse_by_name_what_is_merged_into_them_or_made_of_them(plain, init):
+    pytest.importorskip("peft")
+    model = gptq(plain)
+    with pytest.raises(fastspec.Unsupported, match="layer of 4-bit GPTQ weights has no dense weight"):
+        adapted(model, init_lora_weights=init)
+    model = adapted(gptq(plain))
+    before = model.generate(**prompts(4), **OPTIONS)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(fastspec.Unsupported, match="layer of 4-bit GPTQ weights has no dense weight"):
+            merge()
+    assert torch.equal(model.generate(**prompts(4), **OPTIONS), before)
+
+
 def test_lora_that_reads_the_weight_runs_by_its_own_forward(plain):
     """DoRA: it divides by the norms of what both add up to."""
     pytest.importorskip("peft")

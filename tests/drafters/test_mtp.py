@@ -187,7 +187,13 @@ def broken(folder: Path, **changes: Tensor | None) -> None:
     [
         ({"mtp.fc.weight": None}, "fc.weight is missing"),
         ({"mtp.layers.0.self_attn.q_norm.weight": None}, "layer.self_attn.q_norm.weight is missing"),
-        ({"mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "layer.mlp.up_proj.weight_scale is unknown"),
+        ({"mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, r"quantised \(layer.mlp.up_proj.weight_scale\)"),
+        (
+            {"mtp.layers.0.mlp.up_proj.weight_packed": torch.ones(1).int()},
+            r"quantised \(layer.mlp.up_proj.weight_packed",
+        ),
+        ({"mtp.fc.weight": torch.ones(64, 128, dtype=torch.int8)}, r"its MTP weights quantised \(fc.weight\)"),
+        ({"mtp.fc.weight": torch.ones(64, 128).to(torch.float8_e4m3fn)}, r"its MTP weights quantised \(fc.weight\)"),
         ({"mtp.fc.weight": torch.ones(64, 64)}, r"fc.weight is \[64, 64\], not \[64, 128\]"),
         ({"mtp.layers.1.input_layernorm.weight": torch.ones(64)}, "an MTP layer for each draft"),
         ({"mtp.fc.weight": torch.full((64, 128), float("nan"))}, "fc.weight contains NaN or infinite values"),
@@ -220,6 +226,12 @@ def test_models_without_such_a_head_are_refused_by_name(tmp_path: Path) -> None:
         fastspec.patch(model, mtp=True)
     with pytest.raises(CheckpointError, match="the hub does not give it"):
         fastspec.patch(model, mtp="nobody/nothing")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"\.bin files \(pytorch_model.bin\), and MTP weights are read from safet"
+    ):
+        fastspec.patch(model, mtp=True)
     with fastspec.patched(model, assistant=None), pytest.raises(Unsupported, match='assistant="mtp"'):
         model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, use_mtp=True, assistant="autoregressive")
 

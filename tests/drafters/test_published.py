@@ -66,6 +66,8 @@ WRAPPED = {
     "compiled outside": "_orig_mod.module.{}",
     "a trainer's part": "module.draft_model.{}",
     "nemo's": "module.model.{}",
+    "a model with images": "language_model.model.{}",
+    "a model with images, outside": "module.model.language_model.{}",
 }
 
 
@@ -74,7 +76,7 @@ def test_names_of_trainers_wrappers_are_taken_off_the_keys(wrapped, tmp_path):
     head = make_head()
     config, state = as_eagle3(head, None)
     checkpoint = read(tmp_path, config, {WRAPPED[wrapped].format(key): each for key, each in state.items()})
-    assert checkpoint.dialect == ("nemo" if wrapped == "nemo's" else "eagle3")
+    assert checkpoint.dialect == ("nemo" if WRAPPED[wrapped].startswith("module.model.") else "eagle3")
     embedding = torch.randn(37, 16)
     assert torch.equal(logits(build_head(checkpoint), embedding), logits(head, embedding))
 

@@ -209,6 +209,11 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_its_weights_are_read(
     assert (memory_of("cpu") or 1 << 40) > 1 << 26
 
 
+def test_a_model_and_its_tokenizer_are_all_that_is_returned() -> None:
+    with pytest.raises(Unsupported, match="output_loading_info=True cannot be given here"):
+        load_model("org/name", output_loading_info=True)
+
+
 def test_a_mistyped_model_is_asked_for_once(monkeypatch) -> None:
     from transformers import AutoConfig, AutoTokenizer
 

@@ -121,7 +121,7 @@ class Batch:
             tokens,
             0,
             scores if self.request.keep_scores else None,
-            logits if self.keeps_logits(prompt) else None,
+            logits.float() if self.keeps_logits(prompt) else None,
         )
 
     def take(

@@ -52,7 +52,7 @@ class TargetParts:
         found = []
         for name, module in (("embedding", self.embedding), ("LM head", self.lm_head)):
             weight = getattr(module, "weight", None)
-            if weight is None and isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and not isinstance(weight, Tensor):
                 found.append(module.out_features)
                 continue
             if not isinstance(weight, Tensor):
@@ -336,7 +336,7 @@ def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
     """Reason why a target's LM head has no rows [width] in plain floating point for the tokens of `d2t`, or None."""
     weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter, DTensor):
-        found = type(lm_head if weight is None else weight).__name__
+        found = type(weight if isinstance(weight, Tensor) else lm_head).__name__
     elif weight.is_meta or weight.dtype not in FLOATS:
         found = "on the device meta, without values" if weight.is_meta else str(weight.dtype)
     else:

@@ -215,7 +215,7 @@ def _check_keys(config: HeadConfig, state: dict[str, Tensor], where: str) -> Non
 
 
 TRAIN = "train one with `fastspec train --kind eagle3`"
-HEADS = r"^(model\.|eagle_module\.)*(fc\.weight|d2t|pre_projection\.weight|.*\.hidden_norm\.weight)$"
+HEADS = r"^(language_model\.|model\.|eagle_module\.)*(fc\.weight|d2t|pre_projection\.weight|.*\.hidden_norm\.weight)$"
 """Tensors of which drafting modules have one and language models none."""
 MODELS = r"^(model\.)?(language_model\.)?(model\.)?layers\.0\.input_layernorm\."
 """A tensor of language models, and of EAGLE-3 heads."""

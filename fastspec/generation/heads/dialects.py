@@ -19,7 +19,8 @@ from fastspec.errors import CheckpointError
 from fastspec.generation.heads.files import Fields, Flag, check_kinds
 from fastspec.generation.heads.module import HeadConfig
 
-PREFIXES = ("model.", "eagle_module.")
+PREFIXES = re.compile(r"^(?:language_model\.|model\.|eagle_module\.)+")
+"""Names of the modules that a head was saved from inside of; `language_model` is that of models with images."""
 WRAPPERS = re.compile(r"^(?:module\.|draft_model\.)+|_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 """Names that trainers' wrappers (DDP, DeepSpeed, torch.compile, FSDP, checkpointing) leave within the keys of a head
 that was saved from inside them."""
@@ -101,8 +102,7 @@ def unwrapped_key(key: str) -> str:
 
 def normalise_key(key: str) -> str | None:
     """The name that `EagleHead` uses for a published key, or None for what is recomputed or belongs to the target."""
-    for prefix in PREFIXES:
-        key = key.removeprefix(prefix)
+    key = PREFIXES.sub("", key)
     if key.startswith("verifier_") or key.endswith("rotary_emb.inv_freq"):
         return None
     key = re.sub(r"^midlayer\.", "layers.0.", key).replace(".feed_forward.", ".mlp.")

@@ -28,9 +28,9 @@ from fastspec.config import TreeShape
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range
-from fastspec.generation.heads.files import check_finite
+from fastspec.generation.heads.files import check_finite, some
 from fastspec.generation.heads.load import is_copy
-from fastspec.generation.heads.module import HeadConfig, MtpHead
+from fastspec.generation.heads.module import FLOATS, HeadConfig, MtpHead
 from fastspec.models import check_hub
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
@@ -43,6 +43,8 @@ from fastspec.patches.session import session_of
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 WRAPPED = r"^(?:model\.|language_model\.)*"
+CODED = re.compile(r"\.(?:weight_\w+|qweight|qzeros|scales|g_idx|input_scale)$")
+"""Tensors that quantisers write beside a layer's weight, or in its place."""
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
@@ -150,6 +152,11 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
     for path, names in by_file:
         with safe_open(path(), framework="pt", device="cpu") as file:
             state |= {name: file.get_tensor(key) for key, name in names.items()}
+    if coded := sorted(name for name, each in state.items() if each.dtype not in FLOATS or CODED.search(name)):
+        raise CheckpointError(
+            f"{where} holds its MTP weights quantised ({some(coded)}), and they are read in 16 or 32 bits: "
+            "fastspec.patch(model, mtp=PATH) takes those of a copy that left them as they were"
+        )
     return form, _together(state)
 
 
@@ -227,7 +234,13 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
     for."""
     folder = Path(where).expanduser()
     if folder.is_dir():
-        for file in sorted(folder.glob("*.safetensors")):
+        stored = sorted(folder.glob("*.safetensors"))
+        if not stored and (others := sorted(folder.glob("*.bin"))):
+            raise CheckpointError(
+                f"{where} holds its weights in .bin files ({others[0].name}), and MTP weights are read from "
+                "safetensors: write each anew by safetensors.torch.save_file(torch.load(FILE, weights_only=True), NAME)"
+            )
+        for file in stored:
             yield partial(str, file), _keys(file)
         return
     index = _fetched(where, INDEX, revision)

@@ -45,7 +45,7 @@ def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
             target.export(text.cache, made)
         else:
             fill_cache(text.cache, text.past_length, made)
-            keep_hidden(text.cache, text.keep)
+            keep_hidden(text.cache, text.keep, text.past_length)
     if not returned:
         return sequences
     scores = steps.scores if steps is not None else _columns(outcome.scores, longest) if config.output_scores else None

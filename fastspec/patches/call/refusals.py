@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
@@ -24,6 +25,7 @@ from fastspec.patches.hf.compat import (
     records_past,
 )
 from fastspec.patches.hf.limits import position_rows
+from fastspec.patches.hf.modes import is_wrapped
 from fastspec.patches.hf.parallel import local_heads
 from fastspec.patches.hf.peft_models import peft_of, refuse_hooks_of_peft, refuse_peft
 from fastspec.patches.hf.replaced import is_strangers, where_defined
@@ -79,6 +81,11 @@ _EXPECTED = {
     "return_dict",
     "labels",  # of a trainer's batch: plain decoding hands them to no pass
 }
+
+
+def _knows_types(model: Any) -> bool:
+    """True of models as BERT, with a table of types in which a token that is given none has the first."""
+    return any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
 
 
 _PASSED_BY = (
@@ -139,6 +146,16 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
         raise Unsupported(
             f"{', '.join(inputs)} cannot be combined with assistant=: it decodes from input_ids and attention_mask "
             "alone"
+        )
+    types = given.get("token_type_ids")
+    if (
+        types is not None
+        and not is_wrapped(model)
+        and not (_knows_types(model) and not bool(torch.as_tensor(types).any()))
+    ):
+        raise Unsupported(
+            f"token_type_ids cannot be combined with assistant= on {type(model).__name__}: plain decoding gives every "
+            "new token the type of the last one, and rounds give none: leave them out"
         )
     if given.get("cache_implementation") == "paged":
         raise Unsupported(
@@ -267,7 +284,7 @@ def refuse_cache(model: Any, cache: Any, rows: int) -> None:
 
 
 def refuse_shown_padding(cache: Any, keep: Tensor) -> None:
-    """Refuse a mask keep [B, past + T] bool that shows slots in front of a text which a filled cache holds nothing of:
+    """Refuse a mask keep [B, past + T] bool that shows slots which a filled cache holds nothing of:
     they were padding when an assisted call filled it, and plain decoding leaves there what it computes of padding."""
     if rows := shown_padding(cache, keep):
         raise Unsupported(

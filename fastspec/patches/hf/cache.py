@@ -113,20 +113,27 @@ def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[Laye
 
 
 HIDDEN = "fastspec_hidden"
-"""Attribute of a cache that an assisted call has filled: the columns that its mask hid in front of each row's text."""
+"""Attribute of a cache that an assisted call has filled: the columns of each row that its mask hid."""
 
 
-def keep_hidden(cache: Any, keep: Tensor) -> None:
-    """Note on a cache what a mask keep [B, T] bool hides in front of the rows' texts: it holds zeros there."""
-    setattr(cache, HIDDEN, (~keep).int().cumprod(1).sum(1).tolist())
+def keep_hidden(cache: Any, keep: Tensor, past: int) -> None:
+    """Note on a cache what a mask keep [B, T] bool hides of the tokens behind the first `past`, which a call has added:
+    it holds zeros there."""
+    hidden = [(past + (~row[past:]).nonzero()[:, 0]).tolist() for row in keep]
+    before = _hidden(cache, len(keep), past)
+    setattr(cache, HIDDEN, [[*old, *new] for old, new in zip(before, hidden, strict=True)])
 
 
 def shown_padding(cache: Any, keep: Tensor) -> list[int]:
-    """Rows of which a mask keep [B, T] bool shows columns that an earlier call's mask hid in front of their texts."""
-    hidden = getattr(cache, HIDDEN, None)
-    if hidden is None or len(hidden) != len(keep):
-        return []
-    return [row for row, count in enumerate(hidden) if keep[row, :count].any()]
+    """Rows of which a mask keep [B, T] bool shows columns that an earlier call's mask hid."""
+    columns = _hidden(cache, len(keep), int(cache.get_seq_length()))
+    return [row for row, hidden in enumerate(columns) if keep[row, hidden].any()]
+
+
+def _hidden(cache: Any, rows: int, length: int) -> list[list[int]]:
+    """What is noted of the first `length` columns of each row: a cache may have been cropped since."""
+    noted: list[list[int]] = getattr(cache, HIDDEN, [])
+    return [[column for column in row if column < length] for row in (noted if len(noted) == rows else [[]] * rows)]
 
 
 def sequence_state(

@@ -130,6 +130,29 @@ def for_file(name: str, tensor: Tensor, layout: Layout, bits: int) -> Tensor:
     return tensor
 
 
+class MissingWeight(Unsupported, AttributeError):
+    """Error of who needs the dense weight of a packed layer; for `hasattr`, an attribute that is missing."""
+
+
+class NoWeight:
+    """Stand-in for the dense weight of a packed layer, which has none: it tells its device and the dtype of products,
+    by which PEFT places an adapter, and refuses all else by name."""
+
+    _is_hf_initialized = True
+    """True for transformers, so that it draws no values for it."""
+
+    def __init__(self, layer: PackedLinear) -> None:
+        self.device, self.dtype = layer.scales.device, layer.scales.dtype
+        self.told = f"{layer.bits}-bit {layer.layout.name} weights"
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingWeight(
+            f"a layer of {self.told} has no dense weight ({name}): an adapter stays beside it, and is not merged into "
+            "it or made of it, as merge_adapter, merge_and_unload, PiSSA, OLoRA, AdaLoRA or HRA would: use a LoRA that "
+            "stays apart, or load the model dense"
+        )
+
+
 class PackedLinear(nn.Linear):
     """A linear layer of a GPTQ or AWQ checkpoint: it holds the packed tensors alone, dequantises in each pass, and its
     `state_dict` has the file's tensors."""
@@ -152,7 +175,7 @@ class PackedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.layout, self.bits, self.group_size = layout, bits, group_size
         self.in_features, self.out_features = in_features, out_features
-        for name in ("weight", *TENSORS, "bias"):  # there is no weight, and PEFT asks for it
+        for name in (*TENSORS, "bias"):
             held = tensors.get(name)
             self.register_parameter(name, None if held is None else nn.Parameter(held, requires_grad=False))
         self.turned = False
@@ -160,6 +183,11 @@ class PackedLinear(nn.Linear):
         self._tables: tuple[object, tuple[Tensor | None, Tensor | None]] | None = None
         if not self.qweight.is_meta:
             self.turn()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            return NoWeight(self) if self.turned else None
+        return super().__getattr__(name)
 
     def turn(self) -> None:
         """Lay the tensors of the file as they are read. Raises Unsupported for groups that are none."""

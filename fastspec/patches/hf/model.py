@@ -44,16 +44,26 @@ def plain_layouts(nodes: Nodes) -> Mapping[LayoutKey, AttentionLayout]:
 
 
 def _check_depth(model: Any, depth: int) -> None:
-    """Raise Unsupported for a decoder of transformers' own with fewer layers than its configuration says: states would
-    be kept, and handed back, of layers that never run."""
+    """Raise Unsupported for a decoder of transformers' own with fewer layers than its configuration says, since states
+    would be kept, and handed back, of layers that never run; and for one whose layers are numbered otherwise, as after
+    pruning: plain decoding keeps states by these numbers, and takes a text's length from the first."""
     decoder = decoder_of(model)
+    name = type(decoder).__name__
+    if not type(decoder).__module__.startswith("transformers."):
+        return
     stacks = [len(child) for child in decoder.children() if isinstance(child, nn.ModuleList)]
-    numbers = [each.layer_idx + 1 for each in decoder.modules() if isinstance(getattr(each, "layer_idx", None), int)]
-    there = max([*stacks, *numbers], default=0)  # some layers keep two states
-    if stacks and there < depth and type(decoder).__module__.startswith("transformers."):
+    numbers = {each.layer_idx for each in decoder.modules() if isinstance(getattr(each, "layer_idx", None), int)}
+    there, wanted = max([*stacks, *(number + 1 for number in numbers)], default=0), set(range(depth))
+    if stacks and there < depth:  # some layers keep two states
         raise Unsupported(
-            f"{type(decoder).__name__} has {there} layers, and its configuration says {depth} "
+            f"{name} has {there} layers, and its configuration says {depth} "
             "(num_hidden_layers): let it say how many there are, or leave out assistant="
+        )
+    if numbers and (not wanted <= numbers or (model.config.is_encoder_decoder and wanted != numbers)):
+        raise Unsupported(
+            f"the layers of {name} are numbered {', '.join(map(str, sorted(numbers)))} (layer_idx), and its "
+            f"configuration says that there are {depth} (num_hidden_layers): number them from 0 on, and let it say "
+            "how many there are, or leave out assistant="
         )
 
 

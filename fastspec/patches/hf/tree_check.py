@@ -75,17 +75,16 @@ _VERDICTS: dict[Any, _Verdict] = {}
 
 
 class _Verdict(NamedTuple):
-    """Why a model cannot be relied on, or None, and whether it reads a prompt without padding as fastspec does. One
-    that is no more than `passing` says nothing of other models of its class: weights that are NaN, or an error."""
+    """Why a model cannot be relied on, or None, and whether it reads a prompt without padding as fastspec does. A
+    reason is not kept: it may be this model's own, such as NaN in its weights or layers that someone took out."""
 
     reason: str | None
     alike: bool = True
-    passing: bool = False
 
 
 def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> None:
     """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype
-    and versions, and anew where an error or NaN has kept the last check from saying so.
+    and versions, and anew after a check that could not say so.
 
     With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the
     model. The model, its modes and hooks, and the global generators of random numbers are left as they were.
@@ -100,20 +99,20 @@ def reads_prompts_alike(model: Any, adapter: Adapter | None) -> bool:
 
 
 def check_states(model: Any) -> None:
-    """Raise Unsupported for a model that gives no hidden states when asked for them: once per class, configuration,
-    dtype and versions."""
+    """Raise Unsupported for a model that gives no hidden states when asked for them: looked at once per class,
+    configuration, dtype and versions where it does."""
     key = "states", _key(model)
-    if key not in _VERDICTS:
-        with _undisturbed(model), torch.no_grad():
-            two = torch.tensor([[1, 2]], device=device_of(model))
-            states = model(input_ids=two, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
-        silent = (
+    if key in _VERDICTS:
+        return
+    with _undisturbed(model), torch.no_grad():
+        two = torch.tensor([[1, 2]], device=device_of(model))
+        states = model(input_ids=two, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
+    if states is None:
+        raise Unsupported(
             f"{type(model).__name__} gives no hidden states when it is asked for them, and this assistant's "
             "drafter reads them"
         )
-        _VERDICTS[key] = _Verdict(silent if states is None else None)
-    if (reason := _VERDICTS[key].reason) is not None:
-        raise Unsupported(reason)
+    _VERDICTS[key] = _Verdict(None)
 
 
 def _trusted(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
@@ -133,7 +132,7 @@ def _verdict(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdic
         return _VERDICTS[key]
     with _undisturbed(model), torch.no_grad():
         found = _judge(model, reads_source, adapter)
-    if not found.passing:
+    if found.reason is None:
         _VERDICTS[key] = found
     return found
 
@@ -181,8 +180,7 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
             if math.isnan(found):
                 return _Verdict(
                     f"{name} gives logits that are NaN or infinite for random texts in "
-                    f"{str(dtype).removeprefix('torch.')}: look for NaN in its weights, and for a dtype that overflows",
-                    passing=True,
+                    f"{str(dtype).removeprefix('torch.')}: look for NaN in its weights, and for a dtype that overflows"
                 )
             if found <= _bound(dtype):
                 return _Verdict(None, before <= _bound(dtype))
@@ -193,8 +191,7 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
             raise
         return _Verdict(
             f"{name} does not run as fastspec has to run it, with a position for every node and a 4-D mask "
-            f"({type(error).__name__}: {error}): it cannot be combined with assistant=",
-            passing=True,
+            f"({type(error).__name__}: {error}): it cannot be combined with assistant="
         )
     return _Verdict(
         f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits "

@@ -12,7 +12,7 @@ import torch
 from helpers.generate import shallow_model
 from helpers.heads import as_speculators, make_head, write
 from helpers.models import tiny_head, tiny_model
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import BertConfig, BertLMHeadModel, GenerationConfig, StoppingCriteriaList
 
 import fastspec
 from fastspec.patches.call.refusals import refuse_arguments
@@ -27,6 +27,29 @@ def test_an_argument_that_is_off_is_not_given() -> None:
     refuse_arguments(model, {"synced_gpus": False, "custom_generate": None})
     with pytest.raises(fastspec.Unsupported, match="synced_gpus cannot be combined"):
         refuse_arguments(model, {"synced_gpus": True})
+
+
+def bert_decoder() -> Any:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    config = BertConfig(vocab_size=97, is_decoder=True, eos_token_id=5, initializer_range=0.3, **sizes)
+    torch.manual_seed(0)
+    return BertLMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("made", ["gpt2", "gptj", "bert"])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_types_of_tokens_are_refused_unless_they_say_nothing(made: str, kind: int) -> None:
+    """A tokenizer of BERT's gives each token type 0, which its model takes where none is given; in GPT-2 a type adds
+    an embedding of its own to every token, new ones too."""
+    rotated = {"rotary_dim": 8} if made == "gptj" else {}
+    model = fastspec.patch(bert_decoder() if made == "bert" else tiny_model(made, num_hidden_layers=2, **rotated))
+    given = {"input_ids": PROMPT, "token_type_ids": torch.full_like(PROMPT, kind), "max_new_tokens": 6}
+    if made == "bert" and kind == 0:
+        assert torch.equal(model.generate(**given, assistant="nasd"), model.generate(**given))
+        return
+    with pytest.raises(fastspec.Unsupported, match=r"token_type_ids cannot be combined with assistant= on"):
+        model.generate(**given, assistant="nasd")
+    assert not torch.equal(model.generate(**given), model.generate(PROMPT, max_new_tokens=6))
 
 
 def test_settings_of_a_configuration_are_refused_before_transformers_acts_on_them() -> None:

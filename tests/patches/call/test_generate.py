@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.generate import NEVER, TREE, Oracle, free, prompts, same, stats
+from helpers.generate import NEVER, TREE, Oracle, free, prompts, same, shallow_model, stats
 from transformers import GenerationConfig
 
+import fastspec
 from fastspec.generation import target
 
 
@@ -98,6 +99,19 @@ def test_scores_and_logits(pair, assistant, options):
     lean = pair[1].generate(**inputs, **options, assistant=assistant)
     assert lean.scores is None and lean.logits is None
     assert lean.fastspec.assistant == getattr(assistant, "name", assistant)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "assistant",
+    ["autoregressive", "nasd", fastspec.Speculative(early_exit=1), fastspec.ContinuousBatch("nasd", rows=1)],
+)
+def test_scores_and_logits_of_every_step_are_in_fp32(dtype, assistant):
+    """The type in which plain decoding gives them, whatever the model computes in."""
+    model = fastspec.patch(shallow_model().to(dtype))
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    out = model.generate(**prompts(4, 7), **asked, do_sample=False, max_new_tokens=5, assistant=assistant)
+    assert {each.dtype for each in (*out.scores, *out.logits)} == {torch.float32}
 
 
 @pytest.mark.each_value

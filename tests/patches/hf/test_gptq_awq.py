@@ -3,6 +3,7 @@ with and written again. tests/clients has files of auto-round."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_one_file_may_mix_layers(tmp_path):
     with fastspec.patched(model, eagle3=tiny_head(dense)):
         assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=SMALL), expected)
         assert list(fastspec.report(model).own_forward) == [f"{NAME}: patch(model, stored=True) was not asked for"]
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(V1, "GPTQ"), (GEMM, "AWQ")])
+def test_what_needs_a_dense_weight_is_refused_by_name(tmp_path, recipe, name):
+    """PEFT places an adapter by a weight's device and dtype, and merges into its values."""
+    written(plain(), tmp_path, recipe)
+    model, inputs = loaded(tmp_path), prompts(5)
+    before = model.generate(**inputs, **OPTIONS)
+    layer = slots(model)[0]
+    assert (layer.weight.device, layer.weight.dtype) == (layer.scales.device, layer.scales.dtype)
+    assert not isinstance(layer.weight, torch.Tensor) and not hasattr(layer.weight, "data")
+    with pytest.raises(Unsupported, match=rf"a layer of 4-bit {name} weights has no dense weight \(data\)"):
+        layer.weight.data += 1
+    model.post_init()
+    assert torch.equal(copy.deepcopy(model).generate(**inputs, **OPTIONS), before)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])

@@ -3,6 +3,7 @@ forwards without names, attention that was changed after `patch`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from helpers.families import recurrent
 from helpers.generate import answer, prompts, shallow_model
 from helpers.models import tiny_head
+from helpers.seq2seq import tiny_seq2seq
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -128,6 +130,40 @@ def test_more_layers_than_there_are_are_refused_by_name(family):
         model.generate(**PADDED, **OPTIONS, assistant="nasd")
 
 
+def keep_layers(model: Any, *numbers: int) -> None:
+    """These layers alone, with the numbers that they had, as pruners leave them."""
+    decoder = model.get_decoder()
+    name = next(name for name in ("layers", "block", "h") if hasattr(decoder, name))
+    layers = getattr(decoder, name)
+    setattr(decoder, name, nn.ModuleList([layers[number] for number in numbers]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text", "opt", "gpt2", "bart", "t5"])
+@pytest.mark.parametrize(("numbers", "told"), [((1, 2), "1, 2"), ((0, 2), "0, 2"), ((0, 1, 1), "0, 1")])
+def test_layers_that_are_numbered_otherwise_are_refused_by_name(family, numbers, told):
+    """Plain decoding keeps states by the layers' numbers, and takes a text's length from number 0."""
+    sizes = {"decoder_layers": 3, "num_decoder_layers": 3}
+    if family in ("bart", "t5"):
+        model = tiny_seq2seq(family, **sizes)
+    else:
+        model = recurrent(family) if family == "qwen3_5_text" else shallow_model(family)
+    fastspec.patch(model)
+    keep_layers(model, *numbers)
+    model.config.num_hidden_layers = 3
+    twice = "a layer of its decoder stands there more than once"  # where a state is recurrent
+    message = rf"layers of \w+ are numbered {told} \(layer_idx\)|{twice}"
+    with pytest.raises(Unsupported, match=message):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
+def test_a_decoder_of_more_layers_than_its_configuration_says_is_refused_by_name():
+    """T5 runs all of them."""
+    model = fastspec.patch(tiny_seq2seq("t5"))
+    model.config.num_decoder_layers = 1
+    with pytest.raises(Unsupported, match=r"layers of T5Stack are numbered 0, 1 \(layer_idx\).* says that there are 1"):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+
+
 def test_a_head_of_more_layers_than_there_are_by_now_is_refused_by_name():
     model = shallow_model()
     fastspec.patch(model, eagle3=tiny_head(model))
@@ -207,6 +243,48 @@ def test_a_turn_that_shows_what_was_padding_is_refused_by_name(family, own):
         mask = torch.cat((PADDED["attention_mask"], ones[:, 7:]), 1)
         two = model.generate(ids, attention_mask=mask, **options, **{CACHE: kept_cache(first)}, assistant="nasd")
         assert torch.equal(two, answer(model, {"input_ids": ids, "attention_mask": mask}, **options))
+
+
+def test_a_turn_that_shows_a_hole_is_refused_by_name_until_it_is_cropped():
+    """A token within a prompt that is the padding token, which transformers hides where no mask is given."""
+    model = fastspec.patch(shallow_model())
+    ids = prompts(7, 7)["input_ids"]
+    ids[0, 4] = 0
+    options = OPTIONS | {"eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+    first = model.generate(ids, **options, assistant="nasd")
+    cache, more = kept_cache(first), prompts(3, 3, seed=2)["input_ids"]
+    longer = torch.cat((first.sequences, more), 1)
+    shown = torch.ones_like(longer)
+    with pytest.raises(Unsupported, match=r"shows tokens of rows \[0\] that \w+ holds nothing of"):
+        model.generate(longer, attention_mask=shown, **options, **{CACHE: copy.deepcopy(cache)}, assistant="nasd")
+    hidden = shown.clone()
+    hidden[0, 4] = 0
+    two = model.generate(longer, attention_mask=hidden, **options, **{CACHE: cache}, assistant="nasd")
+    again = torch.cat((two.sequences, more), 1)
+    with pytest.raises(Unsupported, match=r"shows tokens of rows \[0\] that \w+ holds nothing of"):
+        model.generate(again, attention_mask=torch.ones_like(again), **options, **{CACHE: cache}, assistant="nasd")
+    cache.crop(4 - int(cache.get_seq_length()))
+    found = model.generate(again, attention_mask=torch.ones_like(again), **options, **{CACHE: cache}, assistant="nasd")
+    expected = answer(model, {"input_ids": again, "attention_mask": torch.ones_like(again)}, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    longer = torch.cat((found.sequences, more), 1)
+    model.generate(longer, attention_mask=torch.ones_like(longer), **options, **{CACHE: cache}, assistant="nasd")
+
+
+def test_what_a_later_turn_hides_may_be_shown_again():
+    model = fastspec.patch(shallow_model())
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    found = []
+    for assistant in (None, "nasd"):
+        out = model.generate(**prompts(7, 7), **options, assistant=assistant)
+        for hides in (True, False):
+            ids = torch.cat((out.sequences, prompts(3, 3, seed=2)["input_ids"]), 1)
+            mask = torch.ones_like(ids)
+            mask[1, 5] = not hides
+            cache = {CACHE: kept_cache(out)}
+            out = model.generate(ids, attention_mask=mask, **options, **cache, assistant=assistant)
+        found.append(out.sequences)
+    assert torch.equal(*found)
 
 
 def test_padding_behind_an_early_end_may_be_shown():

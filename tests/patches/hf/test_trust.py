@@ -158,6 +158,25 @@ def test_a_refusal_that_says_nothing_of_the_class_is_not_kept(spoiled: str, monk
     assert torch.equal(broken.generate(**call), sound.generate(**call))
 
 
+def drop_first(model: Any) -> None:
+    model.transformer.h = model.transformer.h[1:]
+
+
+def shorten_positions(model: Any) -> None:
+    model.transformer.wpe.weight = torch.nn.Parameter(model.transformer.wpe.weight[:3].clone())
+
+
+@pytest.mark.parametrize("change", [drop_first, shorten_positions])
+def test_a_refusal_of_one_model_is_not_that_of_another(change) -> None:
+    """What someone did to a model is no matter of its class and configuration."""
+    changed, sound = (fastspec.patch(tiny_model("gpt2")) for _ in range(2))
+    call = {**prompts(5), "max_new_tokens": 4}
+    change(changed)
+    with pytest.raises(fastspec.Unsupported):
+        changed.generate(**call, assistant="nasd")
+    assert torch.equal(sound.generate(**call, assistant="nasd"), sound.generate(**call))
+
+
 def test_the_check_leaves_no_trace() -> None:
     model = fastspec.patch(tiny_model("gpt2"))
     seen: list[Any] = []
