@@ -84,16 +84,18 @@ def test_what_is_refused_by_name(both: Made) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ends", "fails"])
-def test_a_process_that_is_lost_ends_the_batch(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how, why", [("ends", ""), ("fails", "only here"), ("parts", "made other tokens of the prompts")]
+)
+def test_a_process_that_is_lost_or_parts_ends_the_batch(how: str, why: str, tmp_path: Path) -> None:
     ranks_cascade.save(tmp_path)
     spawn(work, (tmp_path, [("run", ranks_cascade.lost, f"{how} in {tmp_path}")]), SIZE)
     waiting, after, alive, seconds = torch.load(tmp_path / "told0.pt")
     assert seconds < 60 and alive == "False"
     assert "a round failed in process 0" in waiting or "cannot reach the others" in waiting
     assert "this batch has stopped" in after
-    if how == "fails":
-        assert "only here" in torch.load(tmp_path / "told1.pt")[0]
+    if why:
+        assert why in torch.load(tmp_path / "told1.pt")[0]
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def refused(load: Loader, kind: str) -> list[str]:
 
 
 def lost(load: Loader, kind: str) -> None:
-    """A process that ends while a cascade decodes, or fails alone in a round: what both tell."""
+    """A process that ends while a cascade decodes, fails alone in a round, or makes other tokens: what both tell."""
     how, folder = kind.split(" in ")
     model, step, calls = load("large"), Engine.step, list[int]()
     config = cascade(folder, thresholds=[1.0, 1.0])
@@ -262,11 +262,14 @@ def lost(load: Loader, kind: str) -> None:
             fastspec.patch(model, backend=plain(), cascade=config), "cascade", rows=1, max_length=64
         )
         if not first():
-            patch.setattr(Engine, "step", ending)
+            if how == "parts":
+                batch.batches[0].model.generation_config.repetition_penalty = 5.0
+            else:
+                patch.setattr(Engine, "step", ending)
             torch.save([_why(batch.close)], f"{folder}/told1.pt")
             os._exit(0)
         began = time.perf_counter()
-        told: list[Any] = [_why(lambda: batch.submit(IDS[0], **GREEDY).result(SECONDS))]
+        told: list[Any] = [_why(lambda: batch.submit(IDS[0], **{**GREEDY, "max_new_tokens": 50}).result(SECONDS))]
         for each in batch.batches[1:]:
             each._thread.join(SECONDS)
         told += [_why(lambda: batch.submit(IDS[0], **GREEDY).result(SECONDS)), str(batch.alive)]
