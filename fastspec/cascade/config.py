@@ -91,15 +91,16 @@ class Stage:
         return self.tensor_parallel is not None and self.tensor_parallel > 1
 
     def check_processes(self, size: int) -> None:
-        """Raise `Unsupported` for a stage of a large model that `size` processes hold, and that is cut over others."""
+        """Raise `Unsupported` for a stage that is to be cut over other processes than the `size` of the large model:
+        transformers cuts a model over all that there are."""
         if self.is_cut and self.tensor_parallel != size:
-            able = (
-                f"{size} processes hold the large model together: accepted are 1, whole in the first of them, and {size}"
-                if size > 1
-                else "one process holds the large model: accepted is 1; torchrun starts several, over which both are cut"
+            told = (
+                "one process holds the large model: start several by torchrun, over which both are cut, or give 1"
+                if size == 1
+                else f"{size} processes hold the large model together: give 1, whole in the first of them, or {size}"
             )
             raise Unsupported(
-                f"the cascade's stage {self.label!r} has tensor_parallel={self.tensor_parallel}, and {able}"
+                f"the cascade's stage {self.label!r} has tensor_parallel={self.tensor_parallel}, and {told}"
             )
 
     @property

@@ -74,12 +74,15 @@ def test_what_is_refused_by_name(both: Made) -> None:
     told = mine["refused"]
     assert isinstance(told, list), told
     assert other["refused"] == told
-    size, loaded, kept, kept_calls, missing, missing_calls, drafts, fine, second, beside, after = told
-    assert "stage 'small' has tensor_parallel=3, and 2 processes hold the large model together: accepted are 1" in size
-    assert "has tensor_parallel=1, and its model is loaded already, over 2" in loaded
+    size, loaded, kept, kept_calls, missing, missing_calls, whole, cut, large, called, fine, second, beside, after = (
+        told
+    )
+    assert "stage 'small' has tensor_parallel=3, and 2 processes hold the large model together: give 1" in size
+    assert "has tensor_parallel=1, and its model was loaded over 2" in loaded
     assert "memory=1048576" in kept and "keep nothing between calls" in kept_calls
     assert all("could not load the model" in each or "no such" in each for each in (missing, missing_calls)), missing
-    assert "'speculative' has no draft model" in drafts and fine == after == "nothing"
+    assert all("'speculative' has no draft model" in each for each in (whole, cut, large, called))
+    assert fine == after == "nothing"
     assert all("an open batch decodes in the 2 processes" in each for each in (second, beside))
 
 
@@ -114,5 +117,5 @@ def test_fields_that_do_not_fit_together(fields: dict[str, Any], why: str) -> No
 
 def test_one_process_cuts_no_stage() -> None:
     cascade = fastspec.Cascade([fastspec.Stage("org/small", tensor_parallel=2)], mode="lossless")
-    with pytest.raises(Unsupported, match="tensor_parallel=2, and one process holds the large model: accepted is 1"):
+    with pytest.raises(Unsupported, match="tensor_parallel=2, and one process holds the large model: start several"):
         fastspec.patch(tiny_model(), cascade=cascade)

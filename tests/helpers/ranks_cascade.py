@@ -232,6 +232,9 @@ def refused(load: Loader, kind: str) -> list[str]:
         asked(opened, **missing),
         asked(answered, **missing),
         asked(opened, stages=[stage(kind, "small", 1, assistant="speculative"), medium]),
+        asked(opened, stages=[stage(kind, "small", 1), replace(medium, assistant="speculative")]),
+        asked(opened, assistant="speculative"),
+        asked(answered, stages=[stage(kind, "small", 1), replace(medium, assistant="speculative")], price=1e9),
         asked(opened),
     ]
     with fastspec.patched(model, backend=plain(), cascade=config):

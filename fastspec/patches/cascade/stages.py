@@ -178,8 +178,8 @@ class StageModel:
         size, wanted = processes_of(self.held), self.stage.tensor_parallel
         if wanted not in (None, size):
             raise Unsupported(
-                f"the cascade's stage {self.label!r} has tensor_parallel={wanted}, and its model is loaded already, over "
-                f"{size}: load it so, or name its path"
+                f"the cascade's stage {self.label!r} has tensor_parallel={wanted}, and its model was loaded over "
+                f"{size}: load it so, leave tensor_parallel out, or name the model's path"
             )
         if size not in (1, processes):
             raise Unsupported(
