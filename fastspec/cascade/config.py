@@ -32,8 +32,11 @@ class Stage:
     `dtype`, `device_map` (accelerate's) and `quantization` ("4bit" or "8bit", by bitsandbytes). `tokenizer`, or a path
     or hub id of one, is needed where it is not the large model's own; text is then handed from stage to stage, and
     `prompt` may rewrite the large model's prompt, as text. The stage decodes with `assistant`, for which `resources` go
-    to `fastspec.patch`: {"eagle3": head}. `name` is for reports and predictors. Raises `Unsupported` for fields that do
-    not fit together.
+    to `fastspec.patch`: {"eagle3": head}. `name` is for reports and predictors.
+
+    `tensor_parallel` says over how many processes the stage is cut: all that hold the large model together, which load
+    a path or hub id at the patch; or 1, which the first of them alone loads and runs. None: a loaded model as it is,
+    another as by 1. Raises `Unsupported` for fields that do not fit together.
     """
 
     model: Any = None
@@ -45,6 +48,7 @@ class Stage:
     device_map: Any = field(default=None, hash=False)
     quantization: str | None = None
     prompt: Callable[[str], str] | None = None
+    tensor_parallel: int | None = None
 
     def __post_init__(self) -> None:
         if self.model is None or self.model == "":
@@ -71,6 +75,32 @@ class Stage:
         if not isinstance(self.model, (str, Path)) and (self.quantization or self.device_map is not None):
             raise Unsupported(
                 "Stage: quantization and device_map say how a model is loaded; this stage's model is loaded already"
+            )
+        cut = self.tensor_parallel
+        if cut is not None and (not isinstance(cut, int) or isinstance(cut, bool) or cut < 1):
+            raise Unsupported(f"Stage: tensor_parallel must be a number of processes of at least 1, not {cut!r}")
+        if self.is_cut and (self.quantization or self.device_map is not None):
+            raise Unsupported(
+                f"Stage: tensor_parallel={cut} cuts the model over processes, and quantization and device_map lay it "
+                "in one: leave them out, or load it whole (tensor_parallel=1)"
+            )
+
+    @property
+    def is_cut(self) -> bool:
+        """True where it says that the model is cut over several processes."""
+        return self.tensor_parallel is not None and self.tensor_parallel > 1
+
+    def check_processes(self, size: int) -> None:
+        """Raise `Unsupported` for a stage that is to be cut over other processes than the `size` of the large model:
+        transformers cuts a model over all that there are."""
+        if self.is_cut and self.tensor_parallel != size:
+            told = (
+                "one process holds the large model: start several by torchrun, over which both are cut, or give 1"
+                if size == 1
+                else f"{size} processes hold the large model together: give 1, whole in the first of them, or {size}"
+            )
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has tensor_parallel={self.tensor_parallel}, and {told}"
             )
 
     @property

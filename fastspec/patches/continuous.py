@@ -39,7 +39,7 @@ from fastspec.generation.stats import Stats
 from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.call.assembly import entry, new_engine
-from fastspec.patches.call.one_prompt import AnswerFuture, PreparedPrompt, SettingsCache, prepare
+from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing, RoundStreamer
 from fastspec.patches.call.prompts import sees_ahead
@@ -59,7 +59,7 @@ from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
-from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds
+from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds, TurnOrder
 from fastspec.patches.session import ABSENT, PatchSession, session_of
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
@@ -237,14 +237,17 @@ def open_batch(
     prefill_chunk: int | Literal["auto"] | None,
     narrows: bool,
     prefix_caching: bool | None,
+    order: TurnOrder | None = None,
 ) -> BatchT:
-    """An open batch of this class, as `continuous` makes it."""
+    """An open batch of this class, as `continuous` makes it; `order` is that of its turns and others', where the model
+    is cut over processes."""
     model = unwrapped(model)
     session = _session(model)
     group = group_of(model)
-    ranks = None if group is None else OpenRanks(group)
+    ranks = None if group is None else OpenRanks(group, order)
     if ranks is not None:
-        refuse_beside(group, "continuous")
+        if order is None:
+            refuse_beside(group, "continuous")
         named = re.sub("0x[0-9a-f]+", "", repr(assistant))
         tuned = sorted(map(repr, installed(name_of(device_of(model))).items()))
         ranks.check_opened(named, rows, max_length, prefill_chunk, narrows, prefix_caching, tuned)
@@ -368,29 +371,33 @@ class Continuous:
         transformers refuses, and tokens that the model has not; FastSpecError where the batch is closed. Of processes
         that hold the model together the first takes prompts, whose further options pickle can send: Unsupported else.
         """
-        if self.ranks is None:
-            return self.arrive(self.prepared(ids, generation_config, streamer, seed, options, drafts))
-        if not self.ranks.leads:
-            raise Unsupported(
-                f"submit: this is {self.ranks.name}, and the first one takes the prompts: submit them there; here "
-                "close(), or the end of the with block, waits until that closes its batch"
-            )
+        if self.ranks is not None:
+            self.ranks.refuse_prompts()
         single = self.prepared(ids, generation_config, streamer, seed, options, drafts)
+        return self.send(single, ids, streamer, drafts, {"generation_config": generation_config, **options})
+
+    def send(
+        self, single: PreparedPrompt, ids: Tensor, streamer: Any, drafts: bool, given: dict[str, Any]
+    ) -> AnswerFuture:
+        """Let a prompt of these arguments wait for a row, in all processes that hold the model together."""
+        if self.ranks is None:
+            return self.arrive(single)
         single.number = next(self._numbers)
         asked = (streamer.logprobs, streamer.trees) if isinstance(streamer, RoundStreamer) else None
-        given = own_stop_strings(self.model, {"generation_config": generation_config, **options})
+        given = own_stop_strings(self.model, given)
         given.pop("tokenizer", None)
+        stage = single.handed, single.measured is not None
         with self._changed:  # who writes first is read first
             self._refuse_closed()
-            self._unsent.append(self._mail.write((single.number, ids, single.rule.seed, asked, drafts, given)))
+            self._unsent.append(self._mail.write((single.number, ids, single.rule.seed, asked, drafts, given, stage)))
             return self.arrive(single)
 
     def _read_prompt(self, sent: bytes) -> PreparedPrompt:
         """A prompt that the first process has taken."""
-        number, ids, seed, asked, drafts, given = self._mail.read(sent)
+        number, ids, seed, asked, drafts, given, (handed, measured) = self._mail.read(sent)
         config, streamer = given.pop("generation_config"), None if asked is None else SilentRounds(*asked)
         single = self.prepared(ids, config, streamer, seed, given, drafts)
-        single.number = number
+        single.number, single.handed, single.measured = number, handed, AnswerMeasures() if measured else None
         return single
 
     def prepared(
@@ -623,9 +630,15 @@ class Continuous:
         except BaseException as fatal:
             others_listen = self._dead is None
             self._die(fatal)
-            if others_listen and self.ranks is not None and self.ranks.leads:
-                with suppress(FastSpecError):  # one of them may be what has failed
-                    self.ranks.tell(News(fatal=f"{type(fatal).__name__}: {fatal}"))
+            if self.ranks is not None:
+                if others_listen and self.ranks.leads and self.ranks.order.error is None:
+                    with suppress(FastSpecError):  # one of them may be what has failed
+                        self.ranks.order.take(self.ranks)
+                        self.ranks.tell(News(fatal=f"{type(fatal).__name__}: {fatal}"))
+                self.ranks.order.fail(fatal)
+        finally:
+            if self.ranks is not None:
+                self.ranks.order.release(self.ranks)
 
     def _die(self, fatal: BaseException) -> None:
         """End all prompts: no turn comes any more."""
@@ -691,9 +704,14 @@ class Continuous:
         """Wait for something to do -> what has happened, and how many prompts had arrived by then: who comes later may
         come behind a change that these do not see."""
         ranks = self.ranks
+        if ranks is not None and self._failed is None:  # else the others may be in the middle of the turn
+            ranks.order.release(ranks)
         if ranks is None or ranks.leads:
             with self._changed:
                 self._changed.wait_for(self._has_work, None if ranks is None else BEAT)
+            if ranks is not None:
+                ranks.order.take(ranks)
+            with self._changed:
                 gone = tuple([single.number for single in self._prompts() if single.let_go()])
                 came, self._unsent = tuple(self._unsent), []
                 told = tuple((act.name, act.given) for act in self._acts)

@@ -1,5 +1,6 @@
 """Processes that hold the model of an open batch together: the first takes prompts, and tells the others before every
-turn of the rounds what has happened since the last one, so that all run the same turns.
+turn of the rounds what has happened since the last one, so that all run the same turns. Several batches, of a cascade's
+stages, take turns.
 
 They talk over gloo, in a group of their own. A process that waits there sleeps; the first speaks every BEAT seconds
 where nothing happens, and one that hears nothing for LIMIT raises an error.
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -77,14 +79,84 @@ class News:
         return pickle.dumps(self) if self.came or self.let_go or self.acts or self.fatal is not None else b""
 
 
-class OpenRanks(Ranks):
-    """The processes of one open batch. `leads` is true in the first; `digest` stands for all that the turns so far
-    have made of the prompts, and is the same in all."""
+class TurnOrder:
+    """Order of the turns of open batches that decode in the same processes: one turn at a time, the same in all.
 
-    def __init__(self, whole: dist.ProcessGroup) -> None:
-        super().__init__(_talking(whole), torch.device("cpu"))
+    In the first process the batch that has waited longest takes the next turn; in another the one that the first names.
+    An error of one ends all, since the processes are out of step. With `held` none begins before `begin`.
+    """
+
+    def __init__(self, *, held: bool = False) -> None:
+        self.count = 0
+        """Batches so far, which are numbered as they are opened."""
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._holder: object = self if held else None
+        self._waiting: deque[object] = deque()
+        self._heard: list[int] | None = None
+        """Head of what the first process tells a batch that has not come for it yet."""
+
+    def begin(self) -> None:
+        """All batches are open."""
+        self.release(self)
+
+    def take(self, batch: object) -> None:
+        """Wait until a batch may take a turn, in the first process; at once where it still has one."""
+        with self._changed:
+            if self._holder is not batch:
+                self._waiting.append(batch)
+                self._changed.wait_for(lambda: self.error or (self._holder is None and self._waiting[0] is batch))
+                self._waiting.remove(batch)
+            self._hold(batch)
+
+    def hear(self, batch: object, number: int, receive: Callable[[], list[int]]) -> list[int]:
+        """Wait until the first process names a batch, in another -> the head, the batch's number last. One that still
+        has a turn is given any."""
+        kept = self._holder is batch
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.error or self._holder is batch or self._is_free_for(number))
+                self._hold(batch)
+                head, self._heard = self._heard, None
+            head = receive() if head is None else head
+            if kept or head[-1] == number:
+                return head
+            with self._changed:
+                self._heard = head
+            self.release(batch)
+
+    def release(self, batch: object) -> None:
+        """End a batch's turn, if it has one."""
+        with self._changed:
+            if self._holder is batch:
+                self._holder = None
+                self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End all batches with an error."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def _is_free_for(self, number: int) -> bool:
+        return self._holder is None and (self._heard is None or self._heard[-1] == number)
+
+    def _hold(self, batch: object) -> None:
+        if self.error is not None:
+            raise FastSpecError(f"another stage's batch has ended: {self.error}") from self.error
+        self._holder = batch
+
+
+class OpenRanks(Ranks):
+    """The processes of one open batch, which takes its turns in an order with others. `leads` is true in the first;
+    `digest` stands for all that the turns so far have made of the prompts, and is the same in all."""
+
+    def __init__(self, whole: dist.ProcessGroup, order: TurnOrder | None = None) -> None:
+        super().__init__(_talking(dist.group.WORLD, tuple(dist.get_process_group_ranks(whole))), torch.device("cpu"))
         self.whole, self.rank, self.size = whole, whole.rank(), whole.size()
         self.leads, self.digest = self.rank == 0, 0
+        self.order = TurnOrder() if order is None else order
+        self.number, self.order.count = self.order.count, self.order.count + 1
 
     @property
     def name(self) -> str:
@@ -109,21 +181,37 @@ class OpenRanks(Ranks):
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         return bool(told)
 
+    def refuse_prompts(self) -> None:
+        """Raise Unsupported in another process than the first."""
+        if not self.leads:
+            raise Unsupported(
+                f"submit: this is {self.name}, and the first one takes the prompts: submit them there; here "
+                "close(), or the end of the with block, waits until that closes its batch"
+            )
+
     def tell(self, news: News) -> None:
-        """Tell the others, from the first."""
+        """Tell the others, from the first, in a turn of the batch."""
         told = news.told
         with self._reached():
-            head = torch.tensor([news.flags, len(told), self.digest], device="cpu")
+            head = torch.tensor([news.flags, len(told), self.digest, self.number], device="cpu")
             self._send(head, FAILED if news.failed else LIMIT)
             if told:
                 self._send(torch.frombuffer(bytearray(told), dtype=torch.uint8).cpu(), LIMIT)
 
     def hear(self, failed: bool) -> News:
-        """Wait for what the first process tells; `failed` where the last turn has here. Raises FastSpecError where that
-        ends the batch, or where the turns so far have made something else of the prompts there."""
+        """Wait for what the first process tells, and so for a turn of the batch; `failed` where the last one has here,
+        and is not over. Raises FastSpecError where that ends the batch, or where the turns so far have made something
+        else of the prompts there."""
+
+        def receive() -> list[int]:
+            with self._reached():
+                head = torch.zeros(4, dtype=torch.long, device="cpu")
+                return [int(each) for each in self._send(head, FAILED if failed else LIMIT).tolist()]
+
+        flags, size, digest, number = self.order.hear(self, self.number, receive)
+        if number != self.number:
+            raise FastSpecError(f"a round failed in {self.name} alone")
         with self._reached():
-            head = torch.zeros(3, dtype=torch.long, device="cpu")
-            flags, size, digest = self._send(head, FAILED if failed else LIMIT).tolist()
             body = torch.empty(size, dtype=torch.uint8, device="cpu")
             told = self._send(body, LIMIT).numpy().tobytes() if size else b""
         news = News.of(flags, told)
@@ -159,11 +247,11 @@ class OpenRanks(Ranks):
 
 
 @cache
-def _talking(whole: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same processes over gloo, whatever sums go over; made once, since torch would give the next the same name."""
-    ranks = dist.get_process_group_ranks(whole)
+def _talking(world: object, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Processes of a world over gloo, whatever sums go over; made once, since torch would give the next the same
+    name."""
     try:
-        made = dist.new_group(ranks, timeout=LIMIT, backend="gloo", use_local_synchronization=True)
+        made = dist.new_group(list(ranks), timeout=LIMIT, backend="gloo", use_local_synchronization=True)
     except RuntimeError as error:  # of the store, for which nobody else has come
         raise FastSpecError(
             f"fastspec.continuous: the {len(ranks)} processes that hold the model together did not all call it within "

@@ -34,7 +34,7 @@ from helpers.cascade import trained
 from helpers.generate import NEVER, bigram, seer
 from helpers.grammars import END, SCHEMA, TOKENIZER
 from helpers.open import SECONDS, texts
-from helpers.ranks import Loader, first, given, here, sizes, small_model
+from helpers.ranks import Loader, first, given, here, sizes
 
 GREEDY = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 12}
 DRAWN = {"do_sample": True, "eos_token_id": NEVER, "max_new_tokens": 12, "temperature": 0.8}
@@ -498,11 +498,8 @@ def refused(load: Loader, kind: str) -> list[str]:
     """What is refused of an open batch over processes, and beside one."""
     del kind
     model = load("llama")
-    below = [fastspec.Stage(small_model(), name="small")]
-    cascade = fastspec.Cascade(stages=below, label="large", predictor=trained(("small", "large")), costs=[1.0, 2.0])
-    with fastspec.patched(model, backend=plain(), cascade=cascade):
-        told = [_why(lambda: fastspec.continuous(model, "cascade"))]
-        told += [_why(lambda: fastspec.continuous(model, "nasd", rows=2 + dist.get_rank()))]
+    with fastspec.patched(model, backend=plain()):
+        told = [_why(lambda: fastspec.continuous(model, "nasd", rows=2 + dist.get_rank()))]
         batch = fastspec.continuous(model, "nasd", rows=2, max_length=64)
         told += [_why(lambda: fastspec.continuous(model, "nasd"))]
         told += [_why(lambda: model.generate(**given(5), max_new_tokens=3))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,14 @@ from helpers import ranks, ranks_open
 from helpers.generate import bigram
 from helpers.grammars import terse
 from helpers.models import tiny_model
+from helpers.open import SECONDS
 from helpers.processes import spawn
 from helpers.ranks import SIZE, SMALL, whole, work
 from packaging.version import Version
 from torch import multiprocessing
+
+from fastspec.errors import FastSpecError
+from fastspec.patches.open_ranks import TurnOrder
 
 Made = tuple[Path, list[dict[str, Any]]]
 ALIKE = "mixed", "drafted", "followed", "ended", "clocked", "chat", "changed", "failing", "structured"
@@ -87,15 +93,60 @@ def test_so_are_those_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_refused_by_name(both: Made) -> None:
     _, (mine, other) = both
-    cascade, differ, second, plain, named, undone, first, *rest = mine["refused"]
-    assert "2 processes hold the stage 'large' together" in cascade and "opened batches with different" in differ
+    differ, second, plain, named, undone, first, *rest = mine["refused"]
+    assert "opened batches with different" in differ
     assert all("an open batch decodes in the 2 processes" in each for each in (second, plain, named))
     assert "close that batch first" in undone and first == "nothing" and rest[:2] == ["True"] * 2
     assert "this batch is closed" in rest[2] and rest[3] == "nothing"
-    assert other["refused"][:6] == mine["refused"][:6]
-    submitted, alive, warmed, follows, after, generated = other["refused"][6:]
+    assert other["refused"][:5] == mine["refused"][:5]
+    submitted, alive, warmed, follows, after, generated = other["refused"][5:]
     assert "this is process 1 of the 2 that hold the model together, and the first one takes" in submitted == after
     assert (alive, warmed, follows, generated) == ("False", "0.0", "True", "nothing")
+
+
+def test_batches_take_turns_and_an_error_of_one_ends_all() -> None:
+    """Who waits longest comes first, so that one that always has work leaves another its turns."""
+    order, taken = TurnOrder(held=True), list[str]()
+
+    def work(name: str) -> str:
+        for _ in range(4):
+            order.take(name)
+            order.take(name)  # it has it still
+            taken.append(name)
+            time.sleep(0.02)
+            order.release(name)
+        return "ended"
+
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(work, name) for name in "ab"]
+        time.sleep(0.05)
+        assert not taken  # before the batches are open
+        order.begin()
+        assert [run.result(SECONDS) for run in runs] == ["ended"] * 2
+        assert {"".join(taken[at : at + 2]) for at in range(1, 5)} <= {"ab", "ba"}
+        order.take("a")
+        waits = pool.submit(order.take, "b")
+        order.fail(OSError("planted"))
+        with pytest.raises(FastSpecError, match="another stage's batch has ended: planted"):
+            waits.result(SECONDS)
+        with pytest.raises(FastSpecError, match="planted"):
+            order.take("a")
+
+
+def test_another_process_takes_the_turns_that_the_first_names() -> None:
+    order, heads = TurnOrder(), iter([[1, 0], [2, 1], [3, 1], [4, 0]])
+    taken = list[tuple[int, int]]()
+
+    def work(number: int) -> None:
+        for _ in range(2):
+            head, told = order.hear(number, number, lambda: next(heads))
+            taken.append((head, told))
+            order.release(number)
+
+    with ThreadPoolExecutor(2) as pool:
+        for run in [pool.submit(work, number) for number in (1, 0)]:
+            run.result(SECONDS)
+    assert taken == [(1, 0), (2, 1), (3, 1), (4, 0)]
 
 
 def told_by(folder: Path, run: Any, kind: str) -> list[list[Any]]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from fastspec.patches.hf.compat import device_of, is_shared_out
 from fastspec.patches.hf.parallel import group_of
 
 Value = TypeVar("Value")
+Made = TypeVar("Made")
 BY_TEXT = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 """Criteria that say the same of the same text in every process."""
 
@@ -107,17 +109,37 @@ class Ranks:
     def by_first(self, run: Callable[[], Value]) -> Value:
         """What `run` gives in the first process, which alone calls it; what it raises there is raised in all, or told
         of where it cannot be sent."""
-        told: tuple[Value | None, BaseException | None] = None, None
-        if self.group.rank() == 0:
-            try:
-                told = run(), None
-            except BaseException as error:  # an interruption too: the others wait for this one
-                self.first_value((None, _sendable(error)))
-                raise
-        made, failed = self.first_value(told)
-        if failed is not None:
-            raise failed
-        return made  # type: ignore[return-value]
+        return self.led(lambda joint: run(), lambda: None)
+
+    def led(self, run: Callable[[Callable[..., Made]], Value], together: Callable[..., Made]) -> Value:
+        """What `run(joint)` gives in the first process, as `by_first`; `joint(...)` there calls `together(...)` in all
+        processes, each of which ends with what this raises there."""
+        if self.group.rank() > 0:
+            nothing: tuple[tuple[Any, ...] | None, Any, BaseException | None] = None, None, None
+            while (told := self.first_value(nothing))[0] is not None:
+                together(*told[0])
+            _, value, failed = told
+            if failed is not None:
+                raise failed
+            return cast(Value, value)
+        beside = False
+
+        def joint(*given: Any) -> Made:
+            nonlocal beside
+            self.first_value((given, None, None))
+            beside = True
+            found = together(*given)
+            beside = False
+            return found
+
+        try:
+            value = run(joint)
+        except BaseException as error:  # an interruption too: the others wait for this one
+            if not beside:
+                self.first_value((None, None, _sendable(error)))
+            raise
+        self.first_value((None, value, None))
+        return value
 
     def agreed(self, criteria: Iterable[Any]) -> StoppingCriteriaList:
         """Criteria of which those that may look at a clock, or at anything else beside the text, say what the first
@@ -131,24 +153,24 @@ def ranks_of(model: Any) -> Ranks | None:
     return None if group is None else Ranks(group, device_of(model))
 
 
-_open: set[tuple[int, ...]] = set()
-"""Processes, by their ranks, in which an open batch decodes."""
+_open: Counter[tuple[int, ...]] = Counter()
+"""Open batches that decode in processes, by their ranks."""
 
 
 def opens(whole: dist.ProcessGroup) -> None:
     """An open batch decodes in these processes from here on."""
-    _open.add(_ranks(whole))
+    _open[_ranks(whole)] += 1
 
 
 def closes(whole: dist.ProcessGroup) -> None:
     """It does not any more."""
-    _open.discard(_ranks(whole))
+    _open[_ranks(whole)] -= 1
 
 
 def refuse_beside(whole: dist.ProcessGroup | None, what: str) -> None:
     """Raise Unsupported where an open batch decodes in these processes: its rounds and those of another call would come
     in another order in each process."""
-    if _open and whole is not None and _ranks(whole) in _open:
+    if whole is not None and _open[_ranks(whole)]:
         raise Unsupported(
             f"{what}: an open batch decodes in the {whole.size()} processes that hold the model together, and its "
             "turns and another call would come in another order in each: submit prompts to that batch, or close it "

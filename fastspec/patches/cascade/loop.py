@@ -47,7 +47,7 @@ from fastspec.patches.cascade.stages import (
 )
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.changes import fingerprint
-from fastspec.patches.hf.compat import device_of, position_limit, processes_of
+from fastspec.patches.hf.compat import device_of, position_limit
 from fastspec.patches.hf.limits import dropped_spans
 
 if TYPE_CHECKING:
@@ -135,11 +135,12 @@ class CascadeModels:
 
     def solver(self, config: Cascade, prompt: Sequence[int], ranks: Ranks | None = None) -> Solver:
         """The solver for a configuration; where it has no costs they are the predictor's, if it was made on such a
-        device, else they are measured once, on this prompt, and what the first process measures counts."""
+        device, else they are measured once, on this prompt, by all of the processes of `ranks`, and what the first one
+        measures counts."""
         predictor = self.predictor(config)
         if config.costs is None and None not in self.rates:
             known = predictor.rates if predictor.place.get("device") == device_name(device_of(self.large)) else None
-            rates = known or measure_rates(self.stages, [prompt])
+            rates = known or measure_rates(self.stages, [prompt], ranks=ranks)
             self.rates[None] = rates if ranks is None else ranks.first_value(rates)
         if config.costs is not None:
             zeros = (0.0,) * len(config.costs)
@@ -223,12 +224,6 @@ class AdaptiveCascade:
     def check(self, large: Any, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs; in all of the
         processes that hold the large model together."""
-        cut = next((each for each in self.models.stages if each.loaded and processes_of(each.held) > 1), None)
-        if cut is not None and ranks is None:
-            raise Unsupported(
-                f"{processes_of(cut.held)} processes hold the cascade's stage {cut.label!r} together, and the large "
-                "model is whole: load it over them too"
-            )
         if ranks is not None and self.models.memory is not None:
             raise Unsupported(
                 f"Cascade(memory=...) keeps keys and values of models that one process holds, and {ranks.group.size()} "
@@ -246,30 +241,49 @@ class AdaptiveCascade:
 
     def generate(self, large: Any, session: Any, given: dict[str, Any], ranks: Ranks | None = None) -> Any:
         """Answer every row of a `generate` call with these arguments, by name. Of the processes of `ranks`, which hold
-        the large model together, the first runs the stages that it holds alone, and all go by its answers."""
+        the large model together, the first decides, and runs the stages that are whole; the others run cut ones with
+        it."""
         began = time.perf_counter()
         ids, keep = read_prompts(large, given)
         streamer = given.get("streamer")
-        rows = [
-            CascadeRow(number, row[mask].tolist()) for number, (row, mask) in enumerate(zip(ids, keep, strict=True))
-        ]
+        prompts = [row[mask].tolist() for row, mask in zip(ids, keep, strict=True)]
         limit = new_tokens(large, given, ids.shape[1])
-        pending = rows
-        for index in range(len(self.models.stages)):
-            pending = self._visit(index, pending, given, limit, ranks)
-            if not pending:
-                break
-        answers = [self.answer(row, given) for row in rows]
-        stats = Stats(assistant=self.name, rows=len(rows), emitted=sum(map(len, answers)))
+        run = partial(self._run, given, limit)
+        if ranks is None:
+            answers, told = self._answers(prompts, given, limit, run)
+        else:
+            if self.config.thresholds is None and self.on_answer is None:
+                self.models.solver(self.config, prompts[0], ranks)  # whose rates are measured by all
+            stages = self.models.stages
+            answers, told = ranks.led(
+                lambda joint: self._answers(
+                    prompts, given, limit, lambda index, *more: (joint if stages[index].cut else run)(index, *more)
+                ),
+                run,
+            )
+        stats = Stats(assistant=self.name, rows=len(answers), emitted=sum(map(len, answers)))
         stats.seconds = time.perf_counter() - began
-        stats.explanations = tuple(Explanation(tuple(row.visits)) for row in rows)
+        stats.explanations = told
         session.calls.append(stats)
         if self.config.explain:
             print("\n".join(map(str, stats.explanations)))
         return self._output(ids, answers, large, given, stats, streamer)
 
+    def _answers(
+        self, prompts: list[list[int]], given: dict[str, Any], limit: int, run: Callable[..., Outcome]
+    ) -> tuple[list[list[int]], tuple[Explanation, ...]]:
+        """The answers to prompts in the large model's tokens, and how they were made, where `run(index, prompts,
+        handed)` runs a stage."""
+        pending = rows = [CascadeRow(number, prompt) for number, prompt in enumerate(prompts)]
+        for index in range(len(self.models.stages)):
+            pending = self._visit(index, pending, given, limit, run)
+            if not pending:
+                break
+        told = tuple(Explanation(tuple(row.visits)) for row in rows)
+        return [self.answer(row, given) for row in rows], told
+
     def _visit(
-        self, index: int, rows: list[CascadeRow], given: dict[str, Any], limit: int, ranks: Ranks | None
+        self, index: int, rows: list[CascadeRow], given: dict[str, Any], limit: int, run: Callable[..., Outcome]
     ) -> list[CascadeRow]:
         """Let a stage answer the rows -> those that go on to the next."""
         stage, last = self.models.stages[index], index == len(self.models.stages) - 1
@@ -284,7 +298,7 @@ class AdaptiveCascade:
                 why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
                 row.visits.append(Visit(index, stage.label, why))
         if asked:
-            self._ask(index, asked, given, limit, ranks)
+            self._ask(index, asked, given, limit, run)
         return [] if last else [row for row in rows if not row.done]
 
     def _ask(
@@ -293,15 +307,14 @@ class AdaptiveCascade:
         asked: list[tuple[CascadeRow, list[int], list[int]]],
         given: dict[str, Any],
         limit: int,
-        ranks: Ranks | None,
+        run: Callable[..., Outcome],
     ) -> None:
         """Let a stage answer rows that fit, and judge its answers."""
         stage = self.models.stages[index]
         handed = [answer for _, _, answer in asked]
         began = time.perf_counter()
         prompts = [prompt for _, prompt, _ in asked]
-        run = partial(self._run, index, prompts, handed if any(handed) else None, given, limit)
-        outcome = run() if ranks is None or processes_of(stage.model) > 1 else ranks.by_first(run)
+        outcome = run(index, prompts, handed if any(handed) else None)
         share = 1000 * (time.perf_counter() - began) / len(asked)
         kept = outcome.kept or [0] * len(asked)
         ends = stage.ends(ends_of(stage, given))
@@ -326,7 +339,7 @@ class AdaptiveCascade:
                     times = _times(outcome.stats, len(asked))
                     self.on_answer(StageAnswer(row.number, visit, row.answer, len(prompt), ended, told, *times))
                 else:
-                    visit, row.done = self.judged(visit, row, told, ranks)
+                    visit, row.done = self.judged(visit, row, told)
             row.visits.append(replace(visit, cost=self.models.cost(self.config, visit)))
 
     def handed(self, row: CascadeRow, index: int, given: dict[str, Any]) -> list[int]:
@@ -338,7 +351,7 @@ class AdaptiveCascade:
         return hand_over(row.answer, giver, taker, giver.ends(ends_of(giver, given)), ends[0] if ends else None)
 
     def _run(
-        self, index: int, prompts: list[list[int]], handed: list[list[int]] | None, given: dict[str, Any], limit: int
+        self, given: dict[str, Any], limit: int, index: int, prompts: list[list[int]], handed: list[list[int]] | None
     ) -> Outcome:
         """One stage's `generate` for these prompts, after what was handed over."""
         stage, memory = self.models.stages[index], self.models.memory
@@ -358,7 +371,7 @@ class AdaptiveCascade:
             keep_past(memory, index, out.sequences, kept_cache(out))
         return heard[0]
 
-    def judged(self, visit: Visit, row: CascadeRow, told: Tensor, ranks: Ranks | None = None) -> tuple[Visit, bool]:
+    def judged(self, visit: Visit, row: CascadeRow, told: Tensor) -> tuple[Visit, bool]:
         """Stop or go on, by an answer's features: the visit with the decision and why, and whether it stops."""
         models, config, index = self.models, self.config, visit.stage
         scores = models.predictor(config).score(index, told, config.risk)
@@ -367,7 +380,7 @@ class AdaptiveCascade:
             stop = values[0] >= values[1]
             why = f"its probability {values[0]:.3f} {'reaches' if stop else 'is below'} the threshold {values[1]:g}"
         else:
-            decision = models.solver(config, row.ids, ranks).decide(index, scores, config.price)
+            decision = models.solver(config, row.ids).decide(index, scores, config.price)
             stop, values = decision.stop, (decision.stop_value, decision.go_on_value)
             why = f"stopping is expected to cost {values[0]:.1f} ms, going on {values[1]:.1f} ms"
         why = f"{'answered' if stop else 'went on'}: {why}"

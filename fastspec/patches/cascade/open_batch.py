@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -21,8 +22,9 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.engine.prefix_cache import common_length
 from fastspec.generation.stats import Stats
 from fastspec.generation.verify import drawn_seed
-from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures
+from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
+from fastspec.patches.call.ranks import refuse_beside
 from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow
 from fastspec.patches.cascade.settings import (
     ends_of,
@@ -32,8 +34,10 @@ from fastspec.patches.cascade.settings import (
     setting,
     stage_options,
 )
+from fastspec.patches.cascade.stages import StageModel
 from fastspec.patches.continuous import Continuous, open_batch
-from fastspec.patches.hf.compat import processes_of
+from fastspec.patches.hf.parallel import group_of
+from fastspec.patches.open_ranks import OpenRanks, TurnOrder
 from fastspec.patches.warmup import WARM_LENGTH
 
 TRIAL_PROMPT = 64
@@ -58,15 +62,19 @@ class StageBatch(Continuous):
         options: dict[str, Any],
     ) -> AnswerFuture:
         """The future of the answer to a prompt, which is `submit`'s."""
-        single = self.prompt(prompt, streamer, seed, options)
+        row = torch.tensor([prompt], device="cpu")
+        single = self.prompt(row, streamer, seed, options)
         single.handed, single.measured = handed[: single.limit], measured
-        return self.arrive(single)
+        return self.send(single, row, streamer, True, {"generation_config": None, **_unpadded(row, options)})
 
-    def prompt(self, ids: Sequence[int], streamer: Any, seed: int, options: dict[str, Any]) -> Any:
-        """The prompt of a stage's arguments, prepared."""
-        row = torch.tensor([ids], device="cpu")
-        options = {**options, "attention_mask": torch.ones_like(row)}
+    def prompt(self, row: Tensor, streamer: Any, seed: int, options: dict[str, Any]) -> PreparedPrompt:
+        """The prompt row [1, T] of a stage's arguments, prepared."""
+        options = _unpadded(row, options)
         return self.prepared(row, options.pop("generation_config", None), streamer, seed, options)
+
+
+def _unpadded(row: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "attention_mask": torch.ones_like(row)}
 
 
 class StageRounds(RoundStreamer):
@@ -123,6 +131,9 @@ class ContinuousCascade:
     each stage's sampled ones follow its own distribution. A streamer is given an answer when its stage has been decided
     on: a smaller stage's at once, the last one's token by token. A stage whose rows have no room for a prompt and its
     answer is left out. A sampled answer is a function of the prompt, its settings and its seed.
+
+    Of processes that hold the large model together the first decides, and has the stages that are whole. The others
+    have the batches of cut stages, which take turns, and run them with it, as `fastspec.continuous` says.
     """
 
     def __init__(
@@ -142,41 +153,48 @@ class ContinuousCascade:
                 f"continuous: memory={self.config.memory} of a cascade keeps texts between calls of generate, and the "
                 "rows of an open batch keep theirs by themselves (prefix_caching): leave memory out"
             )
-        cut = next((stage for stage in stages if processes_of(stage.model) > 1), None)
-        if cut is not None:
-            raise Unsupported(
-                f"continuous: {processes_of(cut.model)} processes hold the stage {cut.label!r} together; each stage "
-                "would decode in a thread of its own, whose sums would meet the others': generate takes the "
-                "cascade there, or open a batch of one stage's model alone"
-            )
+        group = group_of(self.model)
+        order = TurnOrder(held=True)
+        ranks = self.ranks = None if group is None else OpenRanks(group, order)
+        """The processes that hold the large model together."""
+        if ranks is not None:
+            refuse_beside(group, "continuous")
+            ranks.check_opened(self.models.names, [stage.cut for stage in stages])
         for stage in stages[:-1]:
-            stage.check_shared(self.model)
+            stage.by_holders(partial(stage.check_shared, self.model), ranks)
         if self.config.thresholds is None:  # rates are measured before prompts come
             size = self.model.config.get_text_config().vocab_size
             trial = torch.randint(size, (TRIAL_PROMPT,), generator=torch.Generator().manual_seed(0), device="cpu")
-            self.models.solver(self.config, trial.tolist())
+            self.models.solver(self.config, trial.tolist(), ranks)
         self.batches: list[StageBatch] = []
         self._changed = threading.Condition()
         self._open: set[CascadeFuture] = set()
         self._closing = False
+
+        def opened(stage: StageModel) -> None:
+            batch = open_batch(
+                StageBatch,
+                stage.model,
+                stage.stage.assistant,
+                rows,
+                max_length=max_length,
+                prefill_chunk=prefill_chunk,
+                narrows=narrows,
+                prefix_caching=prefix_caching,
+                order=order if stage.cut else None,
+            )
+            self.batches.append(batch)
+
         try:
             for stage in stages:
-                self.batches.append(
-                    open_batch(
-                        StageBatch,
-                        stage.model,
-                        stage.stage.assistant,
-                        rows,
-                        max_length=max_length,
-                        prefill_chunk=prefill_chunk,
-                        narrows=narrows,
-                        prefix_caching=prefix_caching,
-                    )
-                )
-        except BaseException:
+                stage.by_holders(partial(opened, stage), ranks)
+        except BaseException as error:
+            order.fail(error)
             for batch in self.batches:
-                batch.close(cancel=True)
+                with suppress(FastSpecError):  # which a batch ends with in another process than the first
+                    batch.close(cancel=ranks is None or ranks.leads)
             raise
+        order.begin()
         self._deciding = ThreadPoolExecutor(1, "fastspec-cascade")
 
     def submit(
@@ -195,6 +213,8 @@ class ContinuousCascade:
         model's rows included, and for a price beside thresholds; ValueError for settings that transformers refuses;
         FastSpecError where the batch is closed.
         """
+        if self.ranks is not None:
+            self.ranks.refuse_prompts()
         ids = ids[None] if ids.dim() == 1 else ids
         given = {"input_ids": ids, "generation_config": generation_config, "streamer": streamer, **options}
         given = {name: value for name, value in given.items() if value is not None}
@@ -215,7 +235,7 @@ class ContinuousCascade:
         )
         # what the large model refuses is told now, and not when it is asked
         large = stage_options(self.models.stages[-1], given, request.limit)
-        self.batches[-1].prompt(request.row.ids, None, request.seed, large)
+        self.batches[-1].prompt(torch.tensor([request.row.ids], device="cpu"), None, request.seed, large)
         with self._changed:
             if self._closing:
                 raise FastSpecError("this batch is closed: fastspec.continuous(model, ...) opens another")
@@ -392,9 +412,9 @@ class ContinuousCascade:
     @property
     def loads(self) -> dict[str, tuple[int, int]]:
         """Stage -> (rows that hold a prompt, prompts that wait for a row)."""
-        return {
-            name: (batch.running, batch.waiting) for name, batch in zip(self.models.names, self.batches, strict=True)
-        }
+        whole = self.ranks is None or self.ranks.leads
+        names = [stage.label for stage in self.models.stages if whole or stage.cut]
+        return {name: (batch.running, batch.waiting) for name, batch in zip(names, self.batches, strict=True)}
 
     @property
     def alive(self) -> bool:
@@ -403,7 +423,8 @@ class ContinuousCascade:
 
     def close(self, *, cancel: bool = False) -> None:
         """Take no more prompts, and return when all answers are there; with `cancel` those that are not are
-        cancelled."""
+        cancelled. Of processes that hold the large model together the first one closes the batch, as `Continuous` says.
+        """
         with self._changed:
             self._closing = True
             left = list(self._open)
@@ -411,9 +432,10 @@ class ContinuousCascade:
             future.cancel()
         with self._changed:
             self._changed.wait_for(lambda: not self._open)
-        for batch in self.batches:
-            batch.close(cancel=cancel)
-        self._deciding.shutdown(wait=True)
+        with ExitStack() as ends:  # each is closed, whatever another ends with
+            ends.callback(self._deciding.shutdown)
+            for batch in reversed(self.batches):
+                ends.callback(batch.close, cancel=cancel)
 
     def __enter__(self) -> ContinuousCascade:
         return self

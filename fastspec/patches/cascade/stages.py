@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fastspec.distribution import install_command
 from fastspec.errors import Unsupported, accepted
 from fastspec.generation.drafters.retokenized import decoded, encoded
 from fastspec.generation.engine.call import Outcome
-from fastspec.models import load_model, source_of, token_table
+from fastspec.models import cut_over, load_model, source_of, token_table
 from fastspec.patches.assistants.registry import NAMES, Continued
 from fastspec.patches.assistants.speculative import PADDING, vocabulary
 from fastspec.patches.hf.changes import check_present
@@ -30,6 +30,7 @@ from fastspec.patches.hf.compat import (
     kept_by,
     layer_shapes,
     position_limit,
+    processes_of,
     read_cache,
     rope_bound,
 )
@@ -38,6 +39,9 @@ from fastspec.patches.session import session_of
 
 if TYPE_CHECKING:
     from fastspec.cascade.memory import CacheManager
+    from fastspec.patches.call.ranks import Ranks
+
+Value = TypeVar("Value")
 
 
 def check_kept(model: Any) -> None:
@@ -146,9 +150,11 @@ TRIAL = 24
 
 class StageModel:
     """One model of a cascade, ready to generate. `tokenizer` is None where the stage shares the large model's tokens. A
-    model that the user has patched is used as it is; one that is loaded here goes to `device`, the large model's."""
+    model that the user has patched is used as it is; one that is loaded here goes to `device`, the large model's, or is
+    cut over the `processes` that hold that."""
 
-    def __init__(self, stage: Stage, large_tokenizer: Any, device: str, patching: Patching) -> None:
+    def __init__(self, stage: Stage, large_tokenizer: Any, device: str, patching: Patching, processes: int = 1) -> None:
+        stage.check_processes(processes)
         self.stage, self.label, self.device, self.patching = stage, stage.label, device, patching
         self._own, self._large = stage.tokenizer, large_tokenizer
         self._check_tokenizers()
@@ -163,6 +169,23 @@ class StageModel:
         self.patched = False
         if not isinstance(stage.model, (str, Path)):
             self._take(stage.model)
+            self._check_cut(processes)
+        elif stage.is_cut:  # now, when all processes are here: later the first alone may reach it
+            self._load()
+
+    def _check_cut(self, processes: int) -> None:
+        """Raise Unsupported for a loaded model that is not cut as it should be."""
+        size, wanted = processes_of(self.held), self.stage.tensor_parallel
+        if wanted not in (None, size):
+            raise Unsupported(
+                f"the cascade's stage {self.label!r} has tensor_parallel={wanted}, and its model was loaded over "
+                f"{size}: load it so, leave tensor_parallel out, or name the model's path"
+            )
+        if size not in (1, processes):
+            raise Unsupported(
+                f"{size} processes hold the cascade's stage {self.label!r} together, and the large model is held by "
+                f"{processes}: load both over the same ones"
+            )
 
     def _check_tokenizers(self) -> None:
         if self._own is not None and self._large is None:
@@ -187,6 +210,16 @@ class StageModel:
         return self.held is not None
 
     @property
+    def cut(self) -> bool:
+        """True where several processes hold the model together."""
+        return self.loaded and processes_of(self.held) > 1
+
+    def by_holders(self, run: Callable[[], Value], ranks: Ranks | None) -> Value:
+        """What `run` gives in the processes that hold the model: all of `ranks` for a cut one, of a whole one the
+        first, whose result all take."""
+        return run() if ranks is None or self.cut else ranks.by_first(run)
+
+    @property
     def model(self) -> Any:
         """The model, loaded and patched if it is not yet."""
         with self.lock:
@@ -197,7 +230,7 @@ class StageModel:
 
     def _load(self) -> None:
         stage = self.stage
-        options: dict[str, Any] = {}
+        options = cut_over(stage.tensor_parallel or 1)
         if stage.device_map is not None:
             options["device_map"] = stage.device_map
         dtype = None if stage.dtype == "auto" else getattr(torch, stage.dtype)
@@ -327,7 +360,7 @@ def quantization(kind: str, dtype: torch.dtype | None) -> Any:
 
 def stage_models(config: Cascade, large: Any, patching: Patching) -> list[StageModel]:
     """The stages of a cascade, the large model last."""
-    common = config.tokenizer, str(device_of(large)), patching
+    common = config.tokenizer, str(device_of(large)), patching, processes_of(large)
     below = [StageModel(stage, *common) for stage in config.stages]
     for stage in below:
         if stage.held is large:
@@ -337,14 +370,24 @@ def stage_models(config: Cascade, large: Any, patching: Patching) -> list[StageM
     return [*below, StageModel(Stage(large, name=config.label, assistant=config.assistant), *common)]
 
 
-def measure_rates(stages: Sequence[StageModel], prompts: Sequence[Sequence[int]], new: int = TRIAL) -> Rates:
+def measure_rates(
+    stages: Sequence[StageModel],
+    prompts: Sequence[Sequence[int]],
+    new: int = TRIAL,
+    *,
+    ranks: Ranks | None = None,
+) -> Rates:
     """Every stage's milliseconds per generated token, per verified token and per start, on this machine: means over the
-    large model's `prompts`, `new` tokens after each, of the better of two runs after a first one."""
-    columns = []
-    for stage in stages:
+    large model's `prompts`, `new` tokens after each, of the better of two runs after a first one. All of the processes
+    of `ranks`, which hold the large model together, call it."""
+
+    def measured(stage: StageModel) -> list[float]:
         judged = stage is not stages[-1]  # the last answer is not measured token by token
         found = torch.tensor([_rates_after(stage, prompt, new, judged) for prompt in prompts], device="cpu").mean(0)
-        columns.append(found.tolist())
+        means: list[float] = found.tolist()
+        return means
+
+    columns = [stage.by_holders(partial(measured, stage), ranks) for stage in stages]
     token, verify, start = zip(*columns, strict=True)
     return Rates(token, (0.0, *verify[1:]), start)
 

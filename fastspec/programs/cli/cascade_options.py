@@ -23,6 +23,10 @@ Stages = Annotated[
     list[str] | None, Option(help="NAME=MODEL of a cascade's smaller stage, the cheapest first; in place of a file.")
 ]
 StageHeads = Annotated[list[str] | None, Option("--head", help=f"{HEADS} NAME=HEAD: the head of a --stage.")]
+StageProcesses = Annotated[
+    list[str] | None,
+    Option(help="NAME=N: over how many processes of torchrun a --stage is cut, 1 or all; 1 without it."),
+]
 PredictorFile = Annotated[
     Path | None, Option(help="With --stage: what `fastspec cascade train` wrote, for stages of these names.")
 ]
@@ -52,18 +56,27 @@ def cascade_of(
     predictor: Path | None,
     price: float | None,
     backend: BackendName,
+    cut: Sequence[str] | None = None,
 ) -> Cascade | None:
     """The cascade of a command's options, None where they name none. Raises Unsupported for options that do not go
     together, and a predictor that cannot be read or is for other stages."""
-    if path is not None and (stages or predictor is not None):
+    if path is not None and (stages or cut or predictor is not None):
         raise Unsupported(
-            "--cascade FILE names the stages, their heads and their predictor: leave out --stage and --predictor"
+            "--cascade FILE names the stages, their heads and their predictor: leave out --stage, "
+            "--stage-tensor-parallel and --predictor"
         )
     if path is None and not stages:
-        if predictor is not None or price is not None:
-            raise Unsupported("--predictor and --price are of a cascade: give --cascade FILE or --stage NAME=MODEL")
+        if predictor is not None or price is not None or cut:
+            raise Unsupported(
+                "--predictor, --price and --stage-tensor-parallel are of a cascade: give --cascade FILE or --stage "
+                "NAME=MODEL"
+            )
         return None
-    config = Cascade.from_yaml(path) if path is not None else _of_stages(model, stages or [], heads, predictor, backend)
+    config = (
+        Cascade.from_yaml(path)
+        if path is not None
+        else _of_stages(model, stages or [], heads, predictor, backend, cut or ())
+    )
     if config.mode != "adaptive":
         if price is not None:
             raise Unsupported(f"--price is of the mode 'adaptive': mode={config.mode!r} goes on from no answer")
@@ -76,9 +89,15 @@ def cascade_of(
 
 
 def _of_stages(
-    model: str, stages: list[str], heads: list[str], predictor: Path | None, backend: BackendName
+    model: str,
+    stages: list[str],
+    heads: list[str],
+    predictor: Path | None,
+    backend: BackendName,
+    cut: Sequence[str],
 ) -> Cascade:
-    """The cascade of --stage, --head and --predictor; its last stage's name is the predictor's."""
+    """The cascade of --stage, --head, --stage-tensor-parallel and --predictor; its last stage's name is the
+    predictor's."""
     from fastspec.cascade.predictor import Predictor
 
     if predictor is None:
@@ -86,13 +105,26 @@ def _of_stages(
     label = Predictor.load(predictor).stages[-1]
     models, _, drafts = check_names(stages, f"{label}={model}", heads)
     check_heads(models, drafts)
+    processes = dict(_processes(text, [name for name, _ in models]) for text in cut)
     below = [
         Stage(
             source,
             name=name,
             assistant="eagle3" if name in drafts else "nasd",
             resources={"backend": backend} | ({"eagle3": drafts[name]} if name in drafts else {}),
+            tensor_parallel=processes.get(name),
         )
         for name, source in models
     ]
     return Cascade(stages=below, label=label, predictor=str(predictor))
+
+
+def _processes(text: str, names: Sequence[str]) -> tuple[str, int]:
+    """(name, number of processes) of --stage-tensor-parallel NAME=N."""
+    name, _, count = text.partition("=")
+    if name not in names or not count.isdecimal():
+        raise Unsupported(
+            f"--stage-tensor-parallel {text!r} must be NAME=N, the name of a --stage ({', '.join(names)}) and a number "
+            "of processes"
+        )
+    return name, int(count)

@@ -23,6 +23,7 @@ from fastspec.programs.cli.cascade_options import (
     PredictorFile,
     Price,
     StageHeads,
+    StageProcesses,
     Stages,
     cascade_of,
     split_heads,
@@ -111,14 +112,11 @@ def model_of(
 
 
 def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> None:
-    """Raise Unsupported for options that a model cut over several processes does not take."""
+    """Raise Unsupported for options that a model held by so many processes does not take."""
     if processes > 1 and device is not None:
         raise Unsupported(f"--device {device}: each of {processes} processes takes the GPU of its rank: leave it out")
-    if processes > 1 and cascade is not None:
-        raise Unsupported(
-            f"a cascade over {processes} processes: each stage of an open batch decodes by itself, and the processes "
-            "could not keep in step: run it in one, or serve the large model alone"
-        )
+    for stage in () if cascade is None else cascade.stages:
+        stage.check_processes(processes)
 
 
 def generate(
@@ -130,6 +128,7 @@ def generate(
     assistant: AssistantOption = None,
     cascade: CascadeFile = None,
     stage: Stages = None,
+    stage_tensor_parallel: StageProcesses = None,
     predictor: PredictorFile = None,
     price: Price = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at a time.")] = 8,
@@ -161,7 +160,7 @@ def generate(
     share = (0, 1) if tensor_parallel else share
     source = model_name(model, model_option, SMOLLM2)
     own, of_stages = split_heads(head or (), stage or ())
-    config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend)
+    config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend, stage_tensor_parallel)
     settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
     if tensor_parallel and processes == 1:
         raise Unsupported("--tensor-parallel is for several processes: start the command under torchrun")
@@ -171,7 +170,7 @@ def generate(
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
     target, tokenizer = model_of(source, chosen, device, backend, config, stored, head_bits, processes)
     if rank > 0:
-        follow_file(target, chosen.assistant, rows, max_length)
+        follow_file(target, chosen.assistant if config is None else config.name, rows, max_length)
         return
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=share[0] > 0) as bar:
@@ -248,6 +247,7 @@ def serve(
     assistant: AssistantOption = None,
     cascade: CascadeFile = None,
     stage: Stages = None,
+    stage_tensor_parallel: StageProcesses = None,
     predictor: PredictorFile = None,
     price: Price = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL by default.")] = None,
@@ -298,7 +298,7 @@ def serve(
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
     source = model_name(model, model_option, SMOLLM2)
     own, of_stages = split_heads(head or (), stage or ())
-    config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend)
+    config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend, stage_tensor_parallel)
     rank, processes = share_of_process()
     refuse_cut(device, config, processes)
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
