@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastspec.programs.serving.answers import Content, End, Event, Logprobs, NamedRound, Reasoning, ToolCall, merged
 from fastspec.programs.serving.fields import ACCEPTED, ANY, STOP, Check
 from fastspec.programs.serving.forms import Form, JsonObject
 from fastspec.programs.serving.middleware import message_error
-from fastspec.programs.serving.requests import AnswerRequest, Body, Refused, Route
+from fastspec.programs.serving.requests import Body, Refused, Route
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
@@ -153,16 +154,14 @@ def _block_text(block: Body, place: str) -> str:
     return text
 
 
+@dataclass
 class MessageForm(Form):
     """Form of `/v1/messages`: blocks, each opened, written and closed by events with its own index."""
 
     done = False
-
-    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
-        super().__init__(asked, model, prompt_tokens)
-        self.content: list[JsonObject] = []
-        self.inside: type[Event] | None = None
-        """Kind of the text that the last block is still given."""
+    content: list[JsonObject] = field(default_factory=list)
+    inside: type[Event] | None = None
+    """Kind of the text that the last block is still given."""
 
     def message(self, **more: Any) -> JsonObject:
         """The message so far."""

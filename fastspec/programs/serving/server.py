@@ -8,7 +8,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from fastspec.cascade.decisions import Visit
@@ -27,7 +28,7 @@ from fastspec.programs.serving.answers import (
     ToolCall,
     merged,
 )
-from fastspec.programs.serving.batch import BatchPrompt, PutRound, Sent, Served
+from fastspec.programs.serving.batch import BatchPrompt, Sent, Served
 from fastspec.programs.serving.cascade import is_cut, refuse_fields, told_of
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
@@ -75,38 +76,38 @@ class ReadPrompt:
     ids: list[int]
 
 
+@dataclass
 class Row:
     """Answer that a batch decodes: its tokens are measured, and its events posted to `queue` with its number."""
 
-    def __init__(
-        self,
-        answers: ServedAnswers,
-        index: int,
-        prompt_tokens: int,
-        reason: FinishReason,
-        reader: AnswerReader,
-        echo: list[Event],
-        rounds: RoundNames | None = None,
-    ) -> None:
-        self.answers, self.index, self.prompt_tokens, self.reason = answers, index, prompt_tokens, reason
-        self.reader, self.echo = reader, echo
-        self.asked, self.metrics, self.rounds = answers.asked, answers.metrics, rounds
-        self.named: list[Event] = []
-        """Rounds of an answer that is not streamed."""
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.accepted = self.drafted = self.cached = 0
-        self.visits: list[Visit] = []
-        self.called = False
-        self.first: float | None = None
+    answers: ServedAnswers
+    index: int
+    prompt_tokens: int
+    reason: FinishReason
+    reader: AnswerReader
+    echo: list[Event]
+    rounds: RoundNames | None = None
+    named: list[Event] = field(default_factory=list)
+    """Rounds of an answer that is not streamed."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    accepted: int = 0
+    drafted: int = 0
+    cached: int = 0
+    visits: list[Visit] = field(default_factory=list)
+    called: bool = False
+    first: float | None = None
+
+    def __post_init__(self) -> None:
+        self.asked, self.metrics = self.answers.asked, self.answers.metrics
         if self.asked.stream:
-            self._post(echo)
+            self._post(self.echo)
 
     def put_round(self, round: StreamedRound | Visit) -> None:
         """Take a round, or a stage's part in the answer."""
         if isinstance(round, Visit):
             self.visits.append(round)
-            self.metrics.stages.add(round)
+            self.metrics.add_visit(round)
             return
         tokens = round.tokens
         self.tokens += tokens
@@ -170,16 +171,16 @@ class Row:
         self._post([End(reason, *counts, self.reader.cut.found, self.cached, *times)])
 
 
-Item = tuple[int, "list[Event] | BaseException"]
-
-
+@dataclass
 class ServedAnswers:
     """Answers to one request, whose prompts have so many tokens; their events come to one queue."""
 
-    def __init__(self, asked: AnswerRequest, prompt_tokens: int, metrics: Metrics, mail: Mail) -> None:
-        self.asked, self.prompt_tokens, self.metrics, self.mail = asked, prompt_tokens, metrics, mail
-        self.queue: asyncio.Queue[Item] = asyncio.Queue()
-        self.sent: list[Sent] = []
+    asked: AnswerRequest
+    prompt_tokens: int
+    metrics: Metrics
+    mail: Mail
+    queue: asyncio.Queue[tuple[int, list[Event] | BaseException]] = field(default_factory=asyncio.Queue)
+    sent: list[Sent] = field(default_factory=list)
 
     def post(self, index: int, item: list[Event] | BaseException, urgent: bool = False) -> None:
         """Hand on the events of one answer, or its error."""
@@ -276,17 +277,13 @@ class Server:
         if not asked.echo or asked.logprobs is None:
             return found
 
-        def put_round(place: int) -> PutRound:
-            def put(round: StreamedRound | Visit) -> None:
-                assert isinstance(round, StreamedRound)
-                found[place].extend(round.logprobs or ())
-
-            return put
+        def put(found: list[TokenLogprob], round: StreamedRound | Visit) -> None:
+            assert isinstance(round, StreamedRound)
+            found.extend(round.logprobs or ())
 
         self._begin()
-        scored = [
-            self.batch.score(prompt.ids, asked.logprobs, put_round(place)) for place, prompt in enumerate(prompts)
-        ]
+        texts = zip(prompts, found, strict=True)
+        scored = [self.batch.score(prompt.ids, asked.logprobs, partial(put, each)) for prompt, each in texts]
         answers.sent += scored
         for sent in scored:
             await self._is_taken(sent)
@@ -418,12 +415,9 @@ class Server:
         except asyncio.CancelledError:
             sent.answer.cancel()
             raise
-        except (Unsupported, ValueError) as error:
+        except (FastSpecError, ValueError) as error:
             self.metrics.requests.labels("refused").inc()
-            raise Refused(str(error)) from error
-        except FastSpecError as error:
-            self.metrics.requests.labels("refused").inc()
-            raise Refused(str(error), 503) from error
+            raise Refused(str(error), 400 if isinstance(error, (Unsupported, ValueError)) else 503) from error
 
     @property
     def _open(self) -> int:
