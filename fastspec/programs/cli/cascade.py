@@ -15,7 +15,7 @@ from typer import Option
 from fastspec.config import AssistantName, BackendName
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
-from fastspec.files import parse_yaml
+from fastspec.files import read_yaml
 from fastspec.programs.cli.options import Backend, Device, Dtype, NamingCommand
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
@@ -70,10 +70,7 @@ def _from_yaml(ctx: typer.Context, path: Path | None) -> Path | None:
     keys that are no options."""
     if path is None:
         return None
-    try:
-        read = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Unsupported(f"{path} cannot be read as YAML: {error}") from error
+    read = read_yaml(path)
     options = {parameter.name: parameter for parameter in ctx.command.params if parameter.name != "config"}
     given = {str(key).replace("-", "_"): value for key, value in read.items()} if isinstance(read, dict) else {}
     unknown = [key for key in given if key not in options]

@@ -154,16 +154,12 @@ def settings_of(text: str, size: int) -> Body:
         if name not in SETTINGS and name not in HARMLESS and value and value != NEUTRAL.get(name):
             raise Refused(f"{name} of generation_config is not heeded: it must be left out")
         if name in SETTINGS and value is not None:
-            _check_setting(name, value, size)
+            accepts, said = SETTINGS[name]
+            if not accepts(value):
+                raise Refused(f"{name} of generation_config must be {said}, not {str(value)[:80]!r}")
+            if name in OF_TOKENS:
+                check_tokens(f"{name} of generation_config", tokens_of(name, value), size)
     return {name: value for name, value in found.items() if name in SETTINGS}
-
-
-def _check_setting(name: str, value: Any, size: int) -> None:
-    accepts, said = SETTINGS[name]
-    if not accepts(value):
-        raise Refused(f"{name} of generation_config must be {said}, not {str(value)[:80]!r}")
-    if name in OF_TOKENS:
-        check_tokens(f"{name} of generation_config", tokens_of(name, value), size)
 
 
 def check_tokens(said: str, tokens: Iterable[int], size: int) -> None:
@@ -175,14 +171,14 @@ def check_tokens(said: str, tokens: Iterable[int], size: int) -> None:
 def config_of(body: Body, settings: Body | None, model: Any) -> GenerationConfig:
     """The settings of a checked request, where it says nothing those of the model; `settings` are those of its
     generation_config."""
-    if settings is not None:
+    if settings is None:
+        config = copy.deepcopy(model.generation_config)
+        config.max_new_tokens = max(NEW_TOKENS, config.max_new_tokens or 0)
+    else:
         try:
             config = GenerationConfig(**settings)
         except (ValueError, TypeError) as error:
             raise Refused(f"generation_config: {error}") from error
-    else:
-        config = copy.deepcopy(model.generation_config)
-        config.max_new_tokens = max(NEW_TOKENS, config.max_new_tokens or 0)
     for name in LENGTHS:
         config.max_new_tokens = body.get(name, config.max_new_tokens)
     if "temperature" in body:
@@ -225,11 +221,11 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         structure = structure_of(body, tools)
     except Unsupported as error:
         raise Refused(str(error)) from error
-    if structure is not None and "eos_token_id" in (settings or {}):
-        raise Refused(
-            "eos_token_id of generation_config cannot be combined with a structure: it ends with the model's own"
-        )
     if structure is not None:
+        if "eos_token_id" in (settings or {}):
+            raise Refused(
+                "eos_token_id of generation_config cannot be combined with a structure: it ends with the model's own"
+            )
         config.structure = structure.grammar  # `submit` makes a `fastspec.Grammar` of it, where the rounds are
     try:
         messages = [] if route is COMPLETION else as_messages(_conversation(body))
@@ -325,10 +321,9 @@ def _nested(tool: Body) -> Body:
 
 def _conversation(body: Body) -> list[Body]:
     """The messages of a chat, or those that the input of `/v1/responses` comes to."""
+    given: Any = body.get("messages", body.get("input"))
     if "messages" in body:
-        found: list[Body] = body["messages"]
-        return found
-    given = body["input"]
+        return list(given)
     if isinstance(given, str) or all(item.get("type") in TEXT_PARTS for item in given):
         messages = [{"role": "user", "content": given}]
     else:
