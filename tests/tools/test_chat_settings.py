@@ -20,9 +20,8 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.nasd import NasdDecoding
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.loop import converse, respond
-from fastspec.programs.chat.own import read_own
 from fastspec.programs.chat.session import Chat, read_saved
-from fastspec.programs.chat.settings import Settings, new_storage
+from fastspec.programs.chat.settings import Settings, new_storage, read_own
 from fastspec.programs.chat.view import AnswerStreamer
 from fastspec.programs.compare import BASELINE as PLAIN
 

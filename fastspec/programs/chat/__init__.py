@@ -1,7 +1,7 @@
 """`fastspec chat`: a conversation in the terminal in which strategies answer, and are compared; docs/guide/chat.md
 shows it.
 
-`session.Chat` holds the model and the conversation, `resources` reads what the model is patched with, `commands` is the
+`session.Chat` holds the model and the conversation, `settings` reads what the model is patched with, `commands` is the
 table of commands, `view` what is shown, `loop` runs lines through them, and `terminal` reads the lines.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
-from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings
+from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings, read_own
 from fastspec.programs.heads import fitting_heads
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def run_chat(
     or standard input where that is no terminal. Goes on from a `saved` chat, with what the Python file `own` adds;
     returns the chat as it ended."""
     from fastspec.programs.chat.loop import converse
-    from fastspec.programs.chat.own import read_own
     from fastspec.programs.chat.session import Chat
 
     with console.status("Importing torch and transformers"):  # what comes after it shows its own progress

@@ -142,15 +142,6 @@ def _fields(name: str, argument: str, what: str, choices: Choices = ("default",)
         return f"{name} = {text}"
 
 
-def _count(name: str, setting: str, what: str) -> None:
-    """A command that sets a whole number of the chat's own settings."""
-
-    @command(f"{name} N", what, _shown(setting))
-    def run(chat: Chat, text: str) -> str:
-        chat.settings = chat.settings.replace(**{setting: _number(name, setting, text)})
-        return f"{setting} = {getattr(chat.settings, setting)}"
-
-
 def _switch(name: str, what: str, value: Value | None = None, after: Callable[[Chat], None] | None = None) -> None:
     """A command that switches a setting, or the field that `COMMAND_FIELDS` has for it."""
     (setting,) = COMMAND_FIELDS.get(name, (name,))
@@ -217,7 +208,10 @@ def _assistant(chat: Chat, text: str) -> str:
     return f"assistants: {', '.join(names)}"
 
 
-_count("length", "max_new_tokens", "new tokens per answer, at most")
+@command("length N", "new tokens per answer, at most", _shown("max_new_tokens"))
+def _length(chat: Chat, text: str) -> str:
+    chat.settings = chat.settings.replace(max_new_tokens=_number("length", "max_new_tokens", text))
+    return f"max_new_tokens = {chat.settings.max_new_tokens}"
 
 
 def _processor_text(chat: Chat) -> str:
@@ -265,10 +259,14 @@ def _seed(chat: Chat, text: str) -> str:
     return f"seed {text}" + ("" if value is None else ": set before every answer")
 
 
+def _beams_value(chat: Chat) -> str:
+    return f"{chat.settings.beams}, length penalty {chat.settings.length_penalty:g}"
+
+
 @command(
     "beams N [LENGTH_PENALTY]",
     "a further answer by transformers' beam search, without an assistant; 1: none",
-    lambda chat: _beams_value(chat),
+    _beams_value,
 )
 def _beams(chat: Chat, text: str, penalty: str | None = None) -> str:
     changes: dict[str, Any] = {"beams": _number("beams", "beams", text)}
@@ -276,10 +274,6 @@ def _beams(chat: Chat, text: str, penalty: str | None = None) -> str:
         changes["length_penalty"] = _number("beams", "length_penalty", penalty, float)
     chat.settings = chat.settings.replace(**changes)
     return f"beams = {_beams_value(chat)}"
-
-
-def _beams_value(chat: Chat) -> str:
-    return f"{chat.settings.beams}, length penalty {chat.settings.length_penalty:g}"
 
 
 @command(
@@ -333,12 +327,11 @@ def _storage(chat: Chat, name: str, kept: str | None = None) -> str:
 def _early_exit(chat: Chat, text: str) -> str:
     value = None if text == "off" else _number("early_exit", "the number of layers", text)
     changes = {"speculative.early_exit": value}
-    if value is None:
-        chat.change(changes)
-        return f"early_exit {text}"
-    chat.check("speculative", chat.settings.with_fields(changes))  # the target may have fewer layers
+    if value is not None:  # the target may have fewer layers
+        chat.check("speculative", chat.settings.with_fields(changes))
     chat.change(changes)
-    return f"early_exit {text}: speculative drafts with the target's first {value} layers"
+    told = "" if value is None else f": speculative drafts with the target's first {value} layers"
+    return f"early_exit {text}{told}"
 
 
 def _tree_value(chat: Chat) -> str:

@@ -27,6 +27,9 @@ from fastspec.programs.cli.options import (
     stdout_kept,
 )
 
+WITH_LOAD = "load", "prompt", "own", "debug", "device", "backend", "as_json"
+"""Parameters of `chat` that may be given with a chat that was saved; it has the others."""
+
 
 def demo(
     model: Model = None,
@@ -104,18 +107,7 @@ def chat(
             backend=backend,
         )
     else:
-        names = (
-            "model",
-            "model_option",
-            "head",
-            "draft_model",
-            "resource",
-            "assistant",
-            "max_new_tokens",
-            "temperature",
-            "gamma",
-            "seed",
-        )
+        names = [each.name for each in context.command.params if each.name and each.name not in WITH_LOAD]
         sources = {
             f"--{name.removesuffix('_option').replace('_', '-')}": context.get_parameter_source(name) for name in names
         }
