@@ -15,7 +15,7 @@ from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported, accepted
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
-from fastspec.programs.cascades import with_tokenizer
+from fastspec.programs.heads import with_tokenizer
 
 # processor -> the settings that it reads, in the order of its arguments
 PROCESSORS: dict[str, tuple[str, ...]] = {

@@ -17,8 +17,8 @@ from fastspec.cascade.decisions import Explanation
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
-from fastspec.programs.marks import ACCEPTED, BONUS, OWN, RECOVERED, own_mark
 from fastspec.programs.terminal import table
+from fastspec.programs.texts import ACCEPTED, BONUS, OWN, RECOVERED, own_mark
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -110,7 +110,7 @@ def patched_model(
     import fastspec
     from fastspec.devices import use_device
     from fastspec.models import cut_over, load_config, load_draft, load_model
-    from fastspec.programs.cascades import with_tokenizer
+    from fastspec.programs.heads import with_tokenizer
 
     on = use_device(device)
     if draft_model:

@@ -13,8 +13,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound
-from fastspec.programs.marks import ACCEPTED, OWN, own_mark
 from fastspec.programs.serving.requests import parse
+from fastspec.programs.texts import ACCEPTED, OWN, own_mark
 
 BEGUN = "\ufffd"
 """Stands in a decoded text for bytes that are no character, or not yet."""
@@ -75,7 +75,7 @@ class NamedTree:
 
 @dataclass(frozen=True, slots=True)
 class NamedRound:
-    """Round of an answer: its tokens, the text and the mark of each (`fastspec.programs.marks`), how many drafts it had
+    """Round of an answer: its tokens, the text and the mark of each (`fastspec.programs.texts`), how many drafts it had
     and, where it had some, their tree. The texts of all rounds are together the text of the answer's tokens, but for
     a character that its last token begins."""
 
