@@ -30,7 +30,7 @@ from fastspec.errors import Unsupported
 from fastspec.patches.continuous import PromptBatch
 from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served
-from fastspec.programs.serving.fields import TOKENS, TRUTH, Check
+from fastspec.programs.serving.fields import IS_TEXT, TOKENS, TRUTH, Check
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
 from fastspec.programs.serving.messages import COUNTED, MESSAGE, MessageForm
 from fastspec.programs.serving.middleware import PAGE, RequestMiddleware, error_on
@@ -70,10 +70,9 @@ PAGE_HEADERS = {
 HEADER = 1 << 16
 """Bytes of a request's line and headers at most."""
 log = logging.getLogger("fastspec.serve")
-TEXT: Check = (lambda value: isinstance(value, str), "a text")
 FLAGS: dict[str, Check] = dict.fromkeys(("add_special_tokens", "add_generation_prompt", "return_token_strs"), TRUTH)
 OF_TEMPLATES = "messages", "tools", "chat_template_kwargs"
-TOKENIZE = Route((), frozenset((*FLAGS, *OF_TEMPLATES, "model", "prompt")), {**FLAGS, "prompt": TEXT})
+TOKENIZE = Route((), frozenset((*FLAGS, *OF_TEMPLATES, "model", "prompt")), {**FLAGS, "prompt": (IS_TEXT, "a text")})
 DETOKENIZE = Route(("tokens",), frozenset(("model", "tokens")), {"tokens": TOKENS})
 
 

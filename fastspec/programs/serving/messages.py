@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastspec.programs.serving.answers import Content, End, Event, Logprobs, NamedRound, Reasoning, ToolCall, merged
-from fastspec.programs.serving.fields import ACCEPTED, ANY, STOP, Check
+from fastspec.programs.serving.fields import ACCEPTED, ANY, IS_OBJECT, IS_TEXT, STOP, Check, list_of, object_of, one_of
 from fastspec.programs.serving.forms import Form, JsonObject
 from fastspec.programs.serving.middleware import message_error
 from fastspec.programs.serving.requests import Body, Refused, Route
@@ -18,33 +18,22 @@ CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def _is_text_or_blocks(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, dict) for each in value))
+    return isinstance(value, str) or list_of(IS_OBJECT)(value)
 
 
-def _are_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(each, dict)
-        and each.get("type") in (None, "custom")
-        and isinstance(each.get("name"), str)
-        and isinstance(each.get("input_schema"), dict)
-        for each in value
-    )
-
-
-def _is_choice(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in (*CHOICES, "tool")
-
-
-def _is_thinking(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in ("disabled", "adaptive")
+def _is_tool(value: Any) -> bool:
+    return object_of({"name": IS_TEXT, "input_schema": IS_OBJECT})(value) and value.get("type") in (None, "custom")
 
 
 FIELDS: dict[str, Check] = {
     "system": (_is_text_or_blocks, "a text, or a list of blocks of type text"),
     "stop_sequences": STOP,
-    "tools": (_are_tools, "a list of tools, each with a name and an input_schema"),
-    "tool_choice": (_is_choice, "an object of type auto, none, any or tool"),
-    "thinking": (_is_thinking, "of type disabled or adaptive: what a model thinks has no budget here"),
+    "tools": (list_of(_is_tool), "a list of tools, each with a name and an input_schema"),
+    "tool_choice": (object_of({"type": one_of(*CHOICES, "tool")}), "an object of type auto, none, any or tool"),
+    "thinking": (
+        object_of({"type": one_of("disabled", "adaptive")}),
+        "of type disabled or adaptive: what a model thinks has no budget here",
+    ),
     "cache_control": ANY,
 }
 SAME = "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "price"

@@ -1,5 +1,5 @@
-"""Texts that the target makes, by rounds without drafts, kept as shards: answers to the training prompts, and texts made
-of others: cut answers continued (which replaces them), greedy answers beside sampled ones, second turns."""
+"""Texts that the target makes, by rounds without drafts, kept as shards: answers to the training prompts, and texts
+made of others: cut answers continued in their place, greedy answers beside sampled ones, second turns."""
 
 from __future__ import annotations
 
