@@ -238,7 +238,6 @@ class Columns:
         self.live.stop()  # draws what was added since the last picture
 
     def add(self, name: str, text: Text) -> None:
-        """Append to a column."""
         self.texts[name].append_text(text)
         now = time.perf_counter()
         if now - self._drawn > PAUSE:
@@ -253,5 +252,4 @@ class Column:
         self.columns, self.name = columns, name
 
     def print(self, text: str = "", *, style: str | None = None, end: str = "\n", **_: Any) -> None:
-        """Append a text in a style."""
         self.columns.add(self.name, Text(text + end, style or ""))

@@ -149,7 +149,6 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """The rest."""
         return self._decode(self.tokens)[self.said :]
 
 
@@ -205,7 +204,6 @@ class ResponseParser:
         return list(self._events(ending=False))
 
     def finish(self) -> list[Event]:
-        """The rest."""
         found = list(self._events(ending=True))
         return found + list(self._leave(len(self.text)))
 
@@ -344,7 +342,6 @@ class StopCut:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """The rest."""
         rest, self.held = self.held, ""
         return rest
 
@@ -387,7 +384,6 @@ class RoundNames:
         self.texts, self.names = Detokenizer(tokenizer, skip_special_tokens=True), names
 
     def named(self, round: StreamedRound) -> NamedRound:
-        """A round with texts and marks."""
         texts, tree, own = [self.texts.add([token]) for token in round.tokens], round.tree, OWN
         found: NamedTree | None = None
         if tree is not None:
@@ -440,7 +436,6 @@ class AnswerReader:
         return events
 
     def finish(self) -> list[Event]:
-        """The rest."""
         found = self._events(self.cut.add(self.texts.finish()) + self.cut.finish(), ending=True)
         return found if self.parser is None else found + self.parser.finish()
 

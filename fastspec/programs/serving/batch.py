@@ -72,11 +72,9 @@ class TokenStreamer(RoundStreamer):
         self.told, self.logprobs, self.trees = told, logprobs, trees
 
     def put_round(self, round: StreamedRound) -> None:
-        """Hand a round on."""
         self.told(round)
 
     def put_visit(self, visit: Visit) -> None:
-        """Hand a stage's part on."""
         self.told(visit)
 
 
@@ -257,7 +255,6 @@ class Here(Served):
         return Sent(taken, answer)
 
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
-        """Let the thread for that score the text."""
         sent = Sent(answer=self.scorer.score(ids, count, put_round))
         sent.taken.set_result(None)
         return sent
@@ -266,6 +263,5 @@ class Here(Served):
         """Nothing: who made it has kept it."""
 
     def close(self) -> None:
-        """Cancel the prompts, and end the batch's thread."""
         self.scorer.close()
         self.batch.close(cancel=True)

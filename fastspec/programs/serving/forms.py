@@ -171,7 +171,6 @@ class ChatForm(Choices):
     """Calls of tools of each answer so far."""
 
     def part(self, event: Event, index: int) -> JsonObject:
-        """The delta."""
         return {"delta": self._delta(event, index)}
 
     def _delta(self, event: Event, index: int) -> JsonObject:
@@ -190,7 +189,6 @@ class ChatForm(Choices):
         return {"content": [named_token(token) for token in tokens], "refusal": None}
 
     def joined(self, events: list[Event], index: int) -> JsonObject:
-        """The message."""
         found: JsonObject = {}
         for event in events:
             for name, value in self._delta(event, index).items():
@@ -200,7 +198,6 @@ class ChatForm(Choices):
         return {"message": {"role": "assistant", "content": None if "tool_calls" in found else "", **found}}
 
     def begin(self) -> list[JsonObject]:
-        """The role."""
         delta = {"role": "assistant", "content": ""}
         return [self.made(self.chunk_kind, [self.choice(index, delta=delta)]) for index in range(self.asked.count)]
 
@@ -209,7 +206,6 @@ class CompletionForm(Choices):
     """Form of `/v1/completions`, whose chunks are of the kind of the whole answer."""
 
     def part(self, event: Event, index: int) -> JsonObject:
-        """The text."""
         return {"text": event.text if isinstance(event, Content) else ""}
 
     def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
@@ -228,7 +224,6 @@ class CompletionForm(Choices):
         }
 
     def joined(self, events: list[Event], index: int) -> JsonObject:
-        """The text."""
         return {"text": "".join(each.text for each in events if isinstance(each, Content))}
 
     def begin(self) -> list[JsonObject]:
@@ -277,7 +272,6 @@ class ResponseForm(Form):
         return response
 
     def begin(self) -> list[JsonObject]:
-        """A response without items."""
         return [self._message(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")]
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:

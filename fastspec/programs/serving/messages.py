@@ -170,7 +170,6 @@ class MessageForm(Form):
         return self.message(**ended["delta"], usage=usage)
 
     def begin(self) -> list[JsonObject]:
-        """A message without blocks."""
         return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
@@ -199,7 +198,6 @@ class MessageForm(Form):
         return [*messages, self._delta(f"{name}_delta", **{name: event.text})]
 
     def failed(self, message: str, status: int) -> list[JsonObject]:
-        """The error."""
         return [message_error(message, status)]
 
     def _open(self, **block: Any) -> list[JsonObject]:

@@ -32,13 +32,11 @@ class Rate:
         self.lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """So many tokens came now."""
         with self.lock:
             self.seen.append((time.monotonic(), count))
             self._forget()
 
     def value(self) -> float:
-        """The rate now."""
         with self.lock:
             self._forget()
             return sum(count for _, count in self.seen) / WINDOW

@@ -9,17 +9,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from types import TracebackType
 from typing import Any
 
 from fastspec.errors import FastSpecError
 from fastspec.patches.hf.ends import KEPT
 from fastspec.programs.serving.batch import BatchPrompt, BatchState, PutRound, Sent, Served, settle
-from fastspec.programs.serving.rounds_process import BatchEnd, Ended, Opened, Ready, Tokens, run_rounds
+from fastspec.programs.serving.rounds_process import BatchEnd, Opened, Ready, Settled, Tokens, run_rounds
 from fastspec.programs.serving.wire import Failure, Wire
 
 PATIENCE = 6.0
@@ -28,7 +27,7 @@ TOLD = KEPT // 2
 """Sets of stop strings that the process is taken to know."""
 
 
-class Remote(Served):
+class Remote(Served, AbstractContextManager["Remote"]):
     """The batch that `build` opens in a process of its own; `build` is pickled, and returns the batch and its
     tokenizer.
 
@@ -64,9 +63,8 @@ class Remote(Served):
         self.info = ready.info
         self._thread = threading.Thread(target=self._read, name="fastspec-remote", daemon=True)
         self._thread.start()
-        self._at_exit = Finalize(
-            self, _end_at_exit, (self.wire, self.process), exitpriority=10
-        )  # before multiprocessing waits for it
+        # before multiprocessing waits for it
+        self._at_exit = Finalize(self, _end_at_exit, (self.wire, self.process), exitpriority=10)
 
     def _opened(self) -> Ready:
         for messages, state in self._parcels:
@@ -90,7 +88,6 @@ class Remote(Served):
         return self._send(partial(BatchEnd.send, prompt=prompt), put_round)
 
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
-        """Send a text to the process, which scores it."""
         return self._send(partial(BatchEnd.score, ids=ids, count=count), put_round)
 
     def _send(self, call: Callable[..., None], put_round: PutRound) -> Sent:
@@ -116,19 +113,13 @@ class Remote(Served):
             self.wire.post(partial(BatchEnd.know, strings=strings, criterion=criterion))
 
     def close(self) -> None:
-        """Cancel the prompts, and end the process."""
         self._end("this batch is closed", cancel=True)
         self.wire.post(BatchEnd.close)
         self.wire.end()
         self._end_process(PATIENCE)
         self._at_exit.cancel()
 
-    def __enter__(self) -> Remote:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _end_process(self, patience: float) -> None:
@@ -150,13 +141,14 @@ class Remote(Served):
             for messages, state in self._parcels:
                 self._state = state
                 for message in messages:
-                    if message.number in self._asked:  # else it was cancelled
-                        self._take(message, *self._asked[message.number])
+                    known = self._asked.get(message.number)
+                    if known is not None:  # else it was cancelled
+                        self._take(message, *known)
         finally:  # without this thread nobody would hear of anything again
             _end(self.process, PATIENCE)
             self._end(f"the process of the rounds has ended with status {self.process.exitcode}", cancel=False)
 
-    def _take(self, message: Any, sent: Sent, put_round: PutRound) -> None:
+    def _take(self, message: Tokens | Settled, sent: Sent, put_round: PutRound) -> None:
         if isinstance(message, Tokens):
             try:
                 put_round(message.round)
@@ -166,9 +158,9 @@ class Remote(Served):
                 settle(sent.answer, raised)
             return
         error = None if message.failure is None else message.failure.arrived()
-        if isinstance(message, Ended) or error is not None:
+        if message.over or error is not None:
             self._drop(message.number)
-        settle(sent.answer if isinstance(message, Ended) else sent.taken, error)
+        settle(sent.answer if message.over else sent.taken, error)
 
     def _drop(self, number: int) -> None:
         with self._lock:

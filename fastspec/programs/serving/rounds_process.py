@@ -38,14 +38,6 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A prompt is decoded, or was refused with an error."""
-
-    number: int
-    failure: Failure | None
-
-
-@dataclass(frozen=True, slots=True)
 class Tokens:
     """A round of one prompt, a stage's part in its answer, or a part of a text that was scored."""
 
@@ -54,11 +46,12 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """An answer is over, or what ended it; an answer that was cancelled has none."""
+class Settled:
+    """A prompt is decoded, or its answer is `over`; with the error that refused or ended it."""
 
     number: int
-    failure: Failure | None
+    over: bool
+    failure: Failure | None = None
 
 
 @contextmanager
@@ -139,7 +132,7 @@ class BatchEnd:
         try:
             answer = submit(self.batch, self.tokenizer, prompt, self._posts(number))
         except Exception as error:
-            self.wire.post(Taken(number, Failure.of(error)))
+            self.wire.post(Settled(number, False, Failure.of(error)))
         else:
             self._is_taken(number, answer)
 
@@ -166,11 +159,11 @@ class BatchEnd:
         return lambda round: self.wire.post(Tokens(number, round))
 
     def _is_taken(self, number: int, answer: Future[Any]) -> None:
-        self.wire.post(Taken(number, None))
+        self.wire.post(Settled(number, False))
         self.answers[number] = answer
         answer.add_done_callback(lambda done: self._ended(number, done))
 
     def _ended(self, number: int, answer: Future[Any]) -> None:
         self.answers.pop(number, None)
         error = None if answer.cancelled() else answer.exception()
-        self.wire.post(Ended(number, None if error is None else Failure.of(error)))
+        self.wire.post(Settled(number, True, None if error is None else Failure.of(error)))

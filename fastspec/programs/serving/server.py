@@ -187,7 +187,6 @@ class ServedAnswers:
         self.mail.post(self.queue, (index, item), urgent)
 
     def cancel(self) -> None:
-        """Let go of all."""
         for sent in self.sent:
             sent.answer.cancel()
 
@@ -433,7 +432,6 @@ class Server:
         return f"no round has ended for {seconds:.0f} seconds, and requests wait" if seconds > STALLED else None
 
     def close(self) -> None:
-        """Let go of all requests."""
         for threads in (self.reading, self.making, self.compiling):
             threads.shutdown(wait=False, cancel_futures=True)
         self.batch.close()

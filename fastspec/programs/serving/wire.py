@@ -22,7 +22,6 @@ class Elsewhere(Exception):
     """The trace of an error in another process, as its cause."""
 
     def __str__(self) -> str:
-        """The trace."""
         return f"\n{self.args[0]}"
 
 
