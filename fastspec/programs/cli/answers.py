@@ -12,41 +12,28 @@ from rich.console import Console
 from typer import Option
 
 from fastspec.models import SMOLLM2
-from fastspec.programs.cli.options import (
-    HEADS,
-    AsJson,
-    Backend,
-    Device,
-    Dtype,
-    Head,
-    Heads,
-    MaxNewTokens,
-    Model,
-    ModelOption,
-    model_name,
-    stdout_kept,
-)
+from fastspec.programs.cli import options
 
 WITH_LOAD = "load", "prompt", "own", "debug", "device", "backend", "as_json"
 """Parameters of `chat` that may be given with a chat that was saved; it has the others."""
 
 
 def demo(
-    model: Model = None,
-    model_option: ModelOption = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt of your own; may be given several times.")] = None,
-    head: Head = None,
+    head: options.Head = None,
     max_new_tokens: Annotated[int | None, Option(min=1, help="Longest answer, in tokens; 96, on CUDA 48.")] = None,
-    device: Device = None,
-    backend: Backend = "auto",
-    as_json: AsJson = False,
+    device: options.Device = None,
+    backend: options.Backend = "auto",
+    as_json: options.AsJson = False,
 ) -> None:
     """Answer a few prompts with transformers' generate, without and with EAGLE-3, and compare speed and output."""
     from fastspec.programs.demo import print_table, run_demo
 
-    name = model_name(model, model_option, SMOLLM2)
+    name = options.model_name(model, model_option, SMOLLM2)
     console = Console(highlight=False)
-    with stdout_kept(as_json):
+    with options.stdout_kept(as_json):
         result = run_demo(
             prompts=prompt,
             model=name,
@@ -64,19 +51,19 @@ def demo(
 
 def chat(
     context: typer.Context,
-    model: Model = None,
-    model_option: ModelOption = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
     prompt: Annotated[list[str] | None, Option(help="Answer this and exit; repeatable, commands too.")] = None,
-    head: Heads = None,
+    head: options.Heads = None,
     draft_model: Annotated[str | None, Option(help="Smaller model, named as the target, for speculative.")] = None,
     resource: Annotated[list[str] | None, Option(help="ASSISTANT=SOURCE: a head, a model, a cascade's YAML.")] = None,
     assistant: Annotated[str | None, Option(help="Who answers; several, comma-separated, are compared.")] = None,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     temperature: Annotated[float, Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
     gamma: Annotated[int | None, Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
     seed: Annotated[int | None, Option(min=0, help="Seed set before every answer.")] = None,
-    device: Device = None,
-    backend: Backend = "auto",
+    device: options.Device = None,
+    backend: options.Backend = "auto",
     load: Annotated[str | None, Option(help="Go on with a chat that /save wrote, by its settings.")] = None,
     own: Annotated[
         str | None, Option(help="Python file with ASSISTANTS, PROCESSORS, STORAGES of yours by name; it is run.")
@@ -94,7 +81,7 @@ def chat(
     saved = None
     if load is None:
         settings = make_settings(
-            model=model_name(model, model_option, SMOLLM2),
+            model=options.model_name(model, model_option, SMOLLM2),
             heads=head,
             resources=[*([f"speculative={draft_model}"] if draft_model else []), *(resource or [])],
             assistants=assistant,
@@ -119,26 +106,26 @@ def chat(
         saved = read_saved(load)
         # the file may come from another machine
         settings = saved.settings.replace(device=device, backend=backend, debug=debug)
-    with stdout_kept(as_json):
+    with options.stdout_kept(as_json):
         done = run_chat(settings, Console(highlight=False, quiet=as_json), prompt, saved, own)
     if as_json:
         print(json.dumps(done.as_json()))
 
 
 def bench(
-    model: Model = None,
-    model_option: ModelOption = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
     prompts: Annotated[list[str] | None, Option(help="jsonl file in Spec-Bench's form; repeatable.")] = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt; repeatable. Without any: eight bundled ones.")] = None,
-    head: Annotated[list[str] | None, Option(help=f"{HEADS} NAME=HEAD: any number beside each other.")] = None,
+    head: Annotated[list[str] | None, Option(help=f"{options.HEADS} NAME=HEAD: any number beside each other.")] = None,
     draft_model: Annotated[str | None, Option(help="Smaller model, of any tokenizer, named as the target.")] = None,
     early_exit: Annotated[int | None, Option(min=1, help="Draft with so many of the target's first layers.")] = None,
     methods: Annotated[str | None, Option(help="Methods, comma-separated; by default all that can run.")] = None,
     each: Annotated[int | None, Option(min=1, help="Prompts to take of every category; all by default.")] = None,
-    max_new_tokens: MaxNewTokens = 128,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: Backend = "auto",
+    max_new_tokens: options.MaxNewTokens = 128,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    backend: options.Backend = "auto",
     batch: Annotated[
         list[int] | None,
         Option(min=1, help="Prompts answered together, 1 by default; repeatable."),
@@ -151,7 +138,7 @@ def bench(
     ] = None,
     peer_python: Annotated[str | None, Option(help="The Python that has the engine; by default this one.")] = None,
     out: Annotated[Path | None, Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
     print_output: Annotated[bool, Option("--print-output", help="Print every method's answers.")] = False,
     compare: Annotated[bool, Option("--compare", help="Print answers beside transformers' own.")] = False,
     profile: Annotated[bool, Option("--profile", help="Time the parts of rounds on the first prompt.")] = False,
@@ -171,11 +158,11 @@ def bench(
     failures: list[str] = []
     engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
     names = [name.strip() for name in methods.split(",")] if methods else None
-    with stdout_kept(as_json), report.writer(out) as write:
+    with options.stdout_kept(as_json), report.writer(out) as write:
         rows = run_bench(
             prompts=prompts or (),
             texts=prompt or (),
-            model=model_name(model, model_option, SMOLLM2),
+            model=options.model_name(model, model_option, SMOLLM2),
             heads=head or None,
             draft_model=draft_model,
             early_exit=early_exit,

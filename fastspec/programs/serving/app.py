@@ -40,7 +40,6 @@ from fastspec.programs.serving.requests import (
     COMPLETION,
     RESPONSE,
     AnswerRequest,
-    Body,
     Limits,
     Refused,
     Route,
@@ -76,7 +75,7 @@ TOKENIZE = Route((), frozenset((*FLAGS, *OF_TEMPLATES, "model", "prompt")), {**F
 DETOKENIZE = Route(("tokens",), frozenset(("model", "tokens")), {"tokens": TOKENS})
 
 
-def tokenize(server: Server, body: Any) -> Body:
+def tokenize(server: Server, body: Any) -> JsonObject:
     """The tokens of a text, or of what the model's template makes of a conversation."""
     body = check(body, TOKENIZE, server.name)
     if ("prompt" in body) == ("messages" in body):
@@ -91,14 +90,14 @@ def tokenize(server: Server, body: Any) -> Body:
     return {"count": len(ids), "max_model_len": server.batch.max_length, "tokens": ids, "token_strs": names}
 
 
-def detokenize(server: Server, body: Any) -> Body:
+def detokenize(server: Server, body: Any) -> JsonObject:
     """The text of tokens, special ones included."""
     ids = check(body, DETOKENIZE, server.name)["tokens"]
     check_tokens("tokens", ids, server.batch.model.config.get_text_config().vocab_size)
     return {"prompt": server.tokenizer.decode(ids)}
 
 
-def count_tokens(server: Server, body: Any) -> Body:
+def count_tokens(server: Server, body: Any) -> JsonObject:
     """The tokens of the prompt that a request in Anthropic's form comes to."""
     asked = read(body, COUNTED, "", server.limits, server.name, server.batch.model)
     return {"input_tokens": len(server.templated(asked).ids)}
