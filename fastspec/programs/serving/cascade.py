@@ -45,8 +45,3 @@ def told_of(visits: Sequence[Visit], loads: StageLoads) -> str:
         load = f" (now {running} in its rows, {waiting} waiting)"
         parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}{load}")
     return "".join(parts)
-
-
-def is_cut(visits: Sequence[Visit]) -> bool | None:
-    """True where the limit ended a cascade's answer, by the stage that answered; None without a cascade."""
-    return visits[-1].cut if visits else None

@@ -29,7 +29,7 @@ from fastspec.programs.serving.answers import (
     merged,
 )
 from fastspec.programs.serving.batch import BatchPrompt, Sent, Served
-from fastspec.programs.serving.cascade import is_cut, refuse_fields, told_of
+from fastspec.programs.serving.cascade import refuse_fields, told_of
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
@@ -43,11 +43,6 @@ takes a tokenizer seconds."""
 STALLED = 30.0
 """Seconds without the end of a turn of the rounds, while requests are there, from which on a server is unhealthy."""
 log = logging.getLogger("fastspec.serve")
-
-
-def _seed(number: int) -> int:
-    """A seed of 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 class FinishReason:
@@ -156,7 +151,7 @@ class Row:
             log.error("%s failed", name, exc_info=error)
 
     def _reason(self) -> Literal["stop", "length"]:
-        return self.reason.of(self.tokens, is_cut(self.visits))
+        return self.reason.of(self.tokens, self.visits[-1].cut if self.visits else None)
 
     def end(self) -> None:
         """Post what is left, and the end."""
@@ -312,7 +307,7 @@ class Server:
             row.over(done)
             return
         self._begin()
-        seed = None if asked.seed is None else _seed(asked.seed + index % asked.n)
+        seed = None if asked.seed is None else (asked.seed + index % asked.n + 2**63) % 2**64 - 2**63  # of 64 bits
         drafts = not {asked.assistant, self.info["assistant"]} & {*NO_DRAFTS}
         how = asked.logprobs, asked.rounds and drafts, drafts, asked.price
         given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, *how)
