@@ -197,16 +197,6 @@ def forget_cascade(model: Any) -> None:
         models.memory.clear()
 
 
-def new_storage(config: fastspec.Nasd) -> Any:
-    """An empty storage, as `fastspec.Nasd` of this kind and n gives one to every call."""
-    n = config.n
-    if config.storage == "suffix":
-        return fastspec.SuffixStorage() if n is None else fastspec.SuffixStorage(max_match=n - 1)
-    if config.storage == "one_level":
-        return fastspec.NgramStorage(3 if n is None else n, back_off=False)
-    return fastspec.NgramStorage() if n is None else fastspec.NgramStorage(n)
-
-
 TABLES = {"ASSISTANTS": "own", "PROCESSORS": "processors", "STORAGES": "storages"}
 """Dictionary in the file -> the argument of `session.Chat` that takes it."""
 
