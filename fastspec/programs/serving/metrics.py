@@ -111,29 +111,21 @@ class Metrics:
         served = GaugeMetricFamily("fastspec_info", "What is served.", labels=list(self.info))
         served.add_metric(list(self.info.values()), 1)
         yield served
-        gauges = {
-            "fastspec_rows": ("Rows of a round.", stats.rows),
-            "fastspec_rows_running": ("Rows that hold a request.", batch.running),
-            "fastspec_queue": ("Requests that wait for a row.", batch.waiting),
-            "fastspec_acceptance_length": (
-                "Mean tokens that a round emits for a row, the bonus token counted.",
-                stats.acceptance_length,
-            ),
-            "fastspec_tokens_per_second": (f"New tokens a second over the last {WINDOW:g} seconds.", self.rate.value()),
-        }
-        for name, (said, value) in gauges.items():
-            yield GaugeMetricFamily(name, said, value=value)
+        emitted = "Mean tokens that a round emits for a row, the bonus token counted."
+        yield GaugeMetricFamily("fastspec_rows", "Rows of a round.", stats.rows)
+        yield GaugeMetricFamily("fastspec_rows_running", "Rows that hold a request.", batch.running)
+        yield GaugeMetricFamily("fastspec_queue", "Requests that wait for a row.", batch.waiting)
+        yield GaugeMetricFamily("fastspec_acceptance_length", emitted, stats.acceptance_length)
+        rate = f"New tokens a second over the last {WINDOW:g} seconds."
+        yield GaugeMetricFamily("fastspec_tokens_per_second", rate, self.rate.value())
         for place, (name, said) in enumerate(STAGE_GAUGES.items()):
             loads = GaugeMetricFamily(name, said, labels=["stage"])
             for stage, load in batch.loads.items():
                 loads.add_metric([stage], load[place])
             yield loads
-        counters = {
-            "fastspec_rounds": ("Rounds.", stats.rounds),
-            "fastspec_row_rounds": ("Rounds summed over running rows.", stats.row_rounds),
-            "fastspec_drafted_tokens": ("Draft tokens scored.", stats.drafted),
-            "fastspec_accepted_tokens": ("Draft tokens accepted.", stats.accepted),
-            "fastspec_cached_prompt_tokens": ("Prompt tokens that a row had read for another request.", stats.reused),
-        }
-        for name, (said, value) in counters.items():
-            yield CounterMetricFamily(name, said, value=value)
+        cached = "Prompt tokens that a row had read for another request."
+        yield CounterMetricFamily("fastspec_rounds", "Rounds.", stats.rounds)
+        yield CounterMetricFamily("fastspec_row_rounds", "Rounds summed over running rows.", stats.row_rounds)
+        yield CounterMetricFamily("fastspec_drafted_tokens", "Draft tokens scored.", stats.drafted)
+        yield CounterMetricFamily("fastspec_accepted_tokens", "Draft tokens accepted.", stats.accepted)
+        yield CounterMetricFamily("fastspec_cached_prompt_tokens", cached, stats.reused)
