@@ -19,7 +19,6 @@ from fastspec import Eagle3
 from fastspec.config import CPP_TREE, STORAGES
 from fastspec.errors import FastSpecError, Unsupported, accepted, meant
 from fastspec.files import parse_json
-from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 from fastspec.programs.chat.session import Chat, read_saved
 from fastspec.programs.chat.settings import (
     COMMAND_FIELDS,
@@ -28,10 +27,10 @@ from fastspec.programs.chat.settings import (
     OLDER_STORAGES,
     PROCESSORS,
     TREE,
+    heads_of,
     resource_names,
 )
 from fastspec.programs.chat.view import COLUMN
-from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import table
 
 Run = Callable[..., Any]
@@ -171,7 +170,7 @@ def _help(chat: Chat, name: str = "") -> Table:
 
 @command("model NAME [HEAD]", "load another model and patch it, with an EAGLE-3 head", _shown("model"))
 def _model(chat: Chat, name: str, head: str | None = None) -> str:
-    heads = dict(SMOLLM2_HEADS if name == SMOLLM2 else ()) | fitting_heads([head] if head else None, name)
+    heads = heads_of(name, [head] if head else None)
     return _opened(chat, chat.reopen(chat.settings.replace(model=name, resources=tuple(heads.items()))))
 
 

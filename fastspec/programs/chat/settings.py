@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import runpy
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported, accepted
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
-from fastspec.programs.heads import with_tokenizer
+from fastspec.programs.heads import fitting_heads, with_tokenizer
 
 # processor -> the settings that it reads, in the order of its arguments
 PROCESSORS: dict[str, tuple[str, ...]] = {
@@ -169,6 +170,11 @@ def load(settings: Settings) -> tuple[Any, Any]:
         load_config(given[fastspec.Speculative.name])  # a mistyped name is told before the target is loaded
     model, tokenizer = load_model(settings.model, use_device(settings.device))
     return fastspec.patch(model, **read_resources(settings, model, tokenizer), backend=settings.backend), tokenizer
+
+
+def heads_of(model: str, heads: Sequence[str] | None) -> dict[str, str]:
+    """Heads by assistant: those that come with SmolLM2, and those that are given, which fit the model."""
+    return dict(SMOLLM2_HEADS if model == SMOLLM2 else ()) | fitting_heads(heads, model)
 
 
 def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, Any]:

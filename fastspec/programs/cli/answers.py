@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2
 from fastspec.programs.cli import options
 
@@ -73,26 +74,34 @@ def chat(
 ) -> None:
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
     docs/guide/chat.md."""
-    from fastspec.programs.chat import make_settings, run_chat
+    from fastspec.programs.chat import run_chat
     from fastspec.programs.chat.session import read_saved
+    from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings, heads_of
 
     if as_json and not prompt:
         raise typer.BadParameter("the object is made of the answers to --prompt: give that too", param_hint="--json")
     saved = None
     if load is None:
-        settings = make_settings(
-            model=options.model_name(model, model_option, SMOLLM2),
-            heads=head,
-            resources=[*([f"speculative={draft_model}"] if draft_model else []), *(resource or [])],
-            assistants=assistant,
-            temperature=temperature,
+        name = options.model_name(model, model_option, SMOLLM2)
+        resources = heads_of(name, head) | ({"speculative": draft_model} if draft_model else {})
+        for entry in resource or ():
+            of, _, source = entry.partition("=")
+            if not source:
+                raise Unsupported(f"--resource takes ASSISTANT=SOURCE, such as eagle2=path/to/head, not {entry!r}")
+            resources[of] = source
+        drafts = next((each for each in ("eagle3", "eagle2") if each in resources), "nasd")  # without a head
+        settings = Settings(
+            model=name,
+            resources=tuple(resources.items()),
+            assistants=tuple(dict.fromkeys((assistant or drafts).split(","))),
             max_new_tokens=max_new_tokens,
-            gamma=gamma,
             seed=seed,
             debug=debug,
             device=device,
             backend=backend,
         )
+        changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
+        settings = settings.with_fields(changes).at_temperature(temperature)
     else:
         names = [each.name for each in context.command.params if each.name and each.name not in WITH_LOAD]
         sources = {
