@@ -63,27 +63,13 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedTree:
-    """Draft tree of a round: tokens of its nodes, node 0 the last token before the round, their texts and parents, and
-    the accepted path as node numbers."""
-
-    tokens: list[int]
-    texts: list[str]
-    parents: list[int]
-    path: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class NamedRound:
-    """Round of an answer: its tokens, the text and the mark of each (`fastspec.programs.texts`), how many drafts it had
-    and, where it had some, their tree. The texts of all rounds are together the text of the answer's tokens, but for
-    a character that its last token begins."""
+    """Round of an answer as a JSON object: its `tokens`, the `texts` and `marks` (`fastspec.programs.texts`) of these,
+    how many drafts it had (`drafted`) and, where it had some, their `tree`: `tokens` of its nodes, node 0 the last one
+    before the round, their `texts` and `parents`, and the accepted `path` as node numbers. The texts of all rounds are
+    together the text of the answer's tokens, but for a character that its last token begins."""
 
-    tokens: list[int]
-    texts: list[str]
-    marks: list[str]
-    drafted: int
-    tree: NamedTree | None
+    told: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,13 +371,14 @@ class RoundNames:
 
     def named(self, round: StreamedRound) -> NamedRound:
         texts, tree, own = [self.texts.add([token]) for token in round.tokens], round.tree, OWN
-        found: NamedTree | None = None
+        found: dict[str, Any] | None = None
         if tree is not None:
             own = own_mark(tree.tokens, tree.parents, tree.path, round.tokens[-1])
             pieces = [self.names.bytes_of(token).decode(errors="replace") for token in tree.tokens]
-            found = NamedTree(tree.tokens, pieces, tree.parents, tree.path)
+            found = {"tokens": tree.tokens, "texts": pieces, "parents": tree.parents, "path": tree.path}
         marks = [ACCEPTED] * round.accepted + [own] * (len(texts) - round.accepted)
-        return NamedRound(round.tokens, texts, marks, round.drafted, found)
+        told = {"tokens": round.tokens, "texts": texts, "marks": marks, "drafted": round.drafted, "tree": found}
+        return NamedRound(told)
 
 
 class AnswerReader:

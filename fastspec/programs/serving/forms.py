@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastspec.programs.serving.answers import (
@@ -25,14 +25,6 @@ from fastspec.programs.serving.requests import AnswerRequest
 
 JsonObject = dict[str, Any]
 """JSON object of an answer, or of an event of its stream."""
-
-
-def told_round(named: NamedRound) -> JsonObject:
-    """A round as a choice has it; it shares the lists, of which a long answer has megabytes."""
-    found = {each.name: getattr(named, each.name) for each in fields(named)}
-    if named.tree is not None:
-        found["tree"] = {each.name: getattr(named.tree, each.name) for each in fields(named.tree)}
-    return found
 
 
 @dataclass
@@ -124,7 +116,7 @@ class Choices(Form):
         if self.asked.logprobs is not None:
             found["logprobs"] = self.logprobs(self.tokens.pop(index, []))
         if self.asked.rounds:
-            found["fastspec"] = {"rounds": [told_round(each) for each in self.rounds.pop(index, [])]}
+            found["fastspec"] = {"rounds": [each.told for each in self.rounds.pop(index, [])]}
         return found
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
