@@ -9,10 +9,10 @@ from typing import Annotated
 
 from typer import Option
 
-from fastspec.cascade.config import Cascade, Stage
+from fastspec.cascade.config import Cascade
 from fastspec.config import BackendName
 from fastspec.errors import Unsupported, accepted
-from fastspec.programs.cli.cascade import check_heads, check_names
+from fastspec.programs.cli.cascade import check_names, stage_of
 from fastspec.programs.cli.options import HEADS
 from fastspec.programs.heads import named
 
@@ -85,14 +85,5 @@ def _of_stages(
         raise Unsupported("--stage needs --predictor FILE, which `fastspec cascade train` writes")
     label = Predictor.load(predictor).stages[-1]
     models, _, drafts = check_names(stages, f"{label}={model}", heads)
-    check_heads(models, drafts)
-    below = [
-        Stage(
-            source,
-            name=name,
-            assistant="eagle3" if name in drafts else "nasd",
-            resources={"backend": backend} | ({"eagle3": drafts[name]} if name in drafts else {}),
-        )
-        for name, source in models
-    ]
+    below = [stage_of(source, None, name, drafts, backend) for name, source in models]
     return Cascade(stages=below, label=label, predictor=str(predictor))
