@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import regex
@@ -93,18 +94,11 @@ Event = Content | Reasoning | ToolCall | Logprobs | NamedRound | End
 
 def merged(events: Iterable[Event]) -> Iterator[Event]:
     """The events, neighbouring texts of one kind as one."""
-    held: Content | Reasoning | None = None
-    for event in events:
-        if held is not None and type(event) is type(held):
-            held = type(held)(held.text + event.text)
-            continue
-        if held is not None:
-            yield held
-        held = event if isinstance(event, (Content, Reasoning)) else None
-        if held is None:
-            yield event
-    if held is not None:
-        yield held
+    kind: Any
+    for kind, group in groupby(events, type):
+        alike = list(group)
+        texts = [each.text for each in alike if isinstance(each, (Content, Reasoning))]
+        yield from [kind("".join(texts))] if texts else alike
 
 
 class Detokenizer:
