@@ -33,14 +33,7 @@ GONE = {
 
 
 class _Command(NamingCommand):
-    """Command that refuses an option of `GONE`, and says where it went."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
-        for name in (each.partition("=")[0] for each in args):
-            if name in GONE and name not in known:
-                raise Unsupported(f"{name} {GONE[name]}")
-        return super().parse_args(ctx, args)
+    gone = GONE
 
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
