@@ -6,6 +6,7 @@ A field that would change an answer and is not heeded is left out, or refused by
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,11 +36,9 @@ def _whole(low: float, high: float = 2**63 - 1) -> Check:
 
 
 def _number(low: float, high: float) -> Check:
-    def accepts(value: Any) -> bool:
-        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return numeric and math.isfinite(value) and low <= value <= high
-
-    return accepts, f"{low:g}" if low == high else f"a number from {low:g} to {high:g}"
+    said = f"{low:g}" if low == high else f"a number from {low:g} to {high:g}"
+    low, high = max(low, -sys.float_info.max), min(high, sys.float_info.max)  # a JSON text may have longer ones
+    return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high, said
 
 
 def instance(kind: type | tuple[type, ...]) -> Fits:
