@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fastspec.errors import Unsupported
+
 DEEPEST = 64
 """Lists and objects inside each other."""
 LARGEST = 1 << 20
@@ -56,6 +58,14 @@ def parse_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Contents of a YAML file, as `parse_yaml` has them. Raises Unsupported for a file that cannot be read."""
+    try:
+        return parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"{path} cannot be read as YAML: {error}") from error
 
 
 def _too_deep() -> ValueError:

@@ -50,6 +50,7 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "removed",
     "cascade",
     "generation.heads",
+    "generation.drafters.nasd.storage_of",
     "generation.stats",
     "generation.decoder_layer.is_plain",
     "generation.verify.TokenLogprob",

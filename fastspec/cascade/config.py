@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fastspec.config import Assistant, ContinuousBatch
 from fastspec.errors import Unsupported, accepted, meant
-from fastspec.files import parse_yaml
+from fastspec.files import read_yaml
 
 MODES = ("adaptive", "token", "lossless")
 RULES = ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
@@ -51,28 +51,22 @@ class Stage:
     tensor_parallel: int | None = None
 
     def __post_init__(self) -> None:
+        named = isinstance(self.model, (str, Path))
         if self.model is None or self.model == "":
             raise Unsupported("Stage: model is missing; give a transformers model, a path or a hub id")
-        if not isinstance(self.model, (str, Path)) and not hasattr(self.model, "config"):
+        if not named and not hasattr(self.model, "config"):
             raise Unsupported(f"Stage: model={self.model!r} must be a transformers model, a path or a hub id")
         _check_shared(self, "Stage", self.name)
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if self.dtype not in DTYPES:
-            raise Unsupported(f"Stage: dtype={self.dtype!r}; {accepted(repr(self.dtype), map(repr, DTYPES))}")
+        _check_choices(self, dtype=DTYPES, quantization=QUANTIZATIONS)
         if not isinstance(self.resources, Mapping) or not set(self.resources) <= set(RESOURCES):
             raise Unsupported(
                 f"Stage: resources={self.resources!r} must be what fastspec.patch takes, by name, such as "
-                "{'eagle3': head}; accepted "
-                f"names are {', '.join(RESOURCES)}"
-            )
-        if self.quantization not in QUANTIZATIONS:
-            raise Unsupported(
-                f"Stage: quantization={self.quantization!r}; "
-                f"{accepted(repr(self.quantization), map(repr, QUANTIZATIONS))}"
+                f"{{'eagle3': head}}; accepted names are {', '.join(RESOURCES)}"
             )
         if self.prompt is not None and not callable(self.prompt):
             raise Unsupported(f"Stage: prompt={self.prompt!r} must be a function from text to text")
-        if not isinstance(self.model, (str, Path)) and (self.quantization or self.device_map is not None):
+        if not named and (self.quantization or self.device_map is not None):
             raise Unsupported(
                 "Stage: quantization and device_map say how a model is loaded; this stage's model is loaded already"
             )
@@ -106,10 +100,8 @@ class Stage:
     @property
     def label(self) -> str:
         """The stage's name: as given, or the model's."""
-        if self.name:
-            return self.name
-        if isinstance(self.model, (str, Path)):
-            return str(self.model)
+        if self.name or isinstance(self.model, (str, Path)):
+            return self.name or str(self.model)
         config = getattr(self.model, "config", None)
         return getattr(config, "_name_or_path", "") or type(self.model).__name__
 
@@ -176,8 +168,7 @@ class Cascade:
                 if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
                     raise Unsupported(f"Cascade: {name}={values!r} must be a list of numbers")
                 object.__setattr__(self, name, tuple(_number(name, value) for value in values))
-        if self.mode not in MODES:
-            raise Unsupported(f"Cascade: mode={self.mode!r}; {accepted(repr(self.mode), map(repr, MODES))}")
+        _check_choices(self, mode=MODES, rule=RULES)
         self._check_decisions()
         self._check_rule()
         for name in ("gamma", "memory", "host_memory"):
@@ -219,8 +210,6 @@ class Cascade:
             )
 
     def _check_rule(self) -> None:
-        if self.rule not in RULES:
-            raise Unsupported(f"Cascade: rule={self.rule!r}; {accepted(repr(self.rule), map(repr, RULES))}")
         if isinstance(self.alpha, str):
             if self.alpha != "lossless":
                 raise Unsupported(f'Cascade: alpha={self.alpha!r}; accepted are a number and "lossless"')
@@ -237,11 +226,7 @@ class Cascade:
     def from_yaml(cls, path: str | Path) -> Cascade:
         """Read a cascade from a YAML file whose keys are the fields of `Cascade`, and under `stages` those of `Stage`;
         relative paths start at the working directory. Raises `Unsupported` for other files, keys and values."""
-        try:
-            read = parse_yaml(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise Unsupported(f"{path} cannot be read as YAML: {error}") from error
-        keys = _keys(read, cls, str(path))
+        keys = _keys(read_yaml(path), cls, str(path))
         stages = keys.get("stages")
         try:
             if isinstance(stages, list):
@@ -288,6 +273,14 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
+def _check_choices(given: Any, **choices: Sequence[Any]) -> None:
+    for name, known in choices.items():
+        value = getattr(given, name)
+        if value not in known:
+            rest = accepted(repr(value), map(repr, known))
+            raise Unsupported(f"{type(given).__name__}: {name}={value!r}; {rest}")
+
+
 def _check_shared(given: Any, kind: str, name: Any) -> None:
     """Check the name, tokenizer and assistant of a stage or a cascade."""
     if name is not None and not isinstance(name, str):
@@ -316,14 +309,10 @@ def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
         raise Unsupported(f"{where} must hold keys and values; accepted keys are {', '.join(known)}")
     unknown = [str(key) for key in read if key not in known]
     if unknown:
-        hint = (
-            "; `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda"
-            if "lambda" in unknown
-            else ""
-        )
+        price = "; `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda"
         raise Unsupported(
             f"{where}: unknown key {', '.join(unknown)}; {meant(unknown[0], known)}accepted keys are "
-            f"{', '.join(known)}{hint}"
+            f"{', '.join(known)}{price if 'lambda' in unknown else ''}"
         )
     return dict(read)
 

@@ -85,7 +85,6 @@ class CacheManager:
 
     @property
     def stats(self) -> MemoryStats:
-        """The counts so far."""
         return self._stats
 
     def renew(self, stage: int, model: Hashable) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -142,8 +143,7 @@ class Predictor:
         """The training items for `fastspec.cascade.decisions.Solver`, under the `risk` of its scores."""
         quality = []
         for stage, points in enumerate(self.points):
-            scored = [self._scores(stage, point, risk).quality for point in points.tolist()]
-            quality.append(torch.tensor(scored, dtype=torch.float64, device="cpu"))
+            quality.append(_doubles([self._scores(stage, point, risk).quality for point in points.tolist()]))
         return QualityTable(tuple(quality), self.points, self.fresh, self.kept)
 
     def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
@@ -171,10 +171,7 @@ class Predictor:
         tensors = {"fresh": self.fresh, "kept": self.kept}
         for k, head in enumerate(self.heads):
             tensors |= {f"{k}.{each.name}": getattr(head, each.name) for each in fields(Head)}
-            tensors |= {
-                f"{k}.points": self.points[k],
-                f"{k}.factors": torch.tensor(self.factors[k], dtype=torch.float64, device="cpu"),
-            }
+            tensors |= {f"{k}.points": self.points[k], f"{k}.factors": _doubles(self.factors[k])}
             for m, outlook in enumerate(self.outlooks[k], k):
                 calibrator, posterior = outlook.calibrator, outlook.posterior
                 numbers = {
@@ -184,15 +181,10 @@ class Predictor:
                     "edges": posterior.edges,
                     "prior": (posterior.a, posterior.b),
                 }
-                tensors |= {
-                    f"{k}.{m}.{name}": torch.tensor(each, dtype=torch.float64, device="cpu")
-                    for name, each in numbers.items()
-                }
+                tensors |= {f"{k}.{m}.{name}": _doubles(each) for name, each in numbers.items()}
                 tensors[f"{k}.{m}.counts"] = torch.tensor(posterior.counts, device="cpu")
         if self.rates is not None:
-            tensors["rates"] = torch.tensor(
-                [getattr(self.rates, each.name) for each in fields(Rates)], dtype=torch.float64, device="cpu"
-            )
+            tensors["rates"] = _doubles([getattr(self.rates, each.name) for each in fields(Rates)])
         texts = {"stages": self.stages, "features": self.names, "place": dict(self.place)}
         header = {"format": FORMAT, "version": VERSION, **{name: json.dumps(text) for name, text in texts.items()}}
         try:
@@ -342,21 +334,10 @@ def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Te
 
 
 def _read_outlook(where: str, tensors: dict[str, Tensor]) -> CalibratedProbability:
-    counts = tensors[where + "counts"]
-    sizes = {
-        "temperature": 1,
-        "prior": 2,
-        "edges": len(counts) - 1,
-        "knots": None,
-        "values": len(tensors[where + "knots"]),
-    }
+    counts, ends = tensors[where + "counts"], len(tensors[where + "knots"])
+    sizes = {"temperature": 1, "prior": 2, "edges": len(counts) - 1, "knots": ends, "values": ends}
     temperature, prior, edges, knots, values = (
-        tuple(
-            _expect(
-                tensors, where + name, (len(tensors[where + name]) if size is None else size,), torch.float64
-            ).tolist()
-        )
-        for name, size in sizes.items()
+        tuple(_expect(tensors, where + name, (size,), torch.float64).tolist()) for name, size in sizes.items()
     )
     ascending = all(list(each) == sorted(each) for each in (edges, knots, values))
     if not ascending or counts.dtype != torch.long or int(counts.min()) < 0 or temperature[0] <= 0 or min(prior) <= 0:
@@ -364,6 +345,10 @@ def _read_outlook(where: str, tensors: dict[str, Tensor]) -> CalibratedProbabili
     return CalibratedProbability(
         Calibrator(temperature[0], knots, values), Posterior(edges, tuple(counts.tolist()), *prior)
     )
+
+
+def _doubles(numbers: Sequence[Any]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def _expect(

@@ -297,7 +297,6 @@ class Writer:
             self._write(HEADER)
 
     def add(self, record: Record) -> None:
-        """Write one record."""
         if (record.item, record.stage) in self.done:
             raise Unsupported(
                 f"{self.path} has item {record.item!r} by stage {record.stage!r} already; `done` says what it has"

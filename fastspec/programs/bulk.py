@@ -19,7 +19,6 @@ from fastspec.devices import use_device
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.files import parse_json
 from fastspec.patches.cascade.open_batch import CascadeFuture
-from fastspec.programs import cascades
 from fastspec.programs.texts import encode, first_turn, read_jsonl
 
 try:
@@ -53,8 +52,17 @@ def settings_of(
 ) -> dict[str, Any]:
     """Settings that answers depend on, as their lines hold them; greedy ones on neither top-p nor seed."""
     drawn = {"temperature": temperature, "top_p": top_p, "seed": seed} if temperature else {"temperature": 0.0}
-    stages = {} if cascade is None else {"cascade": cascades.settings_of(cascade)}
-    return {"model": name, "max_new_tokens": max_new_tokens, **drawn, "chat": chat, **stages}
+    held = {} if cascade is None else {"cascade": _settings_of_cascade(cascade)}
+    return {"model": name, "max_new_tokens": max_new_tokens, **drawn, "chat": chat, **held}
+
+
+def _settings_of_cascade(config: fastspec.Cascade) -> dict[str, Any]:
+    stages = {stage.label: str(stage.model) for stage in config.stages}
+    if config.mode != "adaptive":
+        return {"stages": stages, "mode": config.mode, "rule": config.rule, "alpha": config.alpha}
+    held = {name: getattr(config, name) for name in ("label", "price", "costs", "thresholds", "risk")}
+    told = {name: value for name, value in held.items() if value is not None}
+    return {"stages": stages, "predictor": str(config.predictor), **told}
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,6 @@ def beside(answer: MeasuredAnswer, base: MeasuredAnswer) -> dict[str, Any]:
 
 
 def median_answer(answers: Sequence[MeasuredAnswer]) -> MeasuredAnswer:
-    """The answer of median time."""
     return sorted(answers, key=lambda answer: answer.seconds)[(len(answers) - 1) // 2]
 
 

@@ -1,12 +1,15 @@
-"""Heads that a command names: the assistants that read each, and their fit to a model before its weights are loaded."""
+"""Heads and cascades that a command names: the assistants that read a head, and its fit to a model before its weights
+are loaded; the tokenizer of a cascade."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastspec.cascade.config import Cascade
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.models import load_config
 
@@ -45,3 +48,16 @@ def read_heads(sources: Iterable[str], config: Any = None) -> dict[str, str]:
 def fitting_heads(sources: Sequence[str] | None, model: str) -> dict[str, str]:
     """Heads by assistant, as `read_heads` finds them, that fit a model by its configuration."""
     return read_heads(sources, load_config(model)) if sources else {}
+
+
+def with_tokenizer(config: Cascade, tokenizer: Any, where: str) -> Cascade:
+    """The same with the large model's tokenizer. Raises Unsupported where it names one of other tokens."""
+    from fastspec.models import token_table
+    from fastspec.patches.cascade.stages import load_tokenizer
+
+    if config.tokenizer is not None and token_table(load_tokenizer(config.tokenizer)) != token_table(tokenizer):
+        raise Unsupported(
+            f"{where}: tokenizer={config.tokenizer!r} has other tokens than the large model: name that model's, or "
+            "leave it out, and the model's own is taken"
+        )
+    return replace(config, tokenizer=tokenizer)

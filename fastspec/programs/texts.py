@@ -1,4 +1,5 @@
-"""Prompts and answers of programs: JSON lines, chat templates, padding, and ends of answers."""
+"""Prompts and answers of programs: JSON lines, chat templates, padding, ends of answers, and marks of their tokens:
+accepted drafts, and the target's own."""
 
 from __future__ import annotations
 
@@ -115,3 +116,17 @@ def padded_inputs(batch: Sequence[Sequence[int]], config: Any, device: Any) -> d
 def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
     """New tokens up to the first end token, that one included."""
     return tokens[: next((at for at, token in enumerate(tokens) if token in ends), len(tokens)) + 1]
+
+
+ACCEPTED, RECOVERED, BONUS, OWN = "accepted", "recovered", "bonus", "own"
+"""OWN is a token of the target with no draft beside it: the first of an answer, and all of plain decoding."""
+
+
+def own_mark(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int], last: int) -> str:
+    """Mark of the target's own token `last` behind the accepted path of a draft tree: recovered in a rejected draft's
+    place, a bonus after the path's end."""
+    beside = [tokens[node] for node in range(1, len(tokens)) if parents[node] == path[-1]]
+    if len(tokens) == 1:
+        return OWN
+    # an end token ends the walk although it was drafted
+    return RECOVERED if beside and last not in beside else BONUS

@@ -12,7 +12,7 @@ from helpers.sampling import distribution as distribution_of
 from helpers.sampling import p_value, padded, sample
 
 import fastspec
-from fastspec.generation.drafters.nasd import Growth, NasdDecoding, NasdDrafter, best_size, grow, lay_out
+from fastspec.generation.drafters.nasd import Growth, NasdDecoding, NasdDrafter, best_size, grow, lay_out, storage_of
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.registry import resolve
@@ -199,12 +199,10 @@ def test_a_vocabulary_may_be_smaller_than_what_is_counted_of_it():
 
 
 def test_storages_by_name_are_what_the_configuration_says():
-    made = {name: NasdDecoding(fastspec.Nasd(storage=name))._storage() for name in STORAGES}
+    made = {name: storage_of(fastspec.Nasd(storage=name)) for name in STORAGES}
     assert [(made[name].n, made[name].back_off) for name in ("ngram", "one_level")] == [(4, True), (3, False)]
-    assert NasdDecoding(fastspec.Nasd(storage="one_level", n=5))._storage().n == 5
-    assert (
-        made["suffix"].max_match == 32 and NasdDecoding(fastspec.Nasd(storage="suffix", n=5))._storage().max_match == 4
-    )
+    assert storage_of(fastspec.Nasd(storage="one_level", n=5)).n == 5
+    assert made["suffix"].max_match == 32 and storage_of(fastspec.Nasd(storage="suffix", n=5)).max_match == 4
     told_one, _ = told([1, 2, 3], n=3)
     assert repr(told_one) == "NgramStorage(n=3, back_off=True): 3 contexts"  # 1, 2, and 1 2
 

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,15 +22,15 @@ from helpers.cascade import trained
 from helpers.serve import MARKS, NAME, Served, openai, post, serving, talk, words
 from helpers.serve_process import cascaded_target, opened_cascade
 from helpers.training import small_target, small_tokenizer
-from prometheus_client import CollectorRegistry
 from transformers import GenerationConfig
 
 import fastspec
 from fastspec.cascade.predictor import Predictor
+from fastspec.generation.stats import Stats
 from fastspec.patches.cascade.open_batch import StageRounds
 from fastspec.patches.session import session_of
 from fastspec.programs.serving.batch import BatchPrompt, Here, TokenStreamer
-from fastspec.programs.serving.cascade import StageMetrics
+from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.remote import Remote
 
 pytestmark = MARKS
@@ -132,10 +133,10 @@ def counted(server: Served) -> dict[str, float]:
 
 
 def test_chances_are_counted_by_tenths() -> None:
-    registry = CollectorRegistry()
-    StageMetrics(registry, (1.0,)).quality.labels("small").observe(0.85)
+    metrics = Metrics(SimpleNamespace(stats=Stats(), running=0, waiting=0, loads={}), {})  # type: ignore[arg-type]
+    metrics.stage_quality.labels("small").observe(0.85)
     name, chances = "fastspec_stage_expected_quality_bucket", [step / 10 for step in range(1, 11)]
-    counts = [registry.get_sample_value(name, {"stage": "small", "le": str(chance)}) for chance in chances]
+    counts = [metrics.registry.get_sample_value(name, {"stage": "small", "le": str(chance)}) for chance in chances]
     assert counts == [float(chance > 0.85) for chance in chances]
 
 

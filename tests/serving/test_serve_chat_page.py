@@ -10,7 +10,6 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -24,8 +23,6 @@ import fastspec
 from fastspec.programs.cli.app import app
 from fastspec.programs.serving import app as program
 from fastspec.programs.serving import remote
-from fastspec.programs.serving.answers import NamedRound, NamedTree
-from fastspec.programs.serving.forms import told_round
 from fastspec.programs.serving.remote import Remote
 
 pytestmark = MARKS
@@ -200,12 +197,6 @@ def test_plain_rounds_have_no_trees_and_wait_for_nothing() -> None:
         assert "".join(piece for each in rounds for piece in each["texts"]) == text
         assert all(each["tree"] is None and each["marks"] == ["own"] for each in rounds)
         assert len(rounds) == usage["completion_tokens"]
-
-
-def test_a_round_is_told_field_by_field() -> None:
-    tree = NamedTree([5, 6], ["a", "b"], [0, 0], [0, 1])
-    for named in (NamedRound([6], ["b"], ["accepted"], 1, tree), NamedRound([6], ["b"], ["own"], 0, None)):
-        assert told_round(named) == asdict(named)
 
 
 def test_who_asks_for_no_rounds_gets_none(server: Served) -> None:

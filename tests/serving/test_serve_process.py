@@ -24,7 +24,7 @@ from helpers.training import small_target
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.programs.serving import remote
 from fastspec.programs.serving.remote import Remote
-from fastspec.programs.serving.rounds_process import Criterion
+from fastspec.programs.serving.rounds_process import BatchEnd
 from fastspec.programs.serving.wire import Elsewhere
 
 pytestmark = MARKS
@@ -83,9 +83,8 @@ def test_stop_strings_are_made_where_no_round_waits_and_sent_once(
     for word in (text[3], text[3], text[5], text[7], text[3]):  # the first is forgotten behind the third
         answer = endless.client().completions.create(**GIVEN, max_tokens=12, stop=word)
         assert answer.choices[0].text.split() == text[: text.index(word)] and answer.choices[0].finish_reason == "stop"
-    assert [message.strings for message in sent if isinstance(message, Criterion)] == [
-        (text[at],) for at in (3, 5, 7, 3)
-    ]
+    told = [call.keywords["strings"] for call in sent if getattr(call, "func", None) is BatchEnd.know]
+    assert told == [(text[at],) for at in (3, 5, 7, 3)]
 
 
 @pytest.mark.parametrize("stream", [True, False])

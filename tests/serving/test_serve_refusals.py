@@ -69,6 +69,8 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (ONE, {"n": 129}, 400, "from 1 on to 128"),
     (ONE, {"n": 3}, 400, "3 answers are asked for at once, and this server has 1 rows and lets 1 wait"),
     (ONE, {"best_of": 2}, 400, "must be 1"),
+    (ONE, {"temperature": 10**400}, 400, "must be a number from 0 to 100"),
+    (ONE, {"price": 10**400}, 400, "must be a number of milliseconds"),
     (ONE, {"logprobs": 21}, 400, "logprobs"),
     (ONE, {"logprobs": True}, 400, "logprobs"),
     (ONE, {"echo": 1}, 400, "echo"),

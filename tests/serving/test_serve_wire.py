@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from fastspec.programs.serving.wire import LOOKS, Elsewhere, Failure, Wire
+from fastspec.programs.serving.wire import LOOK, Elsewhere, Failure, Wire
 
 
 class Odd(Exception):
@@ -34,7 +34,7 @@ def test_messages_keep_their_order_and_news_go_alone() -> None:
         assert beside == 0
         got += messages
     assert got == list(range(1_000))
-    for number, waits in enumerate((0.0, 4 * LOOKS[0]), 7):
+    for number, waits in enumerate((0.0, 3 * LOOK), 7):
         time.sleep(waits)
         news[0] = number
         assert next(parcels) == ([], number)

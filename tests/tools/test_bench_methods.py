@@ -233,21 +233,21 @@ def test_heads_that_ship_are_the_default_and_given_ones_replace_them(saved: Path
     shipped = [str(saved / name) for name in ("head", "head-eagle") if name != missing]
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(methods.SHIPPED, "m", tuple(("any", source) for source in shipped))
-        found = methods.read_drafters(None, None, None, "m", None, None)
+        found = methods.read_drafters(None, None, None, "m").loaded(None, None)
         readers = {"head": {"eagle3"}, "head-eagle": {"eagle", "eagle2"}}
         assert set(found.heads) == set().union(*(readers[Path(name).name] for name in shipped))
-        assert methods.read_drafters([], None, None, "m", None, None).heads == {}
+        assert methods.read_drafters([], None, None, "m").heads == {}
     assert found.patching() == {"": found.heads} and found.resources == found.assisted == {}
     assert found.assistant("speculative") == "speculative"
 
 
 @given(name=st.sampled_from([*NAMES, "assisted", "transformers"]), layers=st.integers(1, 40))
 def test_only_what_uses_an_early_exit_is_told_of_it(name: str, layers: int) -> None:
-    drafters = methods.Drafters({}, None, layers, {}, {})
+    drafters = methods.Drafters({}, None, layers)
     assert drafters.assistant(name) == (Speculative(early_exit=layers) if name == "speculative" else name)
     assert drafters.of(name)["early_exit"] == (layers if name in ("speculative", "assisted") else None)
 
 
 def test_an_early_exit_of_no_layer_is_refused() -> None:
     with pytest.raises(Unsupported, match="early_exit"):
-        methods.read_drafters([], None, 0, "m", None, None)
+        methods.Drafters({}, None, 0).loaded(None, None)

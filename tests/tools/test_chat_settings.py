@@ -15,14 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastspec
-from fastspec.config import STORAGES
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.nasd import NasdDecoding
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.loop import converse, respond
-from fastspec.programs.chat.own import read_own
 from fastspec.programs.chat.session import Chat, read_saved
-from fastspec.programs.chat.settings import Settings, new_storage
+from fastspec.programs.chat.settings import Settings, read_own
 from fastspec.programs.chat.view import AnswerStreamer
 from fastspec.programs.compare import BASELINE as PLAIN
 
@@ -195,14 +193,6 @@ def test_what_was_generated_once_is_drafted_in_the_next_turn_of_the_chat(
     monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(), tokenizer()))
     execute(chat, "/model other")  # its tokens may be others
     assert chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen())).accepted == first.accepted
-
-
-@given(kind=st.sampled_from(sorted(STORAGES)), n=st.none() | st.integers(2, 64))
-def test_a_kept_storage_is_of_the_kind_that_calls_get(kind: str, n: int | None) -> None:
-    config = Settings(given=(("nasd.storage", kind), ("nasd.n", n))).assistant("nasd")
-    expected = NasdDecoding(config).drafter(rows=1, capacity=0, device="cpu", ops=None, process=None).storages[0]
-    made = new_storage(config)
-    assert type(made) is type(expected) and repr(made) == repr(expected)
 
 
 def test_help_shows_the_values(chat: Chat) -> None:

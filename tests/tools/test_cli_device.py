@@ -61,7 +61,7 @@ def test_tune_takes_triton_where_auto_would_not(gpus, given, backend, monkeypatc
         asked.append(backend)
         raise Unsupported("far enough")
 
-    monkeypatch.setattr(cli_device, "patched_model", patched)
+    monkeypatch.setattr(cli_device.options, "patched_model", patched)
     done = CliRunner().invoke(app, ["tune", "--model", "some/model", *given])
     assert done.exit_code == 1 and "far enough" in done.output
     assert asked == [backend]

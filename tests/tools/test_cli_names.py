@@ -55,7 +55,7 @@ def reached(monkeypatch) -> list[Any]:
         found.append((name, options["heads"]))
         raise Unsupported("far enough")
 
-    monkeypatch.setattr(cli_device, "patched_model", patched_model)
+    monkeypatch.setattr(cli_device.options, "patched_model", patched_model)
     monkeypatch.setattr(serving, "patched_model", patched_model)
     return found
 

@@ -28,10 +28,10 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import inspect_head, load_head
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.run import readable
-from fastspec.programs.training import features, ttt
+from fastspec.programs.training import target as features
+from fastspec.programs.training import ttt
 from fastspec.programs.training.data import TextBatch, Texts, batches, plan_batches
-from fastspec.programs.training.features import DEVICE, GIB, HOST, NOWHERE, KeptFeatures
-from fastspec.programs.training.target import TargetReader
+from fastspec.programs.training.target import DEVICE, GIB, HOST, NOWHERE, KeptFeatures, TargetReader
 from fastspec.programs.training.trainer import Trainer
 from fastspec.programs.training.ttt import Teacher, TrainingTimeTest
 from fastspec.programs.training.unrolled import UnrolledAttention

@@ -25,8 +25,7 @@ from fastspec.programs.training.data import (
     join_answers,
     plan_batches,
 )
-from fastspec.programs.training.enlarge import Enlarger, candidates, follow_up
-from fastspec.programs.training.regenerate import answer, answer_prompts, end_tokens
+from fastspec.programs.training.regenerate import Enlarger, answer, answer_prompts, candidates, end_tokens, follow_up
 
 ROWS = [{"prompt": "w40 w41"}, {"turns": ["w50", "w60"]}]
 

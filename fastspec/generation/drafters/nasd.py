@@ -257,6 +257,16 @@ def check_drafts(storage: Storage, tokens: list[int], vocabulary: int) -> None:
             raise FastSpecError(f"Nasd: {who}, and the model's tokens end at {vocabulary - 1}")
 
 
+def storage_of(config: Nasd) -> Storage:
+    """The storage of a config: that which was given, else an empty one of the named kind."""
+    kind, n = config.storage, config.n
+    if kind == "ngram":
+        return NgramStorage(4 if n is None else n)
+    if kind == "one_level":
+        return NgramStorage(3 if n is None else n, back_off=False)
+    return SuffixStorage(max_match=32 if n is None else n - 1) if kind == "suffix" else kind
+
+
 @dataclass(frozen=True, slots=True)
 class NasdDecoding(Decoding):
     """Decoding with n-grams; by default every row of every call has a storage of its own. `weight_bytes` are those
@@ -273,13 +283,5 @@ class NasdDecoding(Decoding):
     def drafter(
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
-        storages = [self._storage() for _ in range(rows)]
+        storages = [storage_of(self.config) for _ in range(rows)]
         return NasdDrafter(self.config, storages, torch.device(device), self.weight_bytes, self.vocabulary)
-
-    def _storage(self) -> Storage:
-        kind, n = self.config.storage, self.config.n
-        if kind == "ngram":
-            return NgramStorage(4 if n is None else n)
-        if kind == "one_level":
-            return NgramStorage(3 if n is None else n, back_off=False)
-        return SuffixStorage(max_match=32 if n is None else n - 1) if kind == "suffix" else kind

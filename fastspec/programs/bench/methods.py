@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastspec.config import Speculative
@@ -59,8 +59,8 @@ class Drafters:
     heads: dict[str, str]
     draft_model: str | None
     early_exit: int | None
-    resources: dict[str, Any]
-    assisted: dict[str, Any]
+    resources: dict[str, Any] = field(default_factory=dict)
+    assisted: dict[str, Any] = field(default_factory=dict)
 
     def assistant(self, name: str) -> Any:
         """The argument `assistant=` of a method."""
@@ -86,36 +86,21 @@ class Drafters:
         model, early = (self.draft_model, self.early_exit) if drafts else (None, None)
         return {"head": self.heads.get(name), "draft_model": model, "early_exit": early}
 
+    def loaded(self, target: Any, tokenizer: Any) -> Drafters:
+        """The same with the draft model, for this target. Raises Unsupported for an early exit that it has not."""
+        from fastspec.patches.api import check_assistant
 
-def read_drafters(
-    heads: Sequence[str] | None,
-    draft_model: str | None,
-    early_exit: int | None,
-    model: str,
-    target: Any,
-    tokenizer: Any,
-) -> Drafters:
-    """Drafters for a target named `model`; without `heads` those that ship for it. Raises Unsupported for two heads
-    of one kind and name, and an early exit that the target has not."""
-    from fastspec.patches.api import check_assistant
-
-    found = read_heads(sources_of(heads, model))
-    resources: dict[str, Any] = {}
-    assisted: dict[str, Any] = {}
-    if early_exit is not None:
-        check_assistant(Speculative(early_exit=early_exit), target)
-        assisted = {"assistant_early_exit": early_exit}
-    elif draft_model is not None:
-        given = resources[Speculative.name] = load_draft(draft_model, target, tokenizer)
+        if self.early_exit is not None:
+            check_assistant(Speculative(early_exit=self.early_exit), target)
+            return replace(self, assisted={"assistant_early_exit": self.early_exit})
+        if self.draft_model is None:
+            return self
+        given = load_draft(self.draft_model, target, tokenizer)
         draft, *both = given if isinstance(given, tuple) else (given,)
-        assisted = dict(zip(("assistant_tokenizer", "tokenizer"), both, strict=False))
-        assisted["assistant_model"] = twin(draft)
-    return Drafters(found, draft_model, early_exit, resources, assisted)
-
-
-def sources_of(heads: Sequence[str] | None, model: str) -> list[str]:
-    """Heads that were given, else those that ship for a model."""
-    return list(dict.fromkeys(source for _, source in SHIPPED.get(model, ())) if heads is None else heads)
+        tokenizers = zip(("assistant_tokenizer", "tokenizer"), both, strict=False)
+        return replace(
+            self, resources={Speculative.name: given}, assisted={**dict(tokenizers), "assistant_model": twin(draft)}
+        )
 
 
 def twin(model: Any) -> Any:
@@ -123,15 +108,16 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def check(
-    methods: Sequence[str] | None,
+def read_drafters(
     heads: Sequence[str] | None,
     draft_model: str | None,
     early_exit: int | None,
     model: str,
-) -> None:
-    """Refuse, before weights are loaded, a method that does not exist or lacks its drafter, a head that is none or does
-    not fit, and what else the models' configurations tell. Raises Unsupported and CheckpointError."""
+    methods: Sequence[str] | None = None,
+) -> Drafters:
+    """Drafters of a run for a target named `model`, before weights are loaded; without `heads` those that ship for it.
+    Raises Unsupported and CheckpointError for a method that does not exist or lacks its drafter, two heads of one kind
+    and name, a head that is none or does not fit, and what else the models' configurations tell."""
     from fastspec.patches.api import ASSISTANTS
 
     known = [name for name in (*PEERS, *ASSISTANTS) if name != "cascade"]
@@ -145,8 +131,9 @@ def check(
             "--draft-model and --early-exit both say what drafts for speculative and assisted: give one of them"
         )
     config: Any = load_config(model) if heads or early_exit is not None else None
-    found = read_heads(sources_of(heads, model), config if heads else None)
-    drafters = Drafters(found, draft_model, early_exit, {}, {})
+    shipped = dict.fromkeys(source for _, source in SHIPPED.get(model, ()))
+    found = read_heads(shipped if heads is None else heads, config if heads else None)
+    drafters = Drafters(found, draft_model, early_exit)
     for name in methods or ():
         assistant, named, _ = name.partition(":")
         if named and name not in found:
@@ -160,6 +147,7 @@ def check(
         raise Unsupported(f"--early-exit {early_exit}: the target has {layers} layers, so at most {layers - 1} draft")
     if draft_model is not None:
         load_config(draft_model)
+    return drafters
 
 
 def choose(

@@ -15,7 +15,7 @@ from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
 from fastspec.programs.bench.device import environment, floor
-from fastspec.programs.bench.methods import Drafters, Method, check, choose, read_drafters, twin
+from fastspec.programs.bench.methods import Drafters, Method, choose, read_drafters, twin
 from fastspec.programs.bench.peers import CHAINS, Peer, PeerFailed, PeerJob, answers
 from fastspec.programs.bench.prompts import (
     BUNDLED,
@@ -175,10 +175,10 @@ def run_bench(
     import torch
 
     device = use_device(device)
-    check(methods, heads, draft_model, early_exit, model)
+    named = read_drafters(heads, draft_model, early_exit, model, methods)
     target, tokenizer = load_model(model, device, getattr(torch, dtype) if dtype else None)
     plain = twin(target)  # before the patch
-    drafters = read_drafters(heads, draft_model, early_exit, model, target, tokenizer)
+    drafters = named.loaded(target, tokenizer)
     encoded = encode_rows(asked, tokenizer, target, each, max_new_tokens, say)
     parts = {size: make_batches(encoded, size) for size in sizes}
     patching = drafters.patching()

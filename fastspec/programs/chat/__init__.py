@@ -1,50 +1,22 @@
 """`fastspec chat`: a conversation in the terminal in which strategies answer, and are compared; docs/guide/chat.md
 shows it.
 
-`session.Chat` holds the model and the conversation, `resources` reads what the model is patched with, `commands` is the
+`session.Chat` holds the model and the conversation, `settings` reads what the model is patched with, `commands` is the
 table of commands, `view` what is shown, `loop` runs lines through them, and `terminal` reads the lines.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from fastspec.errors import Unsupported
-from fastspec.models import SMOLLM2, SMOLLM2_HEADS
-from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings
-from fastspec.programs.heads import fitting_heads
+from fastspec.programs.chat.settings import Settings, read_own
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fastspec.programs.chat.session import Chat, SavedChat
-
-
-def make_settings(
-    *,
-    model: str,
-    heads: Sequence[str] | None,
-    resources: list[str] | None,
-    assistants: str | None,
-    temperature: float,
-    gamma: int | None = None,
-    **others: Any,
-) -> Settings:
-    """Settings from the command line's options: `resources` are "assistant=source", `assistants` is comma-separated,
-    temperature 0 is greedy. SmolLM2 comes with its heads; without a head `nasd` answers."""
-    given = {**(dict(SMOLLM2_HEADS) if model == SMOLLM2 else {}), **fitting_heads(heads, model)}
-    for entry in resources or ():
-        name, _, source = entry.partition("=")
-        if not source:
-            raise Unsupported(f"--resource takes ASSISTANT=SOURCE, such as eagle2=path/to/head, not {entry!r}")
-        given[name] = source
-    drafts = next((name for name in ("eagle3", "eagle2") if name in given), "nasd")
-    names = (assistants or drafts).split(",")
-    settings = Settings(model=model, resources=tuple(given.items()), assistants=tuple(dict.fromkeys(names)), **others)
-    changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
-    return settings.with_fields(changes).at_temperature(temperature)
 
 
 def run_chat(
@@ -58,7 +30,6 @@ def run_chat(
     or standard input where that is no terminal. Goes on from a `saved` chat, with what the Python file `own` adds;
     returns the chat as it ended."""
     from fastspec.programs.chat.loop import converse
-    from fastspec.programs.chat.own import read_own
     from fastspec.programs.chat.session import Chat
 
     with console.status("Importing torch and transformers"):  # what comes after it shows its own progress

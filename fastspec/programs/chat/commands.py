@@ -19,7 +19,6 @@ from fastspec import Eagle3
 from fastspec.config import CPP_TREE, STORAGES
 from fastspec.errors import FastSpecError, Unsupported, accepted, meant
 from fastspec.files import parse_json
-from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 from fastspec.programs.chat.session import Chat, read_saved
 from fastspec.programs.chat.settings import (
     COMMAND_FIELDS,
@@ -28,10 +27,10 @@ from fastspec.programs.chat.settings import (
     OLDER_STORAGES,
     PROCESSORS,
     TREE,
+    heads_of,
     resource_names,
 )
 from fastspec.programs.chat.view import COLUMN
-from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import table
 
 Run = Callable[..., Any]
@@ -142,15 +141,6 @@ def _fields(name: str, argument: str, what: str, choices: Choices = ("default",)
         return f"{name} = {text}"
 
 
-def _count(name: str, setting: str, what: str) -> None:
-    """A command that sets a whole number of the chat's own settings."""
-
-    @command(f"{name} N", what, _shown(setting))
-    def run(chat: Chat, text: str) -> str:
-        chat.settings = chat.settings.replace(**{setting: _number(name, setting, text)})
-        return f"{setting} = {getattr(chat.settings, setting)}"
-
-
 def _switch(name: str, what: str, value: Value | None = None, after: Callable[[Chat], None] | None = None) -> None:
     """A command that switches a setting, or the field that `COMMAND_FIELDS` has for it."""
     (setting,) = COMMAND_FIELDS.get(name, (name,))
@@ -180,7 +170,7 @@ def _help(chat: Chat, name: str = "") -> Table:
 
 @command("model NAME [HEAD]", "load another model and patch it, with an EAGLE-3 head", _shown("model"))
 def _model(chat: Chat, name: str, head: str | None = None) -> str:
-    heads = dict(SMOLLM2_HEADS if name == SMOLLM2 else ()) | fitting_heads([head] if head else None, name)
+    heads = heads_of(name, [head] if head else None)
     return _opened(chat, chat.reopen(chat.settings.replace(model=name, resources=tuple(heads.items()))))
 
 
@@ -217,7 +207,10 @@ def _assistant(chat: Chat, text: str) -> str:
     return f"assistants: {', '.join(names)}"
 
 
-_count("length", "max_new_tokens", "new tokens per answer, at most")
+@command("length N", "new tokens per answer, at most", _shown("max_new_tokens"))
+def _length(chat: Chat, text: str) -> str:
+    chat.settings = chat.settings.replace(max_new_tokens=_number("length", "max_new_tokens", text))
+    return f"max_new_tokens = {chat.settings.max_new_tokens}"
 
 
 def _processor_text(chat: Chat) -> str:
@@ -265,10 +258,14 @@ def _seed(chat: Chat, text: str) -> str:
     return f"seed {text}" + ("" if value is None else ": set before every answer")
 
 
+def _beams_value(chat: Chat) -> str:
+    return f"{chat.settings.beams}, length penalty {chat.settings.length_penalty:g}"
+
+
 @command(
     "beams N [LENGTH_PENALTY]",
     "a further answer by transformers' beam search, without an assistant; 1: none",
-    lambda chat: _beams_value(chat),
+    _beams_value,
 )
 def _beams(chat: Chat, text: str, penalty: str | None = None) -> str:
     changes: dict[str, Any] = {"beams": _number("beams", "beams", text)}
@@ -276,10 +273,6 @@ def _beams(chat: Chat, text: str, penalty: str | None = None) -> str:
         changes["length_penalty"] = _number("beams", "length_penalty", penalty, float)
     chat.settings = chat.settings.replace(**changes)
     return f"beams = {_beams_value(chat)}"
-
-
-def _beams_value(chat: Chat) -> str:
-    return f"{chat.settings.beams}, length penalty {chat.settings.length_penalty:g}"
 
 
 @command(
@@ -333,12 +326,11 @@ def _storage(chat: Chat, name: str, kept: str | None = None) -> str:
 def _early_exit(chat: Chat, text: str) -> str:
     value = None if text == "off" else _number("early_exit", "the number of layers", text)
     changes = {"speculative.early_exit": value}
-    if value is None:
-        chat.change(changes)
-        return f"early_exit {text}"
-    chat.check("speculative", chat.settings.with_fields(changes))  # the target may have fewer layers
+    if value is not None:  # the target may have fewer layers
+        chat.check("speculative", chat.settings.with_fields(changes))
     chat.change(changes)
-    return f"early_exit {text}: speculative drafts with the target's first {value} layers"
+    told = "" if value is None else f": speculative drafts with the target's first {value} layers"
+    return f"early_exit {text}{told}"
 
 
 def _tree_value(chat: Chat) -> str:

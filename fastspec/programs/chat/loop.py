@@ -10,19 +10,9 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from fastspec.errors import FastSpecError
+from fastspec.programs.chat import view
 from fastspec.programs.chat.commands import execute
 from fastspec.programs.chat.session import BEAMS, Chat, ChatTurn
-from fastspec.programs.chat.view import (
-    COLUMN,
-    AnswerStreamer,
-    Column,
-    Columns,
-    legend,
-    round_tree,
-    stage_tree,
-    turn_table,
-    verdict_line,
-)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +21,7 @@ if TYPE_CHECKING:
 def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool = False) -> None:
     """Take lines until they end or /quit: commands start with a slash, everything else is a prompt. An error is one
     line, and the chat goes on; with `strict` it is raised."""
-    console.print(legend())
+    console.print(view.legend())
     for line in lines:
         if not line.strip():
             continue
@@ -64,19 +54,21 @@ def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
     ones after it."""
     turn, names = ChatTurn(prompt, chat.settings), chat.strategies()
     below: list[str | Tree] = []
-    beside = chat.settings.columns and 1 < len(names) <= console.width // COLUMN
-    with Columns(console, names) if beside else nullcontext() as columns:
+    beside = chat.settings.columns and 1 < len(names) <= console.width // view.COLUMN
+    with view.Columns(console, names) if beside else nullcontext() as columns:
         for name in names:
             if columns is None:
                 console.print(f"\n[bold]{escape(name)}[/]")
-            shown: Any = console if columns is None else Column(columns, name)
-            streamer = AnswerStreamer(chat.tokenizer, shown, trees=chat.settings.debug)
+            shown: Any = console if columns is None else view.Column(columns, name)
+            streamer = view.AnswerStreamer(chat.tokenizer, shown, trees=chat.settings.debug)
             answer = chat.answer(prompt, name, streamer)
             turn.answers.append(answer)
             if name == BEAMS:
                 shown.print(answer.text, markup=False, highlight=False)
-            trees = [round_tree(chat.tokenizer, number, found) for number, found in enumerate(streamer.trees or (), 1)]
-            trees += [stage_tree(answer.explanation)] if answer.explanation is not None else []
+            trees = [
+                view.round_tree(chat.tokenizer, number, found) for number, found in enumerate(streamer.trees or (), 1)
+            ]
+            trees += [view.stage_tree(answer.explanation)] if answer.explanation is not None else []
             if columns is None:
                 _print_all(console, trees)
             elif trees:
@@ -87,8 +79,8 @@ def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
     _print_all(console, below)
     chat.keep(turn)
     console.print()
-    console.print(turn_table(turn))
-    told = verdict_line(turn, chat.dtype)
+    console.print(view.turn_table(turn))
+    told = view.verdict_line(turn, chat.dtype)
     if told is not None:
         console.print(told, highlight=False)
     return turn

@@ -21,7 +21,6 @@ from fastspec.programs.chat.settings import (
     Settings,
     forget_cascade,
     load,
-    new_storage,
     read_resources,
     resource_names,
 )
@@ -367,7 +366,9 @@ class Chat:
         if strategy != fastspec.Nasd.name or (self.settings.storage_per == "answer" and own is None):
             return config
         if self._storage is None or self.settings.storage_per == "answer":
-            self._storage = new_storage(config) if own is None else self.storages[own]()
+            from fastspec.generation.drafters.nasd import storage_of
+
+            self._storage = storage_of(config) if own is None else self.storages[own]()
         return dataclasses.replace(config, n=None, storage=self._storage)
 
     def _cascade(self, strategy: str) -> fastspec.Cascade | None:

@@ -1,10 +1,14 @@
-"""Settings of a chat, one frozen object that the commands replace, and the heads, draft models and cascades of them."""
+"""Settings of a chat, one frozen object that the commands replace; the heads, draft models and cascades of them; parts
+of one's own from a Python file."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import runpy
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import fastspec
@@ -12,7 +16,7 @@ from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported, accepted
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
-from fastspec.programs.cascades import with_tokenizer
+from fastspec.programs.heads import fitting_heads, with_tokenizer
 
 # processor -> the settings that it reads, in the order of its arguments
 PROCESSORS: dict[str, tuple[str, ...]] = {
@@ -168,6 +172,11 @@ def load(settings: Settings) -> tuple[Any, Any]:
     return fastspec.patch(model, **read_resources(settings, model, tokenizer), backend=settings.backend), tokenizer
 
 
+def heads_of(model: str, heads: Sequence[str] | None) -> dict[str, str]:
+    """Heads by assistant: those that come with SmolLM2, and those that are given, which fit the model."""
+    return dict(SMOLLM2_HEADS if model == SMOLLM2 else ()) | fitting_heads(heads, model)
+
+
 def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Resources for `fastspec.patch`: draft models are loaded, and cascades read. Raises Unsupported for an assistant
     that takes none, and for what cannot be read."""
@@ -180,13 +189,9 @@ def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, 
         if name == "speculative":
             given[name] = load_draft(source, model, tokenizer)
         if name == fastspec.Cascade.name:
-            given[name] = _read_cascade(source, tokenizer)
+            config = with_tokenizer(fastspec.Cascade.from_yaml(source), tokenizer, source)
+            given[name] = replace(config, explain=False)  # the chat itself shows the decisions
     return given
-
-
-def _read_cascade(path: str, tokenizer: Any) -> fastspec.Cascade:
-    config = with_tokenizer(fastspec.Cascade.from_yaml(path), tokenizer, path)
-    return replace(config, explain=False)  # the chat itself shows the decisions
 
 
 def forget_cascade(model: Any) -> None:
@@ -198,11 +203,21 @@ def forget_cascade(model: Any) -> None:
         models.memory.clear()
 
 
-def new_storage(config: fastspec.Nasd) -> Any:
-    """An empty storage, as `fastspec.Nasd` of this kind and n gives one to every call."""
-    n = config.n
-    if config.storage == "suffix":
-        return fastspec.SuffixStorage() if n is None else fastspec.SuffixStorage(max_match=n - 1)
-    if config.storage == "one_level":
-        return fastspec.NgramStorage(3 if n is None else n, back_off=False)
-    return fastspec.NgramStorage() if n is None else fastspec.NgramStorage(n)
+TABLES = {"ASSISTANTS": "own", "PROCESSORS": "processors", "STORAGES": "storages"}
+"""Dictionary in the file -> the argument of `session.Chat` that takes it."""
+
+
+def read_own(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Arguments of `session.Chat` from the dictionaries of a Python file, which is run. Raises Unsupported for a file
+    that is not there or holds none of them, and whatever the file raises."""
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise Unsupported(f"--own {path}: no such file")
+    found = runpy.run_path(str(place))
+    given = {argument: found[name] for name, argument in TABLES.items() if name in found}
+    if not given or not all(isinstance(each, dict) for each in given.values()):
+        raise Unsupported(
+            f"--own {path} must assign dictionaries to {', '.join(TABLES)}, or to one of them: a name -> an assistant, "
+            "a logits processor or its class, a class or function that makes a storage"
+        )
+    return given

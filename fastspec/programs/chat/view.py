@@ -17,8 +17,8 @@ from fastspec.cascade.decisions import Explanation
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
-from fastspec.programs.marks import ACCEPTED, BONUS, OWN, RECOVERED, own_mark
 from fastspec.programs.terminal import table
+from fastspec.programs.texts import ACCEPTED, BONUS, OWN, RECOVERED, own_mark
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -238,7 +238,6 @@ class Columns:
         self.live.stop()  # draws what was added since the last picture
 
     def add(self, name: str, text: Text) -> None:
-        """Append to a column."""
         self.texts[name].append_text(text)
         now = time.perf_counter()
         if now - self._drawn > PAUSE:
@@ -253,5 +252,4 @@ class Column:
         self.columns, self.name = columns, name
 
     def print(self, text: str = "", *, style: str | None = None, end: str = "\n", **_: Any) -> None:
-        """Append a text in a style."""
         self.columns.add(self.name, Text(text + end, style or ""))

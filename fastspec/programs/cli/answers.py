@@ -11,39 +11,30 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2
-from fastspec.programs.cli.options import (
-    HEADS,
-    AsJson,
-    Backend,
-    Device,
-    Dtype,
-    Head,
-    Heads,
-    MaxNewTokens,
-    Model,
-    ModelOption,
-    model_name,
-    stdout_kept,
-)
+from fastspec.programs.cli import options
+
+WITH_LOAD = "load", "prompt", "own", "debug", "device", "backend", "as_json"
+"""Parameters of `chat` that may be given with a chat that was saved; it has the others."""
 
 
 def demo(
-    model: Model = None,
-    model_option: ModelOption = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt of your own; may be given several times.")] = None,
-    head: Head = None,
+    head: options.Head = None,
     max_new_tokens: Annotated[int | None, Option(min=1, help="Longest answer, in tokens; 96, on CUDA 48.")] = None,
-    device: Device = None,
-    backend: Backend = "auto",
-    as_json: AsJson = False,
+    device: options.Device = None,
+    backend: options.Backend = "auto",
+    as_json: options.AsJson = False,
 ) -> None:
     """Answer a few prompts with transformers' generate, without and with EAGLE-3, and compare speed and output."""
     from fastspec.programs.demo import print_table, run_demo
 
-    name = model_name(model, model_option, SMOLLM2)
+    name = options.model_name(model, model_option, SMOLLM2)
     console = Console(highlight=False)
-    with stdout_kept(as_json):
+    with options.stdout_kept(as_json):
         result = run_demo(
             prompts=prompt,
             model=name,
@@ -61,19 +52,19 @@ def demo(
 
 def chat(
     context: typer.Context,
-    model: Model = None,
-    model_option: ModelOption = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
     prompt: Annotated[list[str] | None, Option(help="Answer this and exit; repeatable, commands too.")] = None,
-    head: Heads = None,
+    head: options.Heads = None,
     draft_model: Annotated[str | None, Option(help="Smaller model, named as the target, for speculative.")] = None,
     resource: Annotated[list[str] | None, Option(help="ASSISTANT=SOURCE: a head, a model, a cascade's YAML.")] = None,
     assistant: Annotated[str | None, Option(help="Who answers; several, comma-separated, are compared.")] = None,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     temperature: Annotated[float, Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
     gamma: Annotated[int | None, Option(min=1, help="Tokens drafted a round by nasd and speculative.")] = None,
     seed: Annotated[int | None, Option(min=0, help="Seed set before every answer.")] = None,
-    device: Device = None,
-    backend: Backend = "auto",
+    device: options.Device = None,
+    backend: options.Backend = "auto",
     load: Annotated[str | None, Option(help="Go on with a chat that /save wrote, by its settings.")] = None,
     own: Annotated[
         str | None, Option(help="Python file with ASSISTANTS, PROCESSORS, STORAGES of yours by name; it is run.")
@@ -83,39 +74,36 @@ def chat(
 ) -> None:
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
     docs/guide/chat.md."""
-    from fastspec.programs.chat import make_settings, run_chat
+    from fastspec.programs.chat import run_chat
     from fastspec.programs.chat.session import read_saved
+    from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings, heads_of
 
     if as_json and not prompt:
         raise typer.BadParameter("the object is made of the answers to --prompt: give that too", param_hint="--json")
     saved = None
     if load is None:
-        settings = make_settings(
-            model=model_name(model, model_option, SMOLLM2),
-            heads=head,
-            resources=[*([f"speculative={draft_model}"] if draft_model else []), *(resource or [])],
-            assistants=assistant,
-            temperature=temperature,
+        name = options.model_name(model, model_option, SMOLLM2)
+        resources = heads_of(name, head) | ({"speculative": draft_model} if draft_model else {})
+        for entry in resource or ():
+            of, _, source = entry.partition("=")
+            if not source:
+                raise Unsupported(f"--resource takes ASSISTANT=SOURCE, such as eagle2=path/to/head, not {entry!r}")
+            resources[of] = source
+        drafts = next((each for each in ("eagle3", "eagle2") if each in resources), "nasd")  # without a head
+        settings = Settings(
+            model=name,
+            resources=tuple(resources.items()),
+            assistants=tuple(dict.fromkeys((assistant or drafts).split(","))),
             max_new_tokens=max_new_tokens,
-            gamma=gamma,
             seed=seed,
             debug=debug,
             device=device,
             backend=backend,
         )
+        changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
+        settings = settings.with_fields(changes).at_temperature(temperature)
     else:
-        names = (
-            "model",
-            "model_option",
-            "head",
-            "draft_model",
-            "resource",
-            "assistant",
-            "max_new_tokens",
-            "temperature",
-            "gamma",
-            "seed",
-        )
+        names = [each.name for each in context.command.params if each.name and each.name not in WITH_LOAD]
         sources = {
             f"--{name.removesuffix('_option').replace('_', '-')}": context.get_parameter_source(name) for name in names
         }
@@ -127,26 +115,26 @@ def chat(
         saved = read_saved(load)
         # the file may come from another machine
         settings = saved.settings.replace(device=device, backend=backend, debug=debug)
-    with stdout_kept(as_json):
+    with options.stdout_kept(as_json):
         done = run_chat(settings, Console(highlight=False, quiet=as_json), prompt, saved, own)
     if as_json:
         print(json.dumps(done.as_json()))
 
 
 def bench(
-    model: Model = None,
-    model_option: ModelOption = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
     prompts: Annotated[list[str] | None, Option(help="jsonl file in Spec-Bench's form; repeatable.")] = None,
     prompt: Annotated[list[str] | None, Option(help="A prompt; repeatable. Without any: eight bundled ones.")] = None,
-    head: Annotated[list[str] | None, Option(help=f"{HEADS} NAME=HEAD: any number beside each other.")] = None,
+    head: Annotated[list[str] | None, Option(help=f"{options.HEADS} NAME=HEAD: any number beside each other.")] = None,
     draft_model: Annotated[str | None, Option(help="Smaller model, of any tokenizer, named as the target.")] = None,
     early_exit: Annotated[int | None, Option(min=1, help="Draft with so many of the target's first layers.")] = None,
     methods: Annotated[str | None, Option(help="Methods, comma-separated; by default all that can run.")] = None,
     each: Annotated[int | None, Option(min=1, help="Prompts to take of every category; all by default.")] = None,
-    max_new_tokens: MaxNewTokens = 128,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: Backend = "auto",
+    max_new_tokens: options.MaxNewTokens = 128,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    backend: options.Backend = "auto",
     batch: Annotated[
         list[int] | None,
         Option(min=1, help="Prompts answered together, 1 by default; repeatable."),
@@ -159,7 +147,7 @@ def bench(
     ] = None,
     peer_python: Annotated[str | None, Option(help="The Python that has the engine; by default this one.")] = None,
     out: Annotated[Path | None, Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
     print_output: Annotated[bool, Option("--print-output", help="Print every method's answers.")] = False,
     compare: Annotated[bool, Option("--compare", help="Print answers beside transformers' own.")] = False,
     profile: Annotated[bool, Option("--profile", help="Time the parts of rounds on the first prompt.")] = False,
@@ -179,11 +167,11 @@ def bench(
     failures: list[str] = []
     engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
     names = [name.strip() for name in methods.split(",")] if methods else None
-    with stdout_kept(as_json), report.writer(out) as write:
+    with options.stdout_kept(as_json), report.writer(out) as write:
         rows = run_bench(
             prompts=prompts or (),
             texts=prompt or (),
-            model=model_name(model, model_option, SMOLLM2),
+            model=options.model_name(model, model_option, SMOLLM2),
             heads=head or None,
             draft_model=draft_model,
             early_exit=early_exit,

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from fastspec.config import AssistantName, BackendName
+from fastspec.cascade.config import Stage
+from fastspec.config import BackendName
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
-from fastspec.files import parse_yaml
+from fastspec.files import read_yaml
 from fastspec.programs.cli.options import Backend, Device, Dtype, NamingCommand
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
@@ -32,14 +33,7 @@ GONE = {
 
 
 class _Command(NamingCommand):
-    """Command that refuses an option of `GONE`, and says where it went."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
-        for name in (each.partition("=")[0] for each in args):
-            if name in GONE and name not in known:
-                raise Unsupported(f"{name} {GONE[name]}")
-        return super().parse_args(ctx, args)
+    gone = GONE
 
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
@@ -70,10 +64,7 @@ def _from_yaml(ctx: typer.Context, path: Path | None) -> Path | None:
     keys that are no options."""
     if path is None:
         return None
-    try:
-        read = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Unsupported(f"{path} cannot be read as YAML: {error}") from error
+    read = read_yaml(path)
     options = {parameter.name: parameter for parameter in ctx.command.params if parameter.name != "config"}
     given = {str(key).replace("-", "_"): value for key, value in read.items()} if isinstance(read, dict) else {}
     unknown = [key for key in given if key not in options]
@@ -125,8 +116,7 @@ def train(
     from fastspec.programs.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
-    named, _, drafts = check_names(stage, model, head or [])
-    check_heads(named, drafts)
+    named, large, drafts = check_names(stage, model, head or [])
     on = use_device(device)
     items = [each for path in prompts or () for each in cascade_answers.read_items(path, most)]
     score = None
@@ -140,7 +130,7 @@ def train(
     for path in (out, answers, *((report,) if report is not None else ())):
         if not path.absolute().parent.is_dir():
             raise Unsupported(f"{path} cannot be written: {path.absolute().parent} is no directory")
-    models, tokenizer = models_of(stage, model, head or [], on, dtype, backend)
+    models, tokenizer = models_of(named, large, drafts, on, dtype, backend)
     try:
         settings: dict[str, Any] = {"batch": batch, "new_tokens": max_new_tokens, "seed": seed, "share": share}
         with counting(f"items answered by {len(models.stages)} stages", console) as tell:
@@ -211,8 +201,11 @@ def _tasks(
     return Tasks(named, tokenizer, include=include, most=most, metrics=metrics, unsafe=unsafe)
 
 
+Named = list[tuple[str, str]]
+
+
 def models_of(
-    stages: list[str], large: str, heads: list[str], device: str, dtype: str | None, backend: BackendName = "auto"
+    stages: Named, large: tuple[str, str], heads: dict[str, str], device: str, dtype: str | None, backend: BackendName
 ) -> tuple[Any, Any]:
     """The models of a cascade that has no predictor yet, loaded and patched, and the large one's tokenizer."""
     import torch
@@ -221,26 +214,27 @@ def models_of(
     from fastspec.models import load_model
     from fastspec.patches.api import cascade_models
 
-    named, (label, last), drafts = check_names(stages, large, heads)
     kind = None if dtype is None else getattr(torch, dtype)
-    model, tokenizer = load_model(last, device, kind)
+    model, tokenizer = load_model(large[1], device, kind)
     below = []
-    for name, source in named:
+    for name, source in stages:
         small, own = load_model(source, device, kind, tokenizer=tokenizer)
-        head = {"eagle3": drafts[name]} if name in drafts else {}
-        assistant: AssistantName = "eagle3" if head else "nasd"
-        below.append(fastspec.Stage(small, own, name, assistant, {**head, "backend": backend}))
+        below.append(stage_of(small, own, name, heads, backend))
     fastspec.patch(model, backend=backend)
-    config = fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=label)
+    config = fastspec.Cascade(stages=below, mode="lossless", tokenizer=tokenizer, label=large[0])
     return cascade_models(config, model), tokenizer
 
 
-Named = list[tuple[str, str]]
+def stage_of(model: Any, tokenizer: Any, name: str, heads: dict[str, str], backend: BackendName) -> Stage:
+    """The stage of a model, or of its name, which decodes with its head where it has one."""
+    resources: dict[str, Any] = {"backend": backend} | ({"eagle3": heads[name]} if name in heads else {})
+    return Stage(model, tokenizer, name, "eagle3" if name in heads else "nasd", resources)
 
 
 def check_names(stages: list[str], large: str, heads: list[str]) -> tuple[Named, tuple[str, str], dict[str, str]]:
     """The (name, model) of the stages and of the large model, and the heads by the stage's name. Raises Unsupported for
-    a name that is there twice, and for a head of no stage."""
+    a name that is there twice, and for a head of no stage; CheckpointError, before weights are loaded, for one that
+    does not fit its model."""
     named, last = [_named("--stage", text) for text in stages], _named("--model", large)
     names = [*(name for name, _ in named), last[0]]
     if len(set(names)) < len(names):
@@ -249,13 +243,9 @@ def check_names(stages: list[str], large: str, heads: list[str]) -> tuple[Named,
     unknown = [name for name in drafts if name not in dict(named)]
     if unknown:
         raise Unsupported(f"--head names {', '.join(unknown)}, which is no --stage")
-    return named, last, drafts
-
-
-def check_heads(named: Named, drafts: dict[str, str]) -> None:
-    """Raise CheckpointError, before weights are loaded, for the head of a stage that does not fit its model."""
     for name, source in named:
         fitting_heads([drafts[name]] if name in drafts else None, source)
+    return named, last, drafts
 
 
 def _named(option: str, text: str) -> tuple[str, str]:

@@ -9,10 +9,10 @@ from typing import Annotated
 
 from typer import Option
 
-from fastspec.cascade.config import Cascade, Stage
+from fastspec.cascade.config import Cascade
 from fastspec.config import BackendName
 from fastspec.errors import Unsupported, accepted
-from fastspec.programs.cli.cascade import check_heads, check_names
+from fastspec.programs.cli.cascade import check_names, stage_of
 from fastspec.programs.cli.options import HEADS
 from fastspec.programs.heads import named
 
@@ -104,16 +104,9 @@ def _of_stages(
         raise Unsupported("--stage needs --predictor FILE, which `fastspec cascade train` writes")
     label = Predictor.load(predictor).stages[-1]
     models, _, drafts = check_names(stages, f"{label}={model}", heads)
-    check_heads(models, drafts)
     processes = dict(_processes(text, [name for name, _ in models]) for text in cut)
     below = [
-        Stage(
-            source,
-            name=name,
-            assistant="eagle3" if name in drafts else "nasd",
-            resources={"backend": backend} | ({"eagle3": drafts[name]} if name in drafts else {}),
-            tensor_parallel=processes.get(name),
-        )
+        replace(stage_of(source, None, name, drafts, backend), tensor_parallel=processes.get(name))
         for name, source in models
     ]
     return Cascade(stages=below, label=label, predictor=str(predictor))

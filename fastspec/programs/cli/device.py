@@ -15,21 +15,7 @@ from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.files import cache_folder
 from fastspec.models import SMOLLM2
-from fastspec.programs.cli.options import (
-    AnyModel,
-    AsJson,
-    Backend,
-    Bits,
-    Device,
-    Dtype,
-    Heads,
-    Model,
-    ModelOption,
-    Stored,
-    model_name,
-    patched_model,
-    stdout_kept,
-)
+from fastspec.programs.cli import options
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
 
@@ -41,26 +27,28 @@ Length = Annotated[int, Option(min=1, help="Tokens of the longest prompt.")]
 
 
 def warmup(
-    model: AnyModel = None,
-    model_option: ModelOption = None,
-    head: Heads = None,
+    model: options.AnyModel = None,
+    model_option: options.ModelOption = None,
+    head: options.Heads = None,
     draft_model: Draft = None,
     rows: Rows = None,
     length: Length = 2048,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: Backend = "auto",
-    stored: Stored = False,
-    head_bits: Bits = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    backend: options.Backend = "auto",
+    stored: options.Stored = False,
+    head_bits: options.Bits = None,
 ) -> None:
     """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See
     docs/guide/devices.md."""
     import fastspec
 
-    name = model_name(model, model_option)
+    name = options.model_name(model, model_option)
     heads = fitting_heads(head, name)
     as_read: dict[str, Any] = {"stored": stored, "head_bits": head_bits}
-    target, _ = patched_model(name, device, backend, dtype=dtype, heads=heads, draft_model=draft_model, **as_read)
+    target, _ = options.patched_model(
+        name, device, backend, dtype=dtype, heads=heads, draft_model=draft_model, **as_read
+    )
     with counting("calls") as told:
         seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
     report = fastspec.report(target)
@@ -71,18 +59,18 @@ def warmup(
 
 
 def tune(
-    model: Model = None,
-    model_option: ModelOption = None,
-    head: Heads = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
+    head: options.Heads = None,
     draft_model: Draft = None,
     rows: Rows = None,
     length: Length = 1024,
     minutes: Annotated[float, Option(help="When to stop; what reads most is measured first.")] = 5.0,
-    dtype: Dtype = None,
-    device: Device = None,
-    backend: Backend = "auto",
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    backend: options.Backend = "auto",
     forget: Annotated[bool, Option("--forget", help="Remove all that was tuned on this machine, and stop.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measure the launches of the kernels on this GPU for a model's shapes, and keep the fastest for later runs. See
     docs/guide/devices.md."""
@@ -99,10 +87,10 @@ def tune(
     chosen: BackendName = "triton" if backend == "auto" and use_device(device) == "cpu" else backend
     if chosen != backend and os.environ.get("TRITON_INTERPRET") != "1":
         raise Unsupported("fastspec tune is for Triton's kernels, on a CUDA device, and the model would be on the CPU")
-    name = model_name(model, model_option, SMOLLM2)
-    with stdout_kept(as_json):
+    name = options.model_name(model, model_option, SMOLLM2)
+    with options.stdout_kept(as_json):
         heads = fitting_heads(head, name)
-        target, _ = patched_model(name, device, chosen, dtype=dtype, heads=heads, draft_model=draft_model)
+        target, _ = options.patched_model(name, device, chosen, dtype=dtype, heads=heads, draft_model=draft_model)
         with counting("shapes") as told:
             found = fastspec.tune(target, rows=rows or (1,), length=length, minutes=minutes, told=told)
     if as_json:

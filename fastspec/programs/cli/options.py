@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 from typer import Argument, Option
 
 from fastspec.cascade.config import Cascade
 from fastspec.config import BackendName, HeadBits
-from fastspec.errors import meant
+from fastspec.errors import Unsupported, meant
 from fastspec.models import SMOLLM2
 
 MODEL = "Hub id, directory or .gguf file of the target."
@@ -58,12 +58,17 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class NamingCommand(typer.core.TyperCommand):
-    """Command that takes older spellings of its options, and says which one a mistyped option is like."""
+    """Command that takes older spellings of its options, says which one a mistyped option is like, and where an option
+    that it had went (`gone`)."""
+
+    gone: ClassVar[Mapping[str, str]] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.params for name in parameter.opts}
         old = {name: new for name, new in SPELLINGS.items() if new in known and name not in known}
         given = [name.partition("=") for name in args]
+        for name in (each[0] for each in given if each[0] not in known and each[0] in self.gone):
+            raise Unsupported(f"{name} {self.gone[name]}")
         try:
             return super().parse_args(ctx, [old.get(name, name) + sign + rest for name, sign, rest in given])
         except UsageError as error:
@@ -110,7 +115,7 @@ def patched_model(
     import fastspec
     from fastspec.devices import use_device
     from fastspec.models import cut_over, load_config, load_draft, load_model
-    from fastspec.programs.cascades import with_tokenizer
+    from fastspec.programs.heads import with_tokenizer
 
     on = use_device(device)
     if draft_model:

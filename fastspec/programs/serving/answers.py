@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import regex
@@ -13,8 +14,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound
-from fastspec.programs.marks import ACCEPTED, OWN, own_mark
 from fastspec.programs.serving.requests import parse
+from fastspec.programs.texts import ACCEPTED, OWN, own_mark
 
 BEGUN = "\ufffd"
 """Stands in a decoded text for bytes that are no character, or not yet."""
@@ -63,27 +64,13 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedTree:
-    """Draft tree of a round: tokens of its nodes, node 0 the last token before the round, their texts and parents, and
-    the accepted path as node numbers."""
-
-    tokens: list[int]
-    texts: list[str]
-    parents: list[int]
-    path: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class NamedRound:
-    """Round of an answer: its tokens, the text and the mark of each (`fastspec.programs.marks`), how many drafts it had
-    and, where it had some, their tree. The texts of all rounds are together the text of the answer's tokens, but for
-    a character that its last token begins."""
+    """Round of an answer as a JSON object: its `tokens`, the `texts` and `marks` (`fastspec.programs.texts`) of these,
+    how many drafts it had (`drafted`) and, where it had some, their `tree`: `tokens` of its nodes, node 0 the last one
+    before the round, their `texts` and `parents`, and the accepted `path` as node numbers. The texts of all rounds are
+    together the text of the answer's tokens, but for a character that its last token begins."""
 
-    tokens: list[int]
-    texts: list[str]
-    marks: list[str]
-    drafted: int
-    tree: NamedTree | None
+    told: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +94,11 @@ Event = Content | Reasoning | ToolCall | Logprobs | NamedRound | End
 
 def merged(events: Iterable[Event]) -> Iterator[Event]:
     """The events, neighbouring texts of one kind as one."""
-    held: Content | Reasoning | None = None
-    for event in events:
-        if held is not None and type(event) is type(held):
-            held = type(held)(held.text + event.text)
-            continue
-        if held is not None:
-            yield held
-        held = event if isinstance(event, (Content, Reasoning)) else None
-        if held is None:
-            yield event
-    if held is not None:
-        yield held
+    kind: Any
+    for kind, group in groupby(events, type):
+        alike = list(group)
+        texts = [each.text for each in alike if isinstance(each, (Content, Reasoning))]
+        yield from [kind("".join(texts))] if texts else alike
 
 
 class Detokenizer:
@@ -149,7 +129,6 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """The rest."""
         return self._decode(self.tokens)[self.said :]
 
 
@@ -205,7 +184,6 @@ class ResponseParser:
         return list(self._events(ending=False))
 
     def finish(self) -> list[Event]:
-        """The rest."""
         found = list(self._events(ending=True))
         return found + list(self._leave(len(self.text)))
 
@@ -344,7 +322,6 @@ class StopCut:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """The rest."""
         rest, self.held = self.held, ""
         return rest
 
@@ -387,15 +364,15 @@ class RoundNames:
         self.texts, self.names = Detokenizer(tokenizer, skip_special_tokens=True), names
 
     def named(self, round: StreamedRound) -> NamedRound:
-        """A round with texts and marks."""
         texts, tree, own = [self.texts.add([token]) for token in round.tokens], round.tree, OWN
-        found: NamedTree | None = None
+        found: dict[str, Any] | None = None
         if tree is not None:
             own = own_mark(tree.tokens, tree.parents, tree.path, round.tokens[-1])
             pieces = [self.names.bytes_of(token).decode(errors="replace") for token in tree.tokens]
-            found = NamedTree(tree.tokens, pieces, tree.parents, tree.path)
+            found = {"tokens": tree.tokens, "texts": pieces, "parents": tree.parents, "path": tree.path}
         marks = [ACCEPTED] * round.accepted + [own] * (len(texts) - round.accepted)
-        return NamedRound(round.tokens, texts, marks, round.drafted, found)
+        told = {"tokens": round.tokens, "texts": texts, "marks": marks, "drafted": round.drafted, "tree": found}
+        return NamedRound(told)
 
 
 class AnswerReader:
@@ -440,7 +417,6 @@ class AnswerReader:
         return events
 
     def finish(self) -> list[Event]:
-        """The rest."""
         found = self._events(self.cut.add(self.texts.finish()) + self.cut.finish(), ending=True)
         return found if self.parser is None else found + self.parser.finish()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import ipaddress
 import json
 import logging
+import re
 import socket
 import time
 import uuid
@@ -13,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 import uvicorn
@@ -26,10 +30,10 @@ from fastspec.errors import Unsupported
 from fastspec.patches.continuous import PromptBatch
 from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served
+from fastspec.programs.serving.fields import IS_TEXT, TOKENS, TRUTH, Check
 from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, JsonObject, ResponseForm
-from fastspec.programs.serving.messages import MESSAGE, MessageForm
+from fastspec.programs.serving.messages import COUNTED, MESSAGE, MessageForm
 from fastspec.programs.serving.middleware import PAGE, RequestMiddleware, error_on
-from fastspec.programs.serving.page import read_page
 from fastspec.programs.serving.remote import Remote
 from fastspec.programs.serving.requests import (
     CHAT,
@@ -39,12 +43,13 @@ from fastspec.programs.serving.requests import (
     Limits,
     Refused,
     Route,
+    check,
+    check_tokens,
     parse,
     read,
     unknown_model,
 )
 from fastspec.programs.serving.server import ServedAnswers, Server
-from fastspec.programs.serving.tokens import count_tokens, detokenize, tokenize
 
 ANSWERED: dict[str, tuple[Route, type[Form]]] = {
     "/v1/chat/completions": (CHAT, ChatForm),
@@ -52,17 +57,59 @@ ANSWERED: dict[str, tuple[Route, type[Form]]] = {
     "/v1/responses": (RESPONSE, ResponseForm),
     "/v1/messages": (MESSAGE, MessageForm),
 }
+REQUEST_ID = "x-request-id"
+PAGE_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+HEADER = 1 << 16
+"""Bytes of a request's line and headers at most."""
+log = logging.getLogger("fastspec.serve")
+FLAGS: dict[str, Check] = dict.fromkeys(("add_special_tokens", "add_generation_prompt", "return_token_strs"), TRUTH)
+OF_TEMPLATES = "messages", "tools", "chat_template_kwargs"
+TOKENIZE = Route((), frozenset((*FLAGS, *OF_TEMPLATES, "model", "prompt")), {**FLAGS, "prompt": (IS_TEXT, "a text")})
+DETOKENIZE = Route(("tokens",), frozenset(("model", "tokens")), {"tokens": TOKENS})
+
+
+def tokenize(server: Server, body: Any) -> JsonObject:
+    """The tokens of a text, or of what the model's template makes of a conversation."""
+    body = check(body, TOKENIZE, server.name)
+    if ("prompt" in body) == ("messages" in body):
+        raise Refused("one of prompt and messages is needed")
+    if "prompt" in body:
+        ids = server.ids(body["prompt"], special=body.get("add_special_tokens", True))
+    else:
+        given = {name: body[name] for name in OF_TEMPLATES if name in body}
+        asked = read(given, CHAT, "", server.limits, server.name, server.batch.model)
+        ids = server.templated(asked, body.get("add_generation_prompt", True)).ids
+    names = server.tokenizer.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
+    return {"count": len(ids), "max_model_len": server.batch.max_length, "tokens": ids, "token_strs": names}
+
+
+def detokenize(server: Server, body: Any) -> JsonObject:
+    """The text of tokens, special ones included."""
+    ids = check(body, DETOKENIZE, server.name)["tokens"]
+    check_tokens("tokens", ids, server.batch.model.config.get_text_config().vocab_size)
+    return {"prompt": server.tokenizer.decode(ids)}
+
+
+def count_tokens(server: Server, body: Any) -> JsonObject:
+    """The tokens of the prompt that a request in Anthropic's form comes to."""
+    asked = read(body, COUNTED, "", server.limits, server.name, server.batch.model)
+    return {"input_tokens": len(server.templated(asked).ids)}
+
+
 TOLD: dict[str, Callable[[Server, Any], JsonObject]] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
     "/v1/messages/count_tokens": count_tokens,
 }
-"""Routes that the server answers without the batch."""
+"""Routes that count and name tokens, and decode none."""
 PATHS = (*ANSWERED, *TOLD, "/v1/models", "/v1/models/", "/health", "/metrics")
-REQUEST_ID = "x-request-id"
-HEADER = 1 << 16
-"""Bytes of a request's line and headers at most."""
-log = logging.getLogger("fastspec.serve")
 
 
 def build_app(
@@ -128,7 +175,8 @@ def build_app(
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     if page:
-        text, headers = read_page()
+        text = files("fastspec.programs.serving").joinpath("page.html").read_bytes().decode()
+        headers = PAGE_HEADERS | {"Content-Security-Policy": policy_of(text)}
         app.add_api_route(PAGE, lambda: HTMLResponse(text, headers=headers), methods=["GET"])
 
     @app.exception_handler(HTTPException)  # starlette's own, of a route that has no such method
@@ -220,6 +268,30 @@ def _failed(error: Exception, name: str, path: str) -> JSONResponse:
     if status == 500:
         log.error("%s failed", name, exc_info=error)
     return JSONResponse(error_on(path, message, status, code), status, headers)
+
+
+def policy_of(text: str) -> str:
+    """The Content-Security-Policy of a page: its own script and style run and nothing else, it asks its own server
+    alone, and makes no element of a text."""
+    rules = {
+        "default-src": "'none'",
+        "script-src": _hashes(text, "script"),
+        "style-src": _hashes(text, "style"),
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _hashes(text: str, tag: str) -> str:
+    found = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = [hashlib.sha256(each.encode()).digest() for each in found]
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,17 +72,10 @@ class TokenStreamer(RoundStreamer):
         self.told, self.logprobs, self.trees = told, logprobs, trees
 
     def put_round(self, round: StreamedRound) -> None:
-        """Hand a round on."""
         self.told(round)
 
     def put_visit(self, visit: Visit) -> None:
-        """Hand a stage's part on."""
         self.told(visit)
-
-
-def loads_of(batch: PromptBatch) -> StageLoads:
-    """The loads of a cascade's stages."""
-    return batch.loads if isinstance(batch, ContinuousCascade) else {}
 
 
 def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
@@ -175,72 +169,79 @@ class TextScorer:
         self.threads.shutdown(wait=True, cancel_futures=True)
 
 
-class Served(Protocol):
-    """A batch of prompts that come as they come."""
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """State of a batch: rows that hold a prompt, whether it takes prompts, turns of the rounds and passes over scored
+    texts that have ended, counts since it was opened (a warm-up begins them anew), loads of a cascade's stages."""
+
+    running: int = 0
+    alive: bool = True
+    turns: int = 0
+    stats: Stats = field(default_factory=Stats)
+    loads: StageLoads = field(default_factory=dict)
+
+
+COUNTS = "assistant", "rows", "reused", "rounds", "row_rounds", "round_tokens", "drafted", "accepted"
+"""Counts that a server shows."""
+
+
+def state_of(batch: PromptBatch, scorer: TextScorer) -> BatchState:
+    """The state of an open batch of this process."""
+    stats = Stats(**{name: getattr(batch.stats, name) for name in COUNTS})
+    loads = batch.loads if isinstance(batch, ContinuousCascade) else {}
+    return BatchState(batch.running, batch.alive, batch.turns + scorer.passes, stats, loads)
+
+
+class Served(ABC):
+    """A batch of prompts that come as they come: `model` has the `config` and `generation_config` of what it decodes
+    with, `max_length` is of a prompt and its answer, `info` names assistant, kernels, device, dtype, rows, lengths."""
+
+    model: Any
+    max_length: int
+    info: dict[str, str]
+    running = property(lambda self: self.state.running)
+    alive = property(lambda self: self.state.alive)
+    turns = property(lambda self: self.state.turns)
+    stats = property(lambda self: self.state.stats)
+    loads = property(lambda self: self.state.loads)
 
     @property
-    def model(self) -> Any:
-        """Something with the `config` and `generation_config` of what it decodes with."""
+    @abstractmethod
+    def state(self) -> BatchState:
+        """Its state now, or when it was last told."""
 
     @property
-    def max_length(self) -> int:
-        """Tokens of a prompt and its answer at most."""
-
-    @property
-    def info(self) -> dict[str, str]:
-        """Assistant, kernels, device, dtype, rows and lengths."""
-
-    @property
-    def stats(self) -> Stats:
-        """Counts since it was opened; a warm-up begins them anew."""
-
-    @property
-    def turns(self) -> int:
-        """Turns of the rounds, and passes over texts that are scored, that have ended."""
-
-    @property
-    def running(self) -> int:
-        """Rows that hold a prompt."""
-
-    @property
+    @abstractmethod
     def waiting(self) -> int:
         """Prompts that wait for a row, and texts that are to be scored."""
 
-    @property
-    def loads(self) -> StageLoads:
-        """Those of a cascade's stages."""
-
-    @property
-    def alive(self) -> bool:
-        """True where it takes prompts."""
-
+    @abstractmethod
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
         """Ask for the answer to one prompt; `put_round` takes its rounds."""
 
+    @abstractmethod
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
         """Ask for the log-probabilities of a text's tokens from the second on, each with the `count` likeliest."""
 
+    @abstractmethod
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
         """Let the batch know of stop strings, before a prompt that has them is sent."""
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of all prompts, and take no more."""
 
 
-class Here:
+class Here(Served):
     """An open batch of this process, as a server uses it."""
 
     def __init__(self, batch: PromptBatch, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
-        self.model, self.max_length, self.scorer = batch.model, batch.max_length, TextScorer(batch)
-        self.info = batch.info
+        self.model, self.max_length, self.info = batch.model, batch.max_length, batch.info
+        self.scorer = TextScorer(batch)
 
-    stats = property(lambda self: self.batch.stats)
-    turns = property(lambda self: self.batch.turns + self.scorer.passes)
-    running = property(lambda self: self.batch.running)
+    state = property(lambda self: state_of(self.batch, self.scorer))
     waiting = property(lambda self: self.batch.waiting + len(self.scorer.held))
-    loads = property(lambda self: loads_of(self.batch))
-    alive = property(lambda self: self.batch.alive)
 
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
         """Submit the prompt, which takes or refuses it at once."""
@@ -254,7 +255,6 @@ class Here:
         return Sent(taken, answer)
 
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
-        """Let the thread for that score the text."""
         sent = Sent(answer=self.scorer.score(ids, count, put_round))
         sent.taken.set_result(None)
         return sent
@@ -263,6 +263,5 @@ class Here:
         """Nothing: who made it has kept it."""
 
     def close(self) -> None:
-        """Cancel the prompts, and end the batch's thread."""
         self.scorer.close()
         self.batch.close(cancel=True)

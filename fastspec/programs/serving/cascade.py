@@ -1,16 +1,12 @@
-"""A cascade that is served: fields that its requests cannot have, and what is measured and logged by stage."""
+"""A cascade that is served: fields that its requests cannot have, and what is logged by stage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-
 from fastspec.cascade.decisions import Visit
 from fastspec.programs.serving.batch import StageLoads
 from fastspec.programs.serving.requests import AnswerRequest, Refused
-
-CHANCES = tuple(step / 10 for step in range(1, 11))
 
 
 def refuse_fields(asked: AnswerRequest, info: Mapping[str, str]) -> None:
@@ -39,58 +35,6 @@ def refuse_fields(asked: AnswerRequest, info: Mapping[str, str]) -> None:
         )
 
 
-class StageMetrics:
-    """Metrics of a cascade by stage; without one they have no values."""
-
-    def __init__(self, registry: CollectorRegistry, seconds: Sequence[float]) -> None:
-        self.requests = Counter(
-            "fastspec_stage_requests",
-            "Requests by stage: answered, sent on to the next, or left out for want of room.",
-            ["stage", "outcome"],
-            registry=registry,
-        )
-        self.quality = Histogram(
-            "fastspec_stage_expected_quality",
-            "Probability that a stage's answer is acceptable, when it was decided on.",
-            ["stage"],
-            buckets=CHANCES,
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "fastspec_stage_seconds",
-            "From when a stage was asked to its answer, the wait for a row included.",
-            ["stage"],
-            buckets=seconds,
-            registry=registry,
-        )
-        self.cost = Counter(
-            "fastspec_stage_cost_milliseconds",
-            "Milliseconds that a stage's tokens cost by the cascade's rates.",
-            ["stage"],
-            registry=registry,
-        )
-        self.tokens = Counter(
-            "fastspec_stage_tokens",
-            "Tokens of a stage's answers: new ones, and those kept of what it was handed.",
-            ["stage", "kind"],
-            registry=registry,
-        )
-
-    def add(self, visit: Visit) -> None:
-        """Count a stage's part in an answer."""
-        name = visit.name
-        self.requests.labels(name, visit.outcome).inc()
-        if visit.outcome == "left_out":
-            return
-        if visit.quality:
-            self.quality.labels(name).observe(visit.quality[0])
-        self.seconds.labels(name).observe(visit.milliseconds / 1000)
-        if visit.cost is not None:
-            self.cost.labels(name).inc(visit.cost)
-        self.tokens.labels(name, "new").inc(visit.new_tokens)
-        self.tokens.labels(name, "kept").inc(visit.kept_tokens)
-
-
 def told_of(visits: Sequence[Visit], loads: StageLoads) -> str:
     """The stages of an answer, and their loads now, for a line of the log; empty without a cascade."""
     parts = []
@@ -101,8 +45,3 @@ def told_of(visits: Sequence[Visit], loads: StageLoads) -> str:
         load = f" (now {running} in its rows, {waiting} waiting)"
         parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}{load}")
     return "".join(parts)
-
-
-def is_cut(visits: Sequence[Visit]) -> bool | None:
-    """True where the limit ended a cascade's answer, by the stage that answered; None without a cascade."""
-    return visits[-1].cut if visits else None

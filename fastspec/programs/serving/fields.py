@@ -6,12 +6,14 @@ A field that would change an answer and is not heeded is left out, or refused by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import GenerationConfig
 
-Check = tuple[Callable[[Any], bool], str]
+Fits = Callable[[Any], bool]
+Check = tuple[Fits, str]
 """True where a field may hold a value, and what it may hold in words."""
 STOP_LENGTH = 256
 """Characters of a request's stop strings: transformers compares each with every token of the vocabulary first."""
@@ -28,25 +30,47 @@ LENGTHS = "max_output_tokens", "max_tokens", "max_completion_tokens"
 """Fields for the new tokens at most; the last one counts."""
 
 
-def _whole(low: int, high: int = 2**63 - 1) -> Check:
+def _whole(low: float, high: float = 2**63 - 1) -> Check:
     said = f"{low}" if low == high else f"a whole number from {low} on" + (f" to {high}" if high < 2**62 else "")
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high, said
 
 
 def _number(low: float, high: float) -> Check:
+    said = f"{low:g}" if low == high else f"a number from {low:g} to {high:g}"
+    low, high = max(low, -sys.float_info.max), min(high, sys.float_info.max)  # a JSON text may have longer ones
+    return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high, said
+
+
+def instance(kind: type | tuple[type, ...]) -> Fits:
+    """True for values of a type."""
+    return lambda value: isinstance(value, kind)
+
+
+def one_of(*values: Any) -> Fits:
+    """True for these values."""
+    return lambda value: value in values
+
+
+def _either(*kinds: Fits) -> Fits:
+    return lambda value: any(fits(value) for fits in kinds)
+
+
+def list_of(fits: Fits, least: int = 0, most: float = math.inf) -> Fits:
+    """True for lists of so many values of a kind."""
+    return lambda value: isinstance(value, list) and least <= len(value) <= most and all(map(fits, value))
+
+
+def object_of(needs: Mapping[str, Fits], may: Mapping[str, Fits] | None = None) -> Fits:
+    """True for objects that have the fields `needs`; of others those of `may` alone, where that is given."""
+    known = {**needs, **(may or {})}
+
     def accepts(value: Any) -> bool:
-        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return numeric and math.isfinite(value) and low <= value <= high
+        if not isinstance(value, dict) or not needs.keys() <= value.keys():
+            return False
+        fits = all(known[name](each) for name, each in value.items() if name in known)
+        return fits and (may is None or value.keys() <= known.keys())
 
-    return accepts, f"{low:g}" if low == high else f"a number from {low:g} to {high:g}"
-
-
-def _instance(kind: type, said: str) -> Check:
-    return lambda value: isinstance(value, kind), said
-
-
-def _one_of(*values: Any) -> Check:
-    return lambda value: value in values, " or ".join(map(repr, values))
+    return accepts
 
 
 def nothing(instead: str = "") -> Check:
@@ -54,10 +78,21 @@ def nothing(instead: str = "") -> Check:
     return lambda value: not value, f"left out{instead}"
 
 
+IS_TEXT, IS_TRUTH, IS_OBJECT = map(instance, (str, bool, dict))
+IS_TOKEN = _whole(0)[0]
+NAMED = object_of({"name": IS_TEXT})
+TOKEN_IDS = list_of(IS_TOKEN, 1)
+OBJECTS = list_of(IS_OBJECT, 1)
+SCHEMA = object_of({"schema": IS_OBJECT}, dict.fromkeys(("type", "name", "description", "strict"), lambda value: True))
+PLAIN_FORMAT = object_of({"type": one_of("text", "json_object")}, {})
+NESTED_FORMAT = object_of({"type": one_of("json_schema"), "json_schema": SCHEMA}, {})
+
+
 def _is_stop(value: Any) -> bool:
-    found = [value] if isinstance(value, str) else value
-    fits = isinstance(found, list) and len(found) <= 16 and all(isinstance(each, str) and each for each in found)
-    return fits and sum(map(len, found)) <= STOP_LENGTH
+    texts = [value] if isinstance(value, str) else value
+    return (
+        list_of(lambda each: isinstance(each, str) and each != "", 0, 16)(texts) and len("".join(texts)) <= STOP_LENGTH
+    )
 
 
 def _is_bias(value: Any) -> bool:
@@ -65,85 +100,23 @@ def _is_bias(value: Any) -> bool:
     return numbers and len(value) <= SEQUENCES and all(map(_number(-100, 100)[0], value.values()))
 
 
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
-
-
-def _is_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_tool, value))
-
-
 def _is_tool(value: Any) -> bool:
-    if not isinstance(value, dict) or value.get("type") != "function":
-        return False
-    function = value.get("function", value)
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    return object_of({"type": one_of("function")})(value) and NAMED(value.get("function", value))
 
 
-def _is_schema(value: Any) -> bool:
-    named = isinstance(value, dict) and isinstance(value.get("schema"), dict)
-    return named and not value.keys() - {"type", "name", "description", "schema", "strict"}
-
-
-def _is_format(value: Any, nested: bool = False) -> bool:
-    if value == TEXT or value == {"type": "json_object"}:
-        return True
-    if not isinstance(value, dict) or value.get("type") != "json_schema":
-        return False
-    return value.keys() == {"type", "json_schema"} and _is_schema(value["json_schema"]) if nested else _is_schema(value)
+def _is_flat_format(value: Any) -> bool:
+    return PLAIN_FORMAT(value) or (SCHEMA(value) and value.get("type") == "json_schema")
 
 
 def _is_outputs(value: Any) -> bool:
-    if not isinstance(value, dict) or len(value) != 1:
-        return False
-    [(name, held)] = value.items()
-    kinds: dict[str, Any] = {"json": (dict, str), "regex": str, "grammar": str, "choice": list}
-    return held is True if name == "json_object" else name in kinds and isinstance(held, kinds[name])
-
-
-def _is_tool_choice(value: Any) -> bool:
-    if value in ("auto", "none", "required"):
-        return True
-    named = value.get("function", value) if isinstance(value, dict) and value.get("type") == "function" else None
-    return isinstance(named, dict) and isinstance(named.get("name"), str)
-
-
-def _is_text_format(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and (value.get("format") is None or _is_format(value["format"]))
-        and value.get("verbosity") in (None, "medium")
-        and not value.keys() - {"format", "verbosity"}
-    )
-
-
-def _is_stream_options(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, bool) for each in value.values())
-
-
-def _is_extension(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() <= {"rounds"}
-        and all(isinstance(each, bool) for each in value.values())
-    )
-
-
-def _are_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_whole(0)[0], value))
-
-
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str) or _are_token_ids(value):
-        return True
-    prompts = isinstance(value, list) and 0 < len(value) <= ANSWERS
-    return prompts and all(isinstance(each, str) or _are_token_ids(each) for each in value)
+    kinds = {"json": instance((dict, str)), "regex": IS_TEXT, "grammar": IS_TEXT, "choice": instance(list)}
+    return object_of({}, {**kinds, "json_object": lambda held: held is True})(value) and len(value) == 1
 
 
 FORMATS = "an object of type text, json_object or json_schema, the last with a name and a schema"
 TEMPLATED = ": chat_template_kwargs tells the model's template"
 STOP: Check = (_is_stop, f"a text or up to 16 of them, none empty, of {STOP_LENGTH} characters together")
-TRUTH = _instance(bool, "true or false")
+TRUTH: Check = (IS_TRUTH, "true or false")
 ANY: Check = (lambda value: True, "")
 ACCEPTED: dict[str, Check] = {
     **dict.fromkeys(LENGTHS, _whole(1)),
@@ -162,30 +135,39 @@ ACCEPTED: dict[str, Check] = {
     ),
     "stop": STOP,
     "stream": TRUTH,
-    "stream_options": (_is_stream_options, "an object of true and false"),
-    "messages": (_are_objects, "a list of objects with role and content, a text or parts of type text"),
-    "prompt": (_is_prompt, f"a text, a list of token numbers, or a list of up to {ANSWERS} of these"),
-    "echo": TRUTH,
-    "assistant": _instance(str, "a text"),
-    "fastspec": (_is_extension, "an object with rounds, true or false"),
-    "input": (
-        lambda value: isinstance(value, str) or _are_objects(value),
-        "a text, or a list of messages, texts and calls of functions",
+    "stream_options": (
+        lambda value: IS_OBJECT(value) and all(map(IS_TRUTH, value.values())),
+        "an object of true and false",
     ),
-    "instructions": _instance(str, "a text"),
+    "messages": (OBJECTS, "a list of objects with role and content, a text or parts of type text"),
+    "prompt": (
+        _either(IS_TEXT, TOKEN_IDS, list_of(_either(IS_TEXT, TOKEN_IDS), 1, ANSWERS)),
+        f"a text, a list of token numbers, or a list of up to {ANSWERS} of these",
+    ),
+    "echo": TRUTH,
+    "assistant": (IS_TEXT, "a text"),
+    "fastspec": (object_of({}, {"rounds": IS_TRUTH}), "an object with rounds, true or false"),
+    "input": (_either(IS_TEXT, OBJECTS), "a text, or a list of messages, texts and calls of functions"),
+    "instructions": (IS_TEXT, "a text"),
     "n": _whole(1, ANSWERS),
     "best_of": _whole(1, 1),
-    "chat_template_kwargs": _instance(dict, "an object"),
-    "generation_config": _instance(str, 'a JSON text of an object, {"max_new_tokens": 64} in quotes'),
-    "tools": (_is_tools, "a list of tools of type function, each with a name"),
-    "tool_choice": (_is_tool_choice, "'auto', 'none', 'required' or a tool of type function by its name"),
+    "chat_template_kwargs": (IS_OBJECT, "an object"),
+    "generation_config": (IS_TEXT, 'a JSON text of an object, {"max_new_tokens": 64} in quotes'),
+    "tools": (list_of(_is_tool), "a list of tools of type function, each with a name"),
+    "tool_choice": (
+        _either(one_of("auto", "none", "required"), _is_tool),
+        "'auto', 'none', 'required' or a tool of type function by its name",
+    ),
     "parallel_tool_calls": (lambda value: value is True, "true"),
-    "response_format": (lambda value: _is_format(value, nested=True), FORMATS),
+    "response_format": (_either(PLAIN_FORMAT, NESTED_FORMAT), FORMATS),
     "structured_outputs": (_is_outputs, f"an object with one of {', '.join(OUTPUTS)} and json_object"),
-    "text": (_is_text_format, f'an object with format, {FORMATS}, and verbosity "medium"'),
-    "verbosity": _one_of("medium"),
-    "modalities": _one_of(["text"]),
-    "truncation": _one_of("disabled"),
+    "text": (
+        object_of({}, {"format": _either(one_of(None), _is_flat_format), "verbosity": one_of(None, "medium")}),
+        f'an object with format, {FORMATS}, and verbosity "medium"',
+    ),
+    "verbosity": (one_of("medium"), "'medium'"),
+    "modalities": (one_of(["text"]), "['text']"),
+    "truncation": (one_of("disabled"), "'disabled'"),
     "functions": nothing(": tools are"),
     "function_call": nothing(": tool_choice is"),
     "reasoning_effort": nothing(TEMPLATED),
@@ -209,28 +191,12 @@ OF_RESPONSES: dict[str, Check] = {
 """The same of fields that hold something else on one route."""
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _pair_of(first: Fits, second: Fits) -> Fits:
+    return lambda value: isinstance(value, list) and len(value) == 2 and first(value[0]) and second(value[1])
 
 
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_token, value))
-
-
-def _ends(value: Any) -> bool:
-    ends = value if isinstance(value, list) else [value]
-    return bool(ends) and all(map(_whole(0)[0], ends))
-
-
-def _are_sequences(value: Any) -> bool:
-    fits = isinstance(value, list) and len(value) <= SEQUENCES
-    return fits and all(_are_tokens(each) and each for each in value)
-
-
-def _is_sequence_bias(value: Any) -> bool:
-    pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
-    finite = _number(-math.inf, math.inf)[0]
-    return pairs and _are_sequences([each[0] for each in value]) and all(finite(each[1]) for each in value)
+IS_WHOLE = _whole(-math.inf, math.inf)[0]
+SEQUENCE = list_of(IS_WHOLE, 1)
 
 
 def tokens_of(name: str, value: Any) -> list[int]:
@@ -239,13 +205,9 @@ def tokens_of(name: str, value: Any) -> list[int]:
     return [token for held in each for token in (held if isinstance(held, list) else [held])]
 
 
-def _is_decay(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _whole(0)[0](value[0]) and _number(0, 100)[0](value[1])
-
-
-TOKEN: Check = (_is_token, "a token number")
-TOKENS: Check = (_are_tokens, "a list of token numbers")
-ENDS: Check = (_ends, "a token number, or a list of them")
+TOKEN: Check = (IS_WHOLE, "a token number")
+TOKENS: Check = (list_of(IS_WHOLE), "a list of token numbers")
+ENDS: Check = (_either(IS_TOKEN, TOKEN_IDS), "a token number, or a list of them")
 SETTINGS: dict[str, Check] = {
     **dict.fromkeys(("max_new_tokens", "max_length"), _whole(1)),
     **dict.fromkeys(("min_new_tokens", "min_length", "top_k"), _whole(0)),
@@ -259,11 +221,14 @@ SETTINGS: dict[str, Check] = {
     "temperature": _number(0, 100),
     "repetition_penalty": _number(0, math.inf),
     "no_repeat_ngram_size": _whole(0, 64),
-    "exponential_decay_length_penalty": (_is_decay, "a list of a token's place and a factor up to 100"),
+    "exponential_decay_length_penalty": (
+        _pair_of(IS_TOKEN, _number(0, 100)[0]),
+        "a list of a token's place and a factor up to 100",
+    ),
     "stop_strings": STOP,
-    "bad_words_ids": (_are_sequences, f"a list of up to {SEQUENCES} lists of token numbers"),
+    "bad_words_ids": (list_of(SEQUENCE, 0, SEQUENCES), f"a list of up to {SEQUENCES} lists of token numbers"),
     "sequence_bias": (
-        _is_sequence_bias,
+        list_of(_pair_of(SEQUENCE, _number(-math.inf, math.inf)[0]), 0, SEQUENCES),
         f"a list of up to {SEQUENCES} lists, each of a list of token numbers with a bias",
     ),
 }

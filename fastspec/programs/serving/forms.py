@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from fastspec.programs.serving.answers import (
     Content,
@@ -25,26 +25,18 @@ from fastspec.programs.serving.requests import AnswerRequest
 
 JsonObject = dict[str, Any]
 """JSON object of an answer, or of an event of its stream."""
-ROUND = "tokens", "texts", "marks", "drafted", "tree"
-TREE = "tokens", "texts", "parents", "path"
 
 
-def told_round(named: NamedRound) -> JsonObject:
-    """A round as a choice has it; it shares the lists, of which a long answer has megabytes."""
-    found = dict(zip(ROUND, attrgetter(*ROUND)(named), strict=True))
-    if named.tree is not None:
-        found["tree"] = dict(zip(TREE, attrgetter(*TREE)(named.tree), strict=True))
-    return found
-
-
+@dataclass
 class Form(ABC):
     """Form of the answers to one request, whose prompts have so many tokens."""
 
-    done = True
+    done: ClassVar[bool] = True
     """True where a stream ends with `[DONE]`."""
-
-    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
-        self.asked, self.model, self.prompt_tokens, self.created = asked, model, prompt_tokens, int(time.time())
+    asked: AnswerRequest
+    model: str
+    prompt_tokens: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @abstractmethod
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
@@ -63,22 +55,25 @@ class Form(ABC):
         return [error_body(message, status)]
 
 
+@dataclass
 class Choices(Form):
     """Form with a choice for each answer: what chats and completions share."""
 
-    whole_kind = chunk_kind = "text_completion"
-
-    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
-        super().__init__(asked, model, prompt_tokens)
-        self.ends: dict[int, End] = {}
-        self.tokens: dict[int, list[NamedToken]] = {}
-        """Of each answer those whose log-probabilities no chunk has yet."""
-        self.rounds: dict[int, list[NamedRound]] = {}
-        """Of each answer those that no chunk has yet, where they are asked for."""
+    whole_kind: ClassVar[str] = "text_completion"
+    chunk_kind: ClassVar[str] = "text_completion"
+    ends: dict[int, End] = field(default_factory=dict)
+    tokens: dict[int, list[NamedToken]] = field(default_factory=dict)
+    """Of each answer those whose log-probabilities no chunk has yet."""
+    rounds: dict[int, list[NamedRound]] = field(default_factory=dict)
+    """Of each answer those that no chunk has yet, where they are asked for."""
 
     @abstractmethod
     def part(self, event: Event, index: int) -> JsonObject:
         """The fields that a choice has of a chunk's event."""
+
+    @abstractmethod
+    def joined(self, events: list[Event], index: int) -> JsonObject:
+        """The fields that a choice has of all texts and calls of an answer."""
 
     @abstractmethod
     def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
@@ -121,16 +116,12 @@ class Choices(Form):
         if self.asked.logprobs is not None:
             found["logprobs"] = self.logprobs(self.tokens.pop(index, []))
         if self.asked.rounds:
-            found["fastspec"] = {"rounds": [told_round(each) for each in self.rounds.pop(index, [])]}
+            found["fastspec"] = {"rounds": [each.told for each in self.rounds.pop(index, [])]}
         return found
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
         """A chunk; the last one has the counts unless the request says where it wants them."""
-        if isinstance(event, Logprobs):
-            self.tokens.setdefault(index, []).extend(event.tokens)
-            return []
-        if isinstance(event, NamedRound):
-            self.rounds.setdefault(index, []).append(event)
+        if self._hold(event, index):
             return []
         choice = self.choice(index, **self.part(event, index))
         if not isinstance(event, End):
@@ -140,28 +131,38 @@ class Choices(Form):
         chunk = self.made(self.chunk_kind, [{**choice, "finish_reason": event.reason}], last and usage is None)
         return [chunk, self.made(self.chunk_kind, [], True)] if last and usage else [chunk]
 
-    def end_of(self, events: Iterable[Event], index: int) -> tuple[list[Event], End]:
-        """(the events of text and calls of a whole answer, its end)."""
-        *found, end = events
-        assert isinstance(end, End)
-        self.ends[index] = end
-        self.tokens[index] = [token for each in found if isinstance(each, Logprobs) for token in each.tokens]
-        self.rounds[index] = [each for each in found if isinstance(each, NamedRound)]
-        return [each for each in found if not isinstance(each, (Logprobs, NamedRound))], end
+    def _hold(self, event: Event, index: int) -> bool:
+        """True for what the next chunk has of the answer beside its text: that is kept until then."""
+        if isinstance(event, Logprobs):
+            self.tokens.setdefault(index, []).extend(event.tokens)
+        elif isinstance(event, NamedRound):
+            self.rounds.setdefault(index, []).append(event)
+        return isinstance(event, (Logprobs, NamedRound))
+
+    def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
+        """The answers that the chunks come to."""
+        choices = []
+        for index, answer in enumerate(answers):
+            events: list[Event] = []
+            for event in answer:
+                if isinstance(event, End):
+                    self.ends[index] = event
+                elif not self._hold(event, index):
+                    events.append(event)
+            reason = self.ends[index].reason
+            choices.append(self.choice(index, **self.joined(events, index), finish_reason=reason))
+        return self.made(self.whole_kind, choices, True)
 
 
+@dataclass
 class ChatForm(Choices):
     """Form of `/v1/chat/completions`."""
 
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
-        super().__init__(asked, model, prompt_tokens)
-        self.calls: dict[int, int] = {}
-        """Calls of tools of each answer so far."""
+    calls: dict[int, int] = field(default_factory=dict)
+    """Calls of tools of each answer so far."""
 
     def part(self, event: Event, index: int) -> JsonObject:
-        """The delta."""
         return {"delta": self._delta(event, index)}
 
     def _delta(self, event: Event, index: int) -> JsonObject:
@@ -179,23 +180,16 @@ class ChatForm(Choices):
         """Each token as text and bytes, with the likeliest in its place."""
         return {"content": [named_token(token) for token in tokens], "refusal": None}
 
-    def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
-        """The messages that the chunks come to."""
-        choices = []
-        for index, answer in enumerate(answers):
-            events, end = self.end_of(answer, index)
-            found: JsonObject = {}
-            for event in events:
-                for name, value in self._delta(event, index).items():
-                    found[name] = found[name] + value if name in found else value
-            for call in found.get("tool_calls", ()):
-                del call["index"]
-            message = {"role": "assistant", "content": None if "tool_calls" in found else "", **found}
-            choices.append(self.choice(index, message=message, finish_reason=end.reason))
-        return self.made(self.whole_kind, choices, True)
+    def joined(self, events: list[Event], index: int) -> JsonObject:
+        found: JsonObject = {}
+        for event in events:
+            for name, value in self._delta(event, index).items():
+                found[name] = found[name] + value if name in found else value
+        for call in found.get("tool_calls", ()):
+            del call["index"]
+        return {"message": {"role": "assistant", "content": None if "tool_calls" in found else "", **found}}
 
     def begin(self) -> list[JsonObject]:
-        """The role."""
         delta = {"role": "assistant", "content": ""}
         return [self.made(self.chunk_kind, [self.choice(index, delta=delta)]) for index in range(self.asked.count)]
 
@@ -204,7 +198,6 @@ class CompletionForm(Choices):
     """Form of `/v1/completions`, whose chunks are of the kind of the whole answer."""
 
     def part(self, event: Event, index: int) -> JsonObject:
-        """The text."""
         return {"text": event.text if isinstance(event, Content) else ""}
 
     def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
@@ -222,14 +215,8 @@ class CompletionForm(Choices):
             "text_offset": [token.offset for token in tokens],
         }
 
-    def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
-        """The texts that the chunks come to."""
-        choices = []
-        for index, answer in enumerate(answers):
-            events, end = self.end_of(answer, index)
-            text = "".join(each.text for each in events if isinstance(each, Content))
-            choices.append(self.choice(index, text=text, finish_reason=end.reason))
-        return self.made(self.whole_kind, choices, True)
+    def joined(self, events: list[Event], index: int) -> JsonObject:
+        return {"text": "".join(each.text for each in events if isinstance(each, Content))}
 
     def begin(self) -> list[JsonObject]:
         """Nothing."""
@@ -254,21 +241,20 @@ def _named(piece: bytes, logprob: float | None) -> JsonObject:
     return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
 
 
+@dataclass
 class ResponseForm(Form):
     """Form of `/v1/responses`: a list of items, each opened, written and closed by messages with its own index."""
 
     done = False
-
-    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
-        super().__init__(asked, model, prompt_tokens)
-        self.items: list[JsonObject] = []
-        self.inside: type[Event] | None = None
-        """Kind of the text that the last item is still given."""
-        self.text, self.sent = "", 0
-        self.tokens: list[NamedToken] = []
-        """Tokens whose text has not come."""
-        self.logprobs: list[JsonObject] = []
-        """Log-probabilities of the last item's text so far."""
+    items: list[JsonObject] = field(default_factory=list)
+    inside: type[Event] | None = None
+    """Kind of the text that the last item is still given."""
+    text: str = ""
+    sent: int = 0
+    tokens: list[NamedToken] = field(default_factory=list)
+    """Tokens whose text has not come."""
+    logprobs: list[JsonObject] = field(default_factory=list)
+    """Log-probabilities of the last item's text so far."""
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
         """The response that a stream ends with."""
@@ -278,7 +264,6 @@ class ResponseForm(Form):
         return response
 
     def begin(self) -> list[JsonObject]:
-        """A response without items."""
         return [self._message(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")]
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:

@@ -4,46 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastspec.programs.serving.answers import Content, End, Event, Logprobs, NamedRound, Reasoning, ToolCall, merged
-from fastspec.programs.serving.fields import ACCEPTED, ANY, STOP, Check
+from fastspec.programs.serving.fields import ACCEPTED, ANY, IS_OBJECT, IS_TEXT, STOP, Check, list_of, object_of, one_of
 from fastspec.programs.serving.forms import Form, JsonObject
 from fastspec.programs.serving.middleware import message_error
-from fastspec.programs.serving.requests import AnswerRequest, Body, Refused, Route
+from fastspec.programs.serving.requests import Body, Refused, Route
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def _is_text_or_blocks(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, dict) for each in value))
+    return isinstance(value, str) or list_of(IS_OBJECT)(value)
 
 
-def _are_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(each, dict)
-        and each.get("type") in (None, "custom")
-        and isinstance(each.get("name"), str)
-        and isinstance(each.get("input_schema"), dict)
-        for each in value
-    )
-
-
-def _is_choice(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in (*CHOICES, "tool")
-
-
-def _is_thinking(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in ("disabled", "adaptive")
+def _is_tool(value: Any) -> bool:
+    return object_of({"name": IS_TEXT, "input_schema": IS_OBJECT})(value) and value.get("type") in (None, "custom")
 
 
 FIELDS: dict[str, Check] = {
     "system": (_is_text_or_blocks, "a text, or a list of blocks of type text"),
     "stop_sequences": STOP,
-    "tools": (_are_tools, "a list of tools, each with a name and an input_schema"),
-    "tool_choice": (_is_choice, "an object of type auto, none, any or tool"),
-    "thinking": (_is_thinking, "of type disabled or adaptive: what a model thinks has no budget here"),
+    "tools": (list_of(_is_tool), "a list of tools, each with a name and an input_schema"),
+    "tool_choice": (object_of({"type": one_of(*CHOICES, "tool")}), "an object of type auto, none, any or tool"),
+    "thinking": (
+        object_of({"type": one_of("disabled", "adaptive")}),
+        "of type disabled or adaptive: what a model thinks has no budget here",
+    ),
     "cache_control": ANY,
 }
 SAME = "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "price"
@@ -153,16 +143,14 @@ def _block_text(block: Body, place: str) -> str:
     return text
 
 
+@dataclass
 class MessageForm(Form):
     """Form of `/v1/messages`: blocks, each opened, written and closed by events with its own index."""
 
     done = False
-
-    def __init__(self, asked: AnswerRequest, model: str, prompt_tokens: int = 0) -> None:
-        super().__init__(asked, model, prompt_tokens)
-        self.content: list[JsonObject] = []
-        self.inside: type[Event] | None = None
-        """Kind of the text that the last block is still given."""
+    content: list[JsonObject] = field(default_factory=list)
+    inside: type[Event] | None = None
+    """Kind of the text that the last block is still given."""
 
     def message(self, **more: Any) -> JsonObject:
         """The message so far."""
@@ -182,7 +170,6 @@ class MessageForm(Form):
         return self.message(**ended["delta"], usage=usage)
 
     def begin(self) -> list[JsonObject]:
-        """A message without blocks."""
         return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
@@ -211,7 +198,6 @@ class MessageForm(Form):
         return [*messages, self._delta(f"{name}_delta", **{name: event.text})]
 
     def failed(self, message: str, status: int) -> list[JsonObject]:
-        """The error."""
         return [message_error(message, status)]
 
     def _open(self, **block: Any) -> list[JsonObject]:

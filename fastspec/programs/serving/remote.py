@@ -9,28 +9,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from types import TracebackType
 from typing import Any
 
 from fastspec.errors import FastSpecError
 from fastspec.patches.hf.ends import KEPT
-from fastspec.programs.serving.batch import BatchPrompt, PutRound, Sent, settle
-from fastspec.programs.serving.rounds_process import (
-    Cancelled,
-    Close,
-    Criterion,
-    Ended,
-    Opened,
-    PromptMessage,
-    Ready,
-    State,
-    TextMessage,
-    Tokens,
-    run_rounds,
-)
+from fastspec.programs.serving.batch import BatchPrompt, BatchState, PutRound, Sent, Served, settle
+from fastspec.programs.serving.rounds_process import BatchEnd, Opened, Ready, Settled, Tokens, run_rounds
 from fastspec.programs.serving.wire import Failure, Wire
 
 PATIENCE = 6.0
@@ -39,7 +27,7 @@ TOLD = KEPT // 2
 """Sets of stop strings that the process is taken to know."""
 
 
-class Remote:
+class Remote(Served, AbstractContextManager["Remote"]):
     """The batch that `build` opens in a process of its own; `build` is pickled, and returns the batch and its
     tokenizer.
 
@@ -62,7 +50,7 @@ class Remote:
         self._lock = threading.Lock()
         self._gone: str | None = None
         """Why it takes no prompts any more."""
-        self.state = State()
+        self._state = BatchState()
         self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
         self._parcels = self.wire.parcels()
@@ -75,15 +63,14 @@ class Remote:
         self.info = ready.info
         self._thread = threading.Thread(target=self._read, name="fastspec-remote", daemon=True)
         self._thread.start()
-        self._at_exit = Finalize(
-            self, _end_at_exit, (self.wire, self.process), exitpriority=10
-        )  # before multiprocessing waits for it
+        # before multiprocessing waits for it
+        self._at_exit = Finalize(self, _end_at_exit, (self.wire, self.process), exitpriority=10)
 
     def _opened(self) -> Ready:
         for messages, state in self._parcels:
             if messages and isinstance(messages[0], Failure):
                 raise messages[0].arrived()
-            self.state = state
+            self._state = state
             if messages:
                 assert isinstance(messages[0], Ready)
                 return messages[0]
@@ -92,30 +79,18 @@ class Remote:
             f"the process of the rounds has ended with status {self.process.exitcode} before its batch was open"
         )
 
-    stats = property(lambda self: self.state.stats)
-    turns = property(lambda self: self.state.turns)
-    running = property(lambda self: self.state.running)
-    loads = property(lambda self: self.state.loads)
-
-    @property
-    def waiting(self) -> int:
-        """Prompts and texts that were sent and are in no row."""
-        return max(0, len(self._asked) - self.running)
-
-    @property
-    def alive(self) -> bool:
-        """True where the process and its batch take prompts."""
-        return self._gone is None and self.state.alive
+    state = property(lambda self: self._state)
+    waiting = property(lambda self: max(0, len(self._asked) - self.running))
+    alive = property(lambda self: self._gone is None and self._state.alive)
 
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
         """Send a prompt to the process, which takes or refuses it later."""
-        return self._send(lambda number: PromptMessage(number, prompt), put_round)
+        return self._send(partial(BatchEnd.send, prompt=prompt), put_round)
 
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
-        """Send a text to the process, which scores it."""
-        return self._send(lambda number: TextMessage(number, ids, count), put_round)
+        return self._send(partial(BatchEnd.score, ids=ids, count=count), put_round)
 
-    def _send(self, message: Callable[[int], PromptMessage | TextMessage], put_round: PutRound) -> Sent:
+    def _send(self, call: Callable[..., None], put_round: PutRound) -> Sent:
         sent, number = Sent(), next(self._numbers)
         with self._lock:
             if self._gone is not None:
@@ -123,7 +98,7 @@ class Remote:
                 return sent
             self._asked[number] = sent, put_round
         sent.answer.add_done_callback(lambda answer: self._forget(number, answer))
-        self.wire.post(message(number))
+        self.wire.post(partial(call, number=number))
         return sent
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
@@ -135,22 +110,16 @@ class Remote:
             while len(self._told) > TOLD:
                 self._told.pop(next(iter(self._told)))
         if not told:
-            self.wire.post(Criterion(strings, criterion))
+            self.wire.post(partial(BatchEnd.know, strings=strings, criterion=criterion))
 
     def close(self) -> None:
-        """Cancel the prompts, and end the process."""
         self._end("this batch is closed", cancel=True)
-        self.wire.post(Close())
+        self.wire.post(BatchEnd.close)
         self.wire.end()
         self._end_process(PATIENCE)
         self._at_exit.cancel()
 
-    def __enter__(self) -> Remote:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _end_process(self, patience: float) -> None:
@@ -164,33 +133,34 @@ class Remote:
         with self._lock:
             known = self._asked.pop(number, None)
         if answer.cancelled() and known is not None:
-            self.wire.post(Cancelled(number))
+            self.wire.post(partial(BatchEnd.cancel, number=number))
 
     def _read(self) -> None:
         """Take what the process says, until it has gone."""
         try:
             for messages, state in self._parcels:
-                self.state = state
+                self._state = state
                 for message in messages:
-                    if message.number in self._asked:  # else it was cancelled
-                        self._take(message, *self._asked[message.number])
+                    known = self._asked.get(message.number)
+                    if known is not None:  # else it was cancelled
+                        self._take(message, *known)
         finally:  # without this thread nobody would hear of anything again
             _end(self.process, PATIENCE)
             self._end(f"the process of the rounds has ended with status {self.process.exitcode}", cancel=False)
 
-    def _take(self, message: Any, sent: Sent, put_round: PutRound) -> None:
+    def _take(self, message: Tokens | Settled, sent: Sent, put_round: PutRound) -> None:
         if isinstance(message, Tokens):
             try:
                 put_round(message.round)
             except BaseException as raised:
-                self.wire.post(Cancelled(message.number))
+                self.wire.post(partial(BatchEnd.cancel, number=message.number))
                 self._drop(message.number)
                 settle(sent.answer, raised)
             return
         error = None if message.failure is None else message.failure.arrived()
-        if isinstance(message, Ended) or error is not None:
+        if message.over or error is not None:
             self._drop(message.number)
-        settle(sent.answer if isinstance(message, Ended) else sent.taken, error)
+        settle(sent.answer if message.over else sent.taken, error)
 
     def _drop(self, number: int) -> None:
         with self._lock:
@@ -220,7 +190,7 @@ def _end(process: BaseProcess, patience: float) -> None:
 
 def _end_at_exit(wire: Wire, process: BaseProcess) -> None:
     """End of a process that nobody has closed."""
-    wire.post(Close())
+    wire.post(BatchEnd.close)
     wire.end()
     _end(process, PATIENCE)
 

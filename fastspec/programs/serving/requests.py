@@ -17,21 +17,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fastspec.errors import Unsupported
 from fastspec.files import parse_json
-from fastspec.programs.serving.fields import (
-    ACCEPTED,
-    HARMLESS,
-    KNOWN,
-    LENGTHS,
-    NEUTRAL,
-    OF_CHATS,
-    OF_COMPLETIONS,
-    OF_RESPONSES,
-    OF_TOKENS,
-    SETTINGS,
-    Check,
-    nothing,
-    tokens_of,
-)
+from fastspec.programs.serving import fields
+from fastspec.programs.serving.fields import Check
 from fastspec.programs.serving.structured import Structure, structure_of
 from fastspec.programs.texts import TEXT_PARTS, as_messages
 
@@ -125,9 +112,13 @@ def _route(needs: str, params: Any, *more: str, own: dict[str, Check]) -> Route:
     return Route((needs,), frozenset(params.__annotations__) | {*SAMPLING, *more}, own)
 
 
-CHAT = _route("messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs", "fastspec", own=OF_CHATS)
-COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, "fastspec", own=OF_COMPLETIONS)
-RESPONSE = _route("input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs", own=OF_RESPONSES)
+CHAT = _route(
+    "messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs", "fastspec", own=fields.OF_CHATS
+)
+COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, "fastspec", own=fields.OF_COMPLETIONS)
+RESPONSE = _route(
+    "input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs", own=fields.OF_RESPONSES
+)
 
 
 def parse(text: str) -> Any:
@@ -147,23 +138,19 @@ def settings_of(text: str, size: int) -> Body:
     except ValueError as error:
         raise Refused(f"generation_config is no JSON text: {error}") from error
     if not isinstance(found, dict):
-        raise Refused(f"generation_config must be {ACCEPTED['generation_config'][1]}")
+        raise Refused(f"generation_config must be {fields.ACCEPTED['generation_config'][1]}")
     for name, value in found.items():
-        if name not in KNOWN:
+        if name not in fields.KNOWN:
             raise Refused(f"generation_config has {name!r}, which transformers' GenerationConfig does not know")
-        if name not in SETTINGS and name not in HARMLESS and value and value != NEUTRAL.get(name):
+        if name not in fields.SETTINGS and name not in fields.HARMLESS and value and value != fields.NEUTRAL.get(name):
             raise Refused(f"{name} of generation_config is not heeded: it must be left out")
-        if name in SETTINGS and value is not None:
-            _check_setting(name, value, size)
-    return {name: value for name, value in found.items() if name in SETTINGS}
-
-
-def _check_setting(name: str, value: Any, size: int) -> None:
-    accepts, said = SETTINGS[name]
-    if not accepts(value):
-        raise Refused(f"{name} of generation_config must be {said}, not {str(value)[:80]!r}")
-    if name in OF_TOKENS:
-        check_tokens(f"{name} of generation_config", tokens_of(name, value), size)
+        if name in fields.SETTINGS and value is not None:
+            accepts, said = fields.SETTINGS[name]
+            if not accepts(value):
+                raise Refused(f"{name} of generation_config must be {said}, not {str(value)[:80]!r}")
+            if name in fields.OF_TOKENS:
+                check_tokens(f"{name} of generation_config", fields.tokens_of(name, value), size)
+    return {name: value for name, value in found.items() if name in fields.SETTINGS}
 
 
 def check_tokens(said: str, tokens: Iterable[int], size: int) -> None:
@@ -175,15 +162,15 @@ def check_tokens(said: str, tokens: Iterable[int], size: int) -> None:
 def config_of(body: Body, settings: Body | None, model: Any) -> GenerationConfig:
     """The settings of a checked request, where it says nothing those of the model; `settings` are those of its
     generation_config."""
-    if settings is not None:
+    if settings is None:
+        config = copy.deepcopy(model.generation_config)
+        config.max_new_tokens = max(NEW_TOKENS, config.max_new_tokens or 0)
+    else:
         try:
             config = GenerationConfig(**settings)
         except (ValueError, TypeError) as error:
             raise Refused(f"generation_config: {error}") from error
-    else:
-        config = copy.deepcopy(model.generation_config)
-        config.max_new_tokens = max(NEW_TOKENS, config.max_new_tokens or 0)
-    for name in LENGTHS:
+    for name in fields.LENGTHS:
         config.max_new_tokens = body.get(name, config.max_new_tokens)
     if "temperature" in body:
         config.do_sample, config.temperature = body["temperature"] >= GREEDY_BELOW, float(body["temperature"])
@@ -216,7 +203,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
     settings = settings_of(body["generation_config"], size) if "generation_config" in body else None
     config = config_of(body, settings, model)
     said = {name: value for name, value in {**(settings or {}), **body}.items() if value is not None}
-    limited = not said.keys().isdisjoint((*LENGTHS, "max_new_tokens", "max_length"))
+    limited = not said.keys().isdisjoint((*fields.LENGTHS, "max_new_tokens", "max_length"))
     if limited and (config.max_new_tokens or 0) > limits.tokens:
         raise too_many(config.max_new_tokens, limits)
     given = body.get("tools") if body.get("tool_choice") != "none" else None
@@ -225,11 +212,11 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         structure = structure_of(body, tools)
     except Unsupported as error:
         raise Refused(str(error)) from error
-    if structure is not None and "eos_token_id" in (settings or {}):
-        raise Refused(
-            "eos_token_id of generation_config cannot be combined with a structure: it ends with the model's own"
-        )
     if structure is not None:
+        if "eos_token_id" in (settings or {}):
+            raise Refused(
+                "eos_token_id of generation_config cannot be combined with a structure: it ends with the model's own"
+            )
         config.structure = structure.grammar  # `submit` makes a `fastspec.Grammar` of it, where the rounds are
     try:
         messages = [] if route is COMPLETION else as_messages(_conversation(body))
@@ -299,9 +286,9 @@ def _check(body: Body, route: Route) -> None:
     if missing:
         raise Refused(f"{missing[0]} is missing")
     for name, value in body.items():
-        accepts, said = route.own.get(name) or ACCEPTED.get(name, nothing())
+        accepts, said = route.own.get(name) or fields.ACCEPTED.get(name, fields.nothing())
         if name == "prompt" and "prompt" not in (*route.needs, *route.own):
-            accepts, said = nothing(f": {route.needs[0]} is")
+            accepts, said = fields.nothing(f": {route.needs[0]} is")
         if not accepts(value):
             raise Refused(f"{name}={str(value)[:80]!r} is not accepted: it must be {said}")
 
@@ -325,10 +312,9 @@ def _nested(tool: Body) -> Body:
 
 def _conversation(body: Body) -> list[Body]:
     """The messages of a chat, or those that the input of `/v1/responses` comes to."""
+    given: Any = body.get("messages", body.get("input"))
     if "messages" in body:
-        found: list[Body] = body["messages"]
-        return found
-    given = body["input"]
+        return list(given)
     if isinstance(given, str) or all(item.get("type") in TEXT_PARTS for item in given):
         messages = [{"role": "user", "content": given}]
     else:

@@ -11,57 +11,19 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from fastspec.cascade.decisions import Visit
-from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import keep_criterion
-from fastspec.programs.serving.batch import BatchPrompt, PutRound, StageLoads, TextScorer, loads_of, read_tokens, submit
+from fastspec.programs.serving.batch import BatchPrompt, PutRound, TextScorer, read_tokens, state_of, submit
 from fastspec.programs.serving.wire import Failure, Wire
 
 Opened = tuple[PromptBatch, Any]
 """An open batch and its tokenizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptMessage:
-    """A prompt whose answer is asked for."""
-
-    number: int
-    prompt: BatchPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class TextMessage:
-    """A text that is to be scored, each token with the `count` likeliest."""
-
-    number: int
-    ids: list[int]
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """Nobody waits for this prompt any more."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Criterion:
-    """Criterion that stop strings come to, made where no round waits for it."""
-
-    strings: tuple[str, ...]
-    made: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Let go of all prompts, and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +38,6 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A prompt is decoded, or was refused with an error."""
-
-    number: int
-    failure: Failure | None
-
-
-@dataclass(frozen=True, slots=True)
 class Tokens:
     """A round of one prompt, a stage's part in its answer, or a part of a text that was scored."""
 
@@ -92,26 +46,12 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """An answer is over, or what ended it; an answer that was cancelled has none."""
+class Settled:
+    """A prompt is decoded, or its answer is `over`; with the error that refused or ended it."""
 
     number: int
-    failure: Failure | None
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """State of the batch, which goes beside messages."""
-
-    running: int = 0
-    alive: bool = True
-    turns: int = 0
-    stats: Stats = field(default_factory=Stats)
-    """The counts that a server shows."""
-    loads: StageLoads = field(default_factory=dict)
-
-
-COUNTS = "assistant", "rows", "reused", "rounds", "row_rounds", "round_tokens", "drafted", "accepted"
+    over: bool
+    failure: Failure | None = None
 
 
 @contextmanager
@@ -167,61 +107,63 @@ def _end_with_parent() -> None:
 
 
 class BatchEnd:
-    """This process's end of the connection."""
+    """This process's end of the connection. Messages to it are calls of its methods."""
 
     def __init__(self, connection: Connection, batch: PromptBatch, tokenizer: Any) -> None:
         self.batch, self.tokenizer = batch, tokenizer
         self.answers: dict[int, Future[Any]] = {}
         self.scorer = TextScorer(batch)
-        self.wire = Wire(connection, self._state)
+        self.wire = Wire(connection, lambda: state_of(batch, self.scorer))
+        self.closed = False
 
     def run(self, ready: Ready) -> None:
-        """Say that the batch is open, and take what comes."""
+        """Say that the batch is open, and do what the other process asks for."""
         self.wire.post(ready)
-        for messages, _ in self.wire.parcels():
-            for message in messages:
-                if isinstance(message, Close):
-                    self.scorer.close()
-                    self.batch.close(cancel=True)
+        for calls, _ in self.wire.parcels():
+            for call in calls:
+                call(self)
+                if self.closed:
                     self.wire.end()
                     self.wire.flush()
                     return
-                self._take(message)
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, PromptMessage):
-            self._submit(message.number, message.prompt)
-        elif isinstance(message, TextMessage):
-            scored = self.scorer.score(message.ids, message.count, self._posts(message.number))
-            self._is_taken(message.number, scored)
-        elif isinstance(message, Cancelled) and message.number in self.answers:
-            self.answers[message.number].cancel()
-        elif isinstance(message, Criterion):
-            keep_criterion(self.tokenizer, message.strings, message.made)
-
-    def _posts(self, number: int) -> PutRound:
-        return lambda round: self.wire.post(Tokens(number, round))
-
-    def _submit(self, number: int, prompt: BatchPrompt) -> None:
+    def send(self, number: int, prompt: BatchPrompt) -> None:
         """Hand a prompt to the batch, and say what became of it."""
         try:
             answer = submit(self.batch, self.tokenizer, prompt, self._posts(number))
         except Exception as error:
-            self.wire.post(Taken(number, Failure.of(error)))
+            self.wire.post(Settled(number, False, Failure.of(error)))
         else:
             self._is_taken(number, answer)
 
+    def score(self, number: int, ids: list[int], count: int) -> None:
+        """Score a text, each token with the `count` likeliest in its place."""
+        self._is_taken(number, self.scorer.score(ids, count, self._posts(number)))
+
+    def cancel(self, number: int) -> None:
+        """Let go of a prompt or a text that nobody waits for any more."""
+        if number in self.answers:
+            self.answers[number].cancel()
+
+    def know(self, strings: tuple[str, ...], criterion: Any) -> None:
+        """Keep the criterion that stop strings come to, which was made where no round waits for it."""
+        keep_criterion(self.tokenizer, strings, criterion)
+
+    def close(self) -> None:
+        """Let go of all prompts, and end."""
+        self.scorer.close()
+        self.batch.close(cancel=True)
+        self.closed = True
+
+    def _posts(self, number: int) -> PutRound:
+        return lambda round: self.wire.post(Tokens(number, round))
+
     def _is_taken(self, number: int, answer: Future[Any]) -> None:
-        self.wire.post(Taken(number, None))
+        self.wire.post(Settled(number, False))
         self.answers[number] = answer
         answer.add_done_callback(lambda done: self._ended(number, done))
 
     def _ended(self, number: int, answer: Future[Any]) -> None:
         self.answers.pop(number, None)
         error = None if answer.cancelled() else answer.exception()
-        self.wire.post(Ended(number, None if error is None else Failure.of(error)))
-
-    def _state(self) -> State:
-        batch = self.batch
-        counts = {name: getattr(batch.stats, name) for name in COUNTS}
-        return State(batch.running, batch.alive, batch.turns + self.scorer.passes, Stats(**counts), loads_of(batch))
+        self.wire.post(Settled(number, True, None if error is None else Failure.of(error)))

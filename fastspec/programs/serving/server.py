@@ -8,7 +8,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from fastspec.cascade.decisions import Visit
@@ -27,8 +28,8 @@ from fastspec.programs.serving.answers import (
     ToolCall,
     merged,
 )
-from fastspec.programs.serving.batch import BatchPrompt, PutRound, Sent, Served
-from fastspec.programs.serving.cascade import is_cut, refuse_fields, told_of
+from fastspec.programs.serving.batch import BatchPrompt, Sent, Served
+from fastspec.programs.serving.cascade import refuse_fields, told_of
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
@@ -42,11 +43,6 @@ takes a tokenizer seconds."""
 STALLED = 30.0
 """Seconds without the end of a turn of the rounds, while requests are there, from which on a server is unhealthy."""
 log = logging.getLogger("fastspec.serve")
-
-
-def _seed(number: int) -> int:
-    """A seed of 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 class FinishReason:
@@ -75,38 +71,38 @@ class ReadPrompt:
     ids: list[int]
 
 
+@dataclass
 class Row:
     """Answer that a batch decodes: its tokens are measured, and its events posted to `queue` with its number."""
 
-    def __init__(
-        self,
-        answers: ServedAnswers,
-        index: int,
-        prompt_tokens: int,
-        reason: FinishReason,
-        reader: AnswerReader,
-        echo: list[Event],
-        rounds: RoundNames | None = None,
-    ) -> None:
-        self.answers, self.index, self.prompt_tokens, self.reason = answers, index, prompt_tokens, reason
-        self.reader, self.echo = reader, echo
-        self.asked, self.metrics, self.rounds = answers.asked, answers.metrics, rounds
-        self.named: list[Event] = []
-        """Rounds of an answer that is not streamed."""
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.accepted = self.drafted = self.cached = 0
-        self.visits: list[Visit] = []
-        self.called = False
-        self.first: float | None = None
+    answers: ServedAnswers
+    index: int
+    prompt_tokens: int
+    reason: FinishReason
+    reader: AnswerReader
+    echo: list[Event]
+    rounds: RoundNames | None = None
+    named: list[Event] = field(default_factory=list)
+    """Rounds of an answer that is not streamed."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    accepted: int = 0
+    drafted: int = 0
+    cached: int = 0
+    visits: list[Visit] = field(default_factory=list)
+    called: bool = False
+    first: float | None = None
+
+    def __post_init__(self) -> None:
+        self.asked, self.metrics = self.answers.asked, self.answers.metrics
         if self.asked.stream:
-            self._post(echo)
+            self._post(self.echo)
 
     def put_round(self, round: StreamedRound | Visit) -> None:
         """Take a round, or a stage's part in the answer."""
         if isinstance(round, Visit):
             self.visits.append(round)
-            self.metrics.stages.add(round)
+            self.metrics.add_visit(round)
             return
         tokens = round.tokens
         self.tokens += tokens
@@ -155,7 +151,7 @@ class Row:
             log.error("%s failed", name, exc_info=error)
 
     def _reason(self) -> Literal["stop", "length"]:
-        return self.reason.of(self.tokens, is_cut(self.visits))
+        return self.reason.of(self.tokens, self.visits[-1].cut if self.visits else None)
 
     def end(self) -> None:
         """Post what is left, and the end."""
@@ -170,23 +166,22 @@ class Row:
         self._post([End(reason, *counts, self.reader.cut.found, self.cached, *times)])
 
 
-Item = tuple[int, "list[Event] | BaseException"]
-
-
+@dataclass
 class ServedAnswers:
     """Answers to one request, whose prompts have so many tokens; their events come to one queue."""
 
-    def __init__(self, asked: AnswerRequest, prompt_tokens: int, metrics: Metrics, mail: Mail) -> None:
-        self.asked, self.prompt_tokens, self.metrics, self.mail = asked, prompt_tokens, metrics, mail
-        self.queue: asyncio.Queue[Item] = asyncio.Queue()
-        self.sent: list[Sent] = []
+    asked: AnswerRequest
+    prompt_tokens: int
+    metrics: Metrics
+    mail: Mail
+    queue: asyncio.Queue[tuple[int, list[Event] | BaseException]] = field(default_factory=asyncio.Queue)
+    sent: list[Sent] = field(default_factory=list)
 
     def post(self, index: int, item: list[Event] | BaseException, urgent: bool = False) -> None:
         """Hand on the events of one answer, or its error."""
         self.mail.post(self.queue, (index, item), urgent)
 
     def cancel(self) -> None:
-        """Let go of all."""
         for sent in self.sent:
             sent.answer.cancel()
 
@@ -276,17 +271,13 @@ class Server:
         if not asked.echo or asked.logprobs is None:
             return found
 
-        def put_round(place: int) -> PutRound:
-            def put(round: StreamedRound | Visit) -> None:
-                assert isinstance(round, StreamedRound)
-                found[place].extend(round.logprobs or ())
-
-            return put
+        def put(found: list[TokenLogprob], round: StreamedRound | Visit) -> None:
+            assert isinstance(round, StreamedRound)
+            found.extend(round.logprobs or ())
 
         self._begin()
-        scored = [
-            self.batch.score(prompt.ids, asked.logprobs, put_round(place)) for place, prompt in enumerate(prompts)
-        ]
+        texts = zip(prompts, found, strict=True)
+        scored = [self.batch.score(prompt.ids, asked.logprobs, partial(put, each)) for prompt, each in texts]
         answers.sent += scored
         for sent in scored:
             await self._is_taken(sent)
@@ -316,7 +307,7 @@ class Server:
             row.over(done)
             return
         self._begin()
-        seed = None if asked.seed is None else _seed(asked.seed + index % asked.n)
+        seed = None if asked.seed is None else (asked.seed + index % asked.n + 2**63) % 2**64 - 2**63  # of 64 bits
         drafts = not {asked.assistant, self.info["assistant"]} & {*NO_DRAFTS}
         how = asked.logprobs, asked.rounds and drafts, drafts, asked.price
         given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, *how)
@@ -418,12 +409,9 @@ class Server:
         except asyncio.CancelledError:
             sent.answer.cancel()
             raise
-        except (Unsupported, ValueError) as error:
+        except (FastSpecError, ValueError) as error:
             self.metrics.requests.labels("refused").inc()
-            raise Refused(str(error)) from error
-        except FastSpecError as error:
-            self.metrics.requests.labels("refused").inc()
-            raise Refused(str(error), 503) from error
+            raise Refused(str(error), 400 if isinstance(error, (Unsupported, ValueError)) else 503) from error
 
     @property
     def _open(self) -> int:
@@ -439,7 +427,6 @@ class Server:
         return f"no round has ended for {seconds:.0f} seconds, and requests wait" if seconds > STALLED else None
 
     def close(self) -> None:
-        """Let go of all requests."""
         for threads in (self.reading, self.making, self.compiling):
             threads.shutdown(wait=False, cancel_futures=True)
         self.batch.close()

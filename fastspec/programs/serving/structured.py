@@ -32,7 +32,7 @@ def structure_of(body: Body, tools: list[Body] | None) -> Structure | None:
     """The structure that a checked request asks for; `tools` are nested as in chats. Raises Unsupported for two
     structures, and for a choice of tools that are not there."""
     choice = body.get("tool_choice", "auto")
-    held = body.get("response_format") or body.get("text", {}).get("format") or TEXT
+    held: Any = body.get("response_format") or body.get("text", {}).get("format") or TEXT
     outputs, called = body.get("structured_outputs"), choice not in ("auto", "none")
     if outputs is not None and (held != TEXT or called):
         raise Unsupported(
@@ -47,18 +47,10 @@ def structure_of(body: Body, tools: list[Body] | None) -> Structure | None:
             "the structure of the answer leaves no place for calls of tools, which tool_choice auto allows: "
             'it must be "none", "required" or a tool\'s name'
         )
-    return Structure(_of_format(held) if outputs is None else _of_outputs(outputs))
-
-
-def _of_format(held: Body) -> Body:
-    if held["type"] == "json_object":
-        return {"json_schema": ANY_OBJECT}
-    return {"json_schema": held.get("json_schema", held).get("schema", ANY_OBJECT)}
-
-
-def _of_outputs(held: Body) -> Body:
-    [(name, value)] = held.items()
-    return {"json_schema": ANY_OBJECT} if name == "json_object" else {OUTPUTS[name]: value}
+    if outputs is None:
+        return Structure({"json_schema": held.get("json_schema", held).get("schema", ANY_OBJECT)})
+    [(name, value)] = outputs.items()
+    return Structure({"json_schema": ANY_OBJECT} if name == "json_object" else {OUTPUTS[name]: value})
 
 
 def _of_calls(choice: Any, tools: list[Body] | None) -> Structure:

@@ -8,20 +8,20 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
-LOOKS = 0.05, 0.5
-"""Seconds after messages until it is looked whether there is news of what goes with them, and from then on."""
+LOOK = 0.1
+"""Seconds without a message after which it is looked whether there is news of what goes beside them."""
 
 
 class Elsewhere(Exception):
     """The trace of an error in another process, as its cause."""
 
     def __str__(self) -> str:
-        """The trace."""
         return f"\n{self.args[0]}"
 
 
@@ -90,39 +90,24 @@ class Wire:
             self._send_all()
         except OSError:  # the other end has gone
             pass
-        except (
-            BaseException
-        ):  # a message that cannot be pickled: both ends hear of it, none waits for what will not come
+        except BaseException:  # an unpicklable message: both ends hear of it, none waits for what will not come
             with socket.socket(fileno=os.dup(self.connection.fileno())) as held:
                 held.shutdown(socket.SHUT_RDWR)
             raise
 
     def _send_all(self) -> None:
-        told = self.beside()
-        while True:
-            messages = self._next(told)
-            over = messages[-1:] == [self._over]
-            told = self.beside()
-            self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
-            if over:
-                return
+        told, over = self.beside(), False
+        while not over:
+            messages = self._waiting()
+            over, before, told = messages[-1:] == [self._over], told, self.beside()
+            if messages or told != before:
+                self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
 
-    def _next(self, told: Any) -> list[Any]:
-        """All that waits, or nothing where there is news beside."""
-        try:
-            messages = [self._posted.get(timeout=LOOKS[0])]
-        except Empty:
-            while self.beside() == told:
-                try:
-                    messages = [self._posted.get(timeout=LOOKS[1])]
-                    break
-                except Empty:
-                    continue
-            else:
-                return []
-        try:
+    def _waiting(self) -> list[Any]:
+        """All that waits; nothing where for a while nothing is posted."""
+        messages: list[Any] = []
+        with suppress(Empty):
+            messages.append(self._posted.get(timeout=LOOK))
             while messages[-1] is not self._over:
                 messages.append(self._posted.get_nowait())
-        except Empty:
-            pass
         return messages

@@ -49,7 +49,6 @@ class Texts:
 
     @classmethod
     def join(cls, parts: Sequence[Texts]) -> Texts:
-        """Several sets after one another."""
         if not parts:
             return cls.of([])
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
@@ -192,7 +191,6 @@ def plan_batches(
 
 
 def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterator[TextBatch]:
-    """The batches of a plan."""
     offsets = texts.offsets
     for group in groups:
         width = int(-(-texts.lengths[group].max() // multiple) * multiple)

@@ -18,10 +18,9 @@ from accelerate.utils import broadcast, gather
 from fastspec.errors import Unsupported
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import TextBatch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
-from fastspec.programs.training.features import DEVICE, HOST, NOWHERE, KeptFeatures
 from fastspec.programs.training.save import model_card, save_head
 from fastspec.programs.training.start import draft_vocabulary_of, opened, started, with_sizes_of
-from fastspec.programs.training.target import TargetReader
+from fastspec.programs.training.target import DEVICE, HOST, NOWHERE, KeptFeatures, TargetReader
 from fastspec.programs.training.ttt import TrainingTimeTest, chain_lengths
 
 STATE = "state.pt"
