@@ -44,7 +44,8 @@ what a file's tests share is counted for the first of them alone."""
 KILLED, SHARE = ("failed", "timeout"), 0.9
 OUTCOMES = {0: "lived", 1: "failed", 2: "failed", 5: "untested"}
 """By pytest's exit status; a module that cannot be imported interrupts it."""
-NOT_FOUND = 4
+NOT_FOUND, CONFTEST = 4, "ImportError while loading conftest"
+"""pytest's status where it finds no such test, or cannot import what a conftest.py imports, which it says."""
 PRELOAD = ["hypothesis", "pytest", "torch", "transformers", "transformers.models.llama.modeling_llama"]
 PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--hypothesis-profile=mutants"]
 
@@ -131,6 +132,16 @@ def is_valid(result: Result | None, source: str, tests: Sequence[str], texts: Ma
     if result.outcome in KILLED:
         return result.by_text == digest(texts.get(result.by, ""))
     return result.tests == asked_by(tests, texts)
+
+
+def verdict(code: int | None, said: str) -> tuple[str, str]:
+    """(outcome, test file that failed) by pytest's exit status, None where it took too long, and what it printed."""
+    if code is None:
+        return "timeout", ""
+    broken = code < 0 or (code == NOT_FOUND and CONFTEST in said)
+    outcome = OUTCOMES.get(code, "failed" if broken else f"error {code}")
+    by = re.search(r"^(?:FAILED|ERROR) ([^\s:]+)", said, re.MULTILINE)
+    return outcome, by[1] if by is not None and outcome == "failed" else ""
 
 
 def run_all(
@@ -365,9 +376,7 @@ class Runner:
         finally:
             path.write_text(source)
             self.trees.put(tree)
-        outcome = "timeout" if code is None else OUTCOMES.get(code, "failed" if code < 0 else f"error {code}")
-        by = re.search(r"^(?:FAILED|ERROR) ([^\s:]+)", said, re.MULTILINE)
-        return outcome, by[1] if by is not None and outcome == "failed" else ""
+        return verdict(code, said)
 
     def record(self, test: str, modules: list[str]) -> dict[str, Any] | None:
         """What a test file runs, see `record`; None where it takes too long or ends its process."""

@@ -226,6 +226,32 @@ def test_files_that_the_sources_name_are_there() -> None:
     assert not missing, "\n".join(missing)
 
 
+def takes_the_encoding_of_the_machine(call: ast.Call) -> bool:
+    """True where a file is read or written as text, and its encoding is not named."""
+    if any(each.arg == "encoding" for each in call.keywords):
+        return False
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    if name in ("read_text", "write_text"):  # a package's metadata names its file first
+        return len(call.args) == (name == "write_text")
+    modes = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    if isinstance(call.func, ast.Name) and name == "open":
+        return not any("b" in mode for mode in modes[-1:])
+    return name in ("open", "NamedTemporaryFile") and any(re.fullmatch(r"[rwxa][+t]*", mode) for mode in modes)
+
+
+def test_text_files_are_read_and_written_in_one_encoding_on_every_machine() -> None:
+    """A model's files are in UTF-8, also where a machine's own texts are not."""
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, text in sources.items()
+        if re.search(r"_text\(|open\(|TemporaryFile\(", text)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and takes_the_encoding_of_the_machine(node)
+    ]
+    assert not found, "\n".join(found)
+
+
 PAGES = [*(ROOT.parent / "docs").rglob("*.md"), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
 SOURCES = [
     path for folder in ("fastspec", "tests", "benchmarks", "examples") for path in (ROOT.parent / folder).rglob("*.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.mutant_tests import Ran, chosen
 from helpers.mutants import Mutant, drawn, mutants_of
-from mutants import LIST, Listed, Result, digest, faults, listing, page, run_all, source_of, sources_of
+from mutants import LIST, Listed, Result, digest, faults, listing, page, run_all, source_of, sources_of, verdict
 
 SOURCE = '''"""A module."""
 LEAST = 2
@@ -211,6 +211,22 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert again(["t.py::a"], "another") == sorted(keys)
     run_all([(mutant, [], "another") for mutant, _, _ in jobs()[:1]], path, attempt, {"t.py": "another"})
     assert json.loads(path.read_text().splitlines()[-1])["outcome"] == "untested"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "wanted"),
+    [
+        (0, "1 passed", ("lived", "")),
+        (1, "FAILED tests/t.py::test_a - assert 0", ("failed", "tests/t.py")),
+        (2, "ERROR tests/t.py", ("failed", "tests/t.py")),
+        (4, "ERROR: not found: tests/t.py::test_a", ("error 4", "")),
+        (4, "ImportError while loading conftest 'tests/conftest.py'.", ("failed", "")),
+        (-11, "", ("failed", "")),
+        (None, "", ("timeout", "")),
+    ],
+)
+def test_what_pytest_ends_with_is_a_verdict(code: int | None, said: str, wanted: tuple[str, str]) -> None:
+    assert verdict(code, said) == wanted
 
 
 def test_a_verdict_stands_while_the_function_is_the_same() -> None:

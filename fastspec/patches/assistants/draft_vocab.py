@@ -93,7 +93,7 @@ def read_list(path: Path, size: int) -> Tensor:
 
 def _ids(path: Path) -> Tensor:
     if path.suffix == ".json":
-        return torch.tensor(json.loads(path.read_text()), dtype=torch.int64, device="cpu")
+        return torch.tensor(json.loads(path.read_text(encoding="utf-8")), dtype=torch.int64, device="cpu")
     if path.suffix == ".safetensors":
         found: Any = load_file(path)
     elif path.suffix == ".gguf":

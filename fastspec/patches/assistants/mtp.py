@@ -254,7 +254,7 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
         yield partial(str, whole), _keys(Path(whole))
         return
     try:
-        mapped = files.parse_json(Path(index).read_text())["weight_map"]
+        mapped = files.parse_json(Path(index).read_text(encoding="utf-8"))["weight_map"]
         by_file = {name: [key for key, file in mapped.items() if file == name] for name in sorted(set(mapped.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of a checkpoint: {error}") from error
