@@ -253,9 +253,8 @@ def open_batch(
         ranks.check_opened(named, rows, max_length, prefill_chunk, narrows, prefix_caching, tuned)
     if is_shared_out(model):
         raise Unsupported(
-            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and "
-            "prompts come to each at a "
-            "time of its own; generate takes an assistant there, in all processes at once"
+            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts "
+            "come to each at a time of its own; generate takes an assistant there, in all processes at once"
         )
     if prefill_chunk == "auto":
         prefill_chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"])
@@ -432,9 +431,8 @@ class Continuous:
         if length > self.max_length:
             raise Unsupported(
                 f"the prompt has {single.ids.shape[1]} tokens and may be answered with {single.limit}, {length} "
-                "together, and a row of "
-                f"this batch has room for {self.max_length} (max_length): ask for fewer (max_new_tokens), or shorten "
-                "the prompt"
+                f"together, and a row of this batch has room for {self.max_length} (max_length): ask for fewer "
+                "(max_new_tokens), or shorten the prompt"
             )
         return single
 

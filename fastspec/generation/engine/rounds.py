@@ -267,9 +267,8 @@ class Rounds(Generic[TargetT]):
             self.batch.reads_together = False
             try:
                 warnings.warn(
-                    f"fastspec: {len(pairs)} prompts could not be read in one pass ({type(error).__name__}: "
-                    f"{error}); each was read alone, "
-                    "as all that come are from here on",
+                    f"fastspec: {len(pairs)} prompts could not be read in one pass ({type(error).__name__}: {error}); "
+                    "each was read alone, as all that come are from here on",
                     RuntimeWarning,
                     stacklevel=2,
                 )

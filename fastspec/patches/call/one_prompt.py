@@ -322,9 +322,8 @@ def _made(
         )
     if not are_known(processors, criteria):
         raise Unsupported(
-            f"an open batch has prompts of many calls, and {unknown_types(processors, criteria)} may keep a state "
-            "over a whole call: "
-            "ask generate for this one"
+            f"an open batch has prompts of many calls, and {unknown_types(processors, criteria)} may keep a state over "
+            "a whole call: ask generate for this one"
         )
     ending = Ending(criteria if agreed is None else agreed(criteria), ids)
     if not math.isfinite(ending.limit) or int(ending.limit) != ending.limit:

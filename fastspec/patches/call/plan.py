@@ -166,9 +166,8 @@ def plan_call(
     if rows is not None and not known:
         raise Unsupported(
             f"ContinuousBatch decodes {rows} of {len(ids)} prompts at a time, and "
-            f"{unknown_types(processors, criteria)} may "
-            "keep a state over the whole batch: name its assistant itself, or pass at most as many prompts as it "
-            "has rows"
+            f"{unknown_types(processors, criteria)} may keep a state over the whole batch: name its assistant itself, "
+            "or pass at most as many prompts as it has rows"
         )
     prompts, counts = compact(text.ids[:, -text.new_keep.shape[1] :], text.new_keep)
     dropped = dropped_spans(model, text.cache)

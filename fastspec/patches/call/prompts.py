@@ -229,6 +229,5 @@ def refuse_dropped(model: Any, cache: Any, past: int, config: Any, dropped: Sequ
         return
     raise Unsupported(
         f"{what}, by a setting that the forward of {type(model).__name__} does not read "
-        f"({' or '.join(LAYER_KINDS.values())}): set it to "
-        "None, or pass whole prompts without a cache"
+        f"({' or '.join(LAYER_KINDS.values())}): set it to None, or pass whole prompts without a cache"
     )

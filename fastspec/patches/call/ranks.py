@@ -64,10 +64,8 @@ class Ranks:
         if self.differ(tuple(ids.shape), ids, *parts):
             raise Unsupported(
                 f"the {self.group.size()} processes that hold the model together called generate with different "
-                "arguments: each must "
-                "pass the same input_ids, assistant, settings and kinds of streamer, profile and criteria, and have "
-                "the same launches that "
-                "fastspec.tune found, in a cache folder that all of them read"
+                "arguments: each must pass the same input_ids, assistant, settings and kinds of streamer, profile and "
+                "criteria, and have the same launches that fastspec.tune found, in a cache folder that all of them read"
             )
 
     def check_answers(self, answers: list[list[int]]) -> None:
@@ -77,9 +75,8 @@ class Ranks:
             dist.all_gather_object(found, answers, group=self.group)
             raise FastSpecError(
                 f"the {self.group.size()} processes that hold the model together ended with different tokens "
-                f"({_first_difference(found)}): "
-                "a logits processor, a hook or weights differ between them, or the sums between the devices are at "
-                "fault"
+                f"({_first_difference(found)}): a logits processor, a hook or weights differ between them, or the sums "
+                "between the devices are at fault"
             )
 
     def any(self, mine: bool) -> bool:

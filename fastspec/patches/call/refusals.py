@@ -110,10 +110,8 @@ def refuse_overrides(model: Any) -> None:
             refuse_peft(owner)
             continue
         raise Unsupported(
-            f"{type(model).__name__}.{name} is {_home(method)}'s ({where_defined(method)}): plain decoding calls it "
-            "at every step, an "
-            "assistant's rounds do not; "
-            "remove the override, or leave out assistant="
+            f"{type(model).__name__}.{name} is {_home(method)}'s ({where_defined(method)}): plain decoding calls it at "
+            "every step, an assistant's rounds do not; remove the override, or leave out assistant="
         )
     refuse_hooks_of_peft(model)
     if is_zero3():
@@ -188,8 +186,7 @@ def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: boo
     if extra:
         raise Unsupported(
             f"{', '.join(extra)} cannot be combined with assistant=: rounds read tokens, and of other inputs only "
-            "those are known that "
-            "the first pass over a prompt takes"
+            "those are known that the first pass over a prompt takes"
         )
 
 
@@ -198,8 +195,7 @@ def refuse_heads(name: str, model: Any) -> None:
     if model.config.is_encoder_decoder:
         raise Unsupported(
             f"assistant {name!r} drafts with a head for decoder-only models, and {type(model).__name__} is an "
-            "encoder-decoder model: "
-            'use "nasd" or "speculative"'
+            'encoder-decoder model: use "nasd" or "speculative"'
         )
 
 
@@ -213,10 +209,9 @@ def refuse_joining(decoding: Any, model: Any) -> None:
         )
     if not isinstance(decoding, Decoding) or not decoding.continuous:
         raise Unsupported(
-            f"ContinuousBatch: assistant {decoding.name!r} cannot take a new prompt into a running batch: accepted "
-            "are 'autoregressive', "
-            "'eagle', 'eagle2', 'eagle3', 'mtp', 'nasd', 'speculative' with one tokenizer and decodings that say "
-            "`continuous = True`"
+            f"ContinuousBatch: assistant {decoding.name!r} cannot take a new prompt into a running batch: accepted are "
+            "'autoregressive', 'eagle', 'eagle2', 'eagle3', 'mtp', 'nasd', 'speculative' with one tokenizer and "
+            "decodings that say `continuous = True`"
         )
 
 
@@ -273,8 +268,7 @@ def refuse_cache(model: Any, cache: Any, rows: int) -> None:
         if found != wanted:
             raise Unsupported(
                 f"{CACHE} holds keys and values of {found} heads and channels in layer {owner}, and those of "
-                f"{type(model).__name__} are of {wanted}: hand in "
-                "one of its own"
+                f"{type(model).__name__} are of {wanted}: hand in one of its own"
             )
         if int(layer.get_seq_length()) != length or layer.keys.shape[2] != layer.values.shape[2]:
             raise Unsupported(
