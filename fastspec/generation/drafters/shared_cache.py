@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastspec.config import TreeShape
 from fastspec.generation.decoder_layer import LayerParts, LayoutKey, Linear, Nodes, Norm, Rotary, one_by_one
-from fastspec.generation.drafters.base import Drafter, Place, Traits
+from fastspec.generation.drafters.base import Drafter, Place, RootsOnly, Traits
 from fastspec.generation.drafters.dynamic_tree import Expand, TreeGrowth, refuse_wide
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
@@ -82,8 +82,6 @@ class SharedCacheDrafter(Drafter):
         """By the number of nodes a pass reads: their depths [B, N], and what they see of one another [B, N, W]."""
         self._grows(shape)
         self.row = torch.arange(rows, device=device)
-        self.rests = False
-        """True where it stands in rounds without drafts."""
         self.target: Target
         self.program: SharedCacheProgram
         self.tables: Mapping[str | None, Rotary] = {}
@@ -108,10 +106,7 @@ class SharedCacheDrafter(Drafter):
         return other
 
     def resting(self) -> Drafter:
-        other = copy.copy(self)
-        other.nodes = other.max_path = 1
-        other.rests = True
-        return other
+        return RootsOnly(self, self.root)
 
     def bind(self, target: Target) -> None:
         self.target, self.program = target, self.program_of(target)
@@ -158,8 +153,6 @@ class SharedCacheDrafter(Drafter):
 
     def propose(self, extent: int) -> TokenTree:
         """Grow the next tree from the root and the state before it; `extent` bounds the committed tokens of any row."""
-        if self.rests:
-            return TokenTree.root_only(self.root)
         extent, ops, program = self.reserve(extent), self.ops, self.program
         hidden, readout = program.step(self.root[:, None], self.last[:, None], self._nodes(1, extent))
         nodes, words = self._nodes(self.shape.top_k, extent), self.growth.no_words

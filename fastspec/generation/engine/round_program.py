@@ -139,14 +139,8 @@ class RoundProgram:
         measures: bool = False,
         pad_token: int | None = None,
     ) -> None:
-        self.target, self.drafter, self.ops, self.state, self.measures, self.pad_token = (
-            target,
-            drafter,
-            ops,
-            state,
-            measures,
-            pad_token,
-        )
+        self.target, self.drafter, self.ops, self.state = target, drafter, ops, state
+        self.measures, self.pad_token = measures, pad_token
         self.clock: Clock | None = None
         """Takes the phases of every round down where a profile is wanted."""
 

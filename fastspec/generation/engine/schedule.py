@@ -88,14 +88,18 @@ class InFlightRound:
 class Eager(Schedule):
     """One phase after another."""
 
+    def score(self, tree: TokenTree, extent: int) -> Scored:
+        """Scores a tree's nodes."""
+        return self.program.score(tree, extent)
+
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """Runs all phases, one after another."""
+        """Runs all phases."""
         program = self.program
         extent = program.open(longest)
         with timed(stats, "draft"):
             tree = program.draft(extent)
         with timed(stats, "score"):
-            scored = program.score(tree, extent)
+            scored = self.score(tree, extent)
         with timed(stats, "choose"):
             judged = verifier(scored)
             program.mark("choose")
@@ -143,9 +147,8 @@ class WholeGraph(Schedule):
         emitted = done.committed.emitted
         if not self.spare:
             self.spare = [torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda) for _ in range(2)]
-        host = self.spare.pop(0).copy_(
-            emitted, non_blocking=True
-        )  # before the next replay writes over it: they follow each other
+        # before the next replay writes over it: they follow each other
+        host = self.spare.pop(0).copy_(emitted, non_blocking=True)
         self.spare.append(host)
         landed = torch.cuda.Event() if emitted.is_cuda else None
         if landed is not None:
@@ -207,28 +210,16 @@ class SplitGraph(Schedule):
         return held
 
 
-class GraphOfScore(Schedule):
+class GraphOfScore(Eager):
     """The host drafts and decides; a graph for each shape of the tree scores it."""
 
     def __init__(self, program: RoundProgram) -> None:
         super().__init__(program)
         self.graphs: ByPath[Scored] = {}
 
-    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """Drafts and verifies on the host, and replays the graph of scoring for trees of this shape."""
-        program = self.program
-        extent = program.open(longest)
-        with timed(stats, "draft"):
-            tree = program.draft(extent)
-        with timed(stats, "score"):
-            scored = replace(_run_on_tree(self.graphs, program, tree, program.score), tree=tree)
-        with timed(stats, "choose"):
-            judged = verifier(scored)
-            program.mark("choose")
-        with timed(stats, "commit"):
-            done = Round(judged, program.commit(judged))
-            program.observe(done, extent)
-            return done, done.committed.emitted.tolist()
+    def score(self, tree: TokenTree, extent: int) -> Scored:
+        """Replays the graph of scoring for trees of this shape, which holds in bounds of any length."""
+        return replace(_run_on_tree(self.graphs, self.program, tree, self.program.score), tree=tree)
 
 
 class GraphFromScore(Schedule):

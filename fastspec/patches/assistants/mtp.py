@@ -338,7 +338,7 @@ def _built(
     if own_lm_head is not None:
         state["lm_head.weight"] = own_lm_head
     like = layers[number]
-    config = _config(form, model, number, like, adapter, target, own_lm_head is not None)
+    config = _config(model, number, like, adapter, target, own_lm_head is not None)
     norm = getattr(like, adapter.input_norm)
     with torch.device("meta"):
         head = MtpHead(
@@ -407,7 +407,7 @@ def _taken(state: dict[str, Tensor], name: str, module: Any) -> Tensor | None:
 
 
 def _config(
-    form: MtpForm, model: Any, number: int, like: nn.Module, adapter: Adapter, target: TargetParts, own_lm_head: bool
+    model: Any, number: int, like: nn.Module, adapter: Adapter, target: TargetParts, own_lm_head: bool
 ) -> HeadConfig:
     text, sizes = model.config.get_text_config(), target.sizes
     kv_heads, size, _ = layer_shapes(model.config)[number]

@@ -68,12 +68,16 @@ def compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 def besides_tokens(model_kwargs: dict[str, Any]) -> set[str]:
     """The inputs besides tokens that a call brings."""
-    given = {
+    return {name for name in given_inputs(model_kwargs) if is_besides_tokens(name)}
+
+
+def given_inputs(model_kwargs: dict[str, Any]) -> set[str]:
+    """The inputs of a call that hold something."""
+    return {
         name
         for name, value in model_kwargs.items()
         if value is not None and not (isinstance(value, dict) and not value)
     }
-    return {name for name in given if is_besides_tokens(name)}
 
 
 def sees_ahead(model: Any, adapter: Adapter | None) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
+from fastspec.patches.call.prompts import given_inputs
 from fastspec.patches.hf.cache import CACHE, shown_padding
 from fastspec.patches.hf.compat import (
     changing_part,
@@ -177,12 +178,9 @@ def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: boo
             "model: plain decoding cuts the mask of the source by it; leave it out"
         )
     expected = _EXPECTED | ({"encoder_outputs"} if reads_source else set())
-    given = {
-        name
-        for name, value in model_kwargs.items()
-        if value is not None and not (isinstance(value, dict) and not value)
-    }
-    extra = sorted(name for name in given - expected if reads_source or not is_besides_tokens(name))
+    extra = sorted(
+        name for name in given_inputs(model_kwargs) - expected if reads_source or not is_besides_tokens(name)
+    )
     if extra:
         raise Unsupported(
             f"{', '.join(extra)} cannot be combined with assistant=: rounds read tokens, and of other inputs only "

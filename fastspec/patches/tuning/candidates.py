@@ -88,9 +88,7 @@ def _product(op: str, place: Place, about: Any, device: torch.device) -> Trial:
 
     on_hopper = hopper.takes(x[0], weights[0])
     launches = (
-        _of_parts(rows, channels, depth, on_hopper)
-        if op == "linear_parts"
-        else _of_rows(op, rows, channels, depth, on_hopper)
+        _of_parts(rows, depth, on_hopper) if op == "linear_parts" else _of_rows(op, rows, channels, depth, on_hopper)
     )
     return Trial(op, place, about, (None, *launches), once, partial(wanted, x, weights[0], None), copies)
 
@@ -127,7 +125,7 @@ def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> 
     return found
 
 
-def _of_parts(rows: int, channels: int, depth: int, on_hopper: bool) -> list[Any]:
+def _of_parts(rows: int, depth: int, on_hopper: bool) -> list[Any]:
     """Launches that part the depth; a part has a step at least."""
     found: list[Any] = []
     for deep, count in product((64, 128), (2, 3, 4, 6, 8, 14)):
