@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from fastspec.patches.assistants.fused import frontier_generate
     from fastspec.patches.assistants.heads import load_head
     from fastspec.patches.call.grammar import Grammar
-    from fastspec.patches.continuous import Continuous, continuous
+    from fastspec.patches.continuous import continuous
+    from fastspec.patches.continuous_batch import Continuous
     from fastspec.patches.scoring import log_probs
     from fastspec.patches.tuning.tune import Tuned, Tuning, tune
     from fastspec.patches.warmup import warmup
@@ -58,7 +59,7 @@ _LAZY = {
     "SuffixStorage": "fastspec.generation.drafters.ngram_storage",
     "Profile": "fastspec.generation.stats",
     "TokenTree": "fastspec.generation.tree",
-    "Continuous": "fastspec.patches.continuous",
+    "Continuous": "fastspec.patches.continuous_batch",
     "Grammar": "fastspec.patches.call.grammar",
     "Report": "fastspec.patches.api",
     "clear_memory": "fastspec.patches.api",

@@ -52,7 +52,7 @@ def read(monkeypatch) -> list[int]:
 @pytest.fixture(autouse=True)
 def short(monkeypatch) -> None:
     """Prefixes of few tokens are kept."""
-    monkeypatch.setattr("fastspec.patches.continuous.LEAST", 2)
+    monkeypatch.setattr("fastspec.patches.continuous_batch.LEAST", 2)
 
 
 def whole(text: Tensor) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def test_a_conversation_is_answered_as_cold_and_read_once(monkeypatch, read, kin
     """Each turn reads what was asked, and the last token of the answer before it."""
     if captured:
         stand_in(monkeypatch)
-        monkeypatch.setattr("fastspec.patches.continuous.LEAST_CAPTURED", 2)
+        monkeypatch.setattr("fastspec.patches.continuous_batch.LEAST_CAPTURED", 2)
         monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
     plain, model = FAMILIES[kind](**LENGTH), FAMILIES[kind](**LENGTH)
     fastspec.patch(model, eagle3=tiny_head(model))

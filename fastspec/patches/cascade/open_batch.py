@@ -35,7 +35,8 @@ from fastspec.patches.cascade.settings import (
     stage_options,
 )
 from fastspec.patches.cascade.stages import StageModel
-from fastspec.patches.continuous import Continuous, open_batch
+from fastspec.patches.continuous import open_batch
+from fastspec.patches.continuous_batch import Continuous
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, TurnOrder
 from fastspec.patches.warmup import WARM_LENGTH
