@@ -31,7 +31,7 @@ from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache import CACHE
-from fastspec.patches.hf.compat import delta_shape, layer_shapes, recurrent_layers
+from fastspec.patches.hf.config_fields import delta_shape, layer_shapes, recurrent_layers
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles

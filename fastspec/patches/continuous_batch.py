@@ -38,7 +38,8 @@ from fastspec.patches.call.processors import Processing, RoundStreamer
 from fastspec.patches.call.ranks import closes, opens
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.hf.changes import Snapshots, WeightSample
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, own_stop_strings, position_limit
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, own_stop_strings
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import mode_for

@@ -26,7 +26,8 @@ from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.patches.assistants.heads import find_head
 from fastspec.patches.call.refusals import refuse_heads
-from fastspec.patches.hf.compat import device_of, dtype_of, is_shared_out, layer_shapes, table_rows
+from fastspec.patches.hf.compat import device_of, dtype_of, is_shared_out
+from fastspec.patches.hf.config_fields import layer_shapes, table_rows
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.layers import layer_parts, norm_of, product_of, rotary_tables
 from fastspec.patches.hf.limits import layer_spans

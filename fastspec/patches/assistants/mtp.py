@@ -36,7 +36,7 @@ from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import cache_argument, kept_cache
-from fastspec.patches.hf.compat import layer_shapes
+from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
 from fastspec.patches.session import session_of

@@ -25,7 +25,8 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Source, Target
 from fastspec.patches.assistants.gemma4_assistant import is_assistant
-from fastspec.patches.hf.compat import device_of, dtype_of, recurrent_layers, table_rows, unpack_weights
+from fastspec.patches.hf.compat import device_of, dtype_of, unpack_weights
+from fastspec.patches.hf.config_fields import recurrent_layers, table_rows
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, check_supported

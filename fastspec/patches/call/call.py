@@ -18,7 +18,8 @@ from fastspec.patches.call.assembly import engine_of, entry, sized
 from fastspec.patches.call.output import output_of
 from fastspec.patches.call.plan import Plan
 from fastspec.patches.call.ranks import Ranks
-from fastspec.patches.hf.compat import fill_cache, is_out_of_memory
+from fastspec.patches.hf.cache import fill_cache
+from fastspec.patches.hf.compat import is_out_of_memory
 
 
 class Call:

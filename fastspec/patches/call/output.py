@@ -14,8 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call.plan import Plan
-from fastspec.patches.hf.cache import CACHE, export_span, import_past, keep_hidden
-from fastspec.patches.hf.compat import fill_cache
+from fastspec.patches.hf.cache import CACHE, export_span, fill_cache, import_past, keep_hidden
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 

@@ -42,8 +42,9 @@ from fastspec.patches.call.prompts import (
 )
 from fastspec.patches.call.ranks import Ranks, ranks_of
 from fastspec.patches.call.refusals import refuse_cache, refuse_prompts, refuse_shown_padding
-from fastspec.patches.hf.cache import CACHE, given_cache
-from fastspec.patches.hf.compat import device_of, keeps_all, kept_by, read_cache, text_length
+from fastspec.patches.hf.cache import CACHE, given_cache, keeps_all, read_cache, text_length
+from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.config_fields import kept_by
 from fastspec.patches.hf.limits import check_padding, dropped_spans, layer_spans
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.hf.peft_models import virtual_tokens

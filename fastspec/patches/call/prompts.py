@@ -15,15 +15,9 @@ from transformers import DynamicCache
 from fastspec.errors import Unsupported
 from fastspec.generation.target import Target
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.cache import CACHE, import_past
-from fastspec.patches.hf.compat import (
-    first_inputs,
-    first_pass,
-    is_besides_tokens,
-    is_recurrent,
-    read_cache,
-    recurrent_layers,
-)
+from fastspec.patches.hf.cache import CACHE, import_past, is_recurrent, read_cache
+from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens
+from fastspec.patches.hf.config_fields import recurrent_layers
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, counts_padding, layer_spans
 from fastspec.patches.hf.model import HFModel

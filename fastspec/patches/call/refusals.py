@@ -12,19 +12,9 @@ from torch import Tensor
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
 from fastspec.patches.call.prompts import given_inputs
-from fastspec.patches.hf.cache import CACHE, shown_padding
-from fastspec.patches.hf.compat import (
-    changing_part,
-    held_layers,
-    is_besides_tokens,
-    is_recurrent,
-    is_shared_out,
-    is_zero3,
-    kept_by,
-    layer_shapes,
-    position_limit,
-    records_past,
-)
+from fastspec.patches.hf.cache import CACHE, changing_part, held_layers, is_recurrent, records_past, shown_padding
+from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3
+from fastspec.patches.hf.config_fields import kept_by, layer_shapes, position_limit
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.modes import is_wrapped
 from fastspec.patches.hf.parallel import local_heads

@@ -47,7 +47,8 @@ from fastspec.patches.cascade.stages import (
 )
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.changes import fingerprint
-from fastspec.patches.hf.compat import device_of, position_limit
+from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.limits import dropped_spans
 
 if TYPE_CHECKING:

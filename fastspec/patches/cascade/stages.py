@@ -23,17 +23,10 @@ from fastspec.generation.engine.call import Outcome
 from fastspec.models import cut_over, load_model, source_of, token_table
 from fastspec.patches.assistants.registry import NAMES, Continued
 from fastspec.patches.assistants.speculative import PADDING, vocabulary
+from fastspec.patches.hf.cache import read_cache
 from fastspec.patches.hf.changes import check_present
-from fastspec.patches.hf.compat import (
-    device_of,
-    dtype_of,
-    kept_by,
-    layer_shapes,
-    position_limit,
-    processes_of,
-    read_cache,
-    rope_bound,
-)
+from fastspec.patches.hf.compat import device_of, dtype_of, processes_of
+from fastspec.patches.hf.config_fields import kept_by, layer_shapes, position_limit, rope_bound
 from fastspec.patches.hf.modes import check_supported
 from fastspec.patches.session import session_of
 

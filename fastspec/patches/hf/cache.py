@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from fastspec.errors import Unsupported
 from fastspec.generation.layer_state import DeltaState, FullAttentionState, LayerCache, LayerState, WindowState, ring_of
 from fastspec.generation.ops import Ops
 from fastspec.generation.sequence_state import SequenceState
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.compat import delta_shape, device_of, dtype_of, kept_by, layer_shapes, recurrent_layers
+from fastspec.patches.hf.compat import device_of, dtype_of
+from fastspec.patches.hf.config_fields import delta_shape, kept_by, layer_shapes, recurrent_layers
 from fastspec.patches.hf.parallel import layer_devices, local_heads
 
 _IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -176,3 +178,96 @@ def sequence_state(
     return SequenceState(
         made, rows=rows, capacity=capacity, tail=tail, device=device_of(model), order=order, first=first
     )
+
+
+def read_cache(cache: Any, layers: int) -> list[LayerCache] | None:
+    """Contents of a cache handed in by the user for each layer that keeps anything: keys and values [B, Hkv, T, D], or
+    a recurrent layer's inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest
+    tokens, which it never sees again: zeros take their places.
+
+    Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
+    """
+    if cache is None or int(cache.get_seq_length()) == 0:
+        return None
+    length = int(cache.get_seq_length())
+    return [_held(layer, length) for layer in held_layers(cache, layers)]
+
+
+def _held(layer: Any, length: int) -> LayerCache:
+    if is_recurrent(layer):
+        return layer.conv_states[0], layer.recurrent_states[0]
+    return _last(layer.keys, length), _last(layer.values, length)
+
+
+def held_layers(cache: Any, layers: int) -> list[Any]:
+    """The layers of a filled cache that keep anything."""
+    return [layer for layer in cache.layers[:layers] if is_recurrent(layer) or layer.keys is not None]
+
+
+def changing_part(cache: Any) -> Any:
+    """The part of a cache, itself or a layer, that may keep and give back other keys and values than it is given, or
+    None: one whose `update` is not transformers' own, or that quantises. A cache without layers makes them of the class
+    that it names.
+
+    Quantising layers have a common base since transformers 5.18; delete its other name when that is the oldest.
+    """
+    for part in (cache, *cache.layers, getattr(cache, "layer_class_to_replicate", None)):
+        update = getattr(part, "update", None)  # a recurrent layer has none
+        names = {base.__name__ for base in (part if isinstance(part, type) else type(part)).__mro__}
+        own = update is None or str(getattr(update, "__module__", "")).startswith("transformers.")
+        if not own or {"BaseQuantizedLayer", "QuantizedLayer"} & names:
+            return part
+    return None
+
+
+def records_past(cache: Any) -> bool:
+    """True where windows or recurrent states of a cache keep what they held before, so that tokens can be taken off
+    them. Layers that keep every token, and those of older releases, have no such mode."""
+    return any(getattr(layer, "record_past", False) for layer in cache.layers)
+
+
+def keeps_all(cache: Any, layer: int) -> bool:
+    """True where a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs
+    them, and they do."""
+    return layer >= len(cache.layers) or not getattr(cache.layers[layer], "is_sliding", False)
+
+
+def kept_lengths(cache: Any, layers: int) -> list[int | None]:
+    """Number of last tokens that a pass of one token finds in each layer of a cache, its own counted; None for all. A
+    static cache's layers name their size alone."""
+    kept = [None if keeps_all(cache, layer) else cache.layers[layer] for layer in range(layers)]
+    return [None if layer is None else getattr(layer, "sliding_window", None) or layer.max_cache_len for layer in kept]
+
+
+def is_recurrent(layer: Any) -> bool:
+    """True where a layer of a cache keeps the last inputs of a convolution and a state."""
+    return isinstance(layer, LinearAttentionLayer)
+
+
+def text_length(held: list[LayerCache] | None) -> int:
+    """Number of tokens that `read_cache` has read: keys and values are of one length, and what recurrent layers keep is
+    of any."""
+    return max((keys.shape[2] for keys, values in held or () if keys.shape[:-1] == values.shape[:-1]), default=0)
+
+
+def _last(states: Tensor, length: int) -> Tensor:
+    """The tokens [B, Hkv, T, D] of states that hold all of them, or the last ones."""
+    return F.pad(states, (0, 0, length - states.shape[2], 0)) if states.shape[2] < length else states[:, :, :length]
+
+
+def fill_cache(cache: Any, kept: int, more: list[LayerCache]) -> Any:
+    """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`; a
+    recurrent layer's inputs [B, C, K] and state take the place of what it has."""
+    if int(cache.get_seq_length()) != kept:
+        raise RuntimeError(
+            f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}"
+        )
+    for layer, (keys, values) in enumerate(more):
+        if layer < len(cache.layers) and is_recurrent(
+            cache.layers[layer]
+        ):  # one that was not told of layers makes them now
+            cache.update_conv_state(keys, layer, conv_kernel_size=keys.shape[-1])
+            cache.update_recurrent_state(values, layer)
+        else:
+            cache.update(keys, values, layer)
+    return cache

@@ -1,23 +1,20 @@
-"""Everything that depends on a transformers version, each probe with the condition of its end, and every private part
-of torch, transformers and accelerate that `patches` reads; `tests/patches/hf/test_compat.py` pins these."""
+"""Probes of what depends on a transformers version, each with the condition of its end, and every private part of
+torch, transformers and accelerate that `patches` reads; `tests/patches/hf/test_compat.py` pins these. Fields of
+configurations are in `config_fields.py`, layers of caches in `cache.py`."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig
-from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import (
     GENERATION_MODES_MAPPING,
@@ -26,7 +23,6 @@ from transformers.generation.utils import (
     is_fsdp_managed_module,
 )
 
-from fastspec.generation.layer_state import DeltaShape, LayerCache
 from fastspec.patches.hf.ends import stop_criterion
 
 
@@ -131,77 +127,9 @@ def processes_of(model: Any) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
-def attention_name(config: Any) -> str | None:
-    """The `attn_implementation` of a configuration."""
-    return getattr(config.get_text_config(), "_attn_implementation", None)
-
-
-def experts_name(config: Any) -> str | None:
-    """The `experts_implementation` of a configuration."""
-    return getattr(config.get_text_config(), "_experts_implementation", None)
-
-
 def is_stateful(model: Any) -> bool:
     """True for a model whose class keeps a recurrent state."""
     return bool(getattr(model, "_is_stateful", False))
-
-
-def layer_count(config: Any) -> int:
-    """Number of a decoder's layers, from its config."""
-    config = config.get_text_config()
-    if config.is_encoder_decoder:  # T5 and BART have names of their own
-        return getattr(config, "decoder_layers", None) or config.num_decoder_layers
-    return config.num_hidden_layers
-
-
-def layer_shapes(config: Any) -> list[tuple[int, int, int]]:
-    """Key heads, and the sizes of a key and a value, of every layer of a decoder, as its caches hold them.
-
-    `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`) since transformers 5.10; reading it from
-    the whole raises.
-    """
-    config, layers = config.get_text_config(), layer_count(config)
-    if {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ()):
-        return [_shape(config.per_layer_config[layer]) for layer in range(layers)]
-    heads, key, value = _shape(config)
-    kinds, wide = getattr(config, "layer_types", None) or [""] * layers, DOUBLED.get(config.model_type)
-    return [(2 * heads if kind == wide else heads, key, value) for kind in kinds[:layers]]
-
-
-DOUBLED = {"mimo_v2_flash": "sliding_attention"}
-"""Model types -> the kind of their layers that has twice the key heads of the others, which no setting says."""
-
-
-def _shape(config: Any) -> tuple[int, int, int]:
-    """Latent attention keeps a head of latents and one of rotated channels since transformers 5.20, other layers keys
-    and values."""
-    latent = _setting(config, "kv_lora_rank")
-    if latent:
-        return 1, latent, config.qk_rope_head_dim
-    heads, size = _heads(config)
-    return heads, size, _setting(config, "v_head_dim") or size
-
-
-def _setting(config: Any, name: str) -> Any:
-    """A setting of a configuration, None where its class knows none of this name: a key that another model has left
-    over is kept with it, and no forward reads it."""
-    return getattr(config, name, None) if name in _parameters(type(config).__init__) else None
-
-
-@cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def _heads(config: Any) -> tuple[int, int]:
-    if config.is_encoder_decoder:
-        heads = getattr(config, "decoder_attention_heads", None) or config.num_heads
-        return heads, getattr(config, "d_kv", None) or config.d_model // heads
-    heads = config.num_attention_heads
-    if getattr(config, "new_decoder_architecture", False):  # Falcon's caches hold its keys once per query head
-        return heads, config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
-    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
@@ -214,144 +142,6 @@ def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
     if not getattr(decoder, "hidden_size_per_layer_input", 0):
         return None
     return decoder.project_per_layer_inputs(embedded, decoder.get_per_layer_inputs(tokens, embedded))
-
-
-def kept_by(config: Any) -> list[int]:
-    """Whose keys and values every layer of a decoder reads: its own, or, for the last `num_kv_shared_layers`, those of
-    the last layer in front of these of the same type. Caches keep nothing for such a layer."""
-    config = config.get_text_config()
-    layers, kinds = layer_count(config), getattr(config, "layer_types", None)
-    first = layers - (_setting(config, "num_kv_shared_layers") or 0)
-    if kinds is None:
-        return list(range(layers))
-    return [
-        layer if layer < first else max(each for each in range(first) if kinds[each] == kinds[layer])
-        for layer in range(layers)
-    ]
-
-
-RECURRENT = "linear_attention"
-"""Name of a layer with a recurrent state in configurations, in `layer_types`."""
-
-
-def recurrent_layers(config: Any) -> list[bool]:
-    """True for the layers of a decoder that keep a recurrent state."""
-    layers = layer_count(config)
-    kinds = getattr(config.get_text_config(), "layer_types", None)
-    return [False] * layers if kinds is None else [kind == RECURRENT for kind in kinds[:layers]]
-
-
-def delta_shape(config: Any) -> DeltaShape:
-    """The sizes of a decoder's Gated DeltaNet layers."""
-    config = config.get_text_config()
-    return DeltaShape(
-        config.linear_num_key_heads,
-        config.linear_num_value_heads,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
-        config.linear_conv_kernel_dim,
-    )
-
-
-def varied_lengths(config: Any) -> list[str]:
-    """Settings of what a layer sees that differ from layer to layer; reading one from the whole raises."""
-    return sorted(set(LENGTHS) & set(getattr(config.get_text_config(), "per_layer_attributes", None) or ()))
-
-
-LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
-
-
-def read_cache(cache: Any, layers: int) -> list[LayerCache] | None:
-    """Contents of a cache handed in by the user for each layer that keeps anything: keys and values [B, Hkv, T, D], or
-    a recurrent layer's inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest
-    tokens, which it never sees again: zeros take their places.
-
-    Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
-    """
-    if cache is None or int(cache.get_seq_length()) == 0:
-        return None
-    length = int(cache.get_seq_length())
-    return [_held(layer, length) for layer in held_layers(cache, layers)]
-
-
-def _held(layer: Any, length: int) -> LayerCache:
-    if is_recurrent(layer):
-        return layer.conv_states[0], layer.recurrent_states[0]
-    return _last(layer.keys, length), _last(layer.values, length)
-
-
-def held_layers(cache: Any, layers: int) -> list[Any]:
-    """The layers of a filled cache that keep anything."""
-    return [layer for layer in cache.layers[:layers] if is_recurrent(layer) or layer.keys is not None]
-
-
-def changing_part(cache: Any) -> Any:
-    """The part of a cache, itself or a layer, that may keep and give back other keys and values than it is given, or
-    None: one whose `update` is not transformers' own, or that quantises. A cache without layers makes them of the class
-    that it names.
-
-    Quantising layers have a common base since transformers 5.18; delete its other name when that is the oldest.
-    """
-    for part in (cache, *cache.layers, getattr(cache, "layer_class_to_replicate", None)):
-        update = getattr(part, "update", None)  # a recurrent layer has none
-        names = {base.__name__ for base in (part if isinstance(part, type) else type(part)).__mro__}
-        own = update is None or str(getattr(update, "__module__", "")).startswith("transformers.")
-        if not own or {"BaseQuantizedLayer", "QuantizedLayer"} & names:
-            return part
-    return None
-
-
-def records_past(cache: Any) -> bool:
-    """True where windows or recurrent states of a cache keep what they held before, so that tokens can be taken off
-    them. Layers that keep every token, and those of older releases, have no such mode."""
-    return any(getattr(layer, "record_past", False) for layer in cache.layers)
-
-
-def keeps_all(cache: Any, layer: int) -> bool:
-    """True where a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs
-    them, and they do."""
-    return layer >= len(cache.layers) or not getattr(cache.layers[layer], "is_sliding", False)
-
-
-def kept_lengths(cache: Any, layers: int) -> list[int | None]:
-    """Number of last tokens that a pass of one token finds in each layer of a cache, its own counted; None for all. A
-    static cache's layers name their size alone."""
-    kept = [None if keeps_all(cache, layer) else cache.layers[layer] for layer in range(layers)]
-    return [None if layer is None else getattr(layer, "sliding_window", None) or layer.max_cache_len for layer in kept]
-
-
-def is_recurrent(layer: Any) -> bool:
-    """True where a layer of a cache keeps the last inputs of a convolution and a state."""
-    return isinstance(layer, LinearAttentionLayer)
-
-
-def text_length(held: list[LayerCache] | None) -> int:
-    """Number of tokens that `read_cache` has read: keys and values are of one length, and what recurrent layers keep is
-    of any."""
-    return max((keys.shape[2] for keys, values in held or () if keys.shape[:-1] == values.shape[:-1]), default=0)
-
-
-def _last(states: Tensor, length: int) -> Tensor:
-    """The tokens [B, Hkv, T, D] of states that hold all of them, or the last ones."""
-    return F.pad(states, (0, 0, length - states.shape[2], 0)) if states.shape[2] < length else states[:, :, :length]
-
-
-def fill_cache(cache: Any, kept: int, more: list[LayerCache]) -> Any:
-    """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`; a
-    recurrent layer's inputs [B, C, K] and state take the place of what it has."""
-    if int(cache.get_seq_length()) != kept:
-        raise RuntimeError(
-            f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}"
-        )
-    for layer, (keys, values) in enumerate(more):
-        if layer < len(cache.layers) and is_recurrent(
-            cache.layers[layer]
-        ):  # one that was not told of layers makes them now
-            cache.update_conv_state(keys, layer, conv_kernel_size=keys.shape[-1])
-            cache.update_recurrent_state(values, layer)
-        else:
-            cache.update(keys, values, layer)
-    return cache
 
 
 FIRST_PASS = {
@@ -479,32 +269,6 @@ def is_zero3() -> bool:
 def _are_several() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def table_rows(module: Any, config: Any) -> int:
-    """Rows of an embedding or an LM head, or what the configuration says where the module in its place does not: the
-    layers of `torch.ao.nn.quantized` have a method for the weight."""
-    weight = getattr(module, "weight", None)
-    return int(weight.shape[0] if isinstance(weight, Tensor) else config.get_text_config().vocab_size)
-
-
-def position_limit(config: Any) -> int | None:
-    """The longest sequence the positions of a model allow, or None where nothing limits them."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
-def rope_bound(config: Any) -> int | None:
-    """The length up to which rotary frequencies do not depend on the length of the text, or None where they never do.
-
-    "dynamic" and "longrope" choose one set of frequencies for a whole forward pass by its largest position.
-    """
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    if kind == "longrope":
-        return rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    return config.max_position_embeddings if kind == "dynamic" else None
 
 
 def device_of(model: Any) -> torch.device:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fastspec.generation.decoder_layer import Product, Summed, gated, is_plain, product
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, DeferredSum, Expert, Routing, joined, linear
-from fastspec.patches.hf.compat import experts_name, own_parameters
+from fastspec.patches.hf.compat import own_parameters
+from fastspec.patches.hf.config_fields import experts_name
 from fastspec.patches.hf.families import Adapter, Mixture
 from fastspec.patches.hf.modes import is_foreign
 from fastspec.patches.hf.parallel import ParallelStyle, parallel_style, share_of_experts, weights_of

@@ -9,7 +9,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Source
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.compat import recurrent_layers
+from fastspec.patches.hf.config_fields import recurrent_layers
 from fastspec.patches.hf.exact import refuse_parts
 from fastspec.patches.hf.limits import check_length, length_limits
 from fastspec.patches.hf.model import HFModel

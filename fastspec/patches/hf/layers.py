@@ -38,7 +38,8 @@ from fastspec.generation.layer_state import DeltaState, FullAttentionState, Laye
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import DecayRates
-from fastspec.patches.hf.compat import attention_name, device_of, dtype_of, local_part
+from fastspec.patches.hf.compat import device_of, dtype_of, local_part
+from fastspec.patches.hf.config_fields import attention_name
 from fastspec.patches.hf.experts import experts_of, gate_of, is_linear, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads

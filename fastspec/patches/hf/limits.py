@@ -17,16 +17,9 @@ from transformers import DynamicCache
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.round_program import EXTENT_BUCKET
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.compat import (
-    every_module,
-    kept_lengths,
-    layer_count,
-    own_buffers,
-    position_limit,
-    recurrent_layers,
-    rope_bound,
-    stack_of,
-)
+from fastspec.patches.hf.cache import kept_lengths
+from fastspec.patches.hf.compat import every_module, own_buffers, stack_of
+from fastspec.patches.hf.config_fields import layer_count, position_limit, recurrent_layers, rope_bound
 from fastspec.patches.hf.families import ADAPTERS, GENERIC
 
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

@@ -19,14 +19,8 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.whole_layers import WholeLayers
 from fastspec.kernels.attention.reference import AttentionLayout, Span
 from fastspec.patches.hf.cache import SlotCache, cache_argument, sequence_state
-from fastspec.patches.hf.compat import (
-    dtype_of,
-    layer_count,
-    layer_inputs,
-    layer_shapes,
-    recurrent_layers,
-    rope_bound,
-)
+from fastspec.patches.hf.compat import dtype_of, layer_inputs
+from fastspec.patches.hf.config_fields import layer_count, layer_shapes, recurrent_layers, rope_bound
 from fastspec.patches.hf.experts import waits_for_host
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.layers import layer_parts, norm_of, reads_outliers, rotary_kinds, rotary_tables, vocabulary_of

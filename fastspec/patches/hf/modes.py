@@ -13,8 +13,6 @@ from transformers import GenerationMixin, PreTrainedModel
 from fastspec.errors import Unsupported
 from fastspec.patches.hf.cache import cache_argument
 from fastspec.patches.hf.compat import (
-    RECURRENT,
-    attention_name,
     device_of,
     has_global_hooks,
     hooks_of,
@@ -24,8 +22,8 @@ from fastspec.patches.hf.compat import (
     is_unpacking_hook,
     placing_hook,
     stack_of,
-    varied_lengths,
 )
+from fastspec.patches.hf.config_fields import RECURRENT, attention_name, varied_lengths
 from fastspec.patches.hf.families import ADAPTERS, SEQ2SEQ, Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.parallel import check_placement, check_shares, devices_of, is_spread

@@ -30,14 +30,13 @@ from fastspec.patches.hf.compat import (
     every_module,
     hooked_device,
     hooks_of,
-    layer_count,
-    layer_shapes,
     local_part,
     own_parameters,
     placing_hook,
     processes_of,
     with_parameters,
 )
+from fastspec.patches.hf.config_fields import layer_count, layer_shapes
 
 
 def devices_of(model: Any) -> list[str]:

@@ -18,8 +18,7 @@ from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
 from fastspec.generation.layer_state import LayerCache
-from fastspec.patches.hf.cache import CACHE, OLD, cache_argument
-from fastspec.patches.hf.compat import read_cache
+from fastspec.patches.hf.cache import CACHE, OLD, cache_argument, read_cache
 
 AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 AS_EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")

@@ -15,7 +15,8 @@ from torch.nn import functional
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastspec.patches.hf.compat import attention_name, autocast_region
+from fastspec.patches.hf.compat import autocast_region
+from fastspec.patches.hf.config_fields import attention_name
 
 KNOWN = frozenset(
     {

@@ -19,8 +19,9 @@ from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Source
-from fastspec.patches.hf.cache import CACHE, SlotCache, cache_argument, given_cache
-from fastspec.patches.hf.compat import device_of, fill_cache, table_rows
+from fastspec.patches.hf.cache import CACHE, SlotCache, cache_argument, fill_cache, given_cache
+from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.config_fields import table_rows
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.model import HFModel, plain_layouts
 from fastspec.patches.hf.modes import check_decoder

@@ -24,7 +24,6 @@ from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.compat import (
-    attention_name,
     brings_weights,
     device_of,
     dtype_of,
@@ -32,10 +31,9 @@ from fastspec.patches.hf.compat import (
     has_global_hooks,
     is_out_of_memory,
     keep_hooks,
-    layer_count,
     own_buffers,
-    table_rows,
 )
+from fastspec.patches.hf.config_fields import attention_name, layer_count, table_rows
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, counts_padding, dropped_spans
 from fastspec.patches.hf.model import HFModel

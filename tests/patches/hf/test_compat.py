@@ -1,4 +1,4 @@
-"""Private parts of torch, transformers and accelerate that `patches.hf.compat` reads are where it reads them."""
+"""Private parts of torch, transformers and accelerate that `patches.hf` reads are where it reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import dropout
 
 import fastspec
-from fastspec.patches.hf import compat
+from fastspec.patches.hf import compat, config_fields
 from fastspec.patches.hf.modes import DROPOUTS
 
 
@@ -78,9 +78,9 @@ def test_changes_of_a_tensor_are_counted():
 def test_a_configuration_names_its_attention_and_experts(name: str):
     model = tiny_model("qwen3_moe")
     model.set_attn_implementation(name)
-    assert compat.attention_name(model.config) == name
+    assert config_fields.attention_name(model.config) == name
     model.set_experts_implementation("eager")
-    assert compat.experts_name(model.config) == "eager"
+    assert config_fields.experts_name(model.config) == "eager"
 
 
 def test_a_model_says_whether_it_is_stateful_and_cut():

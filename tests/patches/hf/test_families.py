@@ -30,7 +30,7 @@ import fastspec
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import CACHE
-from fastspec.patches.hf.compat import recurrent_layers
+from fastspec.patches.hf.config_fields import recurrent_layers
 from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for

@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama import modeling_llama
 
 import fastspec
-from fastspec.patches.hf.compat import recurrent_layers
+from fastspec.patches.hf.config_fields import recurrent_layers
 from fastspec.patches.hf.modes import adapter_for
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}

@@ -16,8 +16,7 @@ from transformers.masking_utils import create_causal_mask
 
 import fastspec
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.cache import CACHE, kept_cache
-from fastspec.patches.hf.compat import kept_lengths
+from fastspec.patches.hf.cache import CACHE, kept_cache, kept_lengths
 from fastspec.patches.hf.limits import dropped_spans, layer_spans
 
 WINDOW, NEW = 8, 14
