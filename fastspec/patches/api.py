@@ -35,7 +35,7 @@ from fastspec.patches.cascade.open_batch import ContinuousCascade
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
-from fastspec.patches.hf.layers import told_formats
+from fastspec.patches.hf.layer_weights import told_formats
 from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
 from fastspec.patches.hf.quantised import told_dequantised
 from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before

@@ -39,7 +39,7 @@ from fastspec.patches.hf.compat import (
     unpack_weights,
 )
 from fastspec.patches.hf.exact import ExactDefault, refuse_device
-from fastspec.patches.hf.layers import pack_model, reads_packed
+from fastspec.patches.hf.layer_weights import pack_model, reads_packed
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.on_cpu import named, why_torch
 from fastspec.patches.tuning.store import use_tuned

@@ -36,7 +36,7 @@ from fastspec.kernels.linear.reference import experts
 from fastspec.kernels.parallel import reference
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.compat import local_part
-from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.layer_weights import pack_model
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import session_of
 from helpers.captured import stand_in

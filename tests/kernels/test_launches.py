@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fastspec
 from fastspec.kernels.linear import linear
-from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.layer_weights import pack_model
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -19,7 +19,7 @@ from fastspec.errors import Unsupported
 from fastspec.patches.assistants.fused import FusedDrafter
 from fastspec.patches.assistants.registry import EagleDecoding
 from fastspec.patches.backends import triton_ops
-from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.layer_weights import pack_model
 from fastspec.patches.session import session_of
 
 CUDA = pytest.param(

@@ -3,7 +3,6 @@ forward."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -30,9 +29,7 @@ from fastspec.generation.decoder_layer import (
     gated,
     gated_as_one,
     is_plain,
-    pack,
     product,
-    turn,
 )
 from fastspec.generation.layer_state import DeltaState, FullAttentionState, LayerState
 from fastspec.generation.ops import Ops
@@ -40,11 +37,12 @@ from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.patches.hf.compat import device_of, dtype_of, local_part
 from fastspec.patches.hf.config_fields import attention_name
-from fastspec.patches.hf.experts import experts_of, gate_of, is_linear, is_mixture, is_own, mixture_of
+from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, PositionFactor
-from fastspec.patches.hf.modes import adapter_for, decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
+from fastspec.patches.hf.layer_weights import holds_stored, pack_layer, products_of, projections
+from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
-from fastspec.patches.hf.quantised import AdaptedLinear, base_of, format_of, read, stored_layers
+from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
 
 NO_ROTATION = "none"
@@ -183,13 +181,14 @@ def _attention(
     layout: LayoutKey | None,
     rotary: str | None,
 ) -> FullAttention:
-    inputs = _projections(parts, attn)
+    inputs = projections(parts, attn)
     owns, ties = bool(parts.qkv) or len(inputs) > 1, len(inputs) == 2
     _, _, heads, _, size = state.k.shape
     queries = heads * size * (2 if parts.gated_attention else 1) * (1 if layout is None else layout.group)
     wanted = queries + (heads * (size if ties else size + state.v.shape[-1]) if owns else 0)
     _refuse_other_sizes(attn, inputs, size, None if layout is None else wanted)
     q_norm, k_norm, eps = _head_norms(parts, attn, state, owns)
+    caps = bool(parts.cap) and attention_name(attn.config) != "sdpa"  # sdpa leaves it out
     return FullAttention(
         ops,
         state,
@@ -209,9 +208,7 @@ def _attention(
         rotary=rotary,
         gated=parts.gated_attention,
         sinks=local_part(getattr(attn, parts.sinks)) if parts.sinks else None,
-        cap=getattr(attn, parts.cap)
-        if parts.cap and attention_name(attn.config) != "sdpa"
-        else None,  # which leaves it out
+        cap=getattr(attn, parts.cap) if caps else None,
     )
 
 
@@ -249,20 +246,11 @@ def _head_norms(
     return weight, weight, getattr(norm, parts.eps)
 
 
-def _projections(parts: Adapter, attn: Any) -> list[Any]:
-    """The linear layers that make queries, keys and values, one or, where an attention has no keys or no values of its
-    own, fewer."""
-    names = (parts.qkv,) if parts.qkv else ("q_proj", "k_proj", "v_proj")
-    return [each for name in names if (each := getattr(attn, name, None)) is not None]
-
-
 def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: int) -> GatedDelta:
     assert isinstance(state, DeltaState)
     channels, _, width = net.conv1d.weight.shape
-    found, kept = (
-        (net.num_v_heads, net.head_k_dim, net.head_v_dim, width, channels),
-        (*state.s.shape[2:], *state.held.shape[2:]),
-    )
+    found = net.num_v_heads, net.head_k_dim, net.head_v_dim, width, channels
+    kept = (*state.s.shape[2:], *state.held.shape[2:])
     if found != kept:
         raise Unsupported(
             f"{type(net).__name__} has value heads, key and value sizes, and a convolution's width and channels of "
@@ -402,10 +390,8 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         kind = gate_of(mlp, parts.act)
         if kind is not None:
             return gated(ops, inner[0], inner[1], product_of((mlp.down_proj,), ops, parts=True), kind)
-        gate, up, down = (product_of((layer,), ops) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        act = getattr(mlp, parts.act)
-        return lambda x: down(act(gate(x)) * up(x))
-    if dense and ops.stored_linears is not None and _holds_stored(mlp):
+        return _gated_apart(parts, mlp, ops)
+    if dense and ops.stored_linears is not None and holds_stored(mlp):
         return _stored_mlp(parts, mlp, ops)
     if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
         kind = gate_of(mlp, parts.act)
@@ -421,118 +407,19 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     return run
 
 
-def _holds_stored(mlp: Any) -> bool:
-    """True of a dense feed-forward with a quantised layer that is read as stored, and nothing of others' beside."""
-    layers = [base_of(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-
-    def known(module: nn.Module) -> bool:
-        return is_linear(module) or format_of(module) is not None or base_of(module) is not module
-
-    return is_own(mlp, known) and any(not isinstance(read(layer), str) for layer in layers)
-
-
 def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     kind, inner = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
-    down, act = product_of((mlp.down_proj,), ops), getattr(mlp, parts.act)
-    if kind is not None and inner is not None and ops.stored_linears is not None:
-        opened = StoredLinears(ops.stored_linears, inner, kind)
-        return lambda x: down(opened(x))
-    gate, up = product_of((mlp.gate_proj,), ops), product_of((mlp.up_proj,), ops)
+    if kind is None or inner is None or ops.stored_linears is None:
+        return _gated_apart(parts, mlp, ops)
+    opened, down = StoredLinears(ops.stored_linears, inner, kind), product_of((mlp.down_proj,), ops)
+    return lambda x: down(opened(x))
+
+
+def _gated_apart(parts: Adapter, mlp: Any, ops: Ops) -> Product:
+    """A gated feed-forward in three products."""
+    gate, up, down = (product_of((layer,), ops) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    act = getattr(mlp, parts.act)
     return lambda x: down(act(gate(x)) * up(x))
-
-
-def product_slots(model: Any) -> list[Any]:
-    """Modules of a decoder whose products `product_of` makes: projections of attention and of recurrent layers, dense
-    feed-forwards, and the LM head; of LoRA layers those inside."""
-    parts = adapter_for(model)
-    if parts is None:
-        return []
-    slots: list[Any] = [lm_head_of(model, parts)]
-    for layer in getattr(decoder_of(model), parts.layers):
-        slots += products_of(parts, layer, _holds_stored)
-    return list(map(base_of, slots))
-
-
-def products_of(parts: Adapter, layer: Any, dense: Callable[[Any], bool]) -> list[Any]:
-    """`product_slots` of one layer; of dense feed-forwards those that are `dense`."""
-    slots: list[Any] = []
-    attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
-    if attn is None:
-        row, net = parts.recurrent_row or parts, getattr(layer, parts.recurrent)
-        slots += [getattr(net, name) for name in (*row.recurrent_inputs, row.recurrent_out)]
-    else:
-        slots += [*_projections(parts, attn), getattr(attn, parts.out)]
-    if parts.gated_mlp and hasattr(mlp, "gate_proj") and dense(mlp):
-        slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return slots
-
-
-def reads_packed(model: Any) -> bool:
-    """True where passes over a model with an adapter read all weights as stored that its library would unpack at the
-    first forward pass."""
-    slots = set(map(id, product_slots(model)))
-    packed = [module for module in model.modules() if (row := format_of(module)) is not None and row.unpacked]
-    return all(id(module) in slots and not isinstance(read(module), str) for module in packed)
-
-
-def told_formats(model: Any, stored: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """For `report`: formats of quantised layers that are multiplied as stored -> how many are, and reasons for which
-    others keep their own forward -> how many do."""
-    slots, together = set(map(id, product_slots(model))), stored and reads_packed(model)
-    held: Counter[str] = Counter()
-    kept: Counter[str] = Counter()
-    for module in model.modules():
-        row = format_of(module)
-        if row is None:
-            continue
-        found = read(module)
-        if isinstance(found, str):
-            kept[f"{row.name}: {found}"] += 1
-        elif not stored:
-            kept[f"{row.name}: patch(model, stored=True) was not asked for"] += 1
-        elif id(module) not in slots:
-            kept[f"{row.name}: it is a part of a module that runs by its own forward"] += 1
-        elif row.unpacked and not together:
-            kept[f"{row.name}: other layers have to be unpacked, and all are at once"] += 1
-        else:
-            held[row.name] += 1
-    return dict(held), dict(kept)
-
-
-def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
-    """Pack the query, key, value and the gate and up weights of a model's plain layers, or what this process has of
-    them, and turn the weights of `experts` that lie with their outputs side by side; returns the tensors that were
-    moved."""
-    parts = adapter_for(model)
-    moved: list[Tensor] = []
-    if parts is None:
-        return moved
-    for layer in getattr(decoder_of(model), parts.layers):
-        moved += pack_layer(parts, layer, experts=experts)
-    return moved
-
-
-def pack_layer(parts: Adapter, layer: Any, *, experts: bool = True) -> list[Tensor]:
-    """`pack_model` of one layer."""
-    moved: list[Tensor] = []
-    attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
-    if attn is None:
-        recurrent = getattr(layer, parts.recurrent)
-        groups = [[getattr(recurrent, name) for name in (parts.recurrent_row or parts).recurrent_inputs]]
-    else:
-        groups = [_projections(parts, attn)]
-    if parts.gated_mlp and hasattr(mlp, "gate_proj"):
-        groups.append([mlp.gate_proj, mlp.up_proj])
-    if parts.mixture is not None and parts.mixture.shared and hasattr(mlp, "experts"):
-        shared = getattr(mlp, parts.mixture.shared)
-        groups.append([shared.gate_proj, shared.up_proj])
-    if experts and parts.mixture is not None and parts.mixture.transposed and is_mixture(parts.mixture, mlp):
-        moved += [*turn(mlp.experts.gate_up_proj), *turn(mlp.experts.down_proj)]
-    for group in groups:
-        weights = weights_of(group)
-        if weights is not None:
-            moved += pack(weights)
-    return moved
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -563,12 +450,3 @@ class ModelLayers(LayerFamily):
     def pack(self, module: Any) -> None:
         """Lay the weights of a layer together."""
         pack_layer(self.parts, module)
-
-
-def reads_outliers(module: nn.Module) -> bool:
-    """True where a module is bitsandbytes' LLM.int8 layer with a threshold, whose forward asks on the host which
-    columns of its input lie above that (Dettmers et al., arXiv 2208.07339): no graph can hold that. Its 4-bit layers
-    ask nothing."""
-    named = any(kind.__name__ == "Linear8bitLt" for kind in type(module).__mro__)
-    state: Any = module.state if named else None
-    return named and state.threshold > 0

@@ -20,7 +20,8 @@ from fastspec.generation.decoder_layer import is_plain
 from fastspec.kernels.linear import reference
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, joined
 from fastspec.patches.backends import TORCH
-from fastspec.patches.hf.layers import mlp_of, pack_model
+from fastspec.patches.hf.layer_weights import pack_model
+from fastspec.patches.hf.layers import mlp_of
 from fastspec.patches.hf.modes import adapter_for
 
 accelerate = pytest.importorskip("accelerate")

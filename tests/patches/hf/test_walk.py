@@ -14,7 +14,7 @@ import fastspec
 from fastspec.patches.call import generate
 from fastspec.patches.hf import modes
 from fastspec.patches.hf.compat import every_module
-from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.layer_weights import pack_model
 from fastspec.patches.session import PatchSession
 from fastspec.programs.bench.methods import twin
 

@@ -25,7 +25,7 @@ from fastspec.kernels.linear.launches import HopperLaunch, PartsLaunch, RowLaunc
 from fastspec.kernels.linear.linear import Launch
 from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
-from fastspec.patches.hf.layers import pack_model
+from fastspec.patches.hf.layer_weights import pack_model
 from fastspec.patches.session import session_of
 from fastspec.patches.tuning import candidates, store, tune
 from fastspec.programs.cli.app import app

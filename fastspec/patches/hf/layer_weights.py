@@ -1,0 +1,136 @@
+"""Weights of a decoder's layers: which are multiplied by the backend, read as stored, or packed side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastspec.generation.decoder_layer import pack, turn
+from fastspec.patches.hf.experts import is_linear, is_mixture, is_own
+from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.modes import adapter_for, decoder_of, lm_head_of
+from fastspec.patches.hf.parallel import weights_of
+from fastspec.patches.hf.quantised import base_of, format_of, read
+
+
+def projections(parts: Adapter, attn: Any) -> list[Any]:
+    """The linear layers that make queries, keys and values, one or, where an attention has no keys or no values of its
+    own, fewer."""
+    names = (parts.qkv,) if parts.qkv else ("q_proj", "k_proj", "v_proj")
+    return [each for name in names if (each := getattr(attn, name, None)) is not None]
+
+
+def product_slots(model: Any) -> list[Any]:
+    """Modules of a decoder whose products `product_of` makes: projections of attention and of recurrent layers, dense
+    feed-forwards, and the LM head; of LoRA layers those inside."""
+    parts = adapter_for(model)
+    if parts is None:
+        return []
+    slots: list[Any] = [lm_head_of(model, parts)]
+    for layer in getattr(decoder_of(model), parts.layers):
+        slots += products_of(parts, layer, holds_stored)
+    return list(map(base_of, slots))
+
+
+def products_of(parts: Adapter, layer: Any, dense: Callable[[Any], bool]) -> list[Any]:
+    """`product_slots` of one layer; of dense feed-forwards those that are `dense`."""
+    slots: list[Any] = []
+    attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
+    if attn is None:
+        row, net = parts.recurrent_row or parts, getattr(layer, parts.recurrent)
+        slots += [getattr(net, name) for name in (*row.recurrent_inputs, row.recurrent_out)]
+    else:
+        slots += [*projections(parts, attn), getattr(attn, parts.out)]
+    if parts.gated_mlp and hasattr(mlp, "gate_proj") and dense(mlp):
+        slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return slots
+
+
+def holds_stored(mlp: Any) -> bool:
+    """True of a dense feed-forward with a quantised layer that is read as stored, and nothing of others' beside."""
+    layers = [base_of(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+
+    def known(module: nn.Module) -> bool:
+        return is_linear(module) or format_of(module) is not None or base_of(module) is not module
+
+    return is_own(mlp, known) and any(not isinstance(read(layer), str) for layer in layers)
+
+
+def reads_packed(model: Any) -> bool:
+    """True where passes over a model with an adapter read all weights as stored that its library would unpack at the
+    first forward pass."""
+    slots = set(map(id, product_slots(model)))
+    packed = [module for module in model.modules() if (row := format_of(module)) is not None and row.unpacked]
+    return all(id(module) in slots and not isinstance(read(module), str) for module in packed)
+
+
+def told_formats(model: Any, stored: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """For `report`: formats of quantised layers that are multiplied as stored -> how many are, and reasons for which
+    others keep their own forward -> how many do."""
+    slots, together = set(map(id, product_slots(model))), stored and reads_packed(model)
+    held: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    for module in model.modules():
+        row = format_of(module)
+        if row is None:
+            continue
+        found = read(module)
+        if isinstance(found, str):
+            kept[f"{row.name}: {found}"] += 1
+        elif not stored:
+            kept[f"{row.name}: patch(model, stored=True) was not asked for"] += 1
+        elif id(module) not in slots:
+            kept[f"{row.name}: it is a part of a module that runs by its own forward"] += 1
+        elif row.unpacked and not together:
+            kept[f"{row.name}: other layers have to be unpacked, and all are at once"] += 1
+        else:
+            held[row.name] += 1
+    return dict(held), dict(kept)
+
+
+def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
+    """Pack the query, key, value and the gate and up weights of a model's plain layers, or what this process has of
+    them, and turn the weights of `experts` that lie with their outputs side by side; returns the tensors that were
+    moved."""
+    parts = adapter_for(model)
+    moved: list[Tensor] = []
+    if parts is None:
+        return moved
+    for layer in getattr(decoder_of(model), parts.layers):
+        moved += pack_layer(parts, layer, experts=experts)
+    return moved
+
+
+def pack_layer(parts: Adapter, layer: Any, *, experts: bool = True) -> list[Tensor]:
+    """`pack_model` of one layer."""
+    moved: list[Tensor] = []
+    attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
+    if attn is None:
+        recurrent = getattr(layer, parts.recurrent)
+        groups = [[getattr(recurrent, name) for name in (parts.recurrent_row or parts).recurrent_inputs]]
+    else:
+        groups = [projections(parts, attn)]
+    if parts.gated_mlp and hasattr(mlp, "gate_proj"):
+        groups.append([mlp.gate_proj, mlp.up_proj])
+    if parts.mixture is not None and parts.mixture.shared and hasattr(mlp, "experts"):
+        shared = getattr(mlp, parts.mixture.shared)
+        groups.append([shared.gate_proj, shared.up_proj])
+    if experts and parts.mixture is not None and parts.mixture.transposed and is_mixture(parts.mixture, mlp):
+        moved += [*turn(mlp.experts.gate_up_proj), *turn(mlp.experts.down_proj)]
+    for group in groups:
+        weights = weights_of(group)
+        if weights is not None:
+            moved += pack(weights)
+    return moved
+
+
+def reads_outliers(module: nn.Module) -> bool:
+    """True where a module is bitsandbytes' LLM.int8 layer with a threshold, whose forward asks on the host which
+    columns of its input lie above that (Dettmers et al., arXiv 2208.07339): no graph can hold that. Its 4-bit layers
+    ask nothing."""
+    named = any(kind.__name__ == "Linear8bitLt" for kind in type(module).__mro__)
+    state: Any = module.state if named else None
+    return named and state.threshold > 0
