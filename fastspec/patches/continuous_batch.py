@@ -256,9 +256,9 @@ class Continuous:
         vocabulary = self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {
             "max_new_tokens": WARM_NEW,
-            "eos_token_id": vocabulary,
+            "eos_token_id": vocabulary,  # which no token is
             "pad_token_id": 0,
-        }  # which no token is
+        }
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
         for done, (lengths, options) in enumerate(calls):

@@ -226,9 +226,8 @@ class PatchSession:
         adapted = mode.adapter is not None
         name = named(self.backend, device, dtype_of(model), adapted)
         ops = choose_backend(name, device, adapted=adapted)
-        if (
-            name != self.backend
-        ):  # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
+        # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
+        if name != self.backend:
             ops = replace(ops, packs=False)
         heads = ops if self.head_bits == 8 else None
         ops = replace(ops, stored_linears=ops.stored_linears if self.stored else None, heads=heads)
@@ -269,14 +268,14 @@ class PatchSession:
 
     def unpack(self, model: Any) -> None:
         """Let compressed-tensors unpack a model's weights, unless passes read all of them as stored."""
-        if any(map(is_unpacking_hook, hooks_of(model))) and not (self.stored and reads_packed(model)):
+        if self._is_to_unpack(model):
             unpack_weights(model)
 
     def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> None:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the
         model was moved. Those that compressed-tensors has yet to unpack wait for that. `ops` are the session's for this
         mode, where they are known."""
-        if any(map(is_unpacking_hook, hooks_of(model))) and not (self.stored and reads_packed(model)):
+        if self._is_to_unpack(model):
             return
         ops = ops or self.ops(model, mode)
         if ops.packs and not self._is_laid(model, mode):
@@ -284,6 +283,9 @@ class PatchSession:
             if not self.packed:
                 lies = next((part for part in map(local_part, model.parameters()) if is_packed(part)), None)
                 self.laid = _kind(model, mode) if lies is None else lies
+
+    def _is_to_unpack(self, model: Any) -> bool:
+        return any(map(is_unpacking_hook, hooks_of(model))) and not (self.stored and reads_packed(model))
 
     def _is_laid(self, model: Any, mode: Mode) -> bool:
         lies = self.packed[0] if self.packed else self.laid

@@ -318,9 +318,8 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
     emitted = [read_row(row) for row in emitted]
     if request.watch is not None:
         request.watch(last.tree, last.verdict, last.logits)
-    measures = (
-        None if last.committed.measures is None else last.committed.measures.clone()
-    )  # the next replay writes over them
+    # the next replay writes over them
+    measures = None if last.committed.measures is None else last.committed.measures.clone()
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
     asked = request.keep_scores or any(map(batch.keeps_logits, batch.places))
     paths = [last.verdict.path[row, : accepted + 1] for row, (accepted, *_) in enumerate(emitted)] if asked else []

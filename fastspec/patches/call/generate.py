@@ -108,9 +108,8 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """Function that `generate` calls in place of its own loop, with what it has made of its arguments."""
-    mode = mode_for(
-        model
-    )  # not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
+    # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
+    mode = mode_for(model)
     ops = session.ops(model, mode)
     session.pack(model, mode, ops)
     session.tell_mode(mode)

@@ -369,10 +369,8 @@ def _seed(sample: bool, seed: int | None) -> int:
 
 def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -> PreparedPrompt:
     """A prompt whose settings were prepared before."""
-    ids, streamer = (
-        given["input_ids"].clone(),
-        given.get("streamer"),
-    )  # the caller's own may change while the prompt waits
+    # the caller's own may change while the prompt waits
+    ids, streamer = given["input_ids"].clone(), given.get("streamer")
     if streamer is not None:
         streamer.put(ids)  # as generate does
     rule = replace(settled.rule, seed=_seed(settled.rule.sample, seed))

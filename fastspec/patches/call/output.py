@@ -25,9 +25,8 @@ def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
     ids, all_at_once = text.ids, plan.request.rows is None
     longest = max(len(row) for row in outcome.tokens)
     new = torch.tensor([row + [pad] * (longest - len(row)) for row in outcome.tokens], device=ids.device)
-    sequences = (
-        torch.cat((ids, new), 1) if steps is None else steps.ids.to(ids.device)
-    )  # a processor may have written there
+    # a processor may have written into the ids of steps
+    sequences = torch.cat((ids, new), 1) if steps is None else steps.ids.to(ids.device)
     returned = bool(config.return_dict_in_generate)
     wants_past = text.cache is not None and all_at_once and (text.handed_in or returned)
     wants = returned and bool(config.output_scores or config.output_logits)

@@ -298,9 +298,8 @@ class Streaming:
         self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
         """A streamer's `on_tree(tree, verdict, logits)`, which gets each round's draft tree before its tokens are
         emitted."""
-        takes_lists = rows == 1 and hasattr(
-            type(streamer), "put_tokens"
-        )  # its class: one that answers to any name has none
+        # its class is asked: an object that answers to any name has none
+        takes_lists = rows == 1 and hasattr(type(streamer), "put_tokens")
         self.put_tokens = streamer.put_tokens if takes_lists else None
 
     def emit(self, row: int, tokens: list[int], accepted: int, done: bool) -> None:

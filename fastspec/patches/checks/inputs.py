@@ -42,9 +42,8 @@ class Draw:
         return self._uniform(*shape, count).argsort(-1).to(self.device)
 
     def _uniform(self, *shape: int) -> Tensor:
-        return torch.rand(
-            shape, generator=self.generator, dtype=torch.float32, device="cpu"
-        )  # whatever torch's defaults are
+        # whatever torch's defaults are
+        return torch.rand(shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def fixed(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         """These values."""

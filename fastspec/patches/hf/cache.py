@@ -263,9 +263,8 @@ def fill_cache(cache: Any, kept: int, more: list[LayerCache]) -> Any:
             f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}"
         )
     for layer, (keys, values) in enumerate(more):
-        if layer < len(cache.layers) and is_recurrent(
-            cache.layers[layer]
-        ):  # one that was not told of layers makes them now
+        # a cache that was not told of layers makes them now
+        if layer < len(cache.layers) and is_recurrent(cache.layers[layer]):
             cache.update_conv_state(keys, layer, conv_kernel_size=keys.shape[-1])
             cache.update_recurrent_state(values, layer)
         else:

@@ -240,9 +240,8 @@ class Snapshot:
 
     def _parts_now(self) -> Hashable:
         """Equal to nothing else where another thread adds modules to the model just now."""
-        with torch.autocast(
-            device_of(self.model).type, enabled=False
-        ):  # of the thread that asks; the batch's own has none
+        # no autocast of the thread that asks; the batch's own has none
+        with torch.autocast(device_of(self.model).type, enabled=False):
             try:
                 return (
                     mode_for(self.model),

@@ -124,10 +124,8 @@ def is_mixture(row: Mixture, mlp: Any) -> bool:
     router = dict(getattr(mlp, row.router).named_parameters())
     if not {"weight"} <= router.keys() <= {"weight", "bias"} or not are_plain(mlp.experts, act=not row.alpha):
         return False
-    dtypes = {
-        mlp.experts.gate_up_proj.dtype,
-        *((torch.float32,) if row.wide else ()),
-    }  # transformers 5.24 keeps wide routers in fp32
+    # transformers 5.24 keeps wide routers in fp32
+    dtypes = {mlp.experts.gate_up_proj.dtype, *((torch.float32,) if row.wide else ())}
     if any(type(weight) is not nn.Parameter or weight.dtype not in dtypes for weight in router.values()):
         return False
     side, opening = (getattr(mlp, name) if name else None for name in (row.shared, row.shared_gate))

@@ -231,9 +231,8 @@ class HFModel(Target):
         for begin, width in parts:
             part = ids[:, begin : begin + width]
             want = counts - 1 - begin
-            base = start + counts.clamp(
-                max=begin
-            )  # what fills a shorter row up goes right behind its end: a ring holds no more
+            # what fills a shorter row up goes right behind its end: a ring holds no more
+            base = start + counts.clamp(max=begin)
             inputs = part, base, want.clamp(0, width - 1), (want + 1).clamp(0, width)
             if self.chunks is None:
                 logits, feats = self._chunk(*inputs, done + begin + width)
@@ -405,9 +404,8 @@ class HFModel(Target):
         taps, width = self.taps or (), total.shape[-1]
         features = total.new_empty(*total.shape[:-1], len(taps) * width)
         parts = [features[..., place * width : (place + 1) * width] for place in range(len(taps))]
-        kept = {
-            tap: parts[taps.index(tap)] for tap in taps if tap < self.depth
-        }  # written there: joining them would be a launch
+        # written there: joining them would be a launch
+        kept = {tap: parts[taps.index(tap)] for tap in taps if tap < self.depth}
         change, total = self.whole(total, nodes, kept) or one_by_one(self.layers, total, own, nodes, kept)
         hidden, last = self.norm(total) if change is None else self.norm(change, total)
         kept[self.depth] = last if self.before_norm else hidden

@@ -166,9 +166,8 @@ class Seq2SeqModel(HFModel):
         """The relative position bias [B, H, N, extent] of nodes at positions in slots, both [B, N]; committed slots are
         their positions."""
         attention = self.decoder.block[0].layer[0].SelfAttention
-        table = attention.compute_bias(1, extent, device=positions.device, past_seen_tokens=extent - 1)[0, :, 0].flip(
-            -1
-        )  # by distance
+        bias = attention.compute_bias(1, extent, device=positions.device, past_seen_tokens=extent - 1)
+        table = bias[0, :, 0].flip(-1)  # by distance
         keys = (
             torch.arange(extent, device=positions.device)
             .expand(len(slots), -1)

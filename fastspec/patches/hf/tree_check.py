@@ -265,10 +265,8 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
     target = _target(model, adapter, 2, len(FIRST))
     texts, prefixes, got = _as_trees(target, _words(model), draw)
     want, tokens = _own(model, texts)
-    ends = [
-        -1 - len(LEAVES[1]),
-        -1,
-    ]  # each row's last text ends in the second tree's last leaf; it is read on as a chain
+    # each row's last text ends in the second tree's last leaf; it is read on as a chain
+    ends = [-1 - len(LEAVES[1]), -1]
     chain = torch.stack(
         [torch.cat((tokens.new_tensor(texts[end][len(prefixes[row]) :]), tokens[end])) for row, end in enumerate(ends)]
     )
@@ -337,10 +335,8 @@ def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
     config = GenerationConfig(
         max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=pad
     )
-    settings: dict[str, Any] = {
-        "generation_config": config,
-        "synced_gpus": False,
-    }  # not `generate`'s own way of keeping processes together
+    # synced_gpus: not `generate`'s own way of keeping processes together
+    settings: dict[str, Any] = {"generation_config": config, "synced_gpus": False}
     if not model.config.is_encoder_decoder and any(dropped_spans(model)):
         settings[CACHE] = DynamicCache()  # its own would keep less than what its layers see
     out = type(model).generate(model, input_ids=ids, attention_mask=mask, **settings)

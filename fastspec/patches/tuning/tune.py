@@ -289,9 +289,8 @@ def _in_calls(
 
     device = device_of(model)
     name, before = name_of(device), use_tuned(device)
-    assistants = [
-        each for each in assistants_of(session) if each != "nasd"
-    ]  # its rounds are as long as the host is busy
+    # without nasd: its rounds are as long as the host is busy
+    assistants = [each for each in assistants_of(session) if each != "nasd"]
 
     def use(more: Mapping[Key, Any]) -> None:
         install(name, {**before, **more})
@@ -316,10 +315,8 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
 
     wanted = tensors(trial.reference())[0]
     if device.type == "cuda":
-        with (
-            suppress(Exception),
-            torch.no_grad(),
-        ):  # a launch that does not compile is met again below, and refused there
+        # a launch that does not compile is met again below, and refused there
+        with suppress(Exception), torch.no_grad():
             compile_ahead(partial(_each, trial), notice)
     with torch.no_grad():
         fault = wrong(trial, MISSING, wanted)
