@@ -49,9 +49,6 @@ class Guess(Drafter):
             [*text[:n], first] for text, n, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)
         ]
 
-    def copy_row(self, row: int, other: Guess, count: int) -> None:
-        self.move_row(row, other, 0, count)
-
     def move_row(self, row: int, other: Guess, source: int, count: int) -> None:
         self.texts[row] = other.texts[source]
 

@@ -173,8 +173,10 @@ class Drafter(Buffered, ABC):
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         """Begin a row anew with the prompt of `count` tokens that `other`, a drafter of the same decoding and of one
-        row, has begun with; for `Decoding.continuous`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")
+        row, has begun with; for `Decoding.continuous`. A drafter whose rows move does so by `move_row`."""
+        if not self.moves:
+            raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")
+        self.move_row(row, other, 0, count)
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         """Go on in a row with row `source` of another drafter of the same decoding, whose text has `count` committed
@@ -455,7 +457,7 @@ def _check_traits(drafter: Drafter) -> None:
 
 def check_rows(drafter: Drafter | None, name: str) -> None:
     """Raise Unsupported for a drafter whose rows cannot begin anew one by one, of a decoding that says `continuous`."""
-    if drafter is not None and type(drafter).copy_row is Drafter.copy_row:
+    if drafter is not None and not drafter.moves and type(drafter).copy_row is Drafter.copy_row:
         raise Unsupported(
             f"assistant {name!r} says continuous = True, and its {type(drafter).__name__} lacks copy_row(row, other, "
             "count), which begins a row anew; see fastspec.Drafter"

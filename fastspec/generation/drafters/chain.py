@@ -129,9 +129,6 @@ class ChainDrafter(Drafter):
         if self.whole is not None or known.shape[1] > self.length.unread:
             self._read_up()
 
-    def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        self.move_row(row, other, 0, count)
-
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, ChainDrafter)
         self._read_up()

@@ -143,9 +143,6 @@ class HeadDrafter(Drafter):
         self._read_pairs(tokens, self.rest.features[:, :width], taken, before)
         self.rest.kept.zero_()
 
-    def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        self.move_row(row, other, 0, count)
-
     def resume(self, other: Drafter, source: int, count: int) -> None:
         self.move_row(0, other, source, count)
         self.resumed = count

@@ -171,7 +171,7 @@ class NasdDrafter(HostDrafter):
             self._count(row, [*text[:real], self.roots[row]])
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        self.move_row(row, other, 0, count)
+        super().copy_row(row, other, count)
         self.active[row] = True
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:

@@ -136,9 +136,6 @@ class SharedCacheDrafter(Drafter):
         self.root.copy_(root)
         self.last.copy_(features[self.row, (counts - 1).clamp(min=0)])
 
-    def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        self.move_row(row, other, 0, count)
-
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, SharedCacheDrafter)
         self.root[row], self.last[row] = other.root[source], other.last[source]

@@ -130,9 +130,6 @@ class StagedDrafter(Drafter):
             active = taken > place
             self._move_on(active.long(), active)
 
-    def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        self.move_row(row, other, 0, count)
-
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, StagedDrafter)
         for mine, theirs in zip(self.models, other.models, strict=True):
