@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
     from fastspec.generation.stats import Profile
     from fastspec.generation.tree import TokenTree
-    from fastspec.patches.api import Report, clear_memory, patch, patched, profile, report, unpatch
+    from fastspec.patches.api import clear_memory, patch, patched, profile, unpatch
     from fastspec.patches.assistants.fused import frontier_generate
     from fastspec.patches.assistants.heads import load_head
     from fastspec.patches.call.grammar import Grammar
     from fastspec.patches.continuous import continuous
     from fastspec.patches.continuous_batch import Continuous
+    from fastspec.patches.report import Report, report
     from fastspec.patches.scoring import log_probs
     from fastspec.patches.tuning.tune import Tuned, Tuning, tune
     from fastspec.patches.warmup import warmup
@@ -61,13 +62,13 @@ _LAZY = {
     "TokenTree": "fastspec.generation.tree",
     "Continuous": "fastspec.patches.continuous_batch",
     "Grammar": "fastspec.patches.call.grammar",
-    "Report": "fastspec.patches.api",
+    "Report": "fastspec.patches.report",
     "clear_memory": "fastspec.patches.api",
     "continuous": "fastspec.patches.continuous",
     "patch": "fastspec.patches.api",
     "patched": "fastspec.patches.api",
     "profile": "fastspec.patches.api",
-    "report": "fastspec.patches.api",
+    "report": "fastspec.patches.report",
     "unpatch": "fastspec.patches.api",
     "frontier_generate": "fastspec.patches.assistants.fused",
     "load_head": "fastspec.patches.assistants.heads",

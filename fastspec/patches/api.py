@@ -1,4 +1,4 @@
-"""patch, unpatch, patched, profile, clear_memory, report, and questions that programs ask about a patched model."""
+"""patch, unpatch, patched, profile, clear_memory, and questions that programs ask about a patched model."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from fastspec.cascade.config import Cascade
-from fastspec.cascade.memory import MemoryStats
 from fastspec.config import Assistant, BackendName, HeadBits
 from fastspec.errors import PatchConflict, Unsupported
-from fastspec.generation.drafters.tree_sizes import TreeChoice
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
-from fastspec.generation.heads.rounded import is_rounded
-from fastspec.generation.stats import Profile, Stats
+from fastspec.generation.stats import Profile
 from fastspec.patches.assistants.gemma4_assistant import gemma4_assistant
 from fastspec.patches.assistants.head_bits import all_in_bits, bits_of, refuse_bits
 from fastspec.patches.assistants.heads import load_heads
@@ -33,13 +29,10 @@ from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.open_batch import ContinuousCascade
 from fastspec.patches.cascade.stages import Patching
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, has_capturing_hooks, unwrapped
+from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
-from fastspec.patches.hf.layer_weights import told_formats
-from fastspec.patches.hf.modes import check_supported, mode_for, mode_of, not_patched
-from fastspec.patches.hf.quantised import told_dequantised
+from fastspec.patches.hf.modes import check_supported, mode_for, not_patched
 from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
-from fastspec.patches.tuning.store import tables_of
 
 ASSISTANTS = tuple(NAMES)
 """Names of the assistants that come with fastspec."""
@@ -280,160 +273,3 @@ def clear_memory(model: Any) -> None:
             "cascade=Cascade(memory=bytes)) lets it"
         )
     held.memory.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Report of what is patched and what it did; `print` shows a table. `calls` holds the statistics of the last 1000
-    assisted calls."""
-
-    model: str
-    mode: str
-    backend: str
-    device: str
-    dtype: str
-    assistants: tuple[str, ...]
-    calls: tuple[Stats, ...] = field(default=())
-    kernels: dict[str, int] = field(default_factory=dict)
-    """Calls of each op from Python since the patch; what a captured round repeats is counted by `Stats.replays` of its
-    call."""
-    trees: dict[tuple[Any, int], TreeChoice] = field(default_factory=dict)
-    """(config, rows) -> what total_tokens="auto" has measured and chooses for the model as it is now, in the last kind
-    of call."""
-    default: Any = None
-    """The assistant of calls that name none."""
-    unassisted: dict[str, int] = field(default_factory=dict)
-    """Why calls that the default assistant could not serve ran transformers' own decoding -> how many did."""
-    tables: str = "none"
-    """Where the kernels' launches come from: "shipped" for this device, "tuned" on this machine, "portable", or "none"
-    without kernels."""
-    why_torch: str | None = None
-    """Why `backend="auto"` runs on the CPU without the C++ kernels; None where it has them, and for other backends and
-    devices."""
-    why_inexact: str | None = None
-    """Why drafts may change a near-tie in bfloat16 and float16; None where they do not (`patch(exact=...)`)."""
-    stored: dict[str, int] = field(default_factory=dict)
-    """Formats of quantised layers whose weights assisted calls multiply as stored -> how many layers do."""
-    own_forward: dict[str, int] = field(default_factory=dict)
-    """Format, and why its layers run by their own forward -> how many do."""
-    head_bits: dict[str, int] = field(default_factory=dict)
-    """Assistants whose heads multiply weights of fewer bits than their dtype's -> how many bits."""
-    dequantised: str | None = None
-    """Method of a checkpoint whose weights transformers dequantised when it loaded them, and what prevents it; None of
-    others."""
-    memory: MemoryStats | None = None
-    """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
-
-    @property
-    def exact(self) -> bool:
-        """True where every assistant gives the bits of `autoregressive`."""
-        return self.why_inexact is None
-
-    @property
-    def last(self) -> Stats | None:
-        """Statistics of the last assisted call."""
-        return self.calls[-1] if self.calls else None
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.model} on {self.device}, {self.dtype}: {self.mode}, kernels: {self.backend}, assistants: "
-            f"{', '.join(self.assistants)}",
-        ]
-        lines += [] if self.tables == "none" else [f"  launch tables: {self.tables}"]
-        lines += [] if self.why_torch is None else [f"  plain torch on the CPU: {self.why_torch}"]
-        lines += [] if not self.exact else ["  exact: every assistant gives the bits of autoregressive"]
-        lines += [f"  {count} layers multiply weights as stored: {name}" for name, count in self.stored.items()]
-        lines += [f"  {count} layers run by their own forward: {why}" for why, count in self.own_forward.items()]
-        lines += [f"  the head of {name} in {bits} bits" for name, bits in self.head_bits.items()]
-        lines += [] if self.dequantised is None else [f"  weights were dequantised: {self.dequantised}"]
-        if self.default is not None:
-            lines[0] += (
-                "; default: "
-                f"{self.default if isinstance(self.default, str) else getattr(self.default, 'name', self.default)}"
-            )
-        lines += [
-            f"  left to transformers' own generate: {count} calls, {why}" for why, count in self.unassisted.items()
-        ]
-        for name in dict.fromkeys(call.assistant for call in self.calls):
-            mine = [call for call in self.calls if call.assistant == name]
-            rounds, seconds = sum(c.row_rounds for c in mine), sum(c.seconds for c in mine)
-            length = sum(c.round_tokens for c in mine) / rounds if rounds else 0.0
-            rate = sum(c.emitted for c in mine) / seconds if seconds else 0.0
-            phases: dict[str, float] = {}
-            for call in mine:
-                for phase, spent in call.phases.items():
-                    phases[phase] = phases.get(phase, 0.0) + spent
-            if not rounds:  # a cascade's calls are those of its stages
-                lines.append(f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s")
-                continue
-            shares = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items())
-            made = [sum(c.first_run_seconds for c in mine), sum(c.capture_seconds for c in mine)]
-            way = f"; in it first runs {made[0]:.2f} s, captures {made[1]:.2f} s" if any(made) else ""
-            drafted = sum(c.drafted for c in mine)
-            kept = f", acceptance rate {sum(c.accepted for c in mine) / drafted:.2f}" if drafted else ""
-            lines.append(
-                f"  {name}: {len(mine)} calls, {rate:.1f} tokens/s, acceptance length {length:.2f}{kept}; {shares}{way}"
-            )
-        lines += _stages_reached([call.explanations for call in self.calls if call.explanations])
-        if self.memory is not None:
-            lines.append(f"  kept between the cascade's calls: {self.memory}")
-        for (config, rows), choice in self.trees.items():
-            lines += [f"  {config}, rows: {rows}", *(f"    {line}" for line in str(choice).split("\n"))]
-        return "\n".join(lines)
-
-
-def _stages_reached(calls: list[tuple[Any, ...]]) -> list[str]:
-    """A line for every stage of the cascade: how many requests it answered, and what was taken over."""
-    explanations = [explanation for call in calls for explanation in call]
-    visits = [visit for explanation in explanations for visit in explanation.visits]
-    lines = []
-    for stage, name in sorted({(visit.stage, visit.name) for visit in visits}):
-        mine = [visit for visit in visits if visit.stage == stage]
-        answered = sum(explanation.stage == stage for explanation in explanations)
-        tokens = sum(visit.new_tokens for visit in mine)
-        line = f"    stage {stage}, {name}: answered {answered} of {len(explanations)} requests, {tokens} new tokens"
-        handed = sum(visit.handed_tokens for visit in mine)
-        lines.append(line + (f", {sum(v.kept_tokens for v in mine)} of {handed} taken over" if handed else ""))
-    return lines
-
-
-def report(model: Any) -> Report:
-    """Report of what `patch` did to a model and what its assisted calls have done since. Raises Unsupported for an
-    unpatched model."""
-    model = unwrapped(model)
-    session = session_of(model)
-    if session is None:
-        raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
-    mode, device, dtype = mode_for(model), device_of(model), dtype_of(model)
-    ops = session.ops(model, mode)
-    why_inexact = None if ops.exact else session.why_inexact(model, mode, ops)
-    stored, own_forward = told_formats(model, session.stored)
-    return Report(
-        model=type(model).__name__,
-        mode=mode_of(model),
-        backend=ops.name,
-        tables=tables_of(ops, dtype, device),
-        why_torch=session.why_torch(model, mode),
-        stored=stored,
-        own_forward=own_forward,
-        head_bits={
-            name: session.head_bits
-            for name, held in session.resources.items()
-            if isinstance(held, BoundHead) and is_rounded(held.module)
-        },
-        dequantised=told_dequantised(model),
-        why_inexact=why_inexact,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        assistants=("autoregressive", "nasd", *session.resources),
-        calls=tuple(session.calls),
-        kernels=dict(session.kernels),
-        default=session.default,
-        unassisted=dict(session.unassisted),
-        memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
-        trees={
-            (steps.config, rows): sizes.choice()
-            for (steps, rows, *where, _), sizes in session.trees.items()
-            if where == [device, dtype]
-        },
-    )
