@@ -44,7 +44,7 @@ from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds
-from fastspec.patches.session import ABSENT, PatchSession
+from fastspec.patches.session import PatchSession
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
 LONGEST = 8192
@@ -93,8 +93,7 @@ class Continuous:
         self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
         """Counts since the batch was opened."""
-        before = session.before(model, "generate")
-        self._original = type(model).generate.__get__(model) if before is ABSENT else before
+        self._original = session.original(model, "generate")
         self.turns = 0
         """Turns of the rounds that have ended, which read prompts, decode rows, or do both."""
         self.ranks = ranks

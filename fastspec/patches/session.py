@@ -321,9 +321,10 @@ class PatchSession:
         self.log.append(Change(owner, name, owner.__dict__.get(name, ABSENT), value))
         owner.__dict__[name] = value
 
-    def before(self, owner: Any, name: str) -> Any:
-        """Value of `owner.__dict__[name]` before the patch, or ABSENT."""
-        return next(change.before for change in self.log if change.owner is owner and change.name == name)
+    def original(self, model: Any, name: str) -> Any:
+        """Method of a model as it was before the patch."""
+        before = next(change.before for change in self.log if change.owner is model and change.name == name)
+        return getattr(type(model), name).__get__(model) if before is ABSENT else before
 
     def undo(self, force: bool = False) -> list[str]:
         """Undo every change in reverse. Where someone else has written over one: PatchConflict before anything is

@@ -48,8 +48,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             )
         return type(self).generate(self, *args, **kwargs)
     refuse_beside(group_of(self), "generate")
-    before = session.before(self, "generate")
-    original = type(self).generate.__get__(self) if before is ABSENT else before
+    original = session.original(self, "generate")
     given = _by_name(self, args, kwargs)
     named = assistant is not ABSENT
     if not named:
@@ -181,10 +180,9 @@ def init_continuous_batching(self: Any, generation_config: Any = None, *args: An
 
 
 def _original(model: Any, name: str) -> Any:
-    """A method of a model as it was before the patch."""
+    """A method of a model as it was before the patch; of one that is not patched any more, its class's."""
     session = session_of(model)
-    before = ABSENT if session is None else session.before(model, name)
-    return getattr(type(model), name).__get__(model) if before is ABSENT else before
+    return getattr(type(model), name).__get__(model) if session is None else session.original(model, name)
 
 
 def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str, Any]) -> Any:
