@@ -128,7 +128,8 @@ class FullAttentionState(LayerState):
 
     def commit(self, ops: Ops, moves: Moves) -> None:
         if moves.verdict.path.shape[1] > 1:
-            ops.kv_block_copy(self.k, self.v, moves.sources, moves.targets)
+            places = moves.sources, moves.targets
+            ops.kv_block_copy(self.k, self.v, *(each if self.ring is None else each % self.ring for each in places))
 
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
         """Begin a row anew; there must be room for its tokens. Slots after them are zeroed, as by `clear`."""
@@ -163,11 +164,6 @@ class FirstLayers(FullAttentionState):
 
     def __init__(self, whole: FullAttentionState, layers: int) -> None:
         self.whole, self.layers, self.ring = whole, layers, whole.ring
-
-    def commit(self, ops: Ops, moves: Moves) -> None:
-        if self.ring is not None:
-            moves = replace(moves, sources=moves.sources % self.ring, targets=moves.targets % self.ring)
-        super().commit(ops, moves)
 
     @property
     def k(self) -> Tensor:  # type: ignore[override]
@@ -221,10 +217,6 @@ class WindowState(FullAttentionState):
         """Replace the buffers by larger ones that hold the same, until they hold the ring."""
         if self.k.shape[3] < min(slots, self.ring):
             super().resize(min(slots, self.ring))
-
-    def commit(self, ops: Ops, moves: Moves) -> None:
-        if moves.verdict.path.shape[1] > 1:
-            ops.kv_block_copy(self.k, self.v, moves.sources % self.ring, moves.targets % self.ring)
 
     def copy_row(self, row: int, other: LayerState, count: int, source: int, reached: int) -> None:
         assert isinstance(other, WindowState) and other.ring == self.ring

@@ -79,7 +79,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRule:
-    """ChoiceRule that a call chooses tokens by: the likeliest, or with `sample` one draw.
+    """Rule that a call chooses tokens by: the likeliest, or with `sample` one draw.
 
     `process` maps scores [R, V] as the call's processors do, None without any. Where temperature, top-k, top-p and
     min-p are all that they do, `settings` holds these: tokens are then drawn under them from the logits, and no scores

@@ -174,13 +174,13 @@ def check_decoder(model: Any) -> None:
         raise Unsupported(
             f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it"
         )
-    for module in (model, model.base_model, decoder):
+    loops = model, model.base_model, decoder
+    for module in loops:
         if is_foreign(module):
             raise Unsupported(
                 f"{type(module).__name__} of {name} has a hook or a forward of someone else's, which fastspec's own "
                 "loop over the decoder's layers would pass by: remove it"
             )
-    loops = model, model.base_model, decoder
     named = {each for loop in loops for each in inspect.unwrap(type(loop).forward).__code__.co_names}
     for label, function in replaced_functions(model, list(loops)):
         if label.startswith("the mask") or (label.startswith("transformers.") and label.rpartition(".")[2] in named):
