@@ -131,8 +131,7 @@ def _bytes(tensor: Tensor) -> Hashable:
 
 
 def weight_places(model: nn.Module) -> Hashable:
-    """Addresses of a model's weights, and what has a say in its modules: a captured round is good for these
-    alone.
+    """Addresses of a model's weights, and what has a say in its modules: a captured round is good for these alone.
 
     Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's
     adapters it adds. Buffers and other attributes are not among it: those are `ModuleSettings`. Raises RuntimeError

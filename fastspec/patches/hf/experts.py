@@ -167,8 +167,7 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
 
 
 def gate_of(module: Any, name: str = "act_fn") -> Activation | None:
-    """Activation of a feed-forward's gate by this name, None where the kernels do not have
-    it."""
+    """Activation of a feed-forward's gate by this name, None where the kernels do not have it."""
     return ACTIVATIONS.get(_act(module, name))
 
 

@@ -58,8 +58,7 @@ def rotary_tables(model: Any, parts: Adapter, kinds: Iterable[str | None], count
 
 
 def position_factor(model: Any, row: PositionFactor, count: int) -> Tensor | None:
-    """Factor of the queries of the first `count` positions, [count] fp32, or None where the model leaves it
-    out."""
+    """Factor of the queries of the first `count` positions, [count] fp32, or None where the model leaves it out."""
     config = model.config.get_text_config()
     if row.used_if and not getattr(config, row.used_if):
         return None
