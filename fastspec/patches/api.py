@@ -32,7 +32,7 @@ from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import check_supported, mode_for, not_patched
-from fastspec.patches.session import STATE, PatchSession, deep_copy, session_of, state_before
+from fastspec.patches.session import STATE, PatchSession, deep_copy, patched_session, session_of, state_before
 
 ASSISTANTS = tuple(NAMES)
 """Names of the assistants that come with fastspec."""
@@ -245,9 +245,7 @@ def profile(model: Any) -> Iterator[Profile]:
     `print(p)` shows a table and `p.write_trace(path)` writes a trace for Perfetto. On CUDA the times are those of
     events in the stream, inside captured rounds too. Raises Unsupported for an unpatched model.
     """
-    session = session_of(unwrapped(model))
-    if session is None:
-        raise Unsupported(not_patched(model, "nothing to profile before fastspec.patch(model)"))
+    session = patched_session(unwrapped(model), "nothing to profile before fastspec.patch(model)")
     before, session.profile = session.profile, Profile()
     try:
         yield session.profile
@@ -262,9 +260,7 @@ def clear_memory(model: Any) -> None:
     A change of a stage's weights needs no such call: it is seen. Raises Unsupported for a model that is not patched, or
     whose cascade keeps nothing.
     """
-    session = session_of(model)
-    if session is None:
-        raise Unsupported(not_patched(model, "nothing to clear before fastspec.patch(model)"))
+    session = patched_session(model, "nothing to clear before fastspec.patch(model)")
     held = session.resources.get("cascade")
     if held is None or held.memory is None:
         raise Unsupported(

@@ -27,12 +27,15 @@ from fastspec.patches.hf.compat import device_of, is_shared_out, unwrapped
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, TurnOrder
-from fastspec.patches.session import PatchSession, session_of
+from fastspec.patches.session import patched_session
 from fastspec.patches.warmup import WARM_LENGTH
 
 CHUNKS = {"cuda": 1024, "cpu": 256}
 """Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
 pass."""
+
+
+FIRST = "fastspec.patch(model) comes before fastspec.continuous"
 
 
 class PromptBatch(Protocol):
@@ -150,7 +153,7 @@ def continuous(
     """
     if assistant == Cascade.name or isinstance(assistant, Cascade):
         model = unwrapped(model)
-        found: Any = resolve(assistant, _session(model).resources, model)
+        found: Any = resolve(assistant, patched_session(model, FIRST).resources, model)
         if not isinstance(found, Decoding):  # in the modes 'token' and 'lossless' it is one
             opened: PromptBatch = found.continuous(
                 rows,
@@ -172,15 +175,6 @@ def continuous(
     )
 
 
-def _session(model: Any) -> PatchSession:
-    session = session_of(model)
-    if session is None:
-        raise Unsupported(
-            f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.continuous"
-        )
-    return session
-
-
 def open_batch(
     kind: type[BatchT],
     model: Any,
@@ -196,7 +190,7 @@ def open_batch(
     """An open batch of this class, as `continuous` makes it; `order` is that of its turns and others', where the model
     is cut over processes."""
     model = unwrapped(model)
-    session = _session(model)
+    session = patched_session(model, FIRST)
     group = group_of(model)
     ranks = None if group is None else OpenRanks(group, order)
     if ranks is not None:

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastspec.cascade.memory import MemoryStats
-from fastspec.errors import Unsupported
 from fastspec.generation.drafters.tree_sizes import TreeChoice
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.rounded import is_rounded
 from fastspec.generation.stats import Stats
 from fastspec.patches.hf.compat import device_of, dtype_of, unwrapped
 from fastspec.patches.hf.layer_weights import told_formats
-from fastspec.patches.hf.modes import mode_for, mode_of, not_patched
+from fastspec.patches.hf.modes import mode_for, mode_of
 from fastspec.patches.hf.quantised import told_dequantised
-from fastspec.patches.session import session_of
+from fastspec.patches.session import patched_session
 from fastspec.patches.tuning.store import tables_of
 
 
@@ -136,9 +135,7 @@ def report(model: Any) -> Report:
     """Report of what `patch` did to a model and what its assisted calls have done since. Raises Unsupported for an
     unpatched model."""
     model = unwrapped(model)
-    session = session_of(model)
-    if session is None:
-        raise Unsupported(not_patched(model, "nothing to report before fastspec.patch(model)"))
+    session = patched_session(model, "nothing to report before fastspec.patch(model)")
     mode, device, dtype = mode_for(model), device_of(model), dtype_of(model)
     ops = session.ops(model, mode)
     why_inexact = None if ops.exact else session.why_inexact(model, mode, ops)

@@ -17,9 +17,9 @@ from fastspec.generation.verify import TokenLogprob, top_logprobs
 from fastspec.patches.call.prompts import compact
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.factory import language_model
-from fastspec.patches.hf.modes import is_wrapped, mode_for, not_patched
+from fastspec.patches.hf.modes import is_wrapped, mode_for
 from fastspec.patches.hf.parallel import group_of
-from fastspec.patches.session import PatchSession, session_of
+from fastspec.patches.session import PatchSession, patched_session
 
 Value = TypeVar("Value")
 NODES = 64
@@ -89,9 +89,7 @@ def text_logprobs(model: Any, ids: Sequence[int], count: int) -> Iterator[list[T
 def _session(model: Any) -> tuple[Any, PatchSession]:
     """The model without wrappers, and its session. Raises Unsupported for one whose texts are not scored."""
     model = unwrapped(model)
-    session = session_of(model)
-    if session is None:
-        raise Unsupported(not_patched(model, "its texts are scored after fastspec.patch(model)"))
+    session = patched_session(model, "its texts are scored after fastspec.patch(model)")
     if model.config.is_encoder_decoder or is_wrapped(model):
         raise Unsupported(f"log_probs reads texts of tokens alone, and {type(model).__name__} reads more than these")
     if group_of(model) is not None:

@@ -40,7 +40,7 @@ from fastspec.patches.hf.compat import (
 )
 from fastspec.patches.hf.exact import ExactDefault, refuse_device
 from fastspec.patches.hf.layer_weights import pack_model, reads_packed
-from fastspec.patches.hf.modes import Mode
+from fastspec.patches.hf.modes import Mode, not_patched
 from fastspec.patches.on_cpu import named, why_torch
 from fastspec.patches.tuning.store import use_tuned
 
@@ -362,6 +362,14 @@ def session_of(model: Any) -> PatchSession | None:
     """The session of a patched model, or None; None too where another object has taken the model's attributes."""
     found = getattr(model, "__dict__", {}).get(STATE)
     return found if isinstance(found, PatchSession) and any(change.owner is model for change in found.log) else None
+
+
+def patched_session(model: Any, then: str) -> PatchSession:
+    """The session of a patched model. Raises Unsupported for another, with `then`: what comes before the call."""
+    session = session_of(model)
+    if session is None:
+        raise Unsupported(not_patched(model, then))
+    return session
 
 
 def state_before(self: Any) -> Any:

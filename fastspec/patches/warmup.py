@@ -16,7 +16,7 @@ from fastspec.generation.engine.rounds import groups
 from fastspec.generation.target import widest_part
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
-from fastspec.patches.session import PatchSession, session_of
+from fastspec.patches.session import PatchSession, patched_session
 
 NEW = 4
 """Tokens of every call: its first round runs, the second is captured."""
@@ -86,11 +86,7 @@ def warmup(
     for numbers that are none.
     """
     model = unwrapped(model)
-    session = session_of(model)
-    if session is None:
-        raise Unsupported(
-            f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.warmup(model)"
-        )
+    session = patched_session(model, "fastspec.patch(model) comes before fastspec.warmup(model)")
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder model: its first call warms it up")
     if not rows or any(count < 1 for count in rows) or length < 1:

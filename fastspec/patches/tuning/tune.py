@@ -24,7 +24,7 @@ from fastspec.patches.checks.compare import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
-from fastspec.patches.session import PatchSession, session_of
+from fastspec.patches.session import PatchSession, patched_session, session_of
 from fastspec.patches.tuning.store import keep, use_tuned
 from fastspec.patches.warmup import assistants_of, warmup
 
@@ -213,11 +213,7 @@ def tune(
     an unpatched model, and for one that runs without kernels.
     """
     model = unwrapped(model)
-    session = session_of(model)
-    if session is None:
-        raise Unsupported(
-            f"this {type(model).__name__} is not patched: fastspec.patch(model) comes before fastspec.tune(model)"
-        )
+    session = patched_session(model, "fastspec.patch(model) comes before fastspec.tune(model)")
     ops, device = session.ops(model, mode_for(model)), device_of(model)
     if ops.name != "triton":
         raise Unsupported(
