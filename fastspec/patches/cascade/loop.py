@@ -311,37 +311,52 @@ class AdaptiveCascade:
         run: Callable[..., Outcome],
     ) -> None:
         """Let a stage answer rows that fit, and judge its answers."""
-        stage = self.models.stages[index]
         handed = [answer for _, _, answer in asked]
         began = time.perf_counter()
         prompts = [prompt for _, prompt, _ in asked]
         outcome = run(index, prompts, handed if any(handed) else None)
         share = 1000 * (time.perf_counter() - began) / len(asked)
         kept = outcome.kept or [0] * len(asked)
-        ends = stage.ends(ends_of(stage, given))
+        last = index == len(self.models.stages) - 1
         for at, (row, prompt, _) in enumerate(asked):
-            row.answer, row.giver = outcome.tokens[at], index
-            counts = len(row.answer) - kept[at], kept[at], len(handed[at])
-            visit = Visit(index, stage.label, "answered: it is the last", *counts, milliseconds=share)
-            last, ended = index == len(self.models.stages) - 1, row.answer[-1] in ends
-            visit = replace(visit, cut=len(row.answer) >= limit and not ended)
+            answer = outcome.tokens[at]
+            visit, ended = self.take(row, index, answer, kept[at], len(handed[at]), share, given, limit)
             if not last or self.on_answer is not None:
-                told = features(
-                    outcome.measures[at],
-                    row.answer,
-                    prompt_tokens=len(prompt),
-                    limit=limit,
-                    ended=ended,
-                    stage=index,
-                    stages=len(self.models.stages),
-                )
+                told = self.features(row, outcome.measures[at], len(prompt), limit, ended)
                 if self.on_answer is not None:
                     visit = replace(visit, why="heard")
                     times = _times(outcome.stats, len(asked))
-                    self.on_answer(StageAnswer(row.number, visit, row.answer, len(prompt), ended, told, *times))
+                    self.on_answer(StageAnswer(row.number, visit, answer, len(prompt), ended, told, *times))
                 else:
                     visit, row.done = self.judged(visit, row, told)
             row.visits.append(replace(visit, cost=self.models.cost(self.config, visit)))
+
+    def take(
+        self,
+        row: CascadeRow,
+        index: int,
+        answer: list[int],
+        kept: int,
+        handed: int,
+        milliseconds: float,
+        given: dict[str, Any],
+        limit: int,
+    ) -> tuple[Visit, bool]:
+        """Give a row a stage's answer, which took over `kept` of `handed` tokens -> its visit, and whether it reached
+        an end token."""
+        stage = self.models.stages[index]
+        row.answer, row.giver = answer, index
+        ended = answer[-1] in stage.ends(ends_of(stage, given))
+        counts, cut = (len(answer) - kept, kept, handed), len(answer) >= limit and not ended
+        visit = Visit(index, stage.label, "answered: it is the last", *counts, milliseconds=milliseconds, cut=cut)
+        return visit, ended
+
+    def features(self, row: CascadeRow, measures: Tensor, prompt_tokens: int, limit: int, ended: bool) -> Tensor:
+        """Features [F] of the answer that a row has."""
+        assert row.answer is not None
+        stage, stages = row.giver, len(self.models.stages)
+        about = {"prompt_tokens": prompt_tokens, "limit": limit, "stage": stage, "stages": stages}
+        return features(measures, row.answer, ended=ended, **about)
 
     def handed(self, row: CascadeRow, index: int, given: dict[str, Any]) -> list[int]:
         """The answer that a row has already, in a stage's tokens."""

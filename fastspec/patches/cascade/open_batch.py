@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.decisions import Explanation, Visit
-from fastspec.cascade.records import features
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.engine.prefix_cache import common_length
 from fastspec.generation.stats import Stats
@@ -27,7 +26,6 @@ from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.call.ranks import refuse_beside
 from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow
 from fastspec.patches.cascade.settings import (
-    ends_of,
     new_tokens,
     read_prompts,
     refuse,
@@ -303,37 +301,18 @@ class ContinuousCascade:
 
     def _decide(self, request: CascadeRequest, call: StageCall, answer: Tensor) -> None:
         """Take a stage's answer: it is the cascade's, or the next stage is asked."""
-        row, stage = request.row, self.models.stages[call.index]
-        tokens = answer[0, len(call.prompt) :].tolist()
-        row.answer, row.giver = tokens, call.index
+        row, decides, limit = request.row, request.decides, request.limit
+        tokens, spent = answer[0, len(call.prompt) :].tolist(), 1000 * (time.perf_counter() - call.began)
         kept = common_length(torch.tensor(tokens, device="cpu"), torch.tensor(call.handed, device="cpu"))
-        visit = Visit(
-            call.index,
-            stage.label,
-            "answered: it is the last",
-            len(tokens) - kept,
-            kept,
-            len(call.handed),
-            milliseconds=1000 * (time.perf_counter() - call.began),
-        )
-        ended = tokens[-1] in stage.ends(ends_of(stage, request.given))
-        visit = replace(visit, cut=len(tokens) >= request.limit and not ended)
+        visit, ended = decides.take(row, call.index, tokens, kept, len(call.handed), spent, request.given, limit)
         if call.measured is not None:
-            told = features(
-                call.measured.whole(),
-                tokens,
-                prompt_tokens=len(call.prompt),
-                limit=request.limit,
-                ended=ended,
-                stage=call.index,
-                stages=len(self.models.stages),
-            )
-            visit, row.done = request.decides.judged(visit, row, told)
+            told = decides.features(row, call.measured.whole(), len(call.prompt), limit, ended)
+            visit, row.done = decides.judged(visit, row, told)
         self._visited(request, replace(visit, cost=self.models.cost(self.config, visit)))
         if call.measured is not None and not row.done:
             self._ask(request, call.index + 1)
             return
-        final = request.decides.answer(row, request.given)
+        final = decides.answer(row, request.given)
         if call.measured is not None:
             self._stream(request, final, call.rounds)
         future = request.future
