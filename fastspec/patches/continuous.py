@@ -151,28 +151,19 @@ def continuous(
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
+    options: dict[str, Any] = {
+        "max_length": max_length,
+        "prefill_chunk": prefill_chunk,
+        "narrows": narrows,
+        "prefix_caching": prefix_caching,
+    }
     if assistant == Cascade.name or isinstance(assistant, Cascade):
         model = unwrapped(model)
         found: Any = resolve(assistant, patched_session(model, FIRST).resources, model)
         if not isinstance(found, Decoding):  # in the modes 'token' and 'lossless' it is one
-            opened: PromptBatch = found.continuous(
-                rows,
-                max_length=max_length,
-                prefill_chunk=prefill_chunk,
-                narrows=narrows,
-                prefix_caching=prefix_caching,
-            )
+            opened: PromptBatch = found.continuous(rows, **options)
             return opened
-    return open_batch(
-        Continuous,
-        model,
-        assistant,
-        rows,
-        max_length=max_length,
-        prefill_chunk=prefill_chunk,
-        narrows=narrows,
-        prefix_caching=prefix_caching,
-    )
+    return open_batch(Continuous, model, assistant, rows, **options)
 
 
 def open_batch(

@@ -67,12 +67,11 @@ class SpeculativeDecoding(Decoding):
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
         """The drafter of one call; with early exit it takes its cache from the target later, in `bind`."""
-        config = self.config
-        layers = config.early_exit
-        length = Length(config.most, cost(self.draft, self.target, device, layers), check(self.target, device, rows))
-        length = length if config.gamma is None else Length(config.gamma)
+        config, layers = self.config, self.config.early_exit
+        more = check(self.target, device, rows)
+        length = _length(config, cost(self.draft, self.target, device, layers), more)
         model: Any = None
-        if config.early_exit is None:
+        if layers is None:
             source = None if self.source is None else encode(self.draft, self.source)
             model = language_model(
                 self.draft,
@@ -128,11 +127,7 @@ class TextDecoding(Decoding):
         draft, config = self.pair.model, self.config
         times = COSTS.get(torch.device(device).type, COSTS["cuda"])
         more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
-        length = (
-            Length(config.most, cost(draft, self.target, device), more)
-            if config.gamma is None
-            else Length(config.gamma)
-        )
+        length = _length(config, cost(draft, self.target, device), more)
         room = room_for(capacity, length)
         model = language_model(draft, None, rows=rows, capacity=room, tail=2, taps=None, ops=ops, drafts=True)
         texts: dict[str, Any] = {
@@ -167,6 +162,11 @@ class Pair:
     def shared(self) -> list[tuple[int, int]]:
         """Their shared tokens, found once."""
         return shared_tokens(self.tokenizer, self.draft_tokenizer)
+
+
+def _length(config: Speculative, cost: float, check: float) -> Length:
+    """Length of the chains of a config: as many drafts as pay, or `gamma`."""
+    return Length(config.most, cost, check) if config.gamma is None else Length(config.gamma)
 
 
 def check(model: Any, device: Any, rows: int) -> float:
