@@ -151,7 +151,7 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
     if (
         types is not None
         and not is_wrapped(model)
-        and not (_knows_types(model) and not bool(torch.as_tensor(types).any()))
+        and not (_knows_types(model) and not bool(torch.as_tensor(types, device="cpu").any()))
     ):
         raise Unsupported(
             f"token_type_ids cannot be combined with assistant= on {type(model).__name__}: plain decoding gives every "
