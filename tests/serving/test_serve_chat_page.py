@@ -14,7 +14,6 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from fastspec.programs.serving.page import policy_of
 from helpers.serve import MARKS, NAME, SECONDS, Served, post, served, serving, talk
 from helpers.serve_process import opened
 from helpers.training import small_target, small_tokenizer
@@ -73,7 +72,7 @@ def test_its_policy_lets_nothing_run_but_its_own_script() -> None:
         gate = server.server.config.app
         gate.loopback = True
         assert [got(server, "/", Host=name)[0] for name in ("localhost", "evil.example")] == [200, 403]
-    rules = dict(rule.split(" ", 1) for rule in policy_of(PAGE).split("; "))
+    rules = dict(rule.split(" ", 1) for rule in program.policy_of(PAGE).split("; "))
     for name, tag in (("script-src", "script"), ("style-src", "style")):
         digest = hashlib.sha256(part(tag).encode()).digest()
         assert rules.pop(name) == f"'sha256-{base64.b64encode(digest).decode()}'"
@@ -81,7 +80,7 @@ def test_its_policy_lets_nothing_run_but_its_own_script() -> None:
     assert rules.pop("require-trusted-types-for") == "'script'"
     assert set(rules) == {"default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"}
     assert set(rules.values()) == {"'none'"}
-    assert headers["Content-Security-Policy"] == policy_of(PAGE)
+    assert headers["Content-Security-Policy"] == program.policy_of(PAGE)
     assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
 
 

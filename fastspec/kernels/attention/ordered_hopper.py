@@ -5,7 +5,7 @@ Names and the order of sums are those of ordered.py. A tile has two halves of BL
 four warps; one more warp brings the full blocks of a text through tensor descriptors, and both halves read them from
 shared memory. The end of a text that is no full block each half loads by pointers: slots behind it may hold anything.
 In bf16 alone, where a maximum may be raised at every block. Gluon has no interpreter: tested on the GPU alone, beside
-`_runs` of ordered.py, to the bit.
+`_runs` of ordered_tree.py, to the bit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 
 from fastspec.kernels.attention import hopper
 from fastspec.kernels.attention.hopper import BLOCK_M, BLOCK_N, STAGES, TILE, descriptor, load_lines, produce
+from fastspec.kernels.attention.ordered_sums import OrderedPass
 from fastspec.kernels.attention.parts import EMPTY, GRID, run_of, run_start
 from fastspec.kernels.launch import dependent
 
@@ -209,7 +210,7 @@ def _hopper_runs(
     FINE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """`ordered._runs` without spans and caps."""
+    """`ordered_tree._runs` without spans and caps."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -349,26 +350,14 @@ def fits(q: Tensor, k: Tensor, v: Tensor, rows: int, reach: int) -> bool:
     return q.dtype == torch.bfloat16 and hopper.fits(q, k, v, rows, reach)
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    part: Tensor,
-    state: Tensor,
-    prefix: Tensor,
-    extent: int,
-    runs: int,
-    scale2: float,
-    grain: int,
-    fine: bool,
-    fold: bool,
-) -> None:
+def launch(given: OrderedPass, part: Tensor, state: Tensor, fold: bool) -> None:
     """Fill part [pairs, runs, rows, D] and state [pairs, runs, 2, rows], or with `fold` two parts of each, as `_runs`
-    of ordered.py does; operands as `fits` takes them."""
+    of ordered_tree.py does; operands as `fits` takes them."""
+    q, k, v, prefix = given.q, given.k, given.v, given.tree.prefix
     nodes, kv_heads, size = q.shape[1], k.shape[1], q.shape[3]
     group = q.shape[2] // kv_heads
     (r_kb, r_kh), (r_vb, r_vh) = ((x.stride(0) // x.stride(2), x.stride(1) // x.stride(2)) for x in (k, v))
-    _hopper_runs[(-(-nodes * group // TILE), len(q) * kv_heads, 1 if fold else runs)](
+    _hopper_runs[(-(-nodes * group // TILE), len(q) * kv_heads, 1 if fold else given.runs)](
         q,
         k,
         v,
@@ -377,10 +366,10 @@ def launch(
         part,
         state,
         prefix,
-        scale2,
+        given.scale2,
         nodes,
-        extent,
-        runs,
+        given.extent,
+        given.runs,
         kv_heads,
         r_kb,
         r_kh,
@@ -396,9 +385,9 @@ def launch(
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
         ONES=ONES,
-        GRAIN=grain,
+        GRAIN=given.grain,
         FOLD=fold,
-        FINE=fine,
+        FINE=given.fine,
         num_warps=4,
         **dependent(q.device),
     )
