@@ -23,6 +23,7 @@ PARTS = [(capability, "135M,mixers", f"{part}/{4 * len(TARGETS)}") for part, cap
 LACKING = (
     ("135M", "linear_parts, 61 rows"),
     ("8B", "tree_attention, 61 rows, 16384"),
+    ("8B", "ordered attention, chain, 61 rows"),
     ("8B", "ordered attention, long text, 61 rows"),
     ("mixers", "delta_tree, 61 rows"),
 )
@@ -102,7 +103,7 @@ def test_every_kernel_compiles_for_each_device(capability):
     for rows in made:
         check(rows)
     assert len({row["kernel"] for rows in made for row in rows}) == (
-        56 if capability == 90 else 53
+        58 if capability == 90 else 55
     )  # as the whole of the launches has
 
 

@@ -17,7 +17,7 @@ float16 has no room for small weights, so that there the maximum is raised at mu
 B rows (sequences), N query nodes per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head size, C cache slots. A
 pair is one key head of one row; its N * G queries are the rows of a matrix, row n * G + g. In ordered_chain.py `_chain`
 takes tiles of a prompt's rows, each from the first key to the last; of few rows `_few` takes the runs apart, and
-`_join` adds them up. In ordered_tree.py `_runs` leaves the sums of the runs of the committed text, up to the last
+`_add_runs` adds them up. In ordered_tree.py `_runs` leaves the sums of the runs of the committed text, up to the last
 multiple of 16 (of 64 in float16), for tiles of rows; `_tail` goes on from these for each node: the keys that are left,
 the node's ancestors among them, wherever they lie, and then the sum of all runs; over a short text it does all.
 ordered_hopper.py is `_runs` for long texts on Hopper.

@@ -289,7 +289,7 @@ def _few(
 
 
 @triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
-def _join(
+def _add_runs(
     p_part,
     p_state,
     p_out,
@@ -365,7 +365,7 @@ def chain_attention(given: OrderedPass, launch: OrderedLaunch) -> None:
     _few[(tiles, pairs, runs)](
         q, k, v, part, state, prefix, *counts, runs, kv_heads, *given.strides, prefix.stride(0), **cut
     )
-    _join[(rows, pairs)](
+    _add_runs[(rows, pairs)](
         part,
         state,
         out,
