@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastspec.errors import FastSpecError
+from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.layer_state import FirstLayers, FullAttentionState, LayerState, Moves
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import Verdict
@@ -23,8 +23,8 @@ def _memory(device: torch.device) -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else float("inf")
 
 
-def _too_large(tokens: int, rows: int, need: int, device: torch.device) -> FastSpecError:
-    return FastSpecError(
+def _too_large(tokens: int, rows: int, need: int, device: torch.device) -> str:
+    return (
         f"out of memory: a KV cache of {tokens} tokens for {rows} rows needs {need / 2**30:.2f} GiB on {device}. "
         "Ask for fewer new tokens (max_new_tokens), a shorter prompt or a smaller batch."
     )
@@ -71,12 +71,13 @@ class SequenceState:
         return list(dict.fromkeys(self.places))
 
     def open(self, capacity: int) -> None:
-        """Begin a call of at most `capacity` tokens a row on the buffers that are there, with every row empty."""
+        """Begin a call of at most `capacity` tokens a row on the buffers that are there, with every row empty. Raises
+        Unsupported where so many are more than the device's memory holds."""
         self.limit = capacity
         for device in dict.fromkeys(kind.device for kind in self.kinds):
             need = sum(kind.bytes(capacity + self.tail) for kind in self.kinds if kind.device == device)
             if need > _memory(device):  # the system may grant it, and kill the process later
-                raise _too_large(capacity, len(self.lengths), need, device)
+                raise Unsupported(_too_large(capacity, len(self.lengths), need, device))
         self.lengths.zero_()
         for kind in self.kinds:
             kind.clear(self.reached)
@@ -102,7 +103,7 @@ class SequenceState:
                     kind.resize(wanted)
             except (MemoryError, RuntimeError) as error:
                 need = sum(kind.bytes(wanted) for kind in self.kinds)
-                raise _too_large(wanted, len(self.lengths), need, self.lengths.device) from error
+                raise FastSpecError(_too_large(wanted, len(self.lengths), need, self.lengths.device)) from error
             self.slots = wanted
         found = min(committed, self.bound)
         self.reached = max(self.reached, found + self.tail)

@@ -102,7 +102,7 @@ def test_a_cache_that_memory_cannot_hold_is_refused_before_it_is_made(monkeypatc
     monkeypatch.setattr(module, "_memory", lambda device: need)
     cache = made(100)
     monkeypatch.setattr(module, "_memory", lambda device: need - 1)
-    with pytest.raises(FastSpecError, match="a KV cache of 100 tokens for 2 rows"):
+    with pytest.raises(Unsupported, match="a KV cache of 100 tokens for 2 rows"):
         cache.open(100)
     cache.open(99)
 

@@ -116,6 +116,7 @@ def test_penalties_and_seeds(pair, server):
         )
 
     assert drawn(seed=7) == drawn(seed=7) != drawn(seed=8)
+    assert drawn(seed=7, top_p=0) == alone(plain, text, 12)[0]  # the likeliest token alone is left
     assert len({drawn() for _ in range(3)} | {drawn(seed=7)}) == 4
 
 

@@ -35,7 +35,7 @@ BOUNDS: list[tuple[str, Any, Any]] = [
     ("seed", 2**63 - 1, 2**63),
     ("temperature", 0, -0.01),
     ("temperature", 100, 100.01),
-    ("top_p", 1e-6, 0),
+    ("top_p", 0, -0.01),
     ("top_p", 1, 1.01),
     ("frequency_penalty", -2, -2.01),
     ("presence_penalty", 2, 2.01),

@@ -29,6 +29,7 @@ from fastspec.patches.call.processors import (
     grammars,
     read_processors,
     unknown_types,
+    whole_limit,
 )
 from fastspec.patches.call.prompts import (
     OwnPrefill,
@@ -154,6 +155,7 @@ def plan_call(
     refuse_prompts(model, text.ids, text.keep, text.past_length)
     agreed = criteria if ranks is None else ranks.agreed(criteria)
     ending, mixes = Ending(agreed, text.ids), isinstance(decoding, MixedDecoding)
+    limit = whole_limit(ending.limit)
     known, rows, streamer = are_known(processors, criteria), asked.rows, given.get("streamer")
     held = unknown_types(processors) or grammars(processors)
     if mixes and held:
@@ -172,7 +174,7 @@ def plan_call(
         )
     prompts, counts = compact(text.ids[:, -text.new_keep.shape[1] :], text.new_keep)
     dropped = dropped_spans(model, text.cache)
-    _refuse_padding(model, text, config, ending.limit, dropped, decoding)
+    _refuse_padding(model, text, config, limit, dropped, decoding)
     on_round = callable(getattr(streamer, "on_round", None))  # ours: a round before its tokens
     told = None if on_round else streamer
     steps = None if known else PlainSteps(ids, processors, agreed, config, told)
@@ -187,7 +189,7 @@ def plan_call(
         prompts,
         counts,
         list(text.ids),
-        ending.limit,
+        limit,
         ending.ends,
         processing.process_at,
         context=text.context(decoding),
@@ -210,7 +212,7 @@ def plan_call(
         ops,
         text,
         request,
-        int(text.past_keep.sum(1).max()) + prompts.shape[1] + ending.limit,
+        int(text.past_keep.sum(1).max()) + prompts.shape[1] + limit,
         processing,
         config,
         asked,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.call.grammar import Grammar, GrammarOfCall
 from fastspec.patches.session import plain_value
 
+UNLIMITED = 2**62
+"""Tokens of an answer that may be of any length."""
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at
 # once.
 BLIND = tuple(
@@ -267,6 +270,11 @@ def read_processors(
     return Processing(bound, sample, settings, process, process_at, grammar)
 
 
+def whole_limit(limit: float) -> int:
+    """The whole number of tokens with which a limit is reached: 6 for 5.5, and for infinity more than any text has."""
+    return math.ceil(limit) if math.isfinite(limit) else UNLIMITED
+
+
 class Ending:
     """When a row ends: length and end tokens, which the loop checks itself, and every other criterion, asked per
     token."""
@@ -274,7 +282,7 @@ class Ending:
     def __init__(self, criteria: Any, ids: Tensor) -> None:
         self.ids = ids
         limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
-        self.limit = min(limits) - ids.shape[1] if limits else 2**62
+        self.limit = min(limits) - ids.shape[1] if limits else UNLIMITED
         self.ends = frozenset(int(e) for c in criteria if type(c) is EosTokenCriteria for e in c.eos_token_id.flatten())
         self.others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
         self.stop = self._stop if self.others else None

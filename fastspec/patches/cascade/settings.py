@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fastspec.errors import Unsupported
-from fastspec.patches.call.processors import grammars, unknown_types
+from fastspec.patches.call.processors import grammars, unknown_types, whole_limit
 from fastspec.patches.cascade.stages import OWN, StageModel
 from fastspec.patches.hf.cache import GIVEN
 from fastspec.patches.hf.compat import is_besides_tokens
@@ -118,13 +118,13 @@ def new_tokens(large: Any, given: dict[str, Any], width: int) -> int:
     """Limit of a stage's new tokens, as transformers reads it: max_new_tokens from anywhere before max_length."""
     limit = setting("max_new_tokens", given, large.generation_config)
     if limit is not None:
-        return int(limit)
+        return whole_limit(limit)
     longest = setting("max_length", given, large.generation_config)
     if longest is None or (given.get("max_length") is None and longest == GenerationConfig().max_length):
         return 20
     if longest <= width:
         raise Unsupported(f"max_length={longest} leaves no token after input_ids of {width}: give max_new_tokens")
-    return int(longest) - width
+    return whole_limit(longest) - width
 
 
 def ends_of(stage: StageModel, given: dict[str, Any]) -> Any:

@@ -122,7 +122,7 @@ ACCEPTED: dict[str, Check] = {
     **dict.fromkeys(LENGTHS, _whole(1)),
     "seed": _whole(-(2**63)),
     "temperature": _number(0, 100),
-    "top_p": _number(1e-6, 1),
+    "top_p": _number(0, 1),
     "top_k": _whole(-1),
     "min_p": _number(0, 1),
     "repetition_penalty": _number(1e-6, 100),

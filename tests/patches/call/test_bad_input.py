@@ -326,6 +326,33 @@ def test_an_argument_has_the_last_word_over_a_generation_config(model: Any) -> N
     assert torch.equal(out, model.generate(PROMPT, **GREEDY))
 
 
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 5.0}, {"max_new_tokens": 5.5}, {"max_length": 9.5}], ids=str)
+def test_a_limit_between_two_whole_numbers_is_reached_with_the_next(limit: dict[str, float]) -> None:
+    """As in plain decoding, which compares lengths with it: a limit may be read of a file, or computed."""
+    model = fastspec.patch(tiny_model(num_hidden_layers=1))
+    given = {"input_ids": PROMPT, **GREEDY, "max_new_tokens": None, **limit}
+    out = model.generate(**given, assistant="nasd")
+    assert out.shape[1] == (9 if limit == {"max_new_tokens": 5.0} else 10)
+    assert torch.equal(out, model.generate(**given))
+
+
+@pytest.mark.parametrize("limit", [int(1e30), float("inf")], ids=["a tokenizer's", "none"])
+def test_a_limit_that_no_memory_holds_is_left_to_plain_decoding_by_a_default_alone(limit: float) -> None:
+    """Tokenizers that name no longest text have a `model_max_length` of 1e30, and programs ask for as much: rows end
+    by their end tokens."""
+    model = tiny_model(num_hidden_layers=1)
+    expected = model.generate(PROMPT, **GREEDY)
+    given = {**GREEDY, "eos_token_id": int(expected[0, -1]), "max_new_tokens": limit}
+    with fastspec.patched(model, assistant="nasd"):
+        with pytest.warns(UserWarning, match="out of memory"):
+            out = model.generate(PROMPT, **given)
+        assert sum(fastspec.report(model).unassisted.values()) == 1
+        with pytest.raises(fastspec.Unsupported, match=r"out of memory.*max_new_tokens"):
+            model.generate(PROMPT, **given, assistant="nasd")
+    assert torch.equal(out, model.generate(PROMPT, **given))
+    assert out.shape[1] <= expected.shape[1]
+
+
 def test_settings_that_a_generate_of_the_users_own_adds_are_refused_too() -> None:
     model = tiny_model(num_hidden_layers=1)
     model.generate = lambda *args, **options: type(model).generate(model, *args, **{**options, "num_beams": 2})
