@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any, cast
 
 import pytest
 from helpers.serve import MARKS, Served, openai, served
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.programs.cli.app import app
-from fastspec.programs.serving.app import bound
+from fastspec.programs.serving.app import bound, run_server
 from fastspec.programs.serving.requests import Limits
 
 pytestmark = MARKS
@@ -33,6 +34,20 @@ def test_addresses_of_others_and_names_of_nobody_are_refused() -> None:
             bound(host, 0)
     with bound("localhost", 0) as found:
         assert found.getsockname()[1] > 0
+
+
+def test_who_reads_that_it_serves_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the server's loop runs: a request waits for it, and none is turned away."""
+
+    class Apart:
+        key, loopback = None, False
+
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: socket.create_connection(address).close())
+    with bound("127.0.0.1", 0) as listener:
+        address = listener.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        run_server(cast(Any, Apart()), listener)
 
 
 def test_a_body_of_megabytes_is_told_that_it_is_too_long() -> None:

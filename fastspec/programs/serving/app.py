@@ -319,6 +319,7 @@ def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: st
     app.loopback = ipaddress.ip_address(host).is_loopback
     if app.key is None and not app.loopback:
         log.warning("anyone who reaches %s may ask: --api-key asks for a key", host)
+    listener.listen()  # who reads the next line may connect at once
     log.info("serving on http://%s:%d, Ctrl-C ends it", f"[{host}]" if ":" in host else host, port)
     # httptools has no bound of its own, and keeps a header that never ends
     http: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": HEADER}
