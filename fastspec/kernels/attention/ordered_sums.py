@@ -1,4 +1,4 @@
-"""What the kernels of ordered attention have in common: the arithmetic of its sums, and the operands of a pass.
+"""Sums of ordered attention, which all of its kernels take alike, and the operands of a pass.
 
 Names and the rule that fixes the order are those of ordered.py.
 """
@@ -44,7 +44,7 @@ def step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, MASKED: tl.
 
 @triton.jit
 def along_axis(b_row, AXIS: tl.constexpr):
-    """What rows have each, beside sums that lie along AXIS, or are those of one row alone."""
+    """A value of each row, to be multiplied with its sums along AXIS; with None one row's, which has no other axis."""
     return b_row if AXIS is None else tl.expand_dims(b_row, AXIS)
 
 

@@ -175,7 +175,7 @@ def rms_norm(
 
 
 def row_warps(block: int, itemsize: int) -> int:
-    """Two loads of 16 bytes per thread where the row is long enough: few enough warps for a quick reduction."""
+    """Warps of a row, 8 bytes of it a thread: a row alone waits for its loads, and parts are several for each value."""
     return min(16, max(1, block * itemsize // (32 * 8)))
 
 
