@@ -134,6 +134,8 @@ def test_tokenizers_by_name_are_loaded_when_first_needed(tmp_path: Path) -> None
 FORMS = [
     {"max_new_tokens": 6},
     {"max_length": 14},
+    {"max_new_tokens": 5.5},
+    {"max_length": 13.5},
     {},
     {"max_new_tokens": 14, "eos_token_id": [40, 77, 11, 9, 5]},
     {"max_new_tokens": 9, "eos_token_id": [96, 21, 83], "pad_token_id": 3},
