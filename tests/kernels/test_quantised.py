@@ -110,7 +110,11 @@ def test_the_kernel_gives_the_product(device, layout, rows, count, units, dtype,
     assert bool(((out.double() - wanted).abs() <= wide).all())
     bound = bound + exact.abs() * 2**-22 if weight.on_sums else bound  # the scale multiplies a rounded sum
     assert bool(((reference.linear(x, weight, bias).double() - exact).abs() <= bound).all())
-    assert torch.equal(out, kernel.linear(x, weight, bias))
+    chosen = kernel.linear(x, weight, bias)
+    if kernel.takes(x, weight):  # Hopper's own kernel, of another order
+        assert bool(((chosen.double() - wanted).abs() <= wide).all())
+    else:
+        assert torch.equal(out, chosen)
 
 
 @pytest.mark.gpu

@@ -24,16 +24,18 @@ from torch import Tensor
 from fastspec.kernels.launch import INTERPRETED, PORTABLE, dependent, padded, prefetch, prefetched, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
-from fastspec.kernels.linear.reference import SILU, Activation
+from fastspec.kernels.linear.reference import SILU, Activation, Parts
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.conversions import assembly
-from fastspec.kernels.quantised.hopper import hopper_stored, takes
+from fastspec.kernels.quantised.hopper import hopper_stored, parts_of, takes
 from fastspec.kernels.quantised.hopper import launch_of as hopper_launch_of
 from fastspec.kernels.quantised.reference import Codes, Numbers, StoredWeight
 
 TALLEST = 64
 """Rows of a tile."""
+FEW_ROWS, MOST_ROWS = 8, 256
+"""Rows times parts above which parts are left to the norm behind a product, and rows up to which."""
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 UNSIGNED = tl.constexpr(int(Numbers.UNSIGNED))
@@ -482,6 +484,18 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     _multiply(x.reshape(rows, -1), (weight,), (bias,), out)
     return out
+
+
+def linear_parts(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor | Parts:
+    """`linear`, or the parts of a product that Hopper's kernel cuts in several, for a norm that adds them up."""
+    rows = served(x, weight, bias)
+    flat = x.reshape(rows, -1) if rows else x
+    parts = parts_of(weight) if rows and takes(flat, weight) else 1
+    if bias is not None or not FEW_ROWS < parts * rows <= parts * MOST_ROWS or parts == 1:
+        return linear(x, weight, bias)
+    out = torch.empty((parts, *x.shape[:-1], weight.shape[0]), dtype=torch.float32, device=x.device)
+    hopper_stored(flat, (weight,), (None,), out, hopper_launch_of((weight,), rows, False, apart=True))
+    return Parts(out, x.dtype)
 
 
 def linears(
