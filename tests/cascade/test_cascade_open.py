@@ -222,6 +222,44 @@ def test_an_answer_streams_once_its_stage_has_been_decided_on(
     assert [visit.stage for visit in heard.visits] == wanted
 
 
+@pytest.mark.parametrize("stop", [[0], [1], []])
+def test_rounds_come_with_their_trees_whichever_stage_has_answered(
+    monkeypatch: pytest.MonkeyPatch, stop: list[int]
+) -> None:
+    """Tokens that are taken over are accepted drafts of the stage that has them verified."""
+    monkeypatch.setattr(Predictor, "score", decided(stop))
+    large = agreeing()
+    asked = [(prompts(9, seed=seed)["input_ids"], Heard()) for seed in range(6)]
+    with opened(large, config(large, thresholds=[0.5, 0.5])) as batch:
+        for _, heard in asked:
+            heard.trees = True
+        futures = [batch.submit(ids, streamer=heard, **GREEDY) for ids, heard in asked]
+        answers = [future.result(SECONDS)[0, 9:].tolist() for future in futures]
+    taken_over = [future.explanation.visits[-1].kept_tokens for future in futures]
+    assert any(taken_over) == (stop != [0])
+    for answer, kept, (_, heard) in zip(answers, taken_over, asked, strict=True):
+        assert heard.tokens == answer and len(heard.rounds) > 1
+        assert len(heard.visits) == (stop[0] + 1 if stop else 3)
+        last = answer[0]
+        for each in heard.rounds[1:]:
+            assert each.tree is not None or each.accepted == each.drafted == 0
+            if each.tree is not None:
+                path = [each.tree.tokens[node] for node in each.tree.path]
+                assert path[: each.accepted + 1] == [last, *each.tokens[: each.accepted]]
+            last = each.tokens[-1]
+        assert sum(each.accepted for each in heard.rounds) >= kept // 2  # a pass of verifying ends with a bonus token
+
+
+def test_the_rounds_of_other_tokens_are_told_as_one() -> None:
+    large, ids = foreign()
+    heard = Heard()
+    heard.trees = True
+    with opened(large) as batch:
+        out = batch.submit(ids, streamer=heard, price=0.0, **GREEDY).result(SECONDS)
+    [told] = heard.rounds
+    assert told.tokens == out[0, ids.shape[1] :].tolist() and told.tree is None
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_who_is_cancelled_leaves_the_rows_of_the_stage_that_it_is_at(
     model: Any, monkeypatch: pytest.MonkeyPatch, stage: int

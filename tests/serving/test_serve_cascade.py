@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cascade import trained
-from helpers.serve import MARKS, NAME, Served, openai, post, serving, talk, words
+from helpers.serve import MARKS, NAME, SECONDS, Served, openai, post, serving, talk, words
 from helpers.serve_process import cascaded_target, opened_cascade
 from helpers.training import small_target, small_tokenizer
 from transformers import GenerationConfig
@@ -27,8 +27,10 @@ from transformers import GenerationConfig
 import fastspec
 from fastspec.cascade.predictor import Predictor
 from fastspec.generation.stats import Stats
+from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.cascade.open_batch import StageRounds
 from fastspec.patches.session import session_of
+from fastspec.programs.serving.answers import RoundNames, TokenNames
 from fastspec.programs.serving.batch import BatchPrompt, Here, TokenStreamer
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.remote import Remote
@@ -211,6 +213,42 @@ def test_a_price_is_a_requests_own_and_stages_are_in_the_log(
 def test_what_a_cascade_cannot_do_is_refused_by_name(server: Served, more: dict[str, Any], words: str) -> None:
     status, told = post(server, "/v1/completions", json.dumps({"model": NAME, "prompt": "w5", **more}).encode())
     assert status == 400 and words in told["error"]["message"], told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rounds_and_stages_are_told_whichever_stage_answers(model: Any, process: Served, stream: bool) -> None:
+    """What the page at `/` asks for."""
+    for price, names in ((0, ["small"]), (HIGH, ["small", "large"])):
+        body = {"messages": talk("w5 w6 w7"), "fastspec": {"rounds": True}, "max_tokens": 40, "temperature": 0}
+        content = json.dumps({"model": NAME, "price": price, "stream": stream, **body}).encode()
+        asked = urllib.request.Request(
+            f"{process.url}/v1/chat/completions", content, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+            lines = answer.read().decode().removesuffix("data: [DONE]\n\n").removesuffix("\n\n").split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        told = [chunk["choices"][0]["fastspec"] for chunk in chunks]
+        rounds = [each for part in told for each in part["rounds"]]
+        own, count, explanation = wanted(model, talk("w5 w6 w7"), 40, price)
+        assert "".join(text for each in rounds for text in each["texts"]) == own
+        assert sum(len(each["tokens"]) for each in rounds) == count
+        drafts = chunks[-1]["usage"]["completion_tokens_details"]
+        marks = [mark for each in rounds for mark in each["marks"]]
+        assert marks.count("accepted") == drafts["accepted_prediction_tokens"]
+        assert sum(each["drafted"] for each in rounds) == sum(drafts.values())
+        assert all((each["tree"] is not None) == (each["drafted"] > 0) for each in rounds)
+        stages = [each for part in told for each in part.get("stages", [])]
+        assert [each["name"] for each in stages] == names
+        assert [each["outcome"] for each in stages] == [*["sent_on"] * (len(names) - 1), "answered"]
+        for each, visit in zip(stages, explanation.visits, strict=True):
+            assert each["cost"] == visit.cost
+            assert each["acceptable"] == (pytest.approx(visit.quality[0], abs=1e-4) if visit.quality else None)
+
+
+def test_a_round_of_other_tokens_tells_of_no_drafts() -> None:
+    tokenizer = small_tokenizer()
+    told = RoundNames(tokenizer, TokenNames(tokenizer)).named(StreamedRound([5, 6], accepted=1, drafted=9)).told
+    assert (told["marks"], told["drafted"], told["tree"]) == (["own", "own"], 0, None)
 
 
 def test_a_price_needs_a_cascade_and_no_thresholds(model: Any) -> None:

@@ -77,15 +77,15 @@ def _unpadded(row: Tensor, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class StageRounds(RoundStreamer):
-    """Streamer of a stage whose answer is shown when it is decided on: it counts drafts."""
+    """Streamer of a stage whose answer is shown when it is decided on: it keeps the rounds."""
 
-    def __init__(self) -> None:
-        self.accepted = self.drafted = 0
+    def __init__(self, trees: bool) -> None:
+        self.trees = trees
+        self.kept: list[StreamedRound] = []
 
     def put_round(self, round: StreamedRound) -> None:
-        """Count a round."""
-        self.accepted += round.accepted
-        self.drafted += round.drafted
+        """Keep a round."""
+        self.kept.append(round)
 
 
 class CascadeFuture(AnswerFuture):
@@ -272,7 +272,8 @@ class ContinuousCascade:
             self._ask(request, index + 1)
             return
         handed = request.decides.handed(row, index, given)
-        call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds())
+        trees = isinstance(request.streamer, RoundStreamer) and request.streamer.trees
+        call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds(trees))
         seed = (request.seed + index * NEXT_SEED + 2**63) % 2**64 - 2**63
         options = stage_options(stage, given, request.limit)
         streamer = request.streamer if last else call.rounds
@@ -314,7 +315,7 @@ class ContinuousCascade:
             return
         final = decides.answer(row, request.given)
         if call.measured is not None:
-            self._stream(request, final, call.rounds)
+            self._stream(request, final, call)
         future = request.future
         future.explanation = Explanation(tuple(row.visits))
         if self.config.explain:
@@ -327,11 +328,16 @@ class ContinuousCascade:
         if isinstance(request.streamer, RoundStreamer):
             request.streamer.put_visit(visit)
 
-    def _stream(self, request: CascadeRequest, answer: list[int], rounds: StageRounds) -> None:
-        """Hand the streamer an answer that was decided on."""
-        streamer = request.streamer
+    def _stream(self, request: CascadeRequest, answer: list[int], call: StageCall) -> None:
+        """Hand the streamer an answer that was decided on: as one round, or as its rounds where their trees are asked
+        for and are of the large model's tokens."""
+        streamer, rounds = request.streamer, call.rounds.kept
         if isinstance(streamer, RoundStreamer):
-            streamer.put_round(StreamedRound(answer, min(rounds.accepted, len(answer)), rounds.drafted))
+            if not streamer.trees or self.models.stages[call.index].foreign:
+                accepted, drafted = (sum(getattr(each, name) for each in rounds) for name in ("accepted", "drafted"))
+                rounds = [StreamedRound(answer, min(accepted, len(answer)), drafted)]
+            for round in rounds:
+                streamer.put_round(round)
         elif streamer is not None:
             streamer.put(request.shown.cpu())
             for token in answer:
