@@ -294,16 +294,22 @@ def test_what_a_streamer_raises_ends_one_answer_alone(model: Any) -> None:
         assert other.result(SECONDS).shape == (1, 29) and batch.waiting == 0
 
 
-def test_a_stage_without_room_is_left_out(model: Any) -> None:
+@pytest.mark.parametrize("longest", [None, 100])
+def test_a_stage_without_room_is_left_out_as_by_generate(longest: int | None) -> None:
+    """Its positions bound its rows, whatever those of the large model have room for."""
     large = cascaded([shallow_model(num_hidden_layers=1, max_position_embeddings=24), shallow_model()], price=0.0)
-    with opened(large) as batch:
-        short, long = (batch.submit(prompts(count)["input_ids"], max_new_tokens=4) for count in (5, 22))
-        answers = [each.result(SECONDS) for each in (short, long)]
+    with opened(large, max_length=longest) as batch:
+        asked = [prompts(count)["input_ids"] for count in (5, 20, 21, 23, 24, 30)]
+        futures = [batch.submit(ids, max_new_tokens=4) for ids in asked]
+        answers = [each.result(SECONDS) for each in futures]
         assert batch.max_length == batch.batches[1].max_length > 24
-    assert [visit.stage for visit in short.explanation.visits] == [0]
-    left_out, answered = long.explanation.visits
-    assert left_out.why.startswith("left out: the prompt has 22 tokens") and answered.stage == 1
-    assert answers[1].tolist() == large.generate(prompts(22)["input_ids"], max_new_tokens=4).tolist()
+    for ids, future, answer in zip(asked, futures, answers, strict=True):
+        assert answer.tolist() == large.generate(ids, max_new_tokens=4, assistant="cascade").tolist()
+        (own,) = fastspec.report(large).last.explanations
+        for visits in (future.explanation.visits, own.visits):
+            assert [visit.stage for visit in visits] == ([0] if ids.shape[1] <= 20 else [0, 1])
+            assert (visits[0].outcome == "left_out") == (ids.shape[1] > 20)
+            assert ids.shape[1] <= 20 or f"the prompt has {ids.shape[1]} tokens and 4 of an answer" in visits[0].why
 
 
 def test_a_closed_batch_takes_nothing_and_lets_go_of_what_runs(model: Any) -> None:

@@ -35,6 +35,7 @@ from fastspec.patches.cascade.settings import (
 from fastspec.patches.cascade.stages import StageModel
 from fastspec.patches.continuous import open_batch
 from fastspec.patches.continuous_batch import Continuous
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, TurnOrder
 from fastspec.patches.warmup import WARM_LENGTH
@@ -171,12 +172,13 @@ class ContinuousCascade:
         self._closing = False
 
         def opened(stage: StageModel) -> None:
+            bound = None if stage is stages[-1] else position_limit(stage.model.config)
             batch = open_batch(
                 StageBatch,
                 stage.model,
                 stage.stage.assistant,
                 rows,
-                max_length=max_length,
+                max_length=max_length if max_length is None or bound is None else min(max_length, bound),
                 prefill_chunk=prefill_chunk,
                 narrows=narrows,
                 prefix_caching=prefix_caching,
