@@ -308,13 +308,20 @@ def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise Unsupported(f"{where} must hold keys and values; accepted keys are {', '.join(known)}")
     unknown = [str(key) for key in read if key not in known]
+    refuse_unknown(unknown, known, where)
+    return dict(read)
+
+
+def refuse_unknown(unknown: Sequence[str], known: Sequence[str], where: str) -> None:
+    """Raise `Unsupported` where there are unknown keys in a file of a cascade or of its training."""
     if unknown:
-        price = "; `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda"
+        price = (
+            "; a cascade's `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda"
+        )
         raise Unsupported(
             f"{where}: unknown key {', '.join(unknown)}; {meant(unknown[0], known)}accepted keys are "
             f"{', '.join(known)}{price if 'lambda' in unknown else ''}"
         )
-    return dict(read)
 
 
 def _number(name: str, value: Any) -> float:

@@ -260,7 +260,14 @@ def test_options_come_from_a_file_and_a_stage_without_tokenizer_has_the_large_on
     given = ["train", "--config", str(tmp_path / "training.yaml"), "--max-new-tokens", "16"]
     run(folder, *given, "--out", str(tmp_path / "p.safetensors"))
     assert (tmp_path / "p.safetensors").exists() and not (tmp_path / "other.safetensors").exists()
-    for text, message in (("stages: []", "unknown key stages"), ("- a", "keys and values"), ("a: [", "as YAML")):
+    for text, message in (
+        ("stages: []", "unknown key stages; did you mean stage?"),
+        ("lambda: 3", "a cascade's `price`, what a bad answer costs in milliseconds, is the trade-off"),
+        ("model: {}", "model must be one NAME: MODEL, not {}"),
+        ("model: {large: a, other: b}", "model must be one NAME: MODEL"),
+        ("- a", "keys and values"),
+        ("a: [", "as YAML"),
+    ):
         (tmp_path / "training.yaml").write_text(text)
         result = CliRunner().invoke(app, ["cascade", *given])
         assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from fastspec.cascade.config import Stage
+from fastspec.cascade.config import Stage, refuse_unknown
 from fastspec.config import BackendName
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
@@ -67,13 +67,14 @@ def _from_yaml(ctx: typer.Context, path: Path | None) -> Path | None:
     read = read_yaml(path)
     options = {parameter.name: parameter for parameter in ctx.command.params if parameter.name != "config"}
     given = {str(key).replace("-", "_"): value for key, value in read.items()} if isinstance(read, dict) else {}
-    unknown = [key for key in given if key not in options]
-    if unknown or not given:
-        what = f"unknown key {', '.join(unknown)}" if unknown else "it must hold keys and values"
-        known = ", ".join(sorted(name for name in options if name is not None))
-        raise Unsupported(f"{path}: {what}; accepted keys are the options: {known}")
+    known = sorted(name for name in options if name is not None)
+    refuse_unknown([key for key in given if key not in options], known, str(path))
+    if not given:
+        raise Unsupported(f"{path}: it must hold keys and values; accepted keys are the options: {', '.join(known)}")
     for key, value in given.items():
         if isinstance(value, dict):  # NAME: MODEL
+            if not options[key].multiple and len(value) != 1:
+                raise Unsupported(f"{path}: {key} must be one NAME: MODEL, not {value!r}")
             value = [f"{name}={source}" for name, source in value.items()]
             given[key] = value if options[key].multiple else value[0]
         elif options[key].multiple and not isinstance(value, list):
