@@ -311,7 +311,7 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
         with pytest.raises(Unsupported):
             fastspec.Stage(**stage)
     wrong = {
-        "stages: [a]\nlambda: 3": "unknown key lambda; .*; a cascade's `price`, what a bad answer costs in milliseconds",
+        "stages: [a]\nlambda: 3": "unknown key lambda; .*; a cascade's `price`, what a bad answer costs",
         "stages: [{model: a, lambda: 3}]": "stage 0: unknown key lambda; .*; a cascade's `price`",
         "stages: [{model: a, size: 3}]": "unknown key size",
         "- a": "keys",

@@ -194,12 +194,17 @@ def answered(folder: Path) -> None:
         ({"--model": "large={}/small"}, "models: stage 'large' had other weights"),
         ({"--stage": "tiny={}/small"}, "stages: 'small', which is none now"),
         ({"--dtype": "bfloat16"}, "dtype: float32, and it is bfloat16 now"),
+        ({"--prompts": "{}/reworded/first.jsonl"}, "was asked in other words"),
+        ({"--stage": "large={}/large", "--model": "small={}/small"}, "stages: 'small' was stage 0, and is stage 1 now"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 def test_answers_of_another_run_are_refused_by_name(folder: Path, change: dict[str, str], message: str) -> None:
     answered(folder)
     before = (folder / "answers.jsonl").read_bytes()
+    (folder / "reworded").mkdir(exist_ok=True)
+    texts = (folder / "first.jsonl").read_text()
+    (folder / "reworded" / "first.jsonl").write_text(texts.replace('"prompt": "', '"prompt": "w8 '))
     arguments = training(folder)
     for option, value in change.items():
         value = value.format(folder)
