@@ -142,35 +142,30 @@ def test_chances_are_counted_by_tenths() -> None:
     assert counts == [float(chance > 0.85) for chance in chances]
 
 
-@pytest.mark.parametrize("where", ["server", "process"])
+@pytest.mark.parametrize(("where", "count"), [("server", 30), ("process", 100)])
 def test_many_requests_give_what_the_cascades_own_generate_gives(
-    model: Any, where: str, request: pytest.FixtureRequest
+    model: Any, where: str, count: int, request: pytest.FixtureRequest
 ) -> None:
     """And the metrics by stage are what was answered and sent on."""
     server = request.getfixturevalue(where)
     before = counted(server)
     sent_on = stage_metric(server, "requests_total", stage="small", outcome="sent_on")
-    answered = soak(model, server, 30)
+    answered = soak(model, server, count)
     assert all(answered.values())
-    server.wait(lambda: sum(counted(server).values()) == sum(before.values()) + 30)
+    server.wait(lambda: sum(counted(server).values()) == sum(before.values()) + count)
     assert {name: value - before[name] for name, value in counted(server).items()} == answered
     assert stage_metric(server, "requests_total", stage="small", outcome="sent_on") - sent_on == answered["large"]
     page = server.get("/metrics")
     assert 'assistant="cascade"' in page and 'stages="small,large"' in page
-    assert stage_metric(server, "expected_quality_count", stage="small") >= 30
-    assert 0 < stage_metric(server, "expected_quality_sum", stage="small") < 30 + before["small"] + sent_on
+    assert stage_metric(server, "expected_quality_count", stage="small") >= count
+    assert 0 < stage_metric(server, "expected_quality_sum", stage="small") < count + before["small"] + sent_on
     assert stage_metric(server, "expected_quality_count", stage="large") == 0
     assert stage_metric(server, "cost_milliseconds_total", stage="large") > 0
-    assert stage_metric(server, "seconds_count", stage="small") >= 30
+    assert stage_metric(server, "seconds_count", stage="small") >= count
     assert stage_metric(server, "tokens_total", stage="large", kind="kept") > 0
     server.wait(lambda: server.metric("fastspec_rows_running") == server.metric("fastspec_queue") == 0)
     gauges = [f'fastspec_stage_{name}{{stage="{stage}"}} 0.0' for name in LOADS for stage in STAGES]
     server.wait(lambda: set(gauges) <= set(server.get("/metrics").splitlines()))
-
-
-@pytest.mark.slow
-def test_a_hundred_mixed_requests_give_what_the_cascades_own_generate_gives(model: Any, process: Served) -> None:
-    assert all(soak(model, process, 100, seed=7).values())
 
 
 def test_a_price_is_a_requests_own_and_stages_are_in_the_log(
@@ -236,7 +231,7 @@ def test_rounds_and_stages_are_told_whichever_stage_answers(model: Any, process:
         marks = [mark for each in rounds for mark in each["marks"]]
         assert marks.count("accepted") == drafts["accepted_prediction_tokens"]
         assert sum(each["drafted"] for each in rounds) == sum(drafts.values())
-        assert all((each["tree"] is not None) == (each["drafted"] > 0) for each in rounds)
+        assert all(each["tree"] is not None or each["drafted"] == 0 for each in rounds), rounds
         stages = [each for part in told for each in part.get("stages", [])]
         assert [each["name"] for each in stages] == names
         assert [each["outcome"] for each in stages] == [*["sent_on"] * (len(names) - 1), "answered"]
