@@ -233,6 +233,8 @@ def test_answers_to_items_that_are_not_asked_are_refused_at_the_start(folder: Pa
         (["--most", "9"], "at least 20 are needed"),
         (["--head", "large=x"], "--head names large, which is no --stage"),
         (["--out", "/nowhere/p.safetensors"], "/nowhere is no directory"),
+        (["--out", "/"], "/ cannot be written: name a file"),
+        (["--answers", "/"], "/ cannot be written: name a file"),
     ],
     ids=lambda each: each[0] if isinstance(each, list) else "",
 )
@@ -310,6 +312,13 @@ def test_what_train_writes_is_a_cascade_s_predictor(folder: Path) -> None:
 def test_an_option_that_left_says_where_it_went(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["cascade", *arguments])
     assert result.exit_code == 1 and arguments[1].partition("=")[0] in result.output and message in result.output
+
+
+def test_rows_that_could_not_be_written_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Predictor, "load", lambda *_: pytest.fail("a predictor is loaded"))
+    given = ["evaluate", "--predictor", "p", "--answers", "a", "--out", "/nowhere/rows.jsonl"]
+    result = CliRunner().invoke(app, ["cascade", *given])
+    assert result.exit_code == 1 and "/nowhere is no directory" in " ".join(result.output.split()), result.output
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,9 +129,7 @@ def train(
         raise Unsupported("--include-path, --metric and --confirm-run-unsafe-code are of a task: give --task NAME")
     cascade_answers.check_items(items, right=right is not None)
     cascade_answers.check_training(items, seed, share)
-    for path in (out, answers, *((report,) if report is not None else ())):
-        if not path.absolute().parent.is_dir():
-            raise Unsupported(f"{path} cannot be written: {path.absolute().parent} is no directory")
+    _check_writable(out, answers, report)
     models, tokenizer = models_of(named, large, drafts, on, dtype, backend)
     try:
         settings: dict[str, Any] = {"batch": batch, "new_tokens": max_new_tokens, "seed": seed, "share": share}
@@ -169,6 +168,7 @@ def evaluate(
     from fastspec.programs.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
+    _check_writable(out)
     held = Predictor.load(predictor)
     if held.rates is None:
         raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
@@ -254,6 +254,16 @@ def _named(option: str, text: str) -> tuple[str, str]:
     if not (name and sign and rest):
         raise Unsupported(f"{option} {text!r} must be NAME={'HEAD' if option == '--head' else 'MODEL'}")
     return name, rest
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Raise Unsupported for a path that no file can be written to."""
+    for path in filter(None, paths):
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise Unsupported(f"{path} cannot be written: {folder} is no directory")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise Unsupported(f"{path} cannot be written: name a file, in a folder that you may write to")
 
 
 def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
