@@ -250,6 +250,23 @@ def test_rounds_come_with_their_trees_whichever_stage_has_answered(
         assert sum(each.accepted for each in heard.rounds) >= kept // 2  # a pass of verifying ends with a bonus token
 
 
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("prompt", [None, lambda text: f"{text}{text}"])
+def test_tokens_that_were_read_before_are_told_of_the_large_models_prompt(trees: bool, prompt: Any) -> None:
+    """Not of a prompt that a stage rewrites, which may have more."""
+    small, large = (shallow_model(vocab_size=len(TARGET)) for _ in range(2))
+    settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0]}
+    stage = fastspec.Stage(small, name="medium", prompt=prompt)
+    fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
+    ids, heard = torch.tensor([TARGET("abcdxyz12bc" * 4, add_special_tokens=False)["input_ids"]]), (Heard(), Heard())
+    with opened(large, rows=1) as batch:
+        for streamer in heard:
+            streamer.trees = trees
+            batch.submit(ids, streamer=streamer, price=0.0, **GREEDY).result(SECONDS)
+    assert heard[0].rounds[-1].cached == 0
+    assert (16 <= heard[1].rounds[-1].cached < ids.shape[1]) if prompt is None else heard[1].rounds[-1].cached == 0
+
+
 def test_the_rounds_of_other_tokens_are_told_as_one() -> None:
     large, ids = foreign()
     heard = Heard()

@@ -179,7 +179,7 @@ class CascadeModels:
         drafts = [stage.model for stage in self.stages[:-1]]
         for stage in self.stages[:-1]:
             stage.check_shared(self.large)
-            if stage.foreign or stage.stage.prompt is not None:
+            if stage.rewrites:
                 raise Unsupported(
                     f"mode={config.mode!r} goes token by token, and the stage {stage.label!r} has other tokens or "
                     "another prompt: use mode='adaptive'"

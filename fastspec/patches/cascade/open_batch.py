@@ -335,9 +335,11 @@ class ContinuousCascade:
         for and are of the large model's tokens."""
         streamer, rounds = request.streamer, call.rounds.kept
         if isinstance(streamer, RoundStreamer):
-            if not streamer.trees or self.models.stages[call.index].foreign:
+            rewrites = self.models.stages[call.index].rewrites
+            if rewrites or not streamer.trees:
                 accepted, drafted = (sum(getattr(each, name) for each in rounds) for name in ("accepted", "drafted"))
-                rounds = [StreamedRound(answer, min(accepted, len(answer)), drafted)]
+                cached = 0 if rewrites else rounds[-1].cached  # of another prompt
+                rounds = [StreamedRound(answer, min(accepted, len(answer)), drafted, cached=cached)]
             for round in rounds:
                 streamer.put_round(round)
         elif streamer is not None:
@@ -361,7 +363,7 @@ class ContinuousCascade:
     @property
     def rewriting(self) -> tuple[str, ...]:
         """Names of the stages that read other tokens than the large model, or another prompt."""
-        return tuple(stage.label for stage in self.models.stages if stage.foreign or stage.stage.prompt is not None)
+        return tuple(stage.label for stage in self.models.stages if stage.rewrites)
 
     @property
     def max_length(self) -> int:
