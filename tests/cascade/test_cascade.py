@@ -312,6 +312,7 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
             fastspec.Stage(**stage)
     wrong = {
         "stages: [a]\nlambda: 3": "unknown key lambda; .*; a cascade's `price`, what a bad answer costs",
+        "stages: [{model: a, head: b}]": "stage 0: unknown key head; .*; a stage's head is named by `resources",
         "stages: [{model: a, lambda: 3}]": "stage 0: unknown key lambda; .*; a cascade's `price`",
         "stages: [{model: a, size: 3}]": "unknown key size",
         "- a": "keys",

@@ -271,6 +271,11 @@ def test_modes_that_go_token_by_token_are_served(model: Any, mode: str) -> None:
             out = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=cascade)
             assert answer.choices[0].text == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
             assert len(answer.choices[0].logprobs.token_logprobs) == answer.usage.completion_tokens
+        endless = {"generation_config": json.dumps({"eos_token_id": 127, "max_new_tokens": 200})}
+        chunks = running.client().completions.create(
+            model=NAME, prompt="w5 w6 w7", max_tokens=200, temperature=0, stream=True, extra_body=endless
+        )
+        assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].text]) > 1
         assert running.metric("fastspec_accepted_tokens_total") > 0 and "fastspec_stage_queue{" not in running.get(
             "/metrics"
         )
