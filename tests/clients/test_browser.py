@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.browser import KEYS, Browser, chromium
+from helpers.cascade import trained
 from helpers.clients import MARKS
 from helpers.serve import Served, served, serving
 from helpers.serve_process import cascaded_target
@@ -168,6 +169,21 @@ def test_a_cascade_tells_which_stage_has_answered(browser: Browser) -> None:
             assert 0 < speed < 1.2 * tokens / first * (1000 if facts[4] == "ms" else 1)
         browser.click(".round:nth-child(2)")
         assert browser.run("return document.getElementById('which').textContent") == "Round 1"
+
+
+def test_the_answer_of_a_stage_with_another_prompt_is_one_round(browser: Browser) -> None:
+    stage = fastspec.Stage(small_target(), name="small", prompt=lambda text: f"w4 {text}")
+    given = {"tokenizer": small_tokenizer(), "label": "large", "predictor": trained(("small", "large"))}
+    model = fastspec.patch(small_target(), cascade=fastspec.Cascade(stages=[stage], costs=[1, 2], price=0, **given))
+    batch = fastspec.continuous(model, "cascade", rows=2, max_length=400)
+    with batch, serving(batch, small_tokenizer()) as server:
+        opened(browser, server, 30)
+        ask(browser, "w5")
+        browser.wait(f"document.querySelector('.text')?.textContent && {IDLE}")
+        assert browser.run("return document.querySelectorAll('.round').length") == 1 and marks(browser) == {"own"}
+        browser.click(".round")
+        told = browser.run("return ['which', 'counts'].map((each) => document.getElementById(each).textContent)")
+        assert told == ["Whole answer", "of a stage with other tokens or another prompt"]
 
 
 def test_an_answer_can_be_stopped(endless: Any, browser: Browser) -> None:

@@ -274,7 +274,7 @@ class ContinuousCascade:
             self._ask(request, index + 1)
             return
         handed = request.decides.handed(row, index, given)
-        trees = isinstance(request.streamer, RoundStreamer) and request.streamer.trees
+        trees = isinstance(request.streamer, RoundStreamer) and request.streamer.trees and not stage.rewrites
         call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds(trees))
         seed = (request.seed + index * NEXT_SEED + 2**63) % 2**64 - 2**63
         options = stage_options(stage, given, request.limit)
@@ -332,13 +332,12 @@ class ContinuousCascade:
 
     def _stream(self, request: CascadeRequest, answer: list[int], call: StageCall) -> None:
         """Hand the streamer an answer that was decided on: as one round, or as its rounds where their trees are asked
-        for and are of the large model's tokens."""
+        for and are of the large model's tokens and prompt."""
         streamer, rounds = request.streamer, call.rounds.kept
         if isinstance(streamer, RoundStreamer):
-            rewrites = self.models.stages[call.index].rewrites
-            if rewrites or not streamer.trees:
+            if not call.rounds.trees:
                 accepted, drafted = (sum(getattr(each, name) for each in rounds) for name in ("accepted", "drafted"))
-                cached = 0 if rewrites else rounds[-1].cached  # of another prompt
+                cached = 0 if self.models.stages[call.index].rewrites else rounds[-1].cached  # of another prompt
                 rounds = [StreamedRound(answer, min(accepted, len(answer)), drafted, cached=cached)]
             for round in rounds:
                 streamer.put_round(round)

@@ -69,7 +69,7 @@ class NamedRound:
     how many drafts it had (`drafted`) and, where it had some, their `tree`: `tokens` of its nodes, node 0 the last one
     before the round, their `texts` and `parents`, and the accepted `path` as node numbers. The texts of all rounds are
     together the text of the answer's tokens, but for a character that its last token begins. The answer of a cascade's
-    stage that drafts other tokens is one round, which tells of no drafts."""
+    stage with other tokens or another prompt is one round, which tells of no drafts."""
 
     told: dict[str, Any]
 
