@@ -316,6 +316,8 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
         "stages: [{model: a, lambda: 3}]": "stage 0: unknown key lambda; .*; a cascade's `price`",
         "stages: [{model: a, size: 3}]": "unknown key size",
         "- a": "keys",
+        "stages: [a]\nprice: 3\nprice: 4": "line 3 has the key 'price' a second time",
+        "stages:\n- model: a\n  name: x\n  model: b": "line 4 has the key 'model' a second time",
     }
     for text, message in wrong.items():
         (tmp_path / "c.yaml").write_text(text)
