@@ -290,6 +290,11 @@ OTHERS = (
         keys=r"(^mtp|\.mtp)\.|(^|\.)(enorm|hnorm|eh_proj|pre_fc_norm_hidden|pre_fc_norm_embedding)\.",
     ),
     Other(
+        "a head with PEFT's adapters beside its weights",
+        "fastspec does not add to them: save what merge_and_unload() returns",
+        keys=r"\.(base_layer|lora_\w+|modules_to_save)\.",
+    ),
+    Other(
         "a head with a mixture of experts",
         "fastspec runs in targets and not in heads: use one with a plain feed-forward",
         keys=r"\.experts\.",
