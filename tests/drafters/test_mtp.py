@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -251,6 +252,22 @@ def test_another_copy_has_what_a_conversion_lost(tmp_path: Path) -> None:
     with fastspec.patched(model, mtp=tmp_path / "apart", assistant="mtp"):
         assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False))
         assert fastspec.report(model).last.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_layer_that_speculators_saved_alone(kind: str, tmp_path: Path) -> None:
+    """It is the layer of the model's own files, under other names."""
+    model, made = loaded(kind, tmp_path / "whole")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": model.config.to_diff_dict()}
+    (alone / "config.json").write_text(json.dumps(config))
+    tensors = published(made, "speculators", 3, split=kind == "qwen3_5_moe_text")
+    save_file({name: each.contiguous() for name, each in tensors.items()}, alone / "model.safetensors")
+    own, apart = load_mtp(True, model).module.state_dict(), load_mtp(alone, model).module.state_dict()
+    assert own.keys() == apart.keys() and all(torch.equal(own[name], apart[name]) for name in own)
+    with pytest.raises(CheckpointError, match=r"an MTP module.*mtp=PATH"):
+        fastspec.load_head(alone, model)
 
 
 def test_a_copy_of_the_targets_lm_head_is_not_held_twice(tmp_path: Path) -> None:

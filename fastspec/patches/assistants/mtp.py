@@ -68,6 +68,15 @@ FORMS = (
         prefix=WRAPPED + r"mtp\.(?:layers\.(?P<step>\d+)\.)?",
         names=((r"^pre_fc_norm_embedding\.", "token_norm."), (r"^pre_fc_norm_hidden\.", "state_norm.")),
     ),
+    MtpForm(  # Qwen's, as speculators trains and saves it alone
+        prefix=r"^mtp_layers\.(?P<step>\d+)\.",
+        names=(
+            (r"^token_layernorm\.", "token_norm."),
+            (r"^hidden_layernorm\.", "state_norm."),
+            (r"^input_proj\.", "fc."),
+            (r"^final_layernorm\.", "norm."),
+        ),
+    ),
     MtpForm(  # DeepSeek-V3, GLM-4.5, Hunyuan
         prefix=WRAPPED + r"layers\.(?P<step>N)\.",
         names=(
