@@ -33,8 +33,11 @@ class HeadCheckpoint(Description):
 
     @classmethod
     def of(cls, module: EagleHead) -> HeadCheckpoint:
-        """A module, checked like a file. Raises CheckpointError for values not finite, and draft ids without tokens."""
+        """A module, checked like a file. Raises CheckpointError for values not finite or not there, and draft ids
+        without tokens."""
         where, config = "this EagleHead", module.config
+        if any(tensor.is_meta for tensor in module.state_dict().values()):
+            raise CheckpointError(f"{where} is on the device meta, without values: fastspec.load_head loads one")
         _check_values(dict(module.named_parameters()), where)
         tokens = module.drafted()
         if bool((tokens < 0).any()) or bool((tokens >= config.vocab_size).any()):

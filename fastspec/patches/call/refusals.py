@@ -85,9 +85,10 @@ _PASSED_BY = (
     "_prefill",
     "_sample",
     "_has_unfinished_sequences",
+    "_prepare_position_ids_for_generation",
 )
-"""Methods of a model that plain decoding calls at every pass, and an assisted call does not: those of transformers' own
-are known."""
+"""Methods of a model that plain decoding goes by at every pass, and an assisted call does not: those of transformers'
+own are known."""
 
 
 def refuse_overrides(model: Any) -> None:
@@ -101,8 +102,8 @@ def refuse_overrides(model: Any) -> None:
             refuse_peft(owner)
             continue
         raise Unsupported(
-            f"{type(model).__name__}.{name} is {_home(method)}'s ({where_defined(method)}): plain decoding calls it at "
-            "every step, an assistant's rounds do not; remove the override, or leave out assistant="
+            f"{type(model).__name__}.{name} is {_home(method)}'s ({where_defined(method)}): plain decoding goes by "
+            "it at every step, an assistant's rounds do not; remove the override, or leave out assistant="
         )
     refuse_hooks_of_peft(model)
     if is_zero3():

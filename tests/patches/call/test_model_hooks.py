@@ -85,7 +85,7 @@ def test_an_override_is_refused_or_left_to_plain_decoding(name, level):
         model.__dict__[name] = override.__get__(model)
     fastspec.patch(model, assistant="nasd")
     with pytest.raises(
-        Unsupported, match=rf"{name} is [\w.]*test_model_hooks's .*: plain decoding calls it at every step"
+        Unsupported, match=rf"{name} is [\w.]*test_model_hooks's .*: plain decoding goes by it at every step"
     ):
         model.generate(**prompts(5), **OPTIONS, assistant="nasd")
     assert not fired
