@@ -31,6 +31,7 @@ from fastspec.patches.hf.replaced import (
     calls_original,
     foreign_masks,
     has_foreign_attention,
+    home_of,
     is_strangers,
     replaced_functions,
     where_defined,
@@ -99,7 +100,7 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     forward = type(model).forward
     missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
     if missing:
-        told = "" if forward.__module__.startswith("transformers.") else ". Name them in its signature"
+        told = "" if home_of(forward).startswith("transformers.") else ". Name them in its signature"
         raise Unsupported(
             f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands"
             + told
@@ -357,7 +358,7 @@ def is_foreign(module: nn.Module) -> bool:
     """True where someone else has a say in a module's forward: a hook, an override on the instance, or a class of their
     own."""
     forward = type(module).forward
-    home = forward.__module__.startswith(("transformers.", "torch.")) and not is_strangers(forward)
+    home = home_of(forward).startswith(("transformers.", "torch.")) and not is_strangers(forward)
     return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 
