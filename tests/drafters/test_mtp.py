@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.generate import prompts
+from helpers.heads import as_eagle3, make_head, write
 from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
 from helpers.vision import prompts_with_images, seeing
@@ -471,6 +472,23 @@ def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:
     assert ("glm4_moe", 'assistant="mtp", by the adapter glm4_moe') in mtp.inspect_mtp(tmp_path / "with")
     assert mtp.inspect_mtp(tmp_path / "without") is None
     assert CliRunner().invoke(app, ["inspect", str(tmp_path / "without")]).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"layer_types": ["full_attention"] * 36}, {"rms_norm_eps": 1}, {"rope_scaling": {"rope_type": "mrope"}}],
+    ids=str,
+)
+def test_inspect_reads_heads_whose_configuration_transformers_refuses(more: dict[str, Any], tmp_path: Path) -> None:
+    config, state = as_eagle3(make_head(), None)
+    write(tmp_path, config | more, state)
+    assert mtp.inspect_mtp(tmp_path) is None
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert shown.exit_code == 0 and "eagle3" in shown.output
+    for odd in ({"hidden_size": "64"}, {"num_attention_heads": 0}):
+        write(tmp_path, config | odd, state)
+        refused = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+        assert refused.exit_code == 1 and next(iter(odd)) in str(refused.exception) + refused.output
 
 
 def test_the_pages_table_has_the_families_that_are_tried_and_their_tensors() -> None:
