@@ -14,6 +14,7 @@ from helpers.heads import (
     DEEPSPEC,
     LAYERS,
     PUBLISHED,
+    as_angelslim,
     as_deepspec,
     as_eagle,
     as_eagle3,
@@ -97,6 +98,17 @@ def test_names_of_wrappers_around_a_layer_are_taken_off_and_no_key_stands_twice(
     assert torch.equal(logits(build_head(read(tmp_path, config, inner)), embedding), logits(head, embedding))
     with pytest.raises(CheckpointError, match=r"two keys mean 'd2t'"):
         read(tmp_path, config, state | {"module.d2t": state["d2t"].clone()})
+
+
+def test_the_base_of_rotation_by_images_is_the_configurations_own(tmp_path):
+    """AngelSlim's trainer rotates by another class there, which reads the field that its plain one ignores."""
+    config, state = as_angelslim(make_head(), None)
+    for more, theta in (({}, 1e4), ({"mrope_interleaved": True}, 5e6), ({"mrope_interleaved": False}, 1e4)):
+        rope = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2], **more}
+        found = read(tmp_path, config | {"rope_scaling": rope, "rope_theta": 5e6}, state).config.rope_parameters
+        assert found == {"rope_type": "default", "rope_theta": theta}
+    mrope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 1e6}
+    assert read(tmp_path, config | mrope, state).config.rope_parameters["rope_theta"] == 1e6
 
 
 @pytest.mark.parametrize("apart", ["self_attn.q_proj.lora_A.default.weight", "self_attn.q_proj.base_layer.weight"])

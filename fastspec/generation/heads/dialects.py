@@ -282,6 +282,8 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
     given = _rope_of_layer(fields, cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}, layers)
     check_kinds(given, fields.where)
     kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "default" and given.get("mrope_interleaved") is True:  # as Qwen3-VL's configurations say it
+        kind = "mrope"
     theta, source = given.get("rope_theta") or cfg.get("rope_theta"), "config"
     if kind in dialect.trained_theta:
         if theta not in (None, TRAINED_THETA):
