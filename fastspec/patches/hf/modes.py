@@ -306,6 +306,9 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     layers = list(getattr(decoder_of(model), adapter.layers))
     if len(set(layers)) < len(layers):
         return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
+    attentions = [each for layer in layers if (each := layer._modules.get(adapter.attention)) is not None]
+    if any(vars(each).get("rotary_ndims", 0) % 2 for each in attentions):
+        return "its rotation turns an odd number of channels of a head, which its own forward makes one more"
     if adapter.heads_norm and any(hasattr(getattr(layer, adapter.attention), adapter.heads_norm) for layer in layers):
         scale = getattr(decoder_of(model), adapter.rotary).attention_scaling
         if scale != 1.0:
