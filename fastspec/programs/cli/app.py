@@ -42,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cascade, name="cascade")
-for command in (generate, serve, warmup, tune, demo, chat, bench, inspect, train):
+for command in (demo, chat, generate, serve, bench, inspect, train, warmup, tune):
     app.command(cls=NamingCommand, help=" ".join((command.__doc__ or "").split()))(command)
 
 
