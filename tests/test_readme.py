@@ -71,7 +71,7 @@ def equal(**wanted: Any) -> str:
 
 
 def claims(picture: Any) -> list[tuple[str, str]]:
-    """The phrases of README that have numbers, as the rows say them, each with the file of its rows; "" for versions."""
+    """The phrases of README that have numbers, as rows say them, each with the file of its rows; "" for versions."""
     real, shape, cpu = picture.PANELS
     gpu, plain, cores = (
         {name: picture.number(speed) for name, speed in each.speeds().items()} for each in picture.PANELS
