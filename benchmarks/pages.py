@@ -31,6 +31,13 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+STORED = {
+    "dense": "bf16",
+    "int8": "int8",
+    "fp8": "FP8 in blocks",
+    "gptq": "4 bits, groups of 128 (GPTQ)",
+    "nf4": "nf4",
+}
 SETS = {
     "mt_bench": "MT-bench",
     "humaneval": "HumanEval",
@@ -135,10 +142,10 @@ def expect() -> str:
         for method in methods:
             ms = one(file, method=method, **wanted)["round_ms"]
             cells.append([f"{NAMES[shape]}, bf16", place, name_of(method), *timed(method, ms, plain), link(file)])
-    for weights, said in (("dense", "bf16"), ("int8", "int8"), ("fp8", "FP8")):
-        ms = one("stored_h100", weights=weights, method="autoregressive", batch=1)["round_ms"]
-        cells.append([f"{NAMES['llama-8b']}, {said}", h100, "`autoregressive`", *timed("autoregressive", ms, None)])
-        cells[-1].append(link("stored_h100"))
+    for weights in ("int8", "fp8", "gptq"):
+        ms = stored_row(weights, "autoregressive")["round_ms"]
+        said = f"{NAMES['llama-8b']}, {STORED[weights]}"
+        cells.append([said, h200, "`autoregressive`", *timed("autoregressive", ms, None), link("stored_h200")])
     for file, count, shape, launches, drafting in (
         ("parallel_h200", "two", "llama-8b", "shipped", {}),
         ("parallel_h200", "two", "llama-70b", "tuned", {}),
@@ -387,6 +394,22 @@ def head_bits() -> str:
     return markdown(["", *(SETS[name] for name in sets)], cells)
 
 
+def stored_row(weights: str, method: str, bits: int | None = None) -> Row:
+    """The row of an 8B shape with weights stored so, one row."""
+    wanted = {"shape": "llama-8b", "weights": weights, "batch": 1}
+    return one("stored_h200", method=method, head_bits=bits, **wanted)
+
+
+def stored() -> str:
+    """Milliseconds of an 8B shape by how its weights are stored."""
+    cells = []
+    for weights, said in STORED.items():
+        ways = (("autoregressive", None), ("eagle3", 16), ("eagle3", 8))
+        times = [stored_row(weights, *way)["round_ms"] for way in (ways[:1] if weights == "nf4" else ways)]
+        cells.append([said, *(shown(ms, 2) for ms in times), *["not timed"] * (3 - len(times))])
+    return markdown(["", "a token", "a round of `eagle3`", "with `head_bits=8`"], cells)
+
+
 def eagle_head() -> str:
     """Acceptance length of the head of EAGLE-1's and EAGLE-2's format that ships."""
     sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
@@ -510,6 +533,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "first_tokens": first_tokens,
     "smollm2_heads": smollm2_heads,
     "head_bits": head_bits,
+    "stored": stored,
     "eagle_head": eagle_head,
     "qwen_head": qwen_head,
     "floors": floors,

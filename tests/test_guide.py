@@ -78,12 +78,26 @@ def test_figures_of_the_output_are_those_of_their_rows() -> None:
 
 
 def test_figures_of_times_are_those_of_their_rows() -> None:
-    def ms(weights: str, method: str) -> str:
-        return f"{one('stored_h100.jsonl', 'round_ms', weights=weights, method=method, batch=1):.2f}"
+    def of(what: str, **wanted: Any) -> float:
+        return one("stored_h200.jsonl", what, **wanted)
 
-    token, round_ = ([ms(weights, method) for weights in ("int8", "dense")] for method in ("autoregressive", "eagle3"))
-    held("quantised.md", "a token in {} ms instead of {} in bf16".format(*token))
-    held("quantised.md", "a round of `eagle3` in {} instead of {}".format(*round_))
+    beside = {"shape": "llama-8b", "method": "autoregressive"}
+    eight, many = (
+        [of("round_ms", **beside, weights=weights, batch=batch) for weights in ("fp8", "dense")] for batch in (8, 32)
+    )
+    held("quantised.md", "in {:.2f} ms instead of {:.2f} in bf16".format(*eight))
+    held("quantised.md", "32 rows in {:.2f} instead of {:.2f}".format(*many))
+    prompts = [of("prefill_ms", **beside, weights=weights, batch=1) for weights in ("fp8", "gptq", "int8", "dense")]
+    held(
+        "quantised.md",
+        "took {:.0f} ms of FP8, {:.0f} of 4 bits and {:.0f} of int8, where bf16 took {:.0f}".format(*prompts),
+    )
+    rounds = [
+        of("round_ms", shape=shape, weights="dense", method="eagle3", head_bits=bits)
+        for shape in ("llama-8b", "qwen2-1.5b")
+        for bits in (8, 16)
+    ]
+    held("assistants.md", "takes {:.2f} ms with it instead of {:.2f}, and of a 1.5B shape {:.2f}".format(*rounds))
     cold, warm = (
         one("first_call_h100.jsonl", "first_token", shape="llama-8b", assistant="eagle3", caches=caches)
         for caches in ("cold", "warm")
