@@ -43,8 +43,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as chat templates read it: contents are texts, arguments of calls objects, and fields that are
-    null are left out. Raises Unsupported, by the message's number, for a content that is no text."""
+    """A conversation as chat templates read it: contents are texts, arguments of calls objects, null fields are left
+    out, and OpenAI's role `developer`, of which few templates know, is `system`. Raises Unsupported, by the message's
+    number, for a content that is no text."""
     return [_as_message(f"messages[{number}]", message) for number, message in enumerate(talk)]
 
 
@@ -53,6 +54,8 @@ def _as_message(name: str, message: dict[str, Any]) -> dict[str, Any]:
     content = found.get("content", "")
     if not isinstance(found.get("role"), str):
         raise Unsupported(f"{name}.role must be a text")
+    if found["role"] == "developer":
+        found["role"] = "system"
     if isinstance(content, list):
         fits = all(isinstance(part, dict) and part.get("type") in TEXT_PARTS for part in content)
         if not fits or not all(isinstance(part.get("text"), str) for part in content):

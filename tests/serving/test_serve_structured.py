@@ -121,6 +121,14 @@ def test_some_tool_is_called_where_one_is_required(server: Served) -> None:
     assert item.type == "function_call" and item.name == "find" and is_valid(json.loads(item.arguments))
 
 
+def test_one_tool_is_called_where_one_is_required_and_no_more_may_be(server: Served) -> None:
+    given = asked(tools=TOOLS[1:2], tool_choice="required", parallel_tool_calls=False)
+    choice = server.client().chat.completions.create(**given).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert is_valid(json.loads(call.function.arguments))
+
+
 def test_calls_that_the_limit_cuts_are_content(server: Served) -> None:
     given = asked(tools=TOOLS, tool_choice="required", max_tokens=9)
     choice = server.client().chat.completions.create(**given).choices[0]

@@ -354,7 +354,9 @@ class Server:
         if asked.prompts or self.template is None or structure is not None:
             return AnswerReader(self.tokenizer, None, stop=asked.stop, names=names)
         ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
-        parser = ResponseParser(self.template, self.tokenizer, asked.tools, prompt.text)
+        parser = ResponseParser(
+            self.template, self.tokenizer, asked.tools, prompt.text, most=None if asked.parallel else 1
+        )
         return AnswerReader(self.tokenizer, parser, ends, asked.stop, names)
 
     def ids(self, text: str, special: bool) -> list[int]:
