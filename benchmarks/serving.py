@@ -15,8 +15,11 @@ that of `{head}`. `ready_s` is the time until such a server is ready, the others
 
 Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or
 `--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`, in
-one piece; or `long`, streamed, where every tenth request begins with a text of `--long` words. Before anything is timed
-each server answers four prompts; `equal` is the share of answers that are the first server's first ones, 1 in fp32.
+one piece; or `long`, streamed, where every tenth request begins with a text of `--long` words; or `turns`, streamed chats of
+ten turns, which are ten requests and `--long` words together, and whose first tokens come by turn too; or `schema`, whole
+answers that a JSON schema holds: `valid` is the share of them that do, and of a server that ignores schemas 0. Before
+anything is timed each server answers four prompts, or a chat; `equal` is the share of answers that are the first
+server's first ones, 1 in fp32.
 `pause_ms` are the times between a stream's chunks, those within 2 ms taken for one, since a round brings several
 tokens. `acceptance_length` and `stages`, the share of answers by each stage of a cascade, are those of the server's
 `/metrics`, null without drafts and without stages. One client reads all streams, and a
@@ -28,10 +31,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import tempfile
 import time
@@ -59,6 +64,18 @@ TOGETHER = 0.002
 LONG_EVERY = 10
 REQUESTS = 6
 """Times those in flight: so many requests at the least."""
+TURNS = 10
+"""Requests of a chat."""
+WHOLE = "whole", "schema"
+"""Ways whose answers are no streams."""
+TEXT = {"type": "string", "maxLength": 60}
+SCHEMA = {
+    "type": "object",
+    "properties": {"title": TEXT, "mood": {"enum": ["good", "bad"]}, "year": {"type": "integer", "maximum": 2100}},
+    "required": ["title", "mood", "year"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "review", "strict": True, "schema": SCHEMA}}
 COUNTS = {
     "fastspec_stage_requests_total": "answered by {stage}",
     "fastspec_row_rounds_total": "rounds",
@@ -159,12 +176,13 @@ class Answer:
         return [later - sooner for sooner, later in pairwise(self.at) if later - sooner > TOGETHER]
 
 
-async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: bool) -> Answer:
-    """One chat, streamed unless its answer is to come as a `whole`."""
+async def ask(client: AsyncOpenAI, model: str, messages: list[Row], count: int, way: str) -> Answer:
+    """The next answer of a chat, as its way has it."""
     answer = Answer(time.perf_counter())
-    asked: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-    asked |= {"max_tokens": count, "temperature": 0}
-    if whole:
+    asked: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": count, "temperature": 0}
+    if way == "schema":
+        asked["response_format"] = FORMAT
+    if way in WHOLE:
         found = await client.chat.completions.create(**asked)
         answer.text, answer.tokens = found.choices[0].message.content or "", found.usage.completion_tokens
         answer.over = time.perf_counter()
@@ -181,19 +199,25 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: b
 
 
 async def load(
-    url: str, model: str, prompts: Sequence[str], in_flight: int, count: int, whole: bool = False
+    url: str, model: str, prompts: Sequence[str], in_flight: int, count: int, way: str = "streamed"
 ) -> tuple[list[Answer], float]:
-    """All prompts, so many at a time -> the answers in their order, and the seconds that all took."""
+    """All prompts, or all chats of ten of them, so many at a time -> the answers in the prompts' order, and the seconds
+    that all took."""
     room = asyncio.Semaphore(in_flight)
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=3600) as client:
 
-        async def one(prompt: str) -> Answer:
+        async def chat(turns: Sequence[str]) -> list[Answer]:
+            messages, answers = list[Row](), list[Answer]()
             async with room:
-                return await ask(client, model, prompt, count, whole)
+                for prompt in turns:
+                    messages.append({"role": "user", "content": prompt})
+                    answers.append(await ask(client, model, messages, count, way))
+                    messages.append({"role": "assistant", "content": answers[-1].text})
+            return answers
 
-        begun = time.perf_counter()
-        answers = await asyncio.gather(*map(one, prompts))
-        return answers, time.perf_counter() - begun
+        turns, begun = TURNS if way == "turns" else 1, time.perf_counter()
+        chats = await asyncio.gather(*(chat(prompts[at : at + turns]) for at in range(0, len(prompts), turns)))
+        return [answer for answers in chats for answer in answers], time.perf_counter() - begun
 
 
 def counted(url: str) -> dict[str, float]:
@@ -225,15 +249,34 @@ def shares(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     return {stage: round(count / sum(new.values()), 3) for stage, count in new.items()} if any(new.values()) else None
 
 
-def texts(path: str, requests: int, long: int) -> list[str]:
-    """So many prompts of a file, again from its start where it has fewer; with `long` every tenth behind a text of so
-    many words."""
+def texts(path: str, requests: int, way: str, long: int) -> list[str]:
+    """So many prompts of a file, again from its start where it has fewer; for `long` every tenth behind a text of so
+    many words, for `turns` each behind a tenth of them. No two texts begin alike."""
     found = [row["text"] for row in read_rows(path)]
-    filler = " ".join(f"item {number}" for number in range(long // 2))
     chosen = [found[index % len(found)] for index in range(requests)]
-    for index in range(LONG_EVERY - 1, requests if long else 0, LONG_EVERY):
+    first, step, words = {"long": (LONG_EVERY - 1, LONG_EVERY, long), "turns": (0, 1, long // TURNS)}.get(
+        way, (0, 1, 0)
+    )
+    for index in range(first, requests if words else 0, step):
+        filler = " ".join(f"item {number}" for number in range(index, index + words // 2))
         chosen[index] = f"{filler}\n{chosen[index]}"
     return chosen
+
+
+def requests_of(given: argparse.Namespace, way: str, in_flight: int) -> int:
+    """Requests of a load; of `turns` whole chats, as many as are in flight at the least."""
+    if way == "turns":
+        return TURNS * max(in_flight, -(-given.requests // TURNS))
+    return max(given.requests, REQUESTS * in_flight)
+
+
+def is_valid(text: str) -> bool:
+    """Whether a text holds to the schema, as far as it can be told without a library."""
+    try:
+        found = json.loads(text)
+        return list(found) == SCHEMA["required"] and found["mood"] in ("good", "bad") and found["year"] <= 2100
+    except (ValueError, TypeError):
+        return False
 
 
 def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: float, wanted: Sequence[str]) -> Row:
@@ -255,23 +298,31 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
     """A row for every way, load and server."""
     where = place(*device_here()) | {"client_cpu": cpu_name(), "cores": os.cpu_count(), "note": given.note}
     for way in given.ways:
-        whole, long = way == "whole", given.long if way == "long" else 0
-        most = max(given.requests, REQUESTS * max(given.in_flight))
-        prompts = texts(given.prompts, most, long)
+        long = given.long if way in ("long", "turns") else 0
+        prompts = texts(given.prompts, requests_of(given, way, max(given.in_flight)), way, long)
         for server in servers.values():
-            asyncio.run(load(server.url, given.model, prompts[:4], 4, given.max_tokens, whole))
+            asyncio.run(
+                load(server.url, given.model, prompts[-TURNS if way == "turns" else -4 :], 4, given.max_tokens, way)
+            )
         wanted: list[str] = []
         for in_flight in given.in_flight:
-            count = max(given.requests, REQUESTS * in_flight)
+            count = requests_of(given, way, in_flight)
             for name, server in servers.items():
                 before = counted(server.url)
-                asked = load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole)
+                asked = load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, way)
                 answers, seconds = asyncio.run(asked)
                 after = counted(server.url)
                 wanted += [answer.text for answer in answers[len(wanted) :]]
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
                 row |= {"acceptance_length": acceptance(before, after), "stages": shares(before, after)}
-                row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "ready_s": server.ready_s}
+                if way == "turns":
+                    firsts = [1e3 * (answer.at[0] - answer.sent) if answer.at else 0.0 for answer in answers]
+                    by_turn = [statistics.median(firsts[turn::TURNS]) for turn in range(TURNS)]
+                    row["first_token_by_turn_ms"] = [round(value, 2) for value in by_turn]
+                if way == "schema":
+                    row["valid"] = sum(is_valid(answer.text) for answer in answers) / len(answers)
+                row |= {"way": way, "streamed": way not in WHOLE, "max_tokens": given.max_tokens, "long": long}
+                row["ready_s"] = server.ready_s
                 row |= {"model": given.model, "prompts": Path(given.prompts).stem}
                 yield row | where | {"load_average": round(os.getloadavg()[0], 2)}
 
@@ -286,8 +337,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=64, help="of a load, or six times those in flight")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--ways", nargs="+", default=["streamed"], choices=("streamed", "whole", "long"))
-    parser.add_argument("--long", type=int, default=1500, help="words before every tenth prompt, with `--ways long`")
+    parser.add_argument(
+        "--ways", nargs="+", default=["streamed"], choices=("streamed", "whole", "long", "turns", "schema")
+    )
+    parser.add_argument(
+        "--long", type=int, default=1500, help="words before every tenth prompt (long), in a chat (turns)"
+    )
     parser.add_argument("--note", default="", help="what the rows say of the machine and the servers")
     given = parser.parse_args(arguments)
     if not given.server + given.start:

@@ -170,6 +170,18 @@ def test_what_cannot_be_held_is_refused_by_name(server: Served, path: str, more:
     assert status == (422 if "guided_regex" in more else 400) and said in answer["error"]["message"]
 
 
+def test_a_grammar_that_leads_nowhere_is_the_client_s_mistake(server: Served) -> None:
+    """Some schemas allow no text, and these tokens write no umlaut."""
+    loop = {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}
+    for schema, said in ((loop, "allows no first token"), ({"const": "\u00fc"}, "the grammar does not allow")):
+        given = asked(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+        status, answer = post(server, CHAT, json.dumps(given).encode())
+        assert status == 400 and said in answer["error"]["message"], answer
+    with pytest.raises(openai.APIError, match="the grammar does not allow") as told:
+        list(server.client().chat.completions.create(**given, stream=True))
+    assert told.value.code == "400"
+
+
 def test_rows_with_and_without_structures_run_in_one_batch(server: Served) -> None:
     """Each as by itself: a structured row beside it changes no other row's answer."""
     rng = random.Random(0)

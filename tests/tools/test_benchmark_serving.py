@@ -39,7 +39,9 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         Server.asked += 1
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = asked["messages"][0]["content"].split("\\n")[-1][: asked["max_tokens"]] + sys.argv[2]
+        text = asked["messages"][-1]["content"].split("\\n")[-1][: asked["max_tokens"]] + sys.argv[2]
+        if "response_format" in asked and sys.argv[2] == "":
+            text = '{"title": "' + text[:4] + '", "mood": "bad", "year": 7}'
         usage = {"completion_tokens": len(text), "prompt_tokens": 1, "total_tokens": 1 + len(text)}
         common = {"id": "a", "created": 1, "model": "m"}
         self.send_response(200)
@@ -135,6 +137,54 @@ def test_every_way_and_load_of_servers_that_are_started(serving, files, tmp_path
     for pid in map(int, pids.read_text().split()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_chats_of_ten_turns_and_answers_by_a_schema(serving, files, tmp_path):
+    script, prompts, pids = files
+    out = tmp_path / "rows.jsonl"
+    command = f"{sys.executable} {script} {{port}}"
+    serving.main(
+        [
+            *("--start", f"one={command} '' {pids}", "--start", f"other={command} ' and more' {pids}"),
+            *("--model", "m", "--prompts", str(prompts), "--ways", "turns", "schema", "--long", "40"),
+            *("--in-flight", "1", "3", "--requests", "4", "--max-tokens", "7", "--out", str(out)),
+        ]
+    )
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    told = [(row["way"], row["server"], row["in_flight"], row["requests"], row["streamed"]) for row in rows]
+    servers = "one", "other"
+    assert told == [
+        *(("turns", name, in_flight, 10 * in_flight, True) for in_flight in (1, 3) for name in servers),
+        *(("schema", name, in_flight, 6 * in_flight, False) for in_flight in (1, 3) for name in servers),
+    ]
+    for row in rows:
+        mine = row["server"] == "one"
+        assert row.get("valid") == ({True: 1.0, False: 0.0}[mine] if row["way"] == "schema" else None)
+        assert len(row.get("first_token_by_turn_ms", ())) == (10 if row["way"] == "turns" else 0)
+        assert row["equal"] == mine and all(value > 0 for value in row.get("first_token_by_turn_ms", ()))
+
+
+def test_a_chat_goes_on_from_what_was_answered(serving, monkeypatch):
+    """And no two texts begin alike, so that nothing but a chat's own turns is known to a server."""
+    asked = []
+
+    async def ask(client, model, messages, count, way):
+        asked.append([message["content"] for message in messages])
+        return serving.Answer(0.0, f"answer to {messages[-1]['content']}")
+
+    monkeypatch.setattr(serving, "ask", ask)
+    turns = [f"turn {number}" for number in range(20)]
+    answers, _ = serving.asyncio.run(serving.load("http://127.0.0.1:1/v1", "m", turns, 1, 5, "turns"))
+    assert [answer.text for answer in answers] == [f"answer to {turn}" for turn in turns]
+    assert asked[1] == ["turn 0", "answer to turn 0", "turn 1"] and asked[10] == ["turn 10"] and len(asked[19]) == 19
+
+
+def test_texts_of_chats_have_words_before_each_turn(serving, files):
+    found = serving.texts(str(files[1]), 20, "turns", 40)
+    assert len({text.split(" item ")[0] for text in found}) == 20 and all(len(text.split()) == 6 for text in found)
+    assert serving.texts(str(files[1]), 20, "schema", 40)[0] == "prompt 0"
+    long = serving.texts(str(files[1]), 20, "long", 40)
+    assert [len(text.split()) for text in long] == [*[2] * 9, 42, *[2] * 9, 42]
 
 
 def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving, files):

@@ -134,6 +134,8 @@ class Row:
         try:
             if future.cancelled():
                 error = Refused("the server stops", 503)
+            elif isinstance(error, Unsupported):  # of a grammar that leads nowhere, say
+                error = Refused(str(error))
             elif error is None:
                 self.end()
         except Exception as raised:
