@@ -24,8 +24,10 @@ class Server(BaseHTTPRequestHandler):
 
     def do_GET(self):
         told = self.path == "/metrics" and sys.argv[2] != ""
-        self.send_response(200 if told or self.path == "/health" else 404)
+        self.send_response(200 if told or self.path in ("/health", "/v1/models") else 404)
         self.end_headers()
+        if self.path == "/v1/models":
+            self.wfile.write(b'{"data": [{"id": "/folder/m"}]}')
         if told:
             for name, count in (("drafts", 2), ("accepted_tokens", 3)):
                 name = "vllm:spec_decode_num_" + name
@@ -39,9 +41,11 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         Server.asked += 1
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["model"] != "/folder/m":
+            self.send_error(400)
         text = asked["messages"][-1]["content"].split("\\n")[-1][: asked["max_tokens"]] + sys.argv[2]
         if "response_format" in asked and sys.argv[2] == "":
-            text = '{"title": "' + text[:4] + '", "mood": "bad", "year": 7}'
+            text = '{"title": "' + text[:4] + '", "mood": "bad"}'
         usage = {"completion_tokens": len(text), "prompt_tokens": 1, "total_tokens": 1 + len(text)}
         common = {"id": "a", "created": 1, "model": "m"}
         self.send_response(200)
@@ -218,5 +222,5 @@ def test_a_command_gets_the_folders_of_the_model_and_of_its_head(serving, files,
     monkeypatch.setattr(beside, "saved", lambda name, model, tokenizer: contextlib.nullcontext(f"/folder of {model}"))
     monkeypatch.setattr(beside, "find_head", lambda name: f"/head of {name}")
     with beside.started([f"one={sys.executable} {script} {{port}} '{{model}}, {{head}}' {pids}"], "m", 30) as found:
-        (answer,), _ = serving.asyncio.run(serving.load(found["one"].url, "m", ["prompt"], 1, 0))
+        (answer,), _ = serving.asyncio.run(serving.load(found["one"].url, "/folder/m", ["prompt"], 1, 0))
     assert answer.text == "/folder of m, /head of m"
