@@ -33,6 +33,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -66,9 +67,11 @@ REQUESTS = 6
 """Times those in flight: so many requests at the least."""
 TURNS = 10
 """Requests of a chat."""
+WAYS = "streamed", "whole", "long", "turns", "schema"
 WHOLE = "whole", "schema"
 """Ways whose answers are no streams."""
 FIELDS = {"title": {"type": "string", "maxLength": 60}, "mood": {"enum": ["good", "bad"]}}
+VALID = re.compile(r'\s*\{\s*"title"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"mood"\s*:\s*"(?:good|bad)"\s*\}\s*')
 SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "review", "strict": True, "schema": SCHEMA}}
 COUNTS = {
@@ -166,6 +169,11 @@ class Answer:
     over: float = 0.0
 
     @property
+    def first_ms(self) -> float:
+        """Milliseconds to the first chunk; 0 of an answer that has none."""
+        return 1e3 * (self.at[0] - self.sent) if self.at else 0.0
+
+    @property
     def pauses(self) -> list[float]:
         """Times between chunks that are no single one."""
         return [later - sooner for sooner, later in pairwise(self.at) if later - sooner > TOGETHER]
@@ -249,10 +257,8 @@ def texts(path: str, requests: int, way: str, long: int) -> list[str]:
     many words, for `turns` each behind a tenth of them. No two texts begin alike."""
     found = [row["text"] for row in read_rows(path)]
     chosen = [found[index % len(found)] for index in range(requests)]
-    first, step, words = {"long": (LONG_EVERY - 1, LONG_EVERY, long), "turns": (0, 1, long // TURNS)}.get(
-        way, (0, 1, 0)
-    )
-    for index in range(first, requests if words else 0, step):
+    every, words = {"long": (LONG_EVERY, long), "turns": (1, long // TURNS)}.get(way, (requests + 1, 0))
+    for index in range(every - 1, requests, every):
         filler = " ".join(f"item {number}" for number in range(index, index + words // 2))
         chosen[index] = f"{filler}\n{chosen[index]}"
     return chosen
@@ -260,17 +266,8 @@ def texts(path: str, requests: int, way: str, long: int) -> list[str]:
 
 def requests_of(given: argparse.Namespace, way: str, in_flight: int) -> int:
     """Requests of a load; of `turns` whole chats, as many as are in flight at the least."""
-    if way == "turns":
-        return TURNS * max(in_flight, -(-given.requests // TURNS))
-    return max(given.requests, REQUESTS * in_flight)
-
-
-def is_valid(text: str) -> bool:
-    """Whether a text holds to the schema."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        return isinstance(found, dict) and [*found] == [*FIELDS] and found["mood"] in FIELDS["mood"]["enum"]
-    return False
+    chats = TURNS * max(in_flight, -(-given.requests // TURNS))
+    return chats if way == "turns" else max(given.requests, REQUESTS * in_flight)
 
 
 def name_at(url: str) -> str:
@@ -281,7 +278,7 @@ def name_at(url: str) -> str:
 
 def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: float, wanted: Sequence[str]) -> Row:
     """The row of a load."""
-    first = sorted(1e3 * (answer.at[0] - answer.sent) for answer in answers if answer.at) or [0.0]
+    first = sorted(answer.first_ms for answer in answers if answer.at) or [0.0]
     whole = sorted(1e3 * (answer.over - answer.sent) for answer in answers)
     pauses = sorted(1e3 * pause for answer in answers for pause in answer.pauses) or [0.0]
     new, same = sum(answer.tokens for answer in answers), zip(answers, wanted, strict=True)
@@ -300,7 +297,7 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
     names = {server.url: name_at(server.url) for server in servers.values()}
     for way in given.ways:
         long = given.long if way in ("long", "turns") else 0
-        prompts = texts(given.prompts, requests_of(given, way, max(given.in_flight)), way, long)
+        prompts = texts(given.prompts, requests_of(given, way, max(given.in_flight)) + TURNS, way, long)
         for server in servers.values():
             asyncio.run(load(server.url, names[server.url], prompts[-TURNS:], 4, given.max_tokens, way))
         wanted: list[str] = []
@@ -315,14 +312,12 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
                 row |= {"acceptance_length": acceptance(before, after), "stages": shares(before, after)}
                 if way == "turns":
-                    firsts = [1e3 * (answer.at[0] - answer.sent) if answer.at else 0.0 for answer in answers]
-                    by_turn = [statistics.median(firsts[turn::TURNS]) for turn in range(TURNS)]
-                    row["first_token_by_turn_ms"] = [round(value, 2) for value in by_turn]
+                    by_turn = [[answer.first_ms for answer in answers[turn::TURNS]] for turn in range(TURNS)]
+                    row["first_token_by_turn_ms"] = [round(statistics.median(firsts), 2) for firsts in by_turn]
                 if way == "schema":
-                    row["valid"] = sum(is_valid(answer.text) for answer in answers) / len(answers)
+                    row["valid"] = sum(VALID.fullmatch(answer.text) is not None for answer in answers) / len(answers)
                 row |= {"way": way, "streamed": way not in WHOLE, "max_tokens": given.max_tokens, "long": long}
-                row["ready_s"] = server.ready_s
-                row |= {"model": given.model, "prompts": Path(given.prompts).stem}
+                row |= {"ready_s": server.ready_s, "model": given.model, "prompts": Path(given.prompts).stem}
                 yield row | where | {"load_average": round(os.getloadavg()[0], 2)}
 
 
@@ -336,12 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=64, help="of a load, or six times those in flight")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument(
-        "--ways", nargs="+", default=["streamed"], choices=("streamed", "whole", "long", "turns", "schema")
-    )
-    parser.add_argument(
-        "--long", type=int, default=1500, help="words before every tenth prompt (long), in a chat (turns)"
-    )
+    parser.add_argument("--ways", nargs="+", default=["streamed"], choices=WAYS)
+    parser.add_argument("--long", type=int, default=1500, help="words of every tenth prompt (long), a chat (turns)")
     parser.add_argument("--note", default="", help="what the rows say of the machine and the servers")
     given = parser.parse_args(arguments)
     if not given.server + given.start:

@@ -119,7 +119,10 @@ CHAT = _route(
 )
 COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, "fastspec", own=fields.OF_COMPLETIONS)
 RESPONSE = _route(
-    *("input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs", "client_metadata"),
+    "input",
+    response_params.ResponseCreateParamsStreaming,
+    "chat_template_kwargs",
+    "client_metadata",
     own=fields.OF_RESPONSES,
 )
 
