@@ -337,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.server + given.start:
         parser.error("name a --server, or one to --start")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends what was started, too
     with started(given.start, given.model, given.patience) as own:
         running = dict(text.split("=", 1) for text in given.server)
         for row in rows_of(given, {name: Started(url) for name, url in running.items()} | own):

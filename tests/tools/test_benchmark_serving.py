@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -213,6 +215,23 @@ def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving
             os.kill(pid, 0)
     with pytest.raises(SystemExit):
         serving.main(given)
+
+
+def test_servers_end_with_a_benchmark_that_is_told_to(files):
+    script, prompts, pids = files
+    start = (
+        f"one={sys.executable} {script} {{port}} '' {pids}",
+        f"never={sys.executable} -c 'import time; time.sleep(600)'",
+    )
+    command = [sys.executable, FOLDER / "serving.py", "--model", "m", "--prompts", prompts, "--start", start[0]]
+    process = subprocess.Popen([*command, "--start", start[1]])
+    while not (pids.exists() and pids.read_text().endswith("\n")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    process.wait(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pids.read_text()), 0)
 
 
 def test_a_command_gets_the_folders_of_the_model_and_of_its_head(serving, files, tmp_path, monkeypatch):
