@@ -3,9 +3,7 @@ stands still.
 
     python benchmarks/serving.py --model smollm2-135m-instruct --prompts mt_bench.jsonl --ways whole streamed long --in-flight 1 8 32 \\
         --start "fastspec=fastspec serve smollm2-135m-instruct --rows 32 --warmup --port {port}" \\
-        --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --gpu-memory-utilization 0.1
-            --kv-cache-memory-bytes 6000000000 --port {port}"
-    python benchmarks/serving.py --model NAME --prompts prompts.jsonl --server one=http://127.0.0.1:8000/v1 --server other=http://127.0.0.1:8001/v1
+        --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --gpu-memory-utilization 0.1 --kv-cache-memory-bytes 6000000000 --port {port}"
     python benchmarks/serving.py --model large --prompts prompts.jsonl --in-flight 1 4 8 --start "large=fastspec serve LARGE --name large --port {port}" \\
         --start "cascade=fastspec serve LARGE --stage small=SMALL --predictor p.safetensors --name large --port {port}"
 
@@ -14,16 +12,15 @@ of `{port}` in a command, a folder with the model, which another library reads, 
 that of `{head}`. `ready_s` is the time until such a server is ready, the others starting beside it.
 
 Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or
-`--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`, in
-one piece; or `long`, streamed, where every tenth request begins with a text of `--long` words; or `turns`, streamed chats of
-ten turns, which are ten requests and `--long` words together, and whose first tokens come by turn too; or `schema`, whole
-answers that a JSON schema holds: `valid` is the share of them that do, and of a server that ignores schemas 0. Before
-anything is timed each server answers ten prompts, or a chat; `equal` is the share of answers that are the first
-server's first ones, 1 in fp32.
-`pause_ms` are the times between a stream's chunks, those within 2 ms taken for one, since a round brings several
-tokens. `acceptance_length` and `stages`, the share of answers by each stage of a cascade, are those of the server's
-`/metrics`, null without drafts and without stages. One client reads all streams, and a
-small model on a GPU makes tokens faster than that: whole answers tell the server's own speed.
+`--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`; or
+`long`, streamed, where every tenth request begins with `--long` words; or `turns`, streamed chats of ten turns, which
+are ten requests and `--long` words together, with first tokens by turn too; or `schema`, whole answers by a JSON
+schema: `valid` is the share that hold to it. Before anything is timed each server answers ten prompts, or a chat;
+`equal` is the share of answers that are the first server's first ones, 1 in fp32. `pause_ms` are the times between a
+stream's chunks, those within 2 ms taken for one, since a round brings several tokens. `acceptance_length` and `stages`,
+the share of answers by each stage of a cascade, are those of the server's `/metrics`, null without drafts and stages.
+One client reads all streams, and a small model on a GPU makes tokens faster than that: whole answers tell the server's
+own speed.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,11 +34,9 @@ import re
 import shlex
 import signal
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,11 +57,10 @@ from fastspec.programs.bench.run import saved
 
 TOGETHER = 0.002
 """Seconds within which chunks count as one."""
-LONG_EVERY = 10
 REQUESTS = 6
 """Times those in flight: so many requests at the least."""
 TURNS = 10
-"""Requests of a chat."""
+"""Requests of a chat, and up to one that is long."""
 WAYS = "streamed", "whole", "long", "turns", "schema"
 WHOLE = "whole", "schema"
 """Ways whose answers are no streams."""
@@ -134,19 +128,15 @@ def started(commands: Sequence[str], model: str, patience: float) -> Iterator[di
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback that nothing listens on."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
 
 
 def is_ready(address: str) -> bool:
     """Whether `/health` says so."""
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+        return answer.status == 200
+    return False
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -188,15 +178,14 @@ async def ask(client: AsyncOpenAI, model: str, messages: list[Row], count: int, 
     if way in WHOLE:
         found = await client.chat.completions.create(**asked)
         answer.text, answer.tokens = found.choices[0].message.content or "", found.usage.completion_tokens
-        answer.over = time.perf_counter()
-        return answer
-    asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    async for chunk in await client.chat.completions.create(**asked):
-        if chunk.usage is not None:
-            answer.tokens = chunk.usage.completion_tokens
-        if chunk.choices and chunk.choices[0].delta.content:
-            answer.text += chunk.choices[0].delta.content
-            answer.at.append(time.perf_counter())
+    else:
+        more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        async for chunk in await client.chat.completions.create(**asked, **more):
+            if chunk.usage is not None:
+                answer.tokens = chunk.usage.completion_tokens
+            if chunk.choices and chunk.choices[0].delta.content:
+                answer.text += chunk.choices[0].delta.content
+                answer.at.append(time.perf_counter())
     answer.over = time.perf_counter()
     return answer
 
@@ -226,12 +215,9 @@ async def load(
 def counted(url: str) -> dict[str, float]:
     """Rounds of a row, drafts accepted in them, and answers by stage since the server's start; nothing of a server that
     does not say."""
-    try:
-        with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=60) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
-    except (OSError, ValueError):  # no such route, or another's
-        return {}
-    found: dict[str, float] = {}
+    families, found, address = [], dict[str, float](), url.rstrip("/").removesuffix("/v1") + "/metrics"
+    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(address, timeout=60) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
     for sample in (sample for family in families for sample in family.samples if sample.name in COUNTS):
         if sample.labels.get("outcome", "answered") == "answered":
             name = COUNTS[sample.name].format(**sample.labels)
@@ -257,7 +243,7 @@ def texts(path: str, requests: int, way: str, long: int) -> list[str]:
     many words, for `turns` each behind a tenth of them. No two texts begin alike."""
     found = [row["text"] for row in read_rows(path)]
     chosen = [found[index % len(found)] for index in range(requests)]
-    every, words = {"long": (LONG_EVERY, long), "turns": (1, long // TURNS)}.get(way, (requests + 1, 0))
+    every, words = {"long": (TURNS, long), "turns": (1, long // TURNS)}.get(way, (requests + 1, 0))
     for index in range(every - 1, requests, every):
         filler = " ".join(f"item {number}" for number in range(index, index + words // 2))
         chosen[index] = f"{filler}\n{chosen[index]}"
@@ -287,8 +273,8 @@ def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: floa
     for name, values, most in (("first_token", first, 95), ("answer", whole, 95), ("pause", pauses, 99)):
         row[f"{name}_ms"] = [round(value, 2) for value in quantiles(values)]
         row[f"{name}_{most}_ms"] = round(values[int(most / 100 * (len(values) - 1))], 2)
-    row |= {"pause_longest_ms": round(pauses[-1], 2)}
-    return row | {"equal": sum(answer.text == text for answer, text in same) / len(answers)}
+    equal = sum(answer.text == text for answer, text in same) / len(answers)
+    return row | {"pause_longest_ms": round(pauses[-1], 2), "equal": equal}
 
 
 def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[dict[str, Any]]:
@@ -313,7 +299,7 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
                 row |= {"acceptance_length": acceptance(before, after), "stages": shares(before, after)}
                 if way == "turns":
                     by_turn = [[answer.first_ms for answer in answers[turn::TURNS]] for turn in range(TURNS)]
-                    row["first_token_by_turn_ms"] = [round(statistics.median(firsts), 2) for firsts in by_turn]
+                    row["first_token_by_turn_ms"] = [round(quantiles(firsts)[1], 2) for firsts in by_turn]
                 if way == "schema":
                     row["valid"] = sum(VALID.fullmatch(answer.text) is not None for answer in answers) / len(answers)
                 row |= {"way": way, "streamed": way not in WHOLE, "max_tokens": given.max_tokens, "long": long}
