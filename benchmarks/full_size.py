@@ -32,6 +32,7 @@ from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.config_fields import delta_shape, layer_shapes, recurrent_layers
+from fastspec.patches.hf.gptq_awq import GPTQ_V2, PackedLinear
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
@@ -100,7 +101,20 @@ def as_nf4(model: Any) -> None:
                 setattr(parent, name, made.to(layer.weight.device))
 
 
-STORED = {"dense": lambda model: None, "fp8": as_fp8, "int8": as_int8, "nf4": as_nf4}
+def as_gptq(model: Any) -> None:
+    """Decoder layers as GPTQ checkpoints of 4 bits have them: random codes in groups of 128, the middle for zero."""
+    for parent in list(model.model.layers.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is torch.nn.Linear:
+                (lines, depth), device = layer.weight.shape, layer.weight.device
+                words = torch.randint(-(2**31), 2**31, (depth // 8, lines), dtype=torch.int32, device=device)
+                middle = torch.full((-(-depth // 128), lines // 8), 0x88888888 - 2**32, device=device).int()
+                scales = torch.full((-(-depth // 128), lines), 0.02 / 4.6, dtype=model.dtype, device=device)
+                tensors = {"qweight": words, "qzeros": middle, "scales": scales}
+                setattr(parent, name, PackedLinear(GPTQ_V2, 4, 128, depth, lines, tensors))
+
+
+STORED = {"dense": lambda model: None, "fp8": as_fp8, "int8": as_int8, "nf4": as_nf4, "gptq": as_gptq}
 """Weights of the decoder layers, as quantisers store them."""
 
 

@@ -1,4 +1,4 @@
-"""fastspec: several tokens per forward pass for Hugging Face models, without changing what they say.
+"""fastspec: several tokens per forward pass for Hugging Face models, without changing their output.
 
 fastspec.patch(model, eagle3=head)
 model.generate(**inputs, assistant="eagle3")

@@ -41,8 +41,9 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Contents of a YAML text, plain data alone. Raises ValueError for what is no YAML, and for what is too long, too
-    deep, or refers to other parts of itself: a few such references stand for any number of values."""
+    """Contents of a YAML text, plain data alone. Raises ValueError for what is no YAML, for a key that a mapping has
+    twice, of which the last would be taken, and for what is too long, too deep, or refers to other parts of itself: a
+    few such references stand for any number of values."""
     import yaml
 
     if len(text) > LARGEST:
@@ -55,9 +56,24 @@ def parse_yaml(text: str) -> Any:
                 raise _too_deep()
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"*{event.anchor} refers to another part of the file: write out what it stands for")
+        _refuse_repeated(yaml.compose(text, Loader=yaml.SafeLoader))
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+
+
+def _refuse_repeated(node: Any) -> None:
+    """Raise ValueError for a key that a mapping of a YAML text, by its node, has twice."""
+    if node is None or isinstance(node.value, str):
+        return
+    seen = set[str]()
+    for each in node.value:
+        key, value = each if isinstance(each, tuple) else (None, each)
+        if key is not None and isinstance(key.value, str):
+            if key.value in seen:
+                raise ValueError(f"line {key.start_mark.line + 1} has the key {key.value!r} a second time")
+            seen.add(key.value)
+        _refuse_repeated(value)
 
 
 def read_yaml(path: str | Path) -> Any:

@@ -216,6 +216,13 @@ def check_hub(
         ) from error
 
 
+def check_model(name: str) -> None:
+    """Raise Unsupported for a model, named as in `load_model`, that is nowhere, before torch and transformers load."""
+    source, packed = source_of(name)
+    if not packed:
+        check_hub(source)
+
+
 def first_line(error: Exception) -> str:
     """First line of what an error says, or its name."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -238,9 +245,8 @@ def load_config(name: str) -> Any:
     """The configuration of a model named as in `load_model`, without its weights."""
     from transformers import AutoConfig
 
+    check_model(name)
     source, packed = source_of(name)
-    if not packed:
-        check_hub(source)
     try:
         with _read_once(bool(packed)):
             return AutoConfig.from_pretrained(source, **packed)

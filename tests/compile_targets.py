@@ -288,6 +288,12 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
                 f"stored product of {kind}, {rows} rows",
                 lambda n=rows, w=weight: quantised.linear(few(1, n, inner), w, None),
             )
+            yield (
+                f"stored parts of {kind}, {rows} rows",
+                lambda n=rows, w=weight: quantised.linear_parts(few(1, n, inner), w, None),
+            )
+            if rows == 1:
+                yield f"dequantised {kind}", lambda w=weight: quantised.dequantised(w, dtype)
         eight = stored_weights(hidden, inner, dtype)["e4m3 in blocks"]
         for count, kind in ((3, None), (2, SILU)):
             yield (

@@ -177,6 +177,26 @@ def test_a_build_has_no_modules_that_were_deleted_and_the_version_of_the_package
     assert wheel.name.startswith("fastspec_transformers-7.8.9-") and modules == ["fastspec/__init__.py"]
 
 
+@pytest.mark.parametrize("address", ["", "https://host/owner/fastspec"])
+def test_an_index_shows_a_text_whose_links_lead_somewhere(tmp_path: Path, address: str) -> None:
+    project = checkout(tmp_path) / "pyproject.toml"
+    if address:
+        project.write_text(project.read_text(encoding="utf-8") + f'\n[project.urls]\nRepository = "{address}"\n')
+    done = built(tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+    told = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in told and "fastspec.patch(model)" in told
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    links, sources = r"\]\(([^)]+)\)", r'\bsrc(?:set)?="([^"]+)"'
+    for form, kind in ((links, "blob"), (sources, "raw")):
+        given = re.findall(form, readme)
+        assert given and re.findall(form, told) == [f"{address}/{kind}/HEAD/{path}" for path in given if address]
+    assert ("generate 35, no drafts" in told) and ("most text-generation models" in told.lower())
+
+
 def test_a_build_refuses_the_environment_of_another_projects_distribution(tmp_path: Path) -> None:
     place = tmp_path / "site-packages"
     place.mkdir()

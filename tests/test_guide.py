@@ -8,7 +8,7 @@ import re
 from dataclasses import fields
 from typing import Any
 
-from helpers.pages import ROOT
+from helpers.pages import FENCE, ROOT
 
 import fastspec
 from fastspec import errors
@@ -23,6 +23,10 @@ CONFIGS = (
     fastspec.Nasd,
     fastspec.ContinuousBatch,
 )
+
+USERS = ("index.md", "install.md", "tutorial.md", "recipes.md", "guide/*.md")
+WORDS = 12_500
+"""Most words of these pages, without code, generated lists and the lines of tables."""
 
 
 def page(name: str) -> str:
@@ -44,6 +48,13 @@ def held(name: str, *phrases: str) -> None:
     """Each phrase stands on a page, whose lines are one text."""
     text = " ".join(page(name).split())
     assert not [phrase for phrase in phrases if phrase not in text]
+
+
+def test_the_users_part_stays_short() -> None:
+    found = [path for pattern in USERS for path in (ROOT / "docs").glob(pattern)]
+    texts = [FENCE.sub("", path.read_text(encoding="utf-8")) for path in found]
+    texts = [re.sub(r"<!-- made.*?<!-- end", "", text, flags=re.DOTALL) for text in texts]
+    assert len(found) > 15 and sum(len(re.sub(r"[|`]|---", " ", text).split()) for text in texts) < WORDS
 
 
 def test_figures_of_the_output_are_those_of_their_rows() -> None:

@@ -70,8 +70,8 @@ def equal(**wanted: Any) -> str:
     return "{} of {}".format(*found)
 
 
-def claims(picture: Any) -> list[str]:
-    """The phrases of README that have numbers, as the rows say them."""
+def claims(picture: Any) -> list[tuple[str, str]]:
+    """The phrases of README that have numbers, as rows say them, each with the file of its rows; "" for versions."""
     real, shape, cpu = picture.PANELS
     gpu, plain, cores = (
         {name: picture.number(speed) for name, speed in each.speeds().items()} for each in picture.PANELS
@@ -88,30 +88,43 @@ def claims(picture: Any) -> list[str]:
     ((oldest, beyond),) = re.findall(r'"transformers>=([\d.]+),<5\.(\d+)"', project)
     release = ".".join(versions["transformers"].split(".")[:2])
     return [
-        f"H100: generate {gpu['transformers']}, no drafts {gpu['autoregressive']}, n-grams {gpu['nasd']}, "
-        f"EAGLE-3 head {gpu['eagle3']}",
-        f"H200: generate {plain['transformers']}, static cache, compiled {plain['static-compile']}, "
-        f"no drafts {plain['autoregressive']}",
-        f"Two CPU cores: generate {cores['transformers']}, assisted {cores['assisted']}, "
-        f"no drafts {cores['autoregressive']}, speculative {cores['speculative']}",
-        f"a head's drafts make the model {again:.1f} times as fast as no drafts",
-        f"{faster:.1f} times as fast as transformers' static cache",
-        *size(real.rows),
-        f"after {before} tokens",
-        *size(cpu.rows),
-        f"Python {python} and torch {torch}, or newer, and transformers {oldest} to 5.{int(beyond) - 1}",
-        f"of transformers {release}",
-        f"{found['adapter'] + found['generic']} gave equal tokens",
-        f"{found['refused']} are refused by name, {found['wrong'] or 'none'} differed",
-        f"{found['untried']} were not tried",
-        f"{equal(exact=True)} with eagle3 on an H100, {equal(exact=False)} without",
-        f"{texts:,} texts",
+        (
+            f"H100: generate {gpu['transformers']}, no drafts {gpu['autoregressive']}, n-grams {gpu['nasd']}, "
+            f"EAGLE-3 head {gpu['eagle3']}",
+            real.rows,
+        ),
+        (
+            f"H200: generate {plain['transformers']}, static cache, compiled {plain['static-compile']}, "
+            f"no drafts {plain['autoregressive']}",
+            shape.rows,
+        ),
+        (
+            f"Two CPU cores: generate {cores['transformers']}, assisted {cores['assisted']}, "
+            f"no drafts {cores['autoregressive']}, speculative {cores['speculative']}",
+            cpu.rows,
+        ),
+        (f"a head's drafts make the model {again:.1f} times as fast as no drafts", real.rows),
+        (f"{faster:.1f} times as fast as transformers' static cache", shape.rows),
+        *((each, real.rows) for each in size(real.rows)),
+        (f"after {before} tokens", shape.rows),
+        *((each, cpu.rows) for each in size(cpu.rows)),
+        (f"Python {python} and torch {torch}, or newer, and transformers {oldest} to 5.{int(beyond) - 1}", ""),
+        (f"of transformers {release}", sweep.RESULTS.name),
+        (f"{found['adapter'] + found['generic']} gave equal tokens", sweep.RESULTS.name),
+        (f"{found['refused']} are refused by name, {found['wrong'] or 'none'} differed", sweep.RESULTS.name),
+        (f"{found['untried']} were not tried", sweep.RESULTS.name),
+        (f"{equal(exact=True)} with eagle3 on an H100, {equal(exact=False)} without", "exact_h100.jsonl"),
+        (f"{texts:,} texts", "distribution_h200.jsonl"),
     ]
 
 
-def prose() -> str:
-    """README's text in one line: alternative texts of pictures and words of links, no code, targets and tags."""
-    text = FENCE.sub("", README)
+def paragraphs() -> list[str]:
+    """README's paragraphs and items without blocks of code; a picture is of the paragraph after it."""
+    return re.split(r"(?<!</picture>)\n(?:\n|(?=- ))", FENCE.sub("", README))
+
+
+def prose(text: str) -> str:
+    """A text in one line: alternative texts of pictures and words of links, no code, targets and tags."""
     text = re.sub(r'<img alt="([^"]*)"[^>]*>', r"\1", text)
     text = re.sub(r"<[^>]*>", "", text)
     text = re.sub(r"\]\([^)]*\)", "", text).replace("[", "").replace("`", "")
@@ -122,25 +135,16 @@ def test_readme_takes_ninety_seconds() -> None:
     assert len(README.split()) < WORDS
 
 
-def test_each_number_is_that_of_its_rows(picture: Any) -> None:
-    text = prose()
-    for claim in claims(picture):
-        assert claim in text, claim
+def test_each_number_is_that_of_its_rows_and_has_them_beside_it(picture: Any) -> None:
+    """Each number is a claim, beside a link to the file of its rows, or part of a name."""
+    text = prose(FENCE.sub("", README))
+    for claim, file in claims(picture):
+        beside = [each for each in paragraphs() if claim in prose(each)]
+        assert beside and (not file or any(f"(benchmarks/results/{file})" in each for each in beside)), claim
         text = text.replace(claim, "")
     for name in NAMES:
         text = text.replace(name, "")
-    assert not re.findall(r"\S*\d\S*", text)  # each number is a claim above, or part of a name
-
-
-def test_readme_names_the_file_of_each_rows() -> None:
-    linked = set(re.findall(r"\(benchmarks/results/([^)]+)\)", README))
-    assert linked == {
-        "bench_qwen_all_h100.jsonl",
-        "bench_pair_cpu.jsonl",
-        "full_size_static_h200.jsonl",
-        "exact_h100.jsonl",
-        "distribution_h200.jsonl",
-    }
+    assert not re.findall(r"\S*\d\S*", text)
 
 
 def test_the_picture_is_of_the_rows_as_they_are(picture: Any) -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec.errors import CheckpointError
+from fastspec.models import SMOLLM2
 from fastspec.patches.assistants.heads import inspect_head
 from fastspec.programs.cli.app import app
 from fastspec.removed import MODULES
@@ -61,9 +62,7 @@ def test_settings_of_block_heads_say_where_they_went(tmp_path: Path, change: dic
     "option", [("--kind", "dflash"), ("--block-size", "8"), ("--anchors", "40"), ("--rank", "128")], ids=lambda o: o[0]
 )
 def test_options_of_block_heads_say_where_they_went(option: tuple[str, str]) -> None:
-    done = CliRunner().invoke(
-        app, ["train", "--target", "some/model", "--output", "out", "--prompts", "p.jsonl", *option]
-    )
+    done = CliRunner().invoke(app, ["train", "--target", SMOLLM2, "--output", "out", "--prompts", "p.jsonl", *option])
     told = " ".join(done.output.replace("│", " ").split())
     assert (
         done.exit_code == 2

@@ -22,6 +22,11 @@ QUANTIZATIONS = (None, "4bit", "8bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RESOURCES = ("eagle", "eagle2", "eagle3", "mtp", "speculative", "backend")
 """Names in a stage's `resources`: arguments of `fastspec.patch`."""
+HINTS = {
+    "lambda": "a cascade's `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda",
+    "head": "a stage's head is named by `resources: {eagle3: HEAD}`, beside `assistant: eagle3`",
+}
+"""Keys that people write and files do not have -> what to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,13 +313,18 @@ def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise Unsupported(f"{where} must hold keys and values; accepted keys are {', '.join(known)}")
     unknown = [str(key) for key in read if key not in known]
+    refuse_unknown(unknown, known, where)
+    return dict(read)
+
+
+def refuse_unknown(unknown: Sequence[str], known: Sequence[str], where: str) -> None:
+    """Raise `Unsupported` where there are unknown keys in a file of a cascade or of its training."""
     if unknown:
-        price = "; `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda"
+        hints = "".join(f"; {hint}" for name, hint in HINTS.items() if name in unknown)
         raise Unsupported(
             f"{where}: unknown key {', '.join(unknown)}; {meant(unknown[0], known)}accepted keys are "
-            f"{', '.join(known)}{price if 'lambda' in unknown else ''}"
+            f"{', '.join(known)}{hints}"
         )
-    return dict(read)
 
 
 def _number(name: str, value: Any) -> float:

@@ -377,13 +377,19 @@ class StoredLinears:
     """Linear layers of stored weights over one input, their outputs side by side; with a kind, of a gate and an up
     part, opened(gate) * up."""
 
-    multiply: Callable[..., Tensor]
-    """The backend's `Ops.stored_linears`."""
+    ops: Ops
     layers: tuple[StoredLayer, ...]
     kind: Activation | None = None
+    parts: bool = False
+    """True where the result goes to a norm, which takes the parts of a product."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.multiply(x, [each.weight for each in self.layers], [each.bias for each in self.layers], self.kind)
+    def __call__(self, x: Tensor) -> Any:
+        if self.parts and self.ops.stored_parts is not None:
+            (one,) = self.layers
+            return self.ops.stored_parts(x, one.weight, one.bias)
+        assert self.ops.stored_linears is not None  # who makes one sees to it
+        weights, biases = zip(*((each.weight, each.bias) for each in self.layers), strict=True)
+        return self.ops.stored_linears(x, weights, biases, self.kind)
 
 
 def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Linears:

@@ -59,6 +59,8 @@ class Ops:
     """A mixture of experts; None leaves it to the model's own module."""
     stored_linears: Callable[..., Tensor] | None = None
     """`linears` of weights as a quantiser stored them; None leaves these layers to their own forward."""
+    stored_parts: Callable[..., Tensor | Parts] | None = None
+    """`linear_parts` of such a weight. None: `stored_linears`."""
     most_children: int | None = None
     """The most children of a node that `topk_expand` takes; None: any number."""
     most_candidates: int | None = None

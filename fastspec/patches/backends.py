@@ -206,6 +206,7 @@ def triton_ops() -> Ops:
         likeliest=joins.likeliest,
         experts=experts.experts,
         stored_linears=quantised.linears,
+        stored_parts=quantised.linear_parts,
         captures=torch.cuda.is_available(),
         packs=torch.cuda.is_available(),
     )

@@ -230,11 +230,12 @@ class PatchSession:
         if name != self.backend:
             ops = replace(ops, packs=False)
         heads = ops if self.head_bits == 8 else None
-        ops = replace(ops, stored_linears=ops.stored_linears if self.stored else None, heads=heads)
+        own = ops if self.stored else replace(ops, stored_linears=None, stored_parts=None)
+        ops = replace(own, heads=heads)
         if self.exact:
             refuse_device(ops, dtype_of(model))
         if self.why_inexact(model, mode, ops) is None:
-            ops = replace(exact_ops(), stored_linears=ops.stored_linears, drafts=ops)
+            ops = replace(exact_ops(), stored_linears=ops.stored_linears, stored_parts=ops.stored_parts, drafts=ops)
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):

@@ -40,6 +40,8 @@ def first_turn(row: dict[str, Any]) -> Any:
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a message's content that are texts."""
+FIELDS_OF_PARTS = {**dict.fromkeys(TEXT_PARTS, "text"), "refusal": "refusal"}
+"""Type of a part of a message's content -> the field that holds its text."""
 
 
 def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -52,15 +54,19 @@ def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _as_message(name: str, message: dict[str, Any]) -> dict[str, Any]:
     found = {field: value for field, value in message.items() if value is not None}
     content = found.get("content", "")
+    if content == "":
+        content = found.get("refusal", "")
     if not isinstance(found.get("role"), str):
         raise Unsupported(f"{name}.role must be a text")
     if found["role"] == "developer":
         found["role"] = "system"
     if isinstance(content, list):
-        fits = all(isinstance(part, dict) and part.get("type") in TEXT_PARTS for part in content)
-        if not fits or not all(isinstance(part.get("text"), str) for part in content):
+        parts = [part for part in content if isinstance(part, dict)]
+        found_in = [part.get(FIELDS_OF_PARTS.get(str(part.get("type")), "")) for part in parts]
+        texts = [text for text in found_in if isinstance(text, str)]
+        if len(texts) < len(content):
             raise Unsupported(f"{name}.content has a part that is no text: parts of type text are accepted")
-        content = " ".join(part["text"] for part in content)
+        content = " ".join(texts)
     if not isinstance(content, str):
         raise Unsupported(f"{name}.content must be a text, or a list of parts of type text")
     found["content"] = content

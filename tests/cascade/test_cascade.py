@@ -311,9 +311,13 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
         with pytest.raises(Unsupported):
             fastspec.Stage(**stage)
     wrong = {
-        "stages: [a]\nlambda: 3": "unknown key lambda",
+        "stages: [a]\nlambda: 3": "unknown key lambda; .*; a cascade's `price`, what a bad answer costs",
+        "stages: [{model: a, head: b}]": "stage 0: unknown key head; .*; a stage's head is named by `resources",
+        "stages: [{model: a, lambda: 3}]": "stage 0: unknown key lambda; .*; a cascade's `price`",
         "stages: [{model: a, size: 3}]": "unknown key size",
         "- a": "keys",
+        "stages: [a]\nprice: 3\nprice: 4": "line 3 has the key 'price' a second time",
+        "stages:\n- model: a\n  name: x\n  model: b": "line 4 has the key 'model' a second time",
     }
     for text, message in wrong.items():
         (tmp_path / "c.yaml").write_text(text)

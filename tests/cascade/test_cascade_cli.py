@@ -194,12 +194,17 @@ def answered(folder: Path) -> None:
         ({"--model": "large={}/small"}, "models: stage 'large' had other weights"),
         ({"--stage": "tiny={}/small"}, "stages: 'small', which is none now"),
         ({"--dtype": "bfloat16"}, "dtype: float32, and it is bfloat16 now"),
+        ({"--prompts": "{}/reworded/first.jsonl"}, "was asked in other words"),
+        ({"--stage": "large={}/large", "--model": "small={}/small"}, "stages: 'small' was stage 0, and is stage 1 now"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 def test_answers_of_another_run_are_refused_by_name(folder: Path, change: dict[str, str], message: str) -> None:
     answered(folder)
     before = (folder / "answers.jsonl").read_bytes()
+    (folder / "reworded").mkdir(exist_ok=True)
+    texts = (folder / "first.jsonl").read_text()
+    (folder / "reworded" / "first.jsonl").write_text(texts.replace('"prompt": "', '"prompt": "w8 '))
     arguments = training(folder)
     for option, value in change.items():
         value = value.format(folder)
@@ -228,6 +233,8 @@ def test_answers_to_items_that_are_not_asked_are_refused_at_the_start(folder: Pa
         (["--most", "9"], "at least 20 are needed"),
         (["--head", "large=x"], "--head names large, which is no --stage"),
         (["--out", "/nowhere/p.safetensors"], "/nowhere is no directory"),
+        (["--out", "/"], "/ cannot be written: name a file"),
+        (["--answers", "/"], "/ cannot be written: name a file"),
     ],
     ids=lambda each: each[0] if isinstance(each, list) else "",
 )
@@ -260,7 +267,14 @@ def test_options_come_from_a_file_and_a_stage_without_tokenizer_has_the_large_on
     given = ["train", "--config", str(tmp_path / "training.yaml"), "--max-new-tokens", "16"]
     run(folder, *given, "--out", str(tmp_path / "p.safetensors"))
     assert (tmp_path / "p.safetensors").exists() and not (tmp_path / "other.safetensors").exists()
-    for text, message in (("stages: []", "unknown key stages"), ("- a", "keys and values"), ("a: [", "as YAML")):
+    for text, message in (
+        ("stages: []", "unknown key stages; did you mean stage?"),
+        ("lambda: 3", "a cascade's `price`, what a bad answer costs in milliseconds, is the trade-off"),
+        ("model: {}", "model must be one NAME: MODEL, not {}"),
+        ("model: {large: a, other: b}", "model must be one NAME: MODEL"),
+        ("- a", "keys and values"),
+        ("a: [", "as YAML"),
+    ):
         (tmp_path / "training.yaml").write_text(text)
         result = CliRunner().invoke(app, ["cascade", *given])
         assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
@@ -298,6 +312,13 @@ def test_what_train_writes_is_a_cascade_s_predictor(folder: Path) -> None:
 def test_an_option_that_left_says_where_it_went(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["cascade", *arguments])
     assert result.exit_code == 1 and arguments[1].partition("=")[0] in result.output and message in result.output
+
+
+def test_rows_that_could_not_be_written_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Predictor, "load", lambda *_: pytest.fail("a predictor is loaded"))
+    given = ["evaluate", "--predictor", "p", "--answers", "a", "--out", "/nowhere/rows.jsonl"]
+    result = CliRunner().invoke(app, ["cascade", *given])
+    assert result.exit_code == 1 and "/nowhere is no directory" in " ".join(result.output.split()), result.output
 
 
 @pytest.mark.parametrize(

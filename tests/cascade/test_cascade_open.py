@@ -222,6 +222,61 @@ def test_an_answer_streams_once_its_stage_has_been_decided_on(
     assert [visit.stage for visit in heard.visits] == wanted
 
 
+@pytest.mark.parametrize("stop", [[0], [1], []])
+def test_rounds_come_with_their_trees_whichever_stage_has_answered(
+    monkeypatch: pytest.MonkeyPatch, stop: list[int]
+) -> None:
+    """Tokens that are taken over are accepted drafts of the stage that has them verified."""
+    monkeypatch.setattr(Predictor, "score", decided(stop))
+    large = agreeing()
+    asked = [(prompts(9, seed=seed)["input_ids"], Heard()) for seed in range(6)]
+    with opened(large, config(large, thresholds=[0.5, 0.5])) as batch:
+        for _, heard in asked:
+            heard.trees = True
+        futures = [batch.submit(ids, streamer=heard, **GREEDY) for ids, heard in asked]
+        answers = [future.result(SECONDS)[0, 9:].tolist() for future in futures]
+    taken_over = [future.explanation.visits[-1].kept_tokens for future in futures]
+    assert any(taken_over) == (stop != [0])
+    for answer, kept, (_, heard) in zip(answers, taken_over, asked, strict=True):
+        assert heard.tokens == answer and len(heard.rounds) > 1
+        assert len(heard.visits) == (stop[0] + 1 if stop else 3)
+        last = answer[0]
+        for each in heard.rounds[1:]:
+            assert each.tree is not None or each.accepted == each.drafted == 0
+            if each.tree is not None:
+                path = [each.tree.tokens[node] for node in each.tree.path]
+                assert path[: each.accepted + 1] == [last, *each.tokens[: each.accepted]]
+            last = each.tokens[-1]
+        assert sum(each.accepted for each in heard.rounds) >= kept // 2  # a pass of verifying ends with a bonus token
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("prompt", [None, lambda text: f"{text}{text}"])
+def test_tokens_that_were_read_before_are_told_of_the_large_models_prompt(trees: bool, prompt: Any) -> None:
+    """Not of a prompt that a stage rewrites, which may have more."""
+    small, large = (shallow_model(vocab_size=len(TARGET)) for _ in range(2))
+    settings = {"tokenizer": TARGET, "label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0]}
+    stage = fastspec.Stage(small, name="medium", prompt=prompt)
+    fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
+    ids, heard = torch.tensor([TARGET("abcdxyz12bc" * 4, add_special_tokens=False)["input_ids"]]), (Heard(), Heard())
+    with opened(large, rows=1) as batch:
+        for streamer in heard:
+            streamer.trees = trees
+            batch.submit(ids, streamer=streamer, price=0.0, **GREEDY).result(SECONDS)
+    assert heard[0].rounds[-1].cached == 0
+    assert (16 <= heard[1].rounds[-1].cached < ids.shape[1]) if prompt is None else heard[1].rounds[-1].cached == 0
+
+
+def test_the_rounds_of_other_tokens_are_told_as_one() -> None:
+    large, ids = foreign()
+    heard = Heard()
+    heard.trees = True
+    with opened(large) as batch:
+        out = batch.submit(ids, streamer=heard, price=0.0, **GREEDY).result(SECONDS)
+    [told] = heard.rounds
+    assert told.tokens == out[0, ids.shape[1] :].tolist() and told.tree is None
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_who_is_cancelled_leaves_the_rows_of_the_stage_that_it_is_at(
     model: Any, monkeypatch: pytest.MonkeyPatch, stage: int
@@ -256,16 +311,22 @@ def test_what_a_streamer_raises_ends_one_answer_alone(model: Any) -> None:
         assert other.result(SECONDS).shape == (1, 29) and batch.waiting == 0
 
 
-def test_a_stage_without_room_is_left_out(model: Any) -> None:
+@pytest.mark.parametrize("longest", [None, 100])
+def test_a_stage_without_room_is_left_out_as_by_generate(longest: int | None) -> None:
+    """Its positions bound its rows, whatever those of the large model have room for."""
     large = cascaded([shallow_model(num_hidden_layers=1, max_position_embeddings=24), shallow_model()], price=0.0)
-    with opened(large) as batch:
-        short, long = (batch.submit(prompts(count)["input_ids"], max_new_tokens=4) for count in (5, 22))
-        answers = [each.result(SECONDS) for each in (short, long)]
+    with opened(large, max_length=longest) as batch:
+        asked = [prompts(count)["input_ids"] for count in (5, 20, 21, 23, 24, 30)]
+        futures = [batch.submit(ids, max_new_tokens=4) for ids in asked]
+        answers = [each.result(SECONDS) for each in futures]
         assert batch.max_length == batch.batches[1].max_length > 24
-    assert [visit.stage for visit in short.explanation.visits] == [0]
-    left_out, answered = long.explanation.visits
-    assert left_out.why.startswith("left out: the prompt has 22 tokens") and answered.stage == 1
-    assert answers[1].tolist() == large.generate(prompts(22)["input_ids"], max_new_tokens=4).tolist()
+    for ids, future, answer in zip(asked, futures, answers, strict=True):
+        assert answer.tolist() == large.generate(ids, max_new_tokens=4, assistant="cascade").tolist()
+        (own,) = fastspec.report(large).last.explanations
+        for visits in (future.explanation.visits, own.visits):
+            assert [visit.stage for visit in visits] == ([0] if ids.shape[1] <= 20 else [0, 1])
+            assert (visits[0].outcome == "left_out") == (ids.shape[1] > 20)
+            assert ids.shape[1] <= 20 or f"the prompt has {ids.shape[1]} tokens and 4 of an answer" in visits[0].why
 
 
 def test_a_closed_batch_takes_nothing_and_lets_go_of_what_runs(model: Any) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ranks_cascade
+import transformers
+from helpers import ranks, ranks_cascade
 from helpers.models import tiny_model
 from helpers.processes import spawn
 from helpers.ranks import SIZE, whole, work
+from packaging.version import Version
+from torch import multiprocessing
 
 import fastspec
 from fastspec.errors import Unsupported
@@ -67,6 +70,23 @@ def test_so_does_generate_over_processes(more: Made) -> None:
 @pytest.mark.parametrize("name", ["failing", "drafted"])
 def test_so_do_other_modes_and_a_batch_whose_round_failed(more: Made, name: str) -> None:
     compare(more, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"
+)
+def test_so_do_those_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "HERE", "cuda")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    ranks_cascade.save(tmp_path)
+    names = "served", "called", "failing", "drafted"
+    jobs = [(name, getattr(ranks_cascade, name), str(tmp_path)) for name in names]
+    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda"), nprocs=SIZE)
+    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+    for name in names:
+        compare(made, name)
 
 
 def test_what_is_refused_by_name(both: Made) -> None:

@@ -4,14 +4,18 @@ what a hostile answer may not do."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.browser import KEYS, Browser, chromium
+from helpers.cascade import trained
 from helpers.clients import MARKS
-from helpers.serve import Served, served
+from helpers.serve import Served, served, serving
+from helpers.serve_process import cascaded_target
 from helpers.training import small_target, small_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -139,6 +143,47 @@ def test_an_answer_streams_in_the_colours_of_its_tokens(
         given["messages"] = [*second, {"role": "user", "content": "And at night?"}]
         answer = server.client().chat.completions.create(model="small", **given).choices[0].message.content
         assert browser.run("return document.querySelectorAll('.text')[2].textContent") == answer
+
+
+def test_a_cascade_tells_which_stage_has_answered(browser: Browser) -> None:
+    """The answers of smaller stages come at once, rounds and trees with them; nothing is asked without drafts."""
+    batch = fastspec.continuous(cascaded_target(), "cascade", rows=2, max_length=400)
+    with batch, serving(batch, small_tokenizer()) as server:
+        opened(browser, server, 30)
+        assert browser.run("return document.getElementById('compares').hidden")
+        for number, (price, told) in enumerate(((0, "small: answered, "), (1e9, "small: sent on, "))):
+            batch.config = replace(batch.config, price=price)
+            ask(browser, "w5")
+            browser.wait(f"document.querySelectorAll('.text')[{number}]?.textContent && {IDLE}")
+            asked = {"messages": [{"role": "user", "content": "w5"}], "temperature": 0, "max_tokens": 30}
+            if number == 0:
+                own = server.client().chat.completions.create(model="small", **asked).choices[0].message.content
+                text = browser.run("return document.querySelector('.text').textContent")
+                assert text == own and marks(browser) >= {"own", "accepted"}
+            part = f"return document.querySelectorAll('.answer')[{number}].querySelector(arguments[0]).textContent"
+            stages, stats = (browser.run(part, name) for name in (".stages", ".stats"))
+            assert stages.startswith(told) and stages.endswith("large: answered") == (number == 1)
+            facts = re.search(r"^([\d.]+) tokens/s.*?(\d+) tokens([\d.]+) (m?s) to first", stats)
+            assert facts is not None, stats
+            speed, tokens, first = map(float, facts.groups()[:3])
+            assert 0 < speed < 1.2 * tokens / first * (1000 if facts[4] == "ms" else 1)
+        browser.click(".round:nth-child(2)")
+        assert browser.run("return document.getElementById('which').textContent") == "Round 1"
+
+
+def test_the_answer_of_a_stage_with_another_prompt_is_one_round(browser: Browser) -> None:
+    stage = fastspec.Stage(small_target(), name="small", prompt=lambda text: f"w4 {text}")
+    given = {"tokenizer": small_tokenizer(), "label": "large", "predictor": trained(("small", "large"))}
+    model = fastspec.patch(small_target(), cascade=fastspec.Cascade(stages=[stage], costs=[1, 2], price=0, **given))
+    batch = fastspec.continuous(model, "cascade", rows=2, max_length=400)
+    with batch, serving(batch, small_tokenizer()) as server:
+        opened(browser, server, 30)
+        ask(browser, "w5")
+        browser.wait(f"document.querySelector('.text')?.textContent && {IDLE}")
+        assert browser.run("return document.querySelectorAll('.round').length") == 1 and marks(browser) == {"own"}
+        browser.click(".round")
+        told = browser.run("return ['which', 'counts'].map((each) => document.getElementById(each).textContent)")
+        assert told == ["Whole answer", "of a stage with other tokens or another prompt"]
 
 
 def test_an_answer_can_be_stopped(endless: Any, browser: Browser) -> None:

@@ -382,6 +382,19 @@ def test_lora_that_reads_the_weight_runs_by_its_own_forward(plain):
     assert torch.equal(found, model.generate(**prompts(4), **OPTIONS))
 
 
+def test_dora_takes_the_norms_of_packed_weights(plain):
+    pytest.importorskip("peft")
+    model = gptq(plain)
+    dense = adapted(densified(model, plain), use_dora=True)
+    model, inputs = adapted(model, use_dora=True), prompts(4, 9)
+    expected = dense.generate(**inputs, **OPTIONS)
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    fastspec.patch(model, stored=True)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, assistant="nasd"), expected)
+    with pytest.raises(fastspec.Unsupported, match="layer of 4-bit GPTQ weights has no dense weight"):
+        model.merge_adapter()
+
+
 def test_the_triton_kernel_reads_them_too(plain):
     """In the interpreter, one format of each library."""
     for kind in ("torchao int8", "compressed-tensors w4a16, zero points", "bitsandbytes nf4, nested"):

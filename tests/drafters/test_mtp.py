@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.generate import prompts
+from helpers.heads import as_eagle3, make_head, write
 from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
 from helpers.vision import prompts_with_images, seeing
@@ -253,6 +255,22 @@ def test_another_copy_has_what_a_conversion_lost(tmp_path: Path) -> None:
         assert fastspec.report(model).last.acceptance_length > 1.3
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_layer_that_speculators_saved_alone(kind: str, tmp_path: Path) -> None:
+    """It is the layer of the model's own files, under other names."""
+    model, made = loaded(kind, tmp_path / "whole")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": model.config.to_diff_dict()}
+    (alone / "config.json").write_text(json.dumps(config))
+    tensors = published(made, "speculators", 3, split=kind == "qwen3_5_moe_text")
+    save_file({name: each.contiguous() for name, each in tensors.items()}, alone / "model.safetensors")
+    own, apart = load_mtp(True, model).module.state_dict(), load_mtp(alone, model).module.state_dict()
+    assert own.keys() == apart.keys() and all(torch.equal(own[name], apart[name]) for name in own)
+    with pytest.raises(CheckpointError, match=r"an MTP module.*mtp=PATH"):
+        fastspec.load_head(alone, model)
+
+
 def test_a_copy_of_the_targets_lm_head_is_not_held_twice(tmp_path: Path) -> None:
     model, _ = loaded("glm4_moe", tmp_path)
     copies = {
@@ -454,6 +472,23 @@ def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:
     assert ("glm4_moe", 'assistant="mtp", by the adapter glm4_moe') in mtp.inspect_mtp(tmp_path / "with")
     assert mtp.inspect_mtp(tmp_path / "without") is None
     assert CliRunner().invoke(app, ["inspect", str(tmp_path / "without")]).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"layer_types": ["full_attention"] * 36}, {"rms_norm_eps": 1}, {"rope_scaling": {"rope_type": "mrope"}}],
+    ids=str,
+)
+def test_inspect_reads_heads_whose_configuration_transformers_refuses(more: dict[str, Any], tmp_path: Path) -> None:
+    config, state = as_eagle3(make_head(), None)
+    write(tmp_path, config | more, state)
+    assert mtp.inspect_mtp(tmp_path) is None
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert shown.exit_code == 0 and "eagle3" in shown.output
+    for odd in ({"hidden_size": "64"}, {"num_attention_heads": 0}):
+        write(tmp_path, config | odd, state)
+        refused = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+        assert refused.exit_code == 1 and next(iter(odd)) in str(refused.exception) + refused.output
 
 
 def test_the_pages_table_has_the_families_that_are_tried_and_their_tensors() -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.generate import EAGLE1
 from helpers.heads import (
     BASE,
     DEEPSPEC,
     LAYERS,
     PUBLISHED,
+    as_angelslim,
     as_deepspec,
+    as_eagle,
     as_eagle3,
     as_specforge,
     as_speculators,
@@ -65,6 +68,8 @@ WRAPPED = {
     "compiled inside": "module._orig_mod.{}",
     "compiled outside": "_orig_mod.module.{}",
     "a trainer's part": "module.draft_model.{}",
+    "PEFT": "base_model.model.{}",
+    "PEFT within DDP, nemo's": "module.base_model.model.model.{}",
     "nemo's": "module.model.{}",
     "a model with images": "language_model.model.{}",
     "a model with images, outside": "module.model.language_model.{}",
@@ -76,7 +81,8 @@ def test_names_of_trainers_wrappers_are_taken_off_the_keys(wrapped, tmp_path):
     head = make_head()
     config, state = as_eagle3(head, None)
     checkpoint = read(tmp_path, config, {WRAPPED[wrapped].format(key): each for key, each in state.items()})
-    assert checkpoint.dialect == ("nemo" if WRAPPED[wrapped].startswith("module.model.") else "eagle3")
+    bare = WRAPPED[wrapped].removeprefix("module.").removeprefix("base_model.model.")
+    assert checkpoint.dialect == ("nemo" if bare.startswith("model.") else "eagle3")
     embedding = torch.randn(37, 16)
     assert torch.equal(logits(build_head(checkpoint), embedding), logits(head, embedding))
 
@@ -92,6 +98,36 @@ def test_names_of_wrappers_around_a_layer_are_taken_off_and_no_key_stands_twice(
     assert torch.equal(logits(build_head(read(tmp_path, config, inner)), embedding), logits(head, embedding))
     with pytest.raises(CheckpointError, match=r"two keys mean 'd2t'"):
         read(tmp_path, config, state | {"module.d2t": state["d2t"].clone()})
+
+
+def test_the_base_of_rotation_by_images_is_the_configurations_own(tmp_path):
+    """AngelSlim's trainer rotates by another class there, which reads the field that its plain one ignores."""
+    config, state = as_angelslim(make_head(), None)
+    for more, theta in (({}, 1e4), ({"mrope_interleaved": True}, 5e6), ({"mrope_interleaved": False}, 1e4)):
+        rope = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2], **more}
+        found = read(tmp_path, config | {"rope_scaling": rope, "rope_theta": 5e6}, state).config.rope_parameters
+        assert found == {"rope_type": "default", "rope_theta": theta}
+    mrope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 1e6}
+    assert read(tmp_path, config | mrope, state).config.rope_parameters["rope_theta"] == 1e6
+
+
+@pytest.mark.parametrize("apart", ["self_attn.q_proj.lora_A.default.weight", "self_attn.q_proj.base_layer.weight"])
+def test_adapters_beside_a_heads_weights_are_refused_by_name(apart, tmp_path):
+    config, state = as_eagle3(make_head(), None)
+    state = {f"base_model.model.{key}": each for key, each in state.items()}
+    with pytest.raises(CheckpointError, match=r"PEFT's adapters beside its weights.*merge_and_unload"):
+        read(tmp_path, config, state | {f"base_model.model.midlayer.{apart}": torch.ones(4, 16)})
+
+
+def test_a_bias_that_only_config_json_has_is_not_there(tmp_path):
+    head, embedding = make_head(**EAGLE1, draft_vocab_size=37, target_hidden_size=16), torch.randn(37, 16)
+    head.d2t.zero_()
+    config, state = as_eagle(head, embedding)
+    assert config["bias"] is True and "fc.bias" not in state
+    checkpoint = read(tmp_path, config, state)
+    assert not checkpoint.config.fc_bias and any("no fc.bias" in note for note in checkpoint.notes)
+    assert torch.equal(logits(build_head(checkpoint), embedding), logits(head, embedding))
+    assert not any("fc.bias" in note for note in read(tmp_path, config | {"bias": False}, state).notes)
 
 
 def test_a_map_of_another_name_is_not_called_quantised(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,13 @@ def test_a_pair_of_one_tokenizer_drafts_what_the_draft_model_would():
     )  # less than 4 only where a text does not encode to the tokens it came from
 
 
-TEXTS: dict[str, Any] = {"tokenizer": TARGET, "draft_tokenizer": DRAFT, "known": {}, "device": torch.device("cpu")}
+TEXTS: dict[str, Any] = {
+    "tokenizer": TARGET,
+    "draft_tokenizer": DRAFT,
+    "vocab": 97,
+    "draft_vocab": 93,
+    "device": torch.device("cpu"),
+}
 
 
 class Script(Target):
@@ -173,6 +180,36 @@ def test_a_text_beyond_the_room_is_not_drafted_for():
     drafter = TextDrafter(Script("ab"), Length(4), room=6, **TEXTS)
     drafter.begin(torch.tensor([[3, 4, 5]]), torch.tensor([3]), torch.zeros(1, 3, 0), torch.tensor([6]))
     assert drafter.propose(0).tokens.tolist() == [[6]]
+
+
+def test_tokens_that_a_model_lacks_are_neither_fed_nor_drafted():
+    """Those that were added to a tokenizer alone: a text with one is not drafted for, a chain ends before one."""
+    emitted, script = TARGET("Qxy")["input_ids"], Script("xyabcdQ")
+    ids, own, drafts = torch.tensor([emitted[:-1]]), DRAFT("Qxy")["input_ids"], TARGET("abcdQx")["input_ids"]
+
+    def drafted(**sizes: int) -> list[int]:
+        script.fed.clear()
+        drafter = TextDrafter(script, Length(4), room=100, **TEXTS | sizes)
+        drafter.begin(ids, torch.tensor([ids.shape[1]]), torch.zeros(1, 1, 0), torch.tensor([emitted[-1]]))
+        return drafter.propose(0).tokens[0, 1:].tolist()
+
+    whole = drafted()
+    assert whole and whole == drafts[: len(whole)]
+    assert drafted(draft_vocab=max(own) + 1) == whole and drafted(draft_vocab=max(own)) == []
+    highest = whole.index(max(whole))
+    assert drafted(vocab=max(whole) + 1) == whole and drafted(vocab=max(whole)) == whole[:highest]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*drafting will not pay")
+        model = fastspec.patch(bigram(), speculative=(bigram(seed=2, vocab_size=40), DRAFT, TARGET))
+    same((bigram(), model), Speculative(gamma=3), prompts(4, 6), eos_token_id=1000)
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    large = deepcopy(TARGET)
+    large.add_tokens([f"<{number}>" for number in range(1025)])
+    for name, pair in (("draft_tokenizer", (large, TARGET)), ("tokenizer", (DRAFT, large))):
+        with pytest.raises(Unsupported, match=rf"^{name} has 1122 tokens and its model 97: it is another model's"):
+            fastspec.patch(shallow_model(), speculative=(shallow_model(seed=2), *pair))
 
 
 def test_what_does_not_fit_is_refused():

@@ -25,6 +25,13 @@ FORMS = {
         "norm": "mtp.norm",
         "layer": "mtp.layers.0",
     },
+    "speculators": {
+        "token_norm": "mtp_layers.0.token_layernorm",
+        "state_norm": "mtp_layers.0.hidden_layernorm",
+        "fc": "mtp_layers.0.input_proj",
+        "norm": "mtp_layers.0.final_layernorm",
+        "layer": "mtp_layers.0",
+    },
     "deepseek": {
         "token_norm": "model.layers.{n}.enorm",
         "state_norm": "model.layers.{n}.hnorm",

@@ -22,6 +22,7 @@ from fastspec.generation.engine.engine import Engine
 from fastspec.patches import continuous_batch, open_ranks
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.session import session_of
+from helpers import ranks
 from helpers.cascade import trained
 from helpers.generate import bigram
 from helpers.grammars import TOKENIZER
@@ -96,7 +97,7 @@ def served(load: Loader, kind: str) -> list[Any]:
     with fastspec.patched(model, backend=plain(), cascade=config):
         if not dist.is_initialized():
             for ids, price in zip(IDS, PRICES, strict=True):
-                out = model.generate(ids[None], **GREEDY, assistant=replace(config, price=price))
+                out = model.generate(ids[None].to(ranks.HERE), **GREEDY, assistant=replace(config, price=price))
                 made += [out[0].tolist(), told(fastspec.report(model).last.explanations[0])]
             with fastspec.continuous(model, "cascade", rows=2, max_length=96) as batch:
                 asked = [batch.submit(ids, **each) for ids, each in zip(IDS, drawn, strict=False)]
@@ -136,6 +137,7 @@ def called(load: Loader, kind: str) -> list[Any]:
     model, config, made = load("large"), cascade(kind), []
     ids = torch.nn.utils.rnn.pad_sequence([each.flip(0) for each in IDS], batch_first=True).flip(1)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in IDS], batch_first=True).flip(1)
+    ids, mask = ids.to(ranks.HERE), mask.to(ranks.HERE)
     with fastspec.patched(model, backend=plain(), cascade=config):
         for price in (150.0, 1e9, 200.0):
             out = model.generate(ids, attention_mask=mask, **GREEDY, assistant=replace(config, price=price))
@@ -192,7 +194,7 @@ def drafted(load: Loader, kind: str) -> list[Any]:
             below = [stage(kind, name, size) for name in names]
             config = fastspec.Cascade(below, mode=mode, label="large", gamma=3, tokenizer=TOKENIZER, **more)
             with fastspec.patched(model, backend=plain(), cascade=config):
-                made += [model.generate(IDS[0][None], **GREEDY, assistant="cascade")[0].tolist()]
+                made += [model.generate(IDS[0][None].to(ranks.HERE), **GREEDY, assistant="cascade")[0].tolist()]
                 with fastspec.continuous(model, "cascade", rows=2, max_length=96) as batch:
                     futures = [batch.submit(ids, **GREEDY) for ids in (IDS if first() else ())]
                     answers = [future.result(SECONDS)[0].tolist() for future in futures]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,23 @@ def test_a_head_that_is_none_is_refused_by_name(source: Any) -> None:
         inspect_head(source)
     assert "generate" not in vars(model)
     fastspec.unpatch(fastspec.patch(model, eagle3=tiny_head(model)))
+
+
+@pytest.mark.parametrize("wrapped", [torch.nn.Sequential, partial(torch.compile, backend="eager")])
+def test_a_module_around_a_head_is_named_with_the_head_within(wrapped: Any) -> None:
+    model = tiny_model(num_hidden_layers=7)
+    module = wrapped(tiny_head(model))
+    match = rf"^eagle3=<{type(module).__name__}> is no head \(its (0|_orig_mod) is one\): accepted are [^\n]*$"
+    with pytest.raises(fastspec.CheckpointError, match=match):
+        fastspec.patch(model, eagle3=module)
+    with pytest.raises(fastspec.CheckpointError, match=r"^<OrderedDict> is no head: "):
+        load_head(module.state_dict(), model)  # type: ignore[arg-type]
+
+
+def test_a_head_without_values_is_refused_by_name() -> None:
+    model = tiny_model(num_hidden_layers=7)
+    with pytest.raises(fastspec.CheckpointError, match="on the device meta, without values"):
+        fastspec.patch(model, eagle3=tiny_head(model).to("meta"))
 
 
 @pytest.mark.parametrize("make", [fastspec.NgramStorage, fastspec.SuffixStorage])

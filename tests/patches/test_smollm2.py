@@ -70,7 +70,7 @@ def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: 
     monkeypatch.setattr(probe, "_readings", lambda checkpoint, target: [(Reading(), checkpoint)])
     if not template:
         monkeypatch.setattr(smollm2[1], "chat_template", None)
-    done = run("inspect", HEAD, "--target", "any", "--probe", *(("--probe-prompt", prompt) if prompt else ()))
+    done = run("inspect", HEAD, "--target", HEAD, "--probe", *(("--probe-prompt", prompt) if prompt else ()))
     assert done.exit_code == 0, done.output
     assert "agreement" in done.output and "as declared" in done.output
     text = prompt or PROMPTS[0][1]
@@ -82,7 +82,7 @@ def test_probe_says_what_is_wrong_with_an_empty_prompt(smollm2, monkeypatch) -> 
     monkeypatch.setattr("fastspec.models.load_model", lambda name, device: smollm2)
     monkeypatch.setattr("fastspec.models.load_config", lambda name: smollm2[0].config)
     monkeypatch.setattr(smollm2[1], "chat_template", None)
-    done = run("inspect", HEAD, "--target", "any", "--probe", "--probe-prompt", "")
+    done = run("inspect", HEAD, "--target", HEAD, "--probe", "--probe-prompt", "")
     assert done.exit_code == 2
     assert "--probe-prompt" in done.output and "Traceback" not in done.output
 

@@ -144,6 +144,31 @@ def test_the_vocabulary_ends_before_its_size(model: Any) -> None:
     assert not asked(model, temperature=GREEDY_BELOW / 2).config.do_sample
 
 
+def test_whole_numbers_may_be_written_with_a_fraction(model: Any) -> None:
+    """As JSON of other languages has them; others than whole ones are refused."""
+    settings = json.dumps({"max_new_tokens": 6.0, "top_k": 3.0, "do_sample": True})
+    for given in ({"max_tokens": 5.0, "n": 2.0, "seed": 3.0, "top_k": 4.0}, {"generation_config": settings, "n": 2.0}):
+        found = asked(model, **given)
+        numbers = found.n, found.seed, found.config.max_new_tokens, found.config.top_k
+        assert numbers == ((2, 3, 5, 50) if "seed" in given else (2, None, 6, 3))
+        assert all(type(each) in (int, type(None)) for each in numbers)
+    for name in ("max_tokens", "n", "seed"):
+        for value in (5.5, float("nan"), 1e300):
+            with pytest.raises(Refused, match=name):
+                asked(model, **{name: value})
+
+
+def test_a_refusal_is_the_text_of_its_message(model: Any) -> None:
+    parts = [{"type": "text", "text": "w5"}, {"type": "refusal", "refusal": "w6"}]
+    for message in ({"content": parts}, {"content": None, "refusal": "w5 w6"}, {"content": "w5 w6", "refusal": None}):
+        assert asked(model, CHAT, messages=[{"role": "assistant", **message}]).messages[0]["content"] == "w5 w6"
+    both = asked(model, CHAT, messages=[{"role": "assistant", "content": "w5", "refusal": "w6"}]).messages[0]
+    assert both["content"] == "w5"
+    for odd in ({"type": "refusal", "text": "w5"}, {"type": "image_url", "text": "w5"}, {"text": "w5"}, "w5"):
+        with pytest.raises(Refused, match="part that is no text"):
+            asked(model, CHAT, messages=[{"role": "assistant", "content": [odd]}])
+
+
 def test_no_tools_are_given_where_none_may_be_chosen(model: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     flat = {"type": "function", "name": "f", "parameters": {}}

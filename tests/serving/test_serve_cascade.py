@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cascade import trained
-from helpers.serve import MARKS, NAME, Served, openai, post, serving, talk, words
+from helpers.serve import MARKS, NAME, SECONDS, Served, openai, post, serving, talk, words
 from helpers.serve_process import cascaded_target, opened_cascade
 from helpers.training import small_target, small_tokenizer
 from transformers import GenerationConfig
@@ -27,8 +27,10 @@ from transformers import GenerationConfig
 import fastspec
 from fastspec.cascade.predictor import Predictor
 from fastspec.generation.stats import Stats
+from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.cascade.open_batch import StageRounds
 from fastspec.patches.session import session_of
+from fastspec.programs.serving.answers import RoundNames, TokenNames
 from fastspec.programs.serving.batch import BatchPrompt, Here, TokenStreamer
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.remote import Remote
@@ -140,35 +142,30 @@ def test_chances_are_counted_by_tenths() -> None:
     assert counts == [float(chance > 0.85) for chance in chances]
 
 
-@pytest.mark.parametrize("where", ["server", "process"])
+@pytest.mark.parametrize(("where", "count"), [("server", 30), ("process", 100)])
 def test_many_requests_give_what_the_cascades_own_generate_gives(
-    model: Any, where: str, request: pytest.FixtureRequest
+    model: Any, where: str, count: int, request: pytest.FixtureRequest
 ) -> None:
     """And the metrics by stage are what was answered and sent on."""
     server = request.getfixturevalue(where)
     before = counted(server)
     sent_on = stage_metric(server, "requests_total", stage="small", outcome="sent_on")
-    answered = soak(model, server, 30)
+    answered = soak(model, server, count)
     assert all(answered.values())
-    server.wait(lambda: sum(counted(server).values()) == sum(before.values()) + 30)
+    server.wait(lambda: sum(counted(server).values()) == sum(before.values()) + count)
     assert {name: value - before[name] for name, value in counted(server).items()} == answered
     assert stage_metric(server, "requests_total", stage="small", outcome="sent_on") - sent_on == answered["large"]
     page = server.get("/metrics")
     assert 'assistant="cascade"' in page and 'stages="small,large"' in page
-    assert stage_metric(server, "expected_quality_count", stage="small") >= 30
-    assert 0 < stage_metric(server, "expected_quality_sum", stage="small") < 30 + before["small"] + sent_on
+    assert stage_metric(server, "expected_quality_count", stage="small") >= count
+    assert 0 < stage_metric(server, "expected_quality_sum", stage="small") < count + before["small"] + sent_on
     assert stage_metric(server, "expected_quality_count", stage="large") == 0
     assert stage_metric(server, "cost_milliseconds_total", stage="large") > 0
-    assert stage_metric(server, "seconds_count", stage="small") >= 30
+    assert stage_metric(server, "seconds_count", stage="small") >= count
     assert stage_metric(server, "tokens_total", stage="large", kind="kept") > 0
     server.wait(lambda: server.metric("fastspec_rows_running") == server.metric("fastspec_queue") == 0)
     gauges = [f'fastspec_stage_{name}{{stage="{stage}"}} 0.0' for name in LOADS for stage in STAGES]
     server.wait(lambda: set(gauges) <= set(server.get("/metrics").splitlines()))
-
-
-@pytest.mark.slow
-def test_a_hundred_mixed_requests_give_what_the_cascades_own_generate_gives(model: Any, process: Served) -> None:
-    assert all(soak(model, process, 100, seed=7).values())
 
 
 def test_a_price_is_a_requests_own_and_stages_are_in_the_log(
@@ -213,6 +210,42 @@ def test_what_a_cascade_cannot_do_is_refused_by_name(server: Served, more: dict[
     assert status == 400 and words in told["error"]["message"], told
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_rounds_and_stages_are_told_whichever_stage_answers(model: Any, process: Served, stream: bool) -> None:
+    """What the page at `/` asks for."""
+    for price, names in ((0, ["small"]), (HIGH, ["small", "large"])):
+        body = {"messages": talk("w5 w6 w7"), "fastspec": {"rounds": True}, "max_tokens": 40, "temperature": 0}
+        content = json.dumps({"model": NAME, "price": price, "stream": stream, **body}).encode()
+        asked = urllib.request.Request(
+            f"{process.url}/v1/chat/completions", content, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+            lines = answer.read().decode().removesuffix("data: [DONE]\n\n").removesuffix("\n\n").split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        told = [chunk["choices"][0]["fastspec"] for chunk in chunks]
+        rounds = [each for part in told for each in part["rounds"]]
+        own, count, explanation = wanted(model, talk("w5 w6 w7"), 40, price)
+        assert "".join(text for each in rounds for text in each["texts"]) == own
+        assert sum(len(each["tokens"]) for each in rounds) == count
+        drafts = chunks[-1]["usage"]["completion_tokens_details"]
+        marks = [mark for each in rounds for mark in each["marks"]]
+        assert marks.count("accepted") == drafts["accepted_prediction_tokens"]
+        assert sum(each["drafted"] for each in rounds) == sum(drafts.values())
+        assert all(each["tree"] is not None or each["drafted"] == 0 for each in rounds), rounds
+        stages = [each for part in told for each in part.get("stages", [])]
+        assert [each["name"] for each in stages] == names
+        assert [each["outcome"] for each in stages] == [*["sent_on"] * (len(names) - 1), "answered"]
+        for each, visit in zip(stages, explanation.visits, strict=True):
+            assert each["cost"] == visit.cost
+            assert each["acceptable"] == (pytest.approx(visit.quality[0], abs=1e-4) if visit.quality else None)
+
+
+def test_a_round_of_other_tokens_tells_of_no_drafts() -> None:
+    tokenizer = small_tokenizer()
+    told = RoundNames(tokenizer, TokenNames(tokenizer)).named(StreamedRound([5, 6], accepted=1, drafted=9)).told
+    assert (told["marks"], told["drafted"], told["tree"]) == (["own", "own"], 0, None)
+
+
 def test_a_price_needs_a_cascade_and_no_thresholds(model: Any) -> None:
     plain = fastspec.patch(small_target())
     body = json.dumps({"model": NAME, "prompt": "w5", "price": 1}).encode()
@@ -238,6 +271,11 @@ def test_modes_that_go_token_by_token_are_served(model: Any, mode: str) -> None:
             out = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=cascade)
             assert answer.choices[0].text == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
             assert len(answer.choices[0].logprobs.token_logprobs) == answer.usage.completion_tokens
+        endless = {"generation_config": json.dumps({"eos_token_id": 127, "max_new_tokens": 200})}
+        chunks = running.client().completions.create(
+            model=NAME, prompt="w5 w6 w7", max_tokens=200, temperature=0, stream=True, extra_body=endless
+        )
+        assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].text]) > 1
         assert running.metric("fastspec_accepted_tokens_total") > 0 and "fastspec_stage_queue{" not in running.get(
             "/metrics"
         )

@@ -283,7 +283,7 @@ def test_several_batch_sizes_are_measured_and_summarised_apart(saved: Path) -> N
         for method in ("transformers", "autoregressive")
     ]
     printed = bench(saved, "--batch", "1", "--batch", "2", "--methods", "transformers").output
-    assert printed.count("over all prompts") == 2 and "batch: 1" in printed and "batch: 2" in printed
+    assert printed.count("all prompts") == 2 and "batch: 1" in printed and "batch: 2" in printed
     for none in (0, []):
         with pytest.raises(Unsupported, match="batch must be at least 1"):
             run_bench(model="none", batch=none)

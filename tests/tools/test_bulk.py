@@ -243,6 +243,7 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     model = small_target()
     monkeypatch.setattr("fastspec.models.load_model", lambda name, *_: (model, small_tokenizer()))
     monkeypatch.setattr("fastspec.programs.heads.load_config", lambda name: model.config)
+    monkeypatch.setattr("fastspec.programs.cli.options.check_model", lambda name: None)
     command = [
         "generate",
         "--prompts",

@@ -150,6 +150,7 @@ def test_the_large_models_assistant_is_the_cascades_unless_the_command_names_one
         (["--stage", "other=x", "--predictor", "FOLDER/predictor.safetensors"], "other"),
         (["--cascade", "FOLDER/none.yaml"], "none.yaml cannot be read as YAML"),
         (["--cascade", "FOLDER/lossless.yaml", "--price", "3"], "--price is of the mode 'adaptive': mode='lossless'"),
+        (["--cascade", "FOLDER/thresholds.yaml", "--price", "3"], "--price: this cascade decides by its thresholds"),
         (["--cascade", "FOLDER/token.yaml", "--assistant", "nasd"], "mode='token' of a cascade drafts with its stages"),
     ],
 )
@@ -159,6 +160,7 @@ def test_options_that_do_not_go_together_are_refused_before_a_model_is_loaded(
 ) -> None:
     for mode in ("lossless", "token"):
         Cascade(stages=["x"], mode=mode).to_yaml(folder / f"{mode}.yaml")
+    Cascade(stages=["x"], predictor="x", thresholds=[0.5]).to_yaml(folder / "thresholds.yaml")
     files = ["--prompts", folder / "prompts.jsonl", "--out", tmp_path / "out.jsonl", "--model", "no-such-model"]
     named = ["no-such-model", "--port", "0"] if command == "serve" else files
     done = run(command, *named, *(each.replace("FOLDER", str(folder)) for each in more))

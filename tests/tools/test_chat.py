@@ -339,6 +339,7 @@ def command(monkeypatch):
     """Runs `fastspec chat` on the tiny model."""
     monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(), tokenizer()))
     monkeypatch.setattr("fastspec.models.load_config", lambda name: target().config)
+    monkeypatch.setattr("fastspec.programs.cli.options.check_model", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     fixed = ("chat", "--model", "tiny", "--max-new-tokens", "8")
     return lambda *arguments, **options: CliRunner().invoke(app, [*fixed, *arguments], **options)

@@ -223,6 +223,7 @@ def plain_chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
     monkeypatch.setattr(
         "fastspec.models.load_model", lambda name, *rest, **options: (made.get(Path(name).name, target)(), tokenizer())
     )
+    monkeypatch.setattr("fastspec.programs.cli.options.check_model", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     chosen = Settings(model="tiny", resources=(), assistants=(PLAIN,), max_new_tokens=12)
     return Chat.open(chosen)

@@ -87,27 +87,29 @@ def test_demo_refuses_what_no_position_is_left_for(saved: Path) -> None:
     ("arguments", "status", "words"),
     [
         (["demo", "--max-new-tokens", "0"], 2, "max-new-tokens"),
-        (["demo", "--model", "some/model"], 1, "--head"),
+        (["demo", "--model", "{}/model"], 1, "--head"),
         (["demo", "--model", "no-such-file.gguf", "--head", HEAD], 1, "no such GGUF file"),
         (["demo", "--model", "no/such-model-anywhere", "--head", HEAD], 1, "no/such-model-anywhere"),
         (["inspect", "no/such-head-anywhere"], 1, "no/such-head-anywhere"),
         (["inspect", HEAD, "--probe"], 2, "--model"),
         (["inspect", HEAD, "--probe-prompt", "Hello"], 2, "--probe"),
         (["inspect", HEAD, "--device", "cpu"], 2, "--probe"),
-        (["inspect", HEAD, "--target", "some/model", "--probe", "--device", "tpu"], 1, "device 'tpu' is unknown"),
+        (["inspect", HEAD, "--target", "{}/model", "--probe", "--device", "tpu"], 1, "device 'tpu' is unknown"),
         (
-            ["train", "--target", "some/model", "--output", "out", "--prompts", "p.jsonl", "--device", "tpu"],
+            ["train", "--target", "{}/model", "--output", "out", "--prompts", "p.jsonl", "--device", "tpu"],
             1,
             "device 'tpu' is unknown",
         ),
         (["tune", "--model", "some/model", "--backend", "torch"], 1, "backend 'torch' has no launches to tune"),
         (["tune", "--model", "some/model", "--backend", "cpp"], 1, "backend 'cpp' has no launches to tune"),
-        (["tune", "--model", "some/model", "--device", "tpu", "--backend", "triton"], 1, "device 'tpu' is unknown"),
+        (["tune", "--model", "{}/model", "--device", "tpu", "--backend", "triton"], 1, "device 'tpu' is unknown"),
         (["nonsense"], 2, "nonsense"),
     ],
 )
-def test_bad_arguments_get_a_message_and_no_traceback(arguments: list[str], status: int, words: str) -> None:
-    done = run(*arguments)
+def test_bad_arguments_get_a_message_and_no_traceback(
+    saved: Path, arguments: list[str], status: int, words: str
+) -> None:
+    done = run(*(word.format(saved) for word in arguments))
     assert done.exit_code == status
     assert words in done.output
     assert "Traceback" not in done.output

@@ -12,6 +12,7 @@ from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
 
 from fastspec.errors import Unsupported
+from fastspec.models import SMOLLM2
 from fastspec.programs.cli import device as cli_device
 from fastspec.programs.cli.app import app
 
@@ -62,10 +63,10 @@ def test_tune_takes_triton_where_auto_would_not(gpus, given, backend, monkeypatc
         raise Unsupported("far enough")
 
     monkeypatch.setattr(cli_device.options, "patched_model", patched)
-    done = CliRunner().invoke(app, ["tune", "--model", "some/model", *given])
+    done = CliRunner().invoke(app, ["tune", "--model", SMOLLM2, *given])
     assert done.exit_code == 1 and "far enough" in done.output
     assert asked == [backend]
     if not gpus:  # and without Triton's interpreter
         monkeypatch.setenv("TRITON_INTERPRET", "0")
         words = "on a CUDA device" if not given else "far enough"
-        assert words in " ".join(CliRunner().invoke(app, ["tune", "--model", "some/model", *given]).output.split())
+        assert words in " ".join(CliRunner().invoke(app, ["tune", "--model", SMOLLM2, *given]).output.split())

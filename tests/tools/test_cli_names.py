@@ -4,6 +4,8 @@ loaded."""
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -235,6 +237,23 @@ def test_a_mistyped_model_is_asked_for_once(monkeypatch) -> None:
         with pytest.raises(Unsupported, match="it is no hub id"):
             load_model(name)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "warmup", "demo", "chat", "bench", "inspect", "train"])
+def test_a_mistyped_model_is_told_before_torch_is_loaded(command: str) -> None:
+    more = {
+        "generate": ["--prompts", "p.jsonl", "--out", "a.jsonl"],
+        "inspect": ["some/head"],
+        "train": ["--out", "some/head"],
+    }
+    words = [command, *more.get(command, []), "--model", "smolm2-135m-instruct"]
+    program = (
+        "import sys\nfrom fastspec.programs.cli.app import app\n"
+        "try: app(sys.argv[1:])\nfinally: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120)
+    assert "did you mean smollm2-135m-instruct?" in done.stderr, done.stderr
+    assert done.returncode == 1 and done.stdout == "False False\n"
 
 
 def test_a_busy_hub_and_a_model_of_the_cache_are_left_to_transformers(tmp_path: Path, monkeypatch) -> None:

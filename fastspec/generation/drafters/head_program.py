@@ -190,8 +190,7 @@ class HeadProgram:
         """`product` of plain layers, or of those in 8 bits."""
         if not isinstance(layers[0], RoundedLinear):
             return product(self.ops, layers, parts=parts)
-        assert self.ops.stored_linears is not None  # who rounds a head sees to it
-        return StoredLinears(self.ops.stored_linears, layers)
+        return StoredLinears(self.ops, layers, parts=parts)
 
     def _mlp(self, gate: Any, up: Any, down: Product) -> Product:
         """`gated` of plain layers, or of those in 8 bits."""

@@ -10,7 +10,8 @@ tokens and renormalised, is processed as the target's and judged by p / q.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from itertools import takewhile
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ class RetokenizingDrafter(Drafter):
     """The texts of a call's rows, and a draft model with a cache of its own, `room` tokens a row and a tail of one.
 
     Texts are read with `tokenizer`, the target's, and `draft_tokenizer`. `known` are the draft model's ids of target
-    tokens that mean the same. A text that does not encode or outgrows `room` is not drafted for.
+    tokens that mean the same. A text that does not encode, outgrows `room` or has a token that the draft model lacks,
+    of its `draft_vocab`, is not drafted for.
     """
 
     traits = Traits(reusable=True, reads_logits=False)
@@ -69,10 +71,12 @@ class RetokenizingDrafter(Drafter):
         room: int,
         tokenizer: Tokenizer,
         draft_tokenizer: Tokenizer,
+        draft_vocab: int,
         known: dict[int, int],
         device: torch.device,
     ) -> None:
         self.draft, self.length, self.room, self.device, self.known = draft, length, room, device, known
+        self.draft_vocab = draft_vocab
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.opening = _opening(draft_tokenizer)
         self.nodes = self.max_path = length.most + 1
@@ -127,7 +131,7 @@ class RetokenizingDrafter(Drafter):
         able = []
         for row, going in enumerate(self.alive):
             read = self._encoded(row) if going else []
-            able.append(0 < len(read) <= self.room - self.length.most)
+            able.append(0 < len(read) <= self.room - self.length.most and max(read) < self.draft_vocab)
             self.read[row] = read if able[row] else [0]
         return able
 
@@ -210,7 +214,12 @@ OVERLAP = 8
 
 
 class TextDrafter(RetokenizingDrafter):
-    """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones."""
+    """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones, up to
+    one that the target lacks, of its `vocab`."""
+
+    def __init__(self, draft: Target, length: Length, *, vocab: int, **texts: Any) -> None:
+        super().__init__(draft, length, known={}, **texts)
+        self.vocab = vocab
 
     def propose(self, extent: int) -> TokenTree:
         """One chain per row, filled up with token 0. The root alone where no row can be drafted for."""
@@ -252,7 +261,7 @@ class TextDrafter(RetokenizingDrafter):
         more, tail = after[len(before) :], self.history[row][-OVERLAP:]
         whole = encoded(self.tokenizer, decoded(self.tokenizer, tail) + more)
         ids = whole[len(tail) :] if whole[: len(tail)] == tail else encoded(self.tokenizer, more)
-        return ids[: self.length.most]
+        return list(takewhile(lambda token: token < self.vocab, ids[: self.length.most]))
 
 
 SHARE = 0.1
@@ -287,7 +296,7 @@ class SharedDrafter(RetokenizingDrafter):
         device: torch.device,
     ) -> None:
         pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]
-        super().__init__(draft, length, room, tokenizer, draft_tokenizer, dict(pairs), device)
+        super().__init__(draft, length, room, tokenizer, draft_tokenizer, draft_vocab, dict(pairs), device)
         self.ops, self.process = ops, process
         self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
         self.own_id = torch.zeros(vocab, dtype=torch.long, device=device).scatter(0, self.ours, self.theirs)

@@ -33,8 +33,11 @@ class HeadCheckpoint(Description):
 
     @classmethod
     def of(cls, module: EagleHead) -> HeadCheckpoint:
-        """A module, checked like a file. Raises CheckpointError for values not finite, and draft ids without tokens."""
+        """A module, checked like a file. Raises CheckpointError for values not finite or not there, and draft ids
+        without tokens."""
         where, config = "this EagleHead", module.config
+        if any(tensor.is_meta for tensor in module.state_dict().values()):
+            raise CheckpointError(f"{where} is on the device meta, without values: fastspec.load_head loads one")
         _check_values(dict(module.named_parameters()), where)
         tokens = module.drafted()
         if bool((tokens < 0).any()) or bool((tokens >= config.vocab_size).any()):
@@ -288,6 +291,11 @@ OTHERS = (
         "drafts for the model that it comes with: fastspec.patch(model, mtp=PATH) reads it; or " + INSTEAD,
         word="mtp|nextn",
         keys=r"(^mtp|\.mtp)\.|(^|\.)(enorm|hnorm|eh_proj|pre_fc_norm_hidden|pre_fc_norm_embedding)\.",
+    ),
+    Other(
+        "a head with PEFT's adapters beside its weights",
+        "fastspec does not add to them: save what merge_and_unload() returns",
+        keys=r"\.(base_layer|lora_\w+|modules_to_save)\.",
     ),
     Other(
         "a head with a mixture of experts",

@@ -21,9 +21,11 @@ from fastspec.generation.heads.module import HeadConfig
 
 PREFIXES = re.compile(r"^(?:language_model\.|model\.|eagle_module\.)+")
 """Names of the modules that a head was saved from inside of; `language_model` is that of models with images."""
-WRAPPERS = re.compile(r"^(?:module\.|draft_model\.)+|_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
-"""Names that trainers' wrappers (DDP, DeepSpeed, torch.compile, FSDP, checkpointing) leave within the keys of a head
-that was saved from inside them."""
+WRAPPERS = re.compile(
+    r"^(?:module\.|draft_model\.|base_model\.model\.)+|_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
+)
+"""Names that trainers' wrappers (DDP, DeepSpeed, PEFT, torch.compile, FSDP, checkpointing) leave within the keys of a
+head that was saved from inside them."""
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
 TAPS = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS = "target_layer_ids"
@@ -154,7 +156,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     _refuse_other_layers(fields, sizes["num_hidden_layers"])
     rope = _rope(fields, dialect, sizes["num_hidden_layers"], flags, notes)
     interleaved = _interleaved(fields, state, flags, notes)
-    switches: dict[str, Any] = _switches_from_keys(state, sizes, fields, flags)
+    switches: dict[str, Any] = _switches_from_keys(state, sizes, fields, flags, notes)
     taps: tuple[int, ...] | None = ()
     nested: tuple[int, ...] | None = None
     count = 0
@@ -280,6 +282,8 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
     given = _rope_of_layer(fields, cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}, layers)
     check_kinds(given, fields.where)
     kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "default" and given.get("mrope_interleaved") is True:  # as Qwen3-VL's configurations say it
+        kind = "mrope"
     theta, source = given.get("rope_theta") or cfg.get("rope_theta"), "config"
     if kind in dialect.trained_theta:
         if theta not in (None, TRAINED_THETA):
@@ -331,7 +335,7 @@ def _rope_of_layer(fields: Fields, given: Mapping[str, Any], layers: int) -> Map
 
 
 def _switches_from_keys(
-    state: Mapping[str, Tensor], sizes: Mapping[str, Any], fields: Fields, flags: dict[str, Flag]
+    state: Mapping[str, Tensor], sizes: Mapping[str, Any], fields: Fields, flags: dict[str, Flag], notes: list[str]
 ) -> dict[str, bool]:
     def present(pattern: str) -> bool:
         return any(re.search(pattern, key) for key in state)
@@ -345,9 +349,11 @@ def _switches_from_keys(
         "input_norm": present(r"^input_norm\."),
     }
     flags |= {name: Flag(value, "weights") for name, value in switches.items()}
-    # A flag that the config raises and the weights lack stays raised, so that the missing weight is reported by name.
     eagle3 = is_eagle3(state)
-    for name, given in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if eagle3 else (("fc_bias", "bias"),):
+    if not eagle3 and fields.layer.get("bias") is True and not switches["fc_bias"]:
+        notes.append("config.json says bias, the weights hold no fc.bias; read without one")
+    # A norm that the config has and the weights lack stays, so that the missing weight is reported by name.
+    for name, given in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if eagle3 else ():
         declared = fields.find(given)
         if declared is not None and declared.value is True and not switches[name]:
             switches[name], flags[name] = True, Flag(True, declared.source)

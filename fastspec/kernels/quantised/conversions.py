@@ -128,3 +128,83 @@ def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
             return None
     registers = "a, b, m, n, o, w, " + ", ".join(f"{name}{i}" for name in "lh" for i in range(4))
     return "{ .reg .b32 " + registers + ";\n" + "\n".join(lines) + "\n}"
+
+
+def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
+    """The program that makes the word `$0` of two numbers from the two codes in the low bits of `$1`; with zeros less
+    what the word `$2` has twice, a code's base and its zero point, negative."""
+    if dtype not in BASE:
+        return None
+    two, magic = TWO_HALVES[dtype], _twice(BASE[dtype] << 8)
+    match kind.bits, kind.numbers:
+        case 8, Numbers.E4M3:
+            shift, bits, power = E4M3[dtype]
+            lines = [
+                f"mov.b32 m, {_twice(_bits(2.0**power, dtype))};",
+                "mov.b32 n, 0x80008000;",
+                "prmt.b32 a, $1, 0, 0x1404;",
+                f"shr.u32 b, a, {shift};",
+                f"and.b32 b, b, {_twice(bits)};",
+                "lop3.b32 a, a, 0x80008000, b, 0xEA;",
+                f"fma.rn.{two} $0, a, m, n;",
+            ]
+        case 8, Numbers.SIGNED | Numbers.UNSIGNED if kind.numbers == Numbers.SIGNED or kind.less == 128:
+            signed = kind.numbers == Numbers.SIGNED
+            if dtype == torch.float16:
+                flip = ["xor.b32 w, w, 0x8080;"] if signed else []
+                lines = [
+                    f"mov.b32 n, {_twice(_bits(-1152.0, dtype))};",
+                    f"mov.b32 o, {_twice(ONE[dtype])};",
+                    f"mov.b32 m, {magic};",
+                    "mov.b32 w, $1;",
+                    *flip,
+                    "prmt.b32 a, w, m, 0x5150;",
+                    "fma.rn.f16x2 $0, a, o, n;",
+                ]
+            else:
+                lines = [
+                    f"mov.b32 m, {_twice(_bits(-1.0, dtype))};",
+                    f"mov.b32 o, {magic};",
+                    "prmt.b32 a, $1, 0, 0x4140;",
+                    "lop3.b32 b, a, 0x007F007F, o, 0xEA;",
+                    f"lop3.b32 a, a, 0x00800080, o, {'0xEA' if signed else '0xAE'};",
+                    "fma.rn.bf16x2 $0, a, m, b;",
+                ]
+        case 4, Numbers.UNSIGNED if not kind.high_first:
+            base = 128.0 if dtype == torch.bfloat16 else 1024.0
+            taken = "$2" if zeros else _twice(_bits(-base - kind.less, dtype))
+            lines = [
+                f"mov.b32 n, {taken};",
+                f"mov.b32 o, {_twice(ONE[dtype])};",
+                f"mov.b32 m, {magic};",
+                "mul.lo.u32 a, $1, 4097;",
+                "lop3.b32 a, a, 0x000F000F, m, 0xEA;",
+                f"fma.rn.{two} $0, a, o, n;",
+            ]
+        case 4, Numbers.TABLE if kind.high_first:
+            lines = [
+                "prmt.b32 w, $2, $3, 0x5540;",
+                "shr.u32 b, w, 3;",
+                "and.b32 b, b, 0x1111;",
+                "and.b32 w, w, 0x7777;",
+                "prmt.b32 m, 0x0000FF00, 0, b;",
+            ]
+            for first, into in ((4, "a"), (12, "o")):
+                lines += [
+                    f"prmt.b32 {into}, ${first}, ${first + 2}, w;",
+                    f"prmt.b32 n, ${first + 4}, ${first + 6}, w;",
+                    f"lop3.b32 {into}, m, n, {into}, 0xCA;",
+                ]
+            lines += ["prmt.b32 $0, a, o, 0x4051;", "prmt.b32 $1, a, o, 0x6273;"]
+        case _:
+            return None
+    return "{ .reg .b32 a, b, m, n, o, w;\n" + "\n".join(lines) + "\n}"
+
+
+def table_words(kind: Codes, dtype: torch.dtype) -> tuple[int, ...]:
+    """What the program of a table's codes takes as `$2` to `$9`: the low bytes of its 16 numbers, four to a word, and
+    the high ones. Empty where there is no table."""
+    numbers = [_bits(value, dtype) for value in kind.table]
+    octets = [number >> shift & 0xFF for shift in (0, 8) for number in numbers]
+    words = [sum(octet << 8 * i for i, octet in enumerate(octets[at : at + 4])) for at in range(0, len(octets), 4)]
+    return tuple(word - (word >> 31 << 32) for word in words)

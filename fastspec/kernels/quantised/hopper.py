@@ -1,12 +1,17 @@
-"""Products of weights stored in 8 bits on Hopper: codes come through tensor descriptors, become numbers in registers,
-and are multiplied from there.
+"""Products of stored weights on Hopper: codes come through tensor descriptors, become numbers in registers, and are
+multiplied from there.
 
 R rows, K input channels, M output channels; up to three weights beside each other, or a gate and an up part. As in
-kernels/linear/hopper.py a program takes BM output channels, in steps of BK, and asks for its first AHEAD steps of codes
-while it still waits for its rows; depths of few output channels are cut in 2 or 4 parts, SIDE by SIDE or in SERIES,
-added up as (0 + 1) + (2 + 3). A step's products are summed in order, in steps of 16; with GROUPED each step's sum is
-multiplied by its scale and added, else the sums are multiplied by the scales of their lines in the end. So a row's bits
-follow from the weight alone (docs/maintainers/same_bits.md). Gluon has no interpreter: tested on the GPU alone.
+kernels/linear/hopper.py a program takes BM output channels (half of them of a gate, half of its up part), in stages of
+STEPS steps of STEP channels, and asks for its first AHEAD stages of codes while it still waits for its rows; while a
+step is multiplied the next one's numbers are made. Two codes of neighbouring channels are a unit, of 8 or 16 bits: each
+thread loads the units whose numbers it multiplies, and makes a word of the two numbers (conversions.py).
+
+Depths of few output channels are cut in 2 or 4 parts, added up as (0 + 1) + (2 + 3): SIDE by SIDE in one tile, in
+SERIES, or S programs of their own, which leave the sum to a norm. A step's products are summed in order, in steps of
+16; with GROUPED each step's sum is multiplied by its scale and added, else each part's sums are multiplied by the
+scales of their lines. So a row's bits follow from the weight alone (docs/maintainers/same_bits.md). Gluon has no
+interpreter: tested on the GPU alone.
 """
 
 from __future__ import annotations
@@ -27,19 +32,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, is_hopper
 from fastspec.kernels.linear.hopper import _joined, _load
-from fastspec.kernels.linear.launches import HopperLaunch
+from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Activation
-from fastspec.kernels.quantised.conversions import assembly
+from fastspec.kernels.quantised.conversions import pair_assembly, table_words
 from fastspec.kernels.quantised.reference import StoredWeight
 
 STEP = 128
 """Input channels of a step."""
 FEW = 8192
 """Output channels up to which a depth is cut in parts."""
-SIDE_ROWS = {1: 8, 2: 64, 4: 64}
-"""Number of parts -> rows times parts up to which all of them lie side by side."""
-TILES = 132
-"""Programs that a Hopper GPU runs at once, one for each multiprocessor."""
+TALLEST = 64
+"""Rows of a tile."""
+STAGES, SHARED = 4, 224 << 10
+"""Of a program, at most, and the bytes of all that stand on a multiprocessor."""
 
 
 @gluon.jit
@@ -55,22 +60,88 @@ def _ask(
     BYTES: gl.constexpr,
     GATES: gl.constexpr,
     COUNT: gl.constexpr,
+    BM: gl.constexpr,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
-    """Ask for a step of codes, if it is wanted; the barrier waits for the rows' bytes too."""
+    """Ask for a stage of codes, if it is wanted; the barrier waits for the rows' bytes too."""
     mbarrier.expect(bars.index(stage), BYTES, wanted)
-    for i in gl.static_range(COUNT):
-        if GATES == 2:
-            _load(codes[i], [line, o_k], bars.index(stage), w_smem.index(stage * 2 + i), wanted)
-        else:
-            _load(codes[i], [line, o_k], bars.index(stage), w_smem.index(stage), wanted & (which == i))
+    if GATES == 2:
+        for u in gl.static_range(STEPS):
+            o_unit, tile = (o_k + u * STEP) // 2, w_smem.index(stage * STEPS + u)
+            _load(codes[0], [line, o_unit], bars.index(stage), tile.slice(0, BM // 2), wanted)
+            _load(codes[1], [line, o_unit], bars.index(stage), tile.slice(BM // 2, BM // 2), wanted)
+    else:
+        for i in gl.static_range(COUNT):
+            _load(codes[i], [line, o_k // 2], bars.index(stage), w_smem.index(stage), wanted & (which == i))
 
 
 @gluon.jit
-def _numbers(smem, LAYOUT: gl.constexpr, ASSEMBLY: gl.constexpr, DTYPE: gl.constexpr):
-    """Numbers [BM, BK] of a step's codes."""
-    b_codes = smem.load(LAYOUT)
-    b_out = gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [b_codes], dtype=gl.bfloat16, is_pure=True, pack=4)
-    return b_out.to(DTYPE, bitcast=True)
+def _numbers(
+    smem, b_zero, table, UNITS: gl.constexpr, CODES: gl.constexpr, ASSEMBLY: gl.constexpr, DTYPE: gl.constexpr
+):
+    """Numbers [BM, 2 * U] of units [BM, U] of two codes each."""
+    b_units = smem.load(UNITS).to(gl.int32)
+    if len(table) > 0:
+        b_pairs = gl.inline_asm_elementwise(
+            ASSEMBLY,
+            "=r,=r" + 18 * ",r",
+            [b_units, table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7]],
+            gl.int32,
+            True,
+            2,
+        )
+    elif b_zero is None:
+        b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [b_units], gl.int32, True, 1)
+    else:
+        b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [b_units, b_zero], gl.int32, True, 1)
+    b_first = b_pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    b_second = (b_pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    b_out = gl.reshape(gl.join(b_first, b_second), [smem.shape[0], 2 * smem.shape[1]])
+    return gl.convert_layout(b_out, CODES)
+
+
+@gluon.jit
+def _times(b_x, b_y):
+    """Products rounded by themselves, whatever is added to them: a compiler may not join the two."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [b_x, b_y], gl.float32, True, 1)
+
+
+@gluon.jit
+def _fma(b_x, b_y, b_z):
+    """b_x * b_y + b_z, rounded once."""
+    return gl.inline_asm_elementwise("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [b_x, b_y, b_z], gl.float32, True, 1)
+
+
+@gluon.jit
+def _of_lines(first, second, o_line, is_first, GATES: gl.constexpr):
+    """Values of a tile's lines, fp32: at places o_line of one table, or, for the others, of a second one."""
+    p_lines = gl.where(is_first, first + o_line, second + o_line) if GATES == 2 else first + o_line
+    return gl.load(p_lines).to(gl.float32)
+
+
+@gluon.jit
+def _scales(
+    p_scales, p_nested, p_factors, p_offset, above, o_scale, is_first, GATES: gl.constexpr, NESTED: gl.constexpr
+):
+    """Scales of a tile's lines; with NESTED they are codes, NESTED of which share a factor."""
+    b_out = _of_lines(p_scales, above.scales, o_scale, is_first, GATES)
+    if NESTED:
+        b_wide = _of_lines(p_nested, above.nested, b_out.to(gl.int32), is_first, GATES)
+        b_factor = _of_lines(p_factors, above.factors, o_scale // NESTED, is_first, GATES)
+        b_out = _times(b_wide, b_factor) + _of_lines(p_offset, above.offset, o_scale * 0, is_first, GATES)
+    return b_out
+
+
+@gluon.jit
+def _zeros(first, second, o_word, o_shift, is_first, GATES: gl.constexpr, DTYPE: gl.constexpr):
+    """What is taken off the codes of a tile's lines, twice in a word."""
+    p_words = gl.where(is_first, first + o_word, second + o_word) if GATES == 2 else first + o_word
+    b_word = gl.load(p_words)
+    WIDE: gl.constexpr = gl.float16 == DTYPE
+    b_half = -(((b_word >> o_shift) & 15).to(gl.float32) + (1024.0 if WIDE else 128.0))
+    b_half = b_half.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return b_half | (b_half << 16)
 
 
 @gluon.jit(do_not_specialize=["R"])
@@ -83,17 +154,24 @@ def _hopper_stored(
     p_out,
     R,
     M,
-    steps,
+    stages,
+    table,
     BM: gl.constexpr,
-    BK: gl.constexpr,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
     BR: gl.constexpr,
     COUNT: gl.constexpr,
     GATES: gl.constexpr,
+    BITS: gl.constexpr,
+    S: gl.constexpr,
     SIDE: gl.constexpr,
     SERIES: gl.constexpr,
     GROUPED: gl.constexpr,
     GROUP: gl.constexpr,
+    ZEROS: gl.constexpr,
+    NESTED: gl.constexpr,
     BIAS: gl.constexpr,
+    PARTS: gl.constexpr,
     ALPHA: gl.constexpr,
     CUBIC: gl.constexpr,
     ASSEMBLY: gl.constexpr,
@@ -102,19 +180,22 @@ def _hopper_stored(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Out [R, M] in d_x's dtype. The grid's second side counts tiles of BR rows. With SIDE codes and rows are those of
-    the parts; SERIES divides the steps."""
+    """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32. The grid's second side counts tiles of BR rows. With
+    SIDE codes and rows are those of the parts; SERIES divides the stages."""
     dtype: gl.constexpr = d_x.dtype
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BR, 16])
     CODES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    BC: gl.constexpr = BM // SIDE
+    UNITS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 1)
+    BC: gl.constexpr = BM // SIDE // GATES
+    BK: gl.constexpr = STEP * STEPS
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [min(32, BC // 8), 32 // min(32, BC // 8)], [1, WARPS], [0, 1])
     TOLD: gl.constexpr = SUMS if SIDE == 1 else OUT
-    BYTES: gl.constexpr = GATES * BM * BK + BR * BK * 2
+    BYTES: gl.constexpr = BM * BK * BITS // 8 + BR * BK * 2
 
     codes = (d_first, d_second, d_third)
-    tile, which, first, lines = gl.program_id(0), 0, 0, weights[0].lines
+    tile, part, which, first, lines = gl.program_id(0) // S, gl.program_id(0) % S, 0, 0, weights[0].lines
     p_scales, p_bias, columns, block = weights[0].scales, weights[0].bias, weights[0].columns, weights[0].block
+    p_zeros, p_nested, p_factors, p_offset = weights[0].zeros, weights[0].nested, weights[0].factors, weights[0].offset
     if GATES == 1:
         for i in gl.static_range(1, COUNT):
             tiles = (lines + BC - 1) // BC
@@ -124,10 +205,17 @@ def _hopper_stored(
                 first += lines
                 lines, columns, block = weights[i].lines, weights[i].columns, weights[i].block
                 p_scales = weights[i].scales
+                if ZEROS:
+                    p_zeros = weights[i].zeros
+                if NESTED:
+                    p_nested, p_factors, p_offset = weights[i].nested, weights[i].factors, weights[i].offset
                 if BIAS:
                     p_bias = weights[i].bias
-    line, row = tile * BM, gl.program_id(1) * BR
-    w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * GATES, BM, BK], d_first.layout)
+    line, row = tile * (BM // GATES), gl.program_id(1) * BR
+    count = stages // S
+    begin = part * count
+    TILES: gl.constexpr = STEPS if GATES == 2 else 1  # in a stage
+    w_smem = gl.allocate_shared_memory(d_first.dtype, [STAGES * TILES, BM, BK // 2 // TILES], d_first.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BR, BK], d_x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -136,83 +224,134 @@ def _hopper_stored(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     for i in gl.static_range(AHEAD):
-        _ask(codes, bars, w_smem, i, which, line, i * BK, i < steps, BYTES, GATES, COUNT)
+        _ask(codes, bars, w_smem, i, which, line, (begin + i) * BK, i < count, BYTES, GATES, COUNT, BM, STEP, STEPS)
+    o_part = gl.arange(0, BM, gl.SliceLayout(1, SUMS))
+    is_first = o_part < BM // GATES
+    o_mine = gl.minimum((line + o_part % (BM // GATES)) // SIDE, lines - 1)
+    o_scale = o_mine // block * columns + o_part % SIDE * (columns // SIDE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in gl.static_range(STAGES):
         if i >= AHEAD:
-            _ask(codes, bars, w_smem, i, which, line, i * BK, i < steps, BYTES, GATES, COUNT)
-        _load(d_x, [row, i * BK], bars.index(i), x_smem.index(i), i < steps)
+            _ask(codes, bars, w_smem, i, which, line, (begin + i) * BK, i < count, BYTES, GATES, COUNT, BM, STEP, STEPS)
+        _load(d_x, [row, (begin + i) * BK], bars.index(i), x_smem.index(i), i < count)
 
-    o_part = line + gl.arange(0, BM, gl.SliceLayout(1, SUMS))
-    o_scale = gl.minimum(o_part // SIDE, lines - 1) // block * columns + o_part % SIDE * (columns // SIDE)
-    b_sum = gl.zeros([BM, BR], gl.float32, SUMS)
-    b_up = gl.zeros([BM, BR], gl.float32, SUMS)
-    b_half, b_first = b_sum, b_sum
+    p_zeros_above = weights[GATES - 1].zeros
+    if ZEROS:
+        o_zero_part = gl.arange(0, BM, gl.SliceLayout(1, UNITS))
+        is_first_zero = o_zero_part < BM // GATES
+        o_zero_line = gl.minimum((line + o_zero_part % (BM // GATES)) // SIDE, lines - 1)
+        o_zero = o_zero_line // 8 * columns + o_zero_part % SIDE * (columns // SIDE)
+        o_shift = o_zero_line % 8 * 4
+    b_none = gl.zeros([BM, BR], gl.float32, SUMS)
+    b_sum, b_half, b_first = b_none, b_none, b_none
+    if not GROUPED:
+        b_line = _of_lines(p_scales, weights[GATES - 1].scales, o_mine // block, is_first, GATES)
     stage, phase, before = 0, 0, STAGES - 1
     for i in gl.static_range(SERIES):
-        for step in range(steps // SERIES * i, steps // SERIES * (i + 1)):
+        for turn in range(count // SERIES * i, count // SERIES * (i + 1)):
+            b_scales, b_parts = (), ()
             if GROUPED:
-                b_scale = gl.load(p_scales + o_scale + step * BK // GROUP).to(gl.float32)
-                if GATES == 2:
-                    b_above = gl.load(weights[1].scales + o_scale + step * BK // GROUP).to(gl.float32)
+                for u in gl.static_range(STEPS):
+                    o_group = o_scale + gl.minimum(((begin + turn) * BK + u * STEP) // GROUP, columns // SIDE - 1)
+                    b_new = _scales(
+                        p_scales, p_nested, p_factors, p_offset, weights[GATES - 1], o_group, is_first, GATES, NESTED
+                    )
+                    b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
             mbarrier.wait(bars.index(stage), phase)
-            # The products of the step before are done: its place is free.
-            o_k, wanted = (step - 1 + STAGES) * BK, (step > 0) & (step - 1 + STAGES < steps)
-            _ask(codes, bars, w_smem, before, which, line, o_k, wanted, BYTES, GATES, COUNT)
-            _load(d_x, [row, o_k], bars.index(before), x_smem.index(before), wanted)
-            b_x = x_smem.index(stage).permute((1, 0))
-            b_w = _numbers(w_smem.index(stage * GATES), CODES, ASSEMBLY, dtype)
-            b_part = mma(b_w, b_x, b_sum, use_acc=not GROUPED, is_async=True)
-            if GATES == 2:
-                b_v = _numbers(w_smem.index(stage * 2 + 1), CODES, ASSEMBLY, dtype)
-                b_part_up = mma(b_v, b_x, b_up, use_acc=not GROUPED, is_async=True)
-                b_part, b_part_up = mma_wait(0, deps=(b_part, b_part_up))
-                b_up = b_up + b_part_up * b_above[:, None] if GROUPED else b_part_up
+            # The products of the stage before are done: its place is free.
+            o_next, wanted = turn - 1 + STAGES, (turn > 0) & (turn - 1 + STAGES < count)
+            _ask(
+                codes,
+                bars,
+                w_smem,
+                before,
+                which,
+                line,
+                (begin + o_next) * BK,
+                wanted,
+                BYTES,
+                GATES,
+                COUNT,
+                BM,
+                STEP,
+                STEPS,
+            )
+            _load(d_x, [row, (begin + o_next) * BK], bars.index(before), x_smem.index(before), wanted)
+            for u in gl.static_range(STEPS):
+                b_x = x_smem.index(stage).slice(u * STEP, STEP, dim=1).permute((1, 0))
+                b_zero = None
+                if ZEROS:
+                    o_group = gl.minimum(((begin + turn) * BK + u * STEP) // GROUP, columns // SIDE - 1) + o_zero
+                    b_zero = _zeros(p_zeros, p_zeros_above, o_group, o_shift, is_first_zero, GATES, dtype)
+                    b_zero = gl.expand_dims(b_zero, 1).broadcast_to([BM, STEP // 2])
+                if GATES == 2:
+                    codes_smem = w_smem.index(stage * STEPS + u)
+                else:
+                    codes_smem = w_smem.index(stage).slice(u * STEP // 2, STEP // 2, dim=1)
+                b_w = _numbers(codes_smem, b_zero, table, UNITS, CODES, ASSEMBLY, dtype)
+                if GROUPED:
+                    b_parts += (mma(b_w, b_x, b_none, use_acc=False, is_async=True),)  # type: ignore[assignment]
+                    if u > 0:
+                        b_sum = _fma(mma_wait(1, deps=(b_parts[u - 1],)), b_scales[u - 1][:, None], b_sum)
+                else:
+                    b_sum = mma(b_w, b_x, b_sum, is_async=True)
+            if GROUPED:
+                b_sum = _fma(mma_wait(0, deps=(b_parts[STEPS - 1],)), b_scales[STEPS - 1][:, None], b_sum)
             else:
-                b_part = mma_wait(0, deps=(b_part,))
-            b_sum = b_sum + b_part * b_scale[:, None] if GROUPED else b_part
+                b_sum = mma_wait(0, deps=(b_sum,))
             before = stage
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
+        if not GROUPED:
+            b_sum = _times(b_sum, b_line[:, None])
         if SERIES > 1:
             b_half = b_half + b_sum if i % 2 else b_sum
             if i == 1:
                 b_first = b_half
-            b_sum = gl.zeros([BM, BR], gl.float32, SUMS)
+            b_sum = b_none
     if SERIES > 1:
         b_sum = b_half if SERIES == 2 else b_first + b_half
     if SIDE > 1:
         b_sum = _joined(b_sum, SIDE, BM, BR, SUMS, OUT)
 
-    o_line = gl.minimum(tile * BC + gl.arange(0, BC, gl.SliceLayout(1, TOLD)), lines - 1)
-    if not GROUPED:
-        b_sum *= gl.load(p_scales + o_line // block).to(gl.float32)[:, None]
+    o_told = gl.arange(0, BM // SIDE, gl.SliceLayout(1, TOLD))
+    is_told = o_told < BC
+    o_line = gl.minimum(tile * BC + o_told % BC, lines - 1)
     if BIAS:
-        b_sum += gl.load(p_bias + o_line).to(gl.float32)[:, None]
-    b_out = b_sum.to(dtype)
-    if GATES == 2:
-        if not GROUPED:
-            b_up *= gl.load(weights[1].scales + o_line // block).to(gl.float32)[:, None]
-        if BIAS:
-            b_up += gl.load(weights[1].bias + o_line).to(gl.float32)[:, None]
-        b_gate = b_out.to(gl.float32)
+        b_sum += _of_lines(p_bias, weights[GATES - 1].bias, o_line, is_told, GATES)[:, None]
+    if PARTS:
+        b_out = gl.convert_layout(b_sum, OUT)
+    elif GATES == 2:
+        PAIRS: gl.constexpr = gl.BlockedLayout(
+            [8, 1, 2], [min(32, BC // 8), 32 // min(32, BC // 8), 1], [1, WARPS, 1], [2, 0, 1]
+        )
+        b_both = gl.permute(gl.reshape(b_sum.to(dtype), [2, BC, BR]), (1, 2, 0))
+        b_gate, b_up = gl.split(gl.convert_layout(b_both, PAIRS))
+        b_gate, b_up = gl.convert_layout(b_gate, OUT).to(gl.float32), gl.convert_layout(b_up, OUT).to(gl.float32)
         b_in = b_gate + CUBIC * b_gate * b_gate * b_gate if CUBIC != 0.0 else b_gate
         b_gate = (b_gate / (1.0 + gl.exp(-ALPHA * b_in))).to(dtype)
-        b_out = (b_gate.to(gl.float32) * b_up.to(dtype).to(gl.float32)).to(dtype)
-    b_out = gl.convert_layout(b_out, OUT)
+        b_out = (b_gate.to(gl.float32) * b_up).to(dtype)
+    else:
+        b_out = gl.convert_layout(b_sum.to(dtype), OUT)
     o_m = tile * BC + gl.arange(0, BC, gl.SliceLayout(1, OUT))
     o_r = row // SIDE + gl.arange(0, BR // SIDE, gl.SliceLayout(0, OUT))
     m_out = (o_m < lines)[:, None] & (o_r < R)[None, :]
-    gl.store(p_out + o_r[None, :].to(gl.int64) * M + (first + o_m)[:, None], b_out, mask=m_out)
+    gl.store(p_out + (part * R + o_r)[None, :].to(gl.int64) * M + (first + o_m)[:, None], b_out, mask=m_out)
+
+
+def step_of(weight: StoredWeight) -> int:
+    """Input channels of a step."""
+    group = min(weight.block[1], weight.depth)
+    return STEP if group == weight.depth else min(STEP, group)
 
 
 def parts_of(weight: StoredWeight) -> int:
     """Parts that a weight's depth is cut in, by its shape and its groups alone."""
     (channels, depth), group = weight.shape, min(weight.block[1], weight.depth)
-    if channels > FEW or not weight.codes.is_contiguous():
+    if channels > FEW or not weight.codes.is_contiguous() or weight.codes.shape[1] * 8 != depth * weight.kind.bits:
         return 1
     whole = (parts for parts in (4, 2) if depth % (parts * STEP) == 0)
     return next((parts for parts in whole if group == depth or depth // parts % group == 0), 1)
@@ -220,36 +359,34 @@ def parts_of(weight: StoredWeight) -> int:
 
 def takes(x: Tensor, weight: StoredWeight) -> bool:
     """True where this kernel multiplies x [R, K] by a weight, which follows from the weight, the dtype and the device
-    alone: on Hopper, in 16 bits, codes of 8 bits whose groups are steps or lines, without zero points, aligned to 16
-    bytes."""
-    depth, group, codes = weight.depth, min(weight.block[1], weight.depth), weight.codes
-    plain = weight.kind.bits == 8 and weight.zeros is None and weight.groups is None and weight.nested is None
-    if not plain or x.element_size() != 2 or not x.is_floating_point() or not is_hopper(x.device):
+    alone: on Hopper, in 16 bits, codes that `pair_assembly` knows, whose groups are whole steps, 64 or 32 channels, or
+    lines, in their order, zero points of 4 bits in words, aligned to 16 bytes."""
+    depth, group, codes, bits = weight.depth, min(weight.block[1], weight.depth), weight.codes, weight.kind.bits
+    words = weight.zeros is None or (bits == 4 and weight.zeros.dtype == torch.int32)
+    if not words or weight.groups is not None or x.element_size() != 2 or not is_hopper(x.device):
         return False
     aligned = (codes.data_ptr() | codes.stride(0)) % 16 == 0 and depth % 8 == 0
-    return aligned and (group == depth or group % STEP == 0) and depth >= STEP
+    stepped = group == depth or group % STEP == 0 or group in (32, 64)
+    return aligned and stepped and depth >= STEP and pair_assembly(weight.kind, x.dtype, False) is not None
 
 
-def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool) -> HopperLaunch:
-    """The launch of weights beside each other, or of a gate and an up part. Found on an H100 for the shapes of a model
-    of 8 billion weights; how parts are summed changes no bit."""
-    parts, several = 1 if gated else min(map(parts_of, weights)), len(weights) > 1
-    if parts * rows <= SIDE_ROWS[parts]:
-        wide = max(8, _power_of_two(parts * rows))
-        deep = 64 if gated else 32
-        stages, ahead = (6, 6 if gated else 3) if wide <= (8 if several else deep) else (4, 2)
-        if wide == 8 and parts > 1 and not several:
-            stages, ahead = 8, 4
-        return HopperLaunch(64, STEP, stages, ahead, rows=wide, side=parts)
-    if parts == 4 and (rows <= 32 or sum(weight.shape[0] for weight in weights) <= TILES * 32):
-        stages, ahead = (4, 4 if several else 2) if several or rows > 32 else (5, 3)
-        return HopperLaunch(64, STEP, stages, ahead, rows=min(128, _power_of_two(2 * rows)), side=2, series=2)
-    stages, ahead = (3, 3) if gated and rows > 32 else (6, 3) if parts > 1 else (4, 2)
-    return HopperLaunch(64, STEP, stages, ahead, rows=min(64, _power_of_two(rows)), series=parts)
-
-
-def _power_of_two(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()
+def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bool = False) -> HopperLaunch:
+    """The launch of weights beside each other, or of a gate and an up part; with `apart` of programs for each part of a
+    depth, that are left to a norm. Found on an H200 for the shapes of a model of 8 billion weights, over weights that
+    were not in the L2; how parts are summed changes no bit. As many programs stand side by side on a multiprocessor as
+    there are: that hides more than stages do."""
+    bits, parts = weights[0].kind.bits, 1 if gated else min(map(parts_of, weights))
+    side = parts if not apart and parts * rows <= TALLEST else 1
+    wide = min(TALLEST, max(8, 1 << (rows * side - 1).bit_length()))
+    series = parts if not apart and side == 1 else 1
+    lines = sum(weight.shape[0] for weight in weights) * side * (parts if apart else 1)
+    here = 1 + (-(-lines // 64) - 1) // MULTIPROCESSORS
+    cut = weights[0].depth // parts
+    most = 128 if wide > 16 and (gated or side > 1) else 512 if bits == 4 and (wide <= 16 or here == 1) else 256
+    depth = next((each for each in (512, 256) if each <= most and cut % each == 0), STEP)
+    stages = SHARED // here // (depth * (64 * bits // 8 + 2 * wide))
+    stages = max(2, min(stages, STAGES))
+    return HopperLaunch(64, depth, stages, stages, parts if apart else 1, wide, side, series)
 
 
 def hopper_stored(
@@ -260,40 +397,70 @@ def hopper_stored(
     launch: HopperLaunch,
     kind: Activation | None = None,
 ) -> None:
-    """Fill out [..., M], contiguous, with the products of x [R, K] and up to three weights of one form, side by side,
-    or with a kind opened(gate) * up; operands as `takes` says."""
+    """Fill out [..., M], or out [S, ..., M] fp32 with the parts, contiguous, with the products of x [R, K] and up to
+    three weights of one form, side by side, or with a kind opened(gate) * up; operands as `takes` says."""
     (rows, depth), one, side, gates = x.shape, weights[0], launch.side, 1 if kind is None else 2
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    group, lines = min(one.block[1], depth), launch.channels // side
+    group, step, lines, bits = min(one.block[1], depth), step_of(one), launch.channels // side // gates, one.kind.bits
     operands, described, tiles = [], [], 0
     for weight, bias in zip(weights, biases, strict=True):
-        codes = weight.codes[:, :depth] if side == 1 else weight.codes.view(-1, depth // side)
-        described.append(_descriptor(codes, launch.channels, gl.uint8))
-        operands.append(HopperOperands(weight.scales, bias, weight.shape[0], weight.scales.shape[1], weight.block[0]))
+        codes = weight.codes[:, : depth * bits // 8]
+        codes = codes if side == 1 else codes.view(-1, codes.shape[1] // side)
+        codes = codes.view(torch.uint16) if bits == 8 else codes
+        described.append(
+            _descriptor(
+                codes,
+                launch.channels // gates,
+                (launch.depth if gates == 1 else step) // 2,
+                gl.uint16 if bits == 8 else gl.uint8,
+            )
+        )
+        nested = weight.nested
+        operands.append(
+            HopperOperands(
+                weight.scales,
+                weight.zeros,
+                None if nested is None else nested.table,
+                None if nested is None else nested.factors,
+                None if nested is None else nested.offset,
+                bias,
+                weight.shape[0],
+                weight.scales.shape[1],
+                weight.block[0],
+            )
+        )
         tiles += -(-weight.shape[0] // lines)
     rows_of_parts = x if side == 1 else x.view(rows * side, -1)
-    _hopper_stored[(tiles // gates, -(-rows * side // launch.rows))](
+    steps = launch.depth // step
+    _hopper_stored[(tiles // gates * launch.parts, -(-rows * side // launch.rows))](
         *(described + described[:1] * 2)[:3],
         tuple(operands),
-        _descriptor(rows_of_parts, launch.rows, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
+        _descriptor(rows_of_parts, launch.rows, launch.depth, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
         out,
         rows,
         out.shape[-1],
-        -(-depth // side // STEP),
+        -(-depth // side // launch.depth),
+        table_words(one.kind, x.dtype),
         BM=launch.channels,
-        BK=STEP,
+        STEP=step,
+        STEPS=steps,
         BR=launch.rows,
         COUNT=len(weights),
         GATES=gates,
+        BITS=bits,
+        S=launch.parts,
         SIDE=side,
         SERIES=launch.series,
         GROUPED=group < depth,
         GROUP=group,
+        ZEROS=one.zeros is not None,
+        NESTED=0 if one.nested is None else one.nested.block,
         BIAS=biases[0] is not None,
+        PARTS=out.dtype == torch.float32,
         ALPHA=(kind or SILU).alpha,
         CUBIC=(kind or SILU).cubic,
-        ASSEMBLY=assembly(one.kind, x.dtype),
+        ASSEMBLY=pair_assembly(one.kind, x.dtype, one.zeros is not None),
         STAGES=launch.stages,
         AHEAD=launch.ahead,
         WARPS=launch.channels // 16,
@@ -306,6 +473,10 @@ class HopperOperands(NamedTuple):
     """A weight as the kernel takes it, beside its codes: the descriptors of a launch are arguments of their own."""
 
     scales: Tensor
+    zeros: Tensor | None
+    nested: Tensor | None
+    factors: Tensor | None
+    offset: Tensor | None
     bias: Tensor | None
     lines: int
     columns: int
@@ -314,6 +485,6 @@ class HopperOperands(NamedTuple):
     """Lines that share scales."""
 
 
-def _descriptor(x: Tensor, lines: int, dtype: Any) -> Any:
-    layout = gl.NVMMASharedLayout.get_default_for([lines, STEP], dtype)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [lines, STEP], layout)
+def _descriptor(x: Tensor, lines: int, depth: int, dtype: Any) -> Any:
+    layout = gl.NVMMASharedLayout.get_default_for([lines, depth], dtype)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [lines, depth], layout)

@@ -20,20 +20,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastspec.kernels.launch import INTERPRETED, PORTABLE, dependent, padded, prefetch, prefetched, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
-from fastspec.kernels.linear.reference import SILU, Activation
+from fastspec.kernels.linear.reference import SILU, Activation, Parts
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.conversions import assembly
-from fastspec.kernels.quantised.hopper import hopper_stored, takes
+from fastspec.kernels.quantised.hopper import hopper_stored, parts_of, takes
 from fastspec.kernels.quantised.hopper import launch_of as hopper_launch_of
 from fastspec.kernels.quantised.reference import Codes, Numbers, StoredWeight
 
 TALLEST = 64
 """Rows of a tile."""
+FEW_ROWS, MOST_ROWS = 8, 256
+"""Rows times parts above which parts are left to the norm behind a product, and rows up to which."""
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 UNSIGNED = tl.constexpr(int(Numbers.UNSIGNED))
@@ -394,6 +397,40 @@ def _stored_kernel(
         tile -= tiles
 
 
+@triton.jit
+def _dequantise_kernel(
+    p_out,
+    weight,
+    K,
+    p_table,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BITS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    LESS: tl.constexpr,
+    HIGH_FIRST: tl.constexpr,
+    ZEROS: tl.constexpr,
+    WORDS: tl.constexpr,
+    NESTED: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """Out [M, K] of a weight's numbers less their zero points, times their scales, rounded to OWN and to out's
+    dtype."""
+    PER: tl.constexpr = 8 // BITS
+    o_m, o_byte = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * (BK // PER) + tl.arange(0, BK // PER)
+    o_line = tl.minimum(o_m, weight.lines - 1).to(tl.int64)
+    m_byte = (o_byte < (K + PER - 1) // PER)[None, :]
+    b_codes = tl.load(weight.codes + o_line[:, None] * weight.stride + o_byte[None, :], mask=m_byte, other=0)
+    b_even, b_odd = _halves(b_codes, p_table, BITS, NUMBERS, LESS, HIGH_FIRST, tl.float32, None)
+    b_out = _weighted(b_even, weight, o_line, o_byte * PER, K, BITS, LESS, ZEROS, WORDS, NESTED)
+    if PER == 2:
+        b_odd = _weighted(b_odd, weight, o_line, o_byte * 2 + 1, K, BITS, LESS, ZEROS, WORDS, NESTED)
+        b_out = tl.reshape(tl.join(b_out, b_odd), [BM, BK])
+    o_k = tl.program_id(1) * BK + tl.arange(0, BK)
+    m_out = (o_m < weight.lines)[:, None] & (o_k < K)[None, :]
+    tl.store(p_out + o_line[:, None] * K + o_k[None, :], b_out.to(OWN).to(p_out.dtype.element_ty), mask=m_out)
+
+
 class StoredOperands(NamedTuple):
     """A weight as the kernel takes it."""
 
@@ -414,6 +451,26 @@ class StoredOperands(NamedTuple):
     """Bytes of each line that may be prefetched."""
     first: int
     """Output channel of its first line."""
+
+
+def _operands(weight: StoredWeight, bias: Tensor | None, first: int) -> StoredOperands:
+    nested = weight.nested
+    return StoredOperands(
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.groups,
+        None if nested is None else nested.table,
+        None if nested is None else nested.factors,
+        None if nested is None else nested.offset,
+        bias,
+        weight.shape[0],
+        weight.scales.shape[1],
+        *weight.block,
+        weight.codes.stride(0),
+        prefetched(weight.codes, 256),
+        first,
+    )
 
 
 class StoredForm(NamedTuple):
@@ -473,15 +530,55 @@ def served(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> int:
     return 0 if graded or not 0 < rows <= MAX_ROWS or not channels else rows
 
 
+def dequantised(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """`reference.dequantised`, bit for bit."""
+    (channels, depth), kind = weight.shape, weight.kind
+    out = torch.empty((channels, depth), dtype=dtype, device=weight.device)
+    lines, deep = 16, 256
+    _dequantise_kernel[(-(-channels // lines), -(-depth // deep))](
+        out,
+        _operands(weight, None, 0),
+        depth,
+        reference.table(kind, weight.device) if kind.table else None,
+        BM=lines,
+        BK=deep,
+        BITS=kind.bits,
+        NUMBERS=int(kind.numbers),
+        LESS=kind.less,
+        HIGH_FIRST=kind.high_first,
+        ZEROS=weight.zeros is not None,
+        WORDS=weight.zeros is not None and weight.zeros.dtype == torch.int32,
+        NESTED=0 if weight.nested is None else weight.nested.block,
+        OWN=DTYPES[weight.dtype or dtype],
+        enable_fp_fusion=False,
+        num_warps=4,
+    )
+    return out
+
+
 def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """`reference.linear` of x [..., K], weight [M, K] and bias [M] -> [..., M] in x's dtype, summed in fp32 and rounded
     once. The last dimension of x must be contiguous (ValueError otherwise)."""
     rows = served(x, weight, bias)
+    if not rows and x.numel() and weight.shape[0] and x.dtype != torch.float32 and not torch.is_grad_enabled():
+        return F.linear(x, dequantised(weight, x.dtype), None if bias is None else bias.to(x.dtype))
     if not rows:
         return reference.linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     _multiply(x.reshape(rows, -1), (weight,), (bias,), out)
     return out
+
+
+def linear_parts(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor | Parts:
+    """`linear`, or the parts of a product that Hopper's kernel cuts in several, for a norm that adds them up."""
+    rows = served(x, weight, bias)
+    flat = x.reshape(rows, -1) if rows else x
+    parts = parts_of(weight) if rows and takes(flat, weight) else 1
+    if bias is not None or not FEW_ROWS < parts * rows <= parts * MOST_ROWS or parts == 1:
+        return linear(x, weight, bias)
+    out = torch.empty((parts, *x.shape[:-1], weight.shape[0]), dtype=torch.float32, device=x.device)
+    hopper_stored(flat, (weight,), (None,), out, hopper_launch_of((weight,), rows, False, apart=True))
+    return Parts(out, x.dtype)
 
 
 def linears(
@@ -525,25 +622,7 @@ def _launch(
     (rows, depth), one, form = x.shape, weights[0], StoredForm.of(weights[0], biases[0])
     operands, first = [], 0
     for weight, bias in zip(weights, biases, strict=True):
-        nested = weight.nested
-        operands.append(
-            StoredOperands(
-                weight.codes,
-                weight.scales,
-                weight.zeros,
-                weight.groups,
-                None if nested is None else nested.table,
-                None if nested is None else nested.factors,
-                None if nested is None else nested.offset,
-                bias,
-                weight.shape[0],
-                weight.scales.shape[1],
-                *weight.block,
-                weight.codes.stride(0),
-                prefetched(weight.codes, 256),
-                first,
-            )
-        )
+        operands.append(_operands(weight, bias, first))
         first += weight.shape[0]
     tall, gates = min(TALLEST, padded(rows)), 1 if kind is None else 2
     stage = gates * launch.channels * launch.depth * one.kind.bits // 8 + tall * launch.depth * x.element_size()

@@ -121,7 +121,7 @@ def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: Pre
         if source is None:
             continue
         if not isinstance(source, (str, Path, EagleHead)):
-            raise CheckpointError(f"{name}={source!r} is no head: accepted are {SOURCES}")
+            raise CheckpointError(f"{name}={_no_head(source)}")
         if source not in made:
             found = source if isinstance(source, EagleHead) else find_head(source)
             made[source], assumed = load(found, parts_of(target), Reading(), scaled_rope)
@@ -137,6 +137,15 @@ def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: Pre
     return heads
 
 
+def _no_head(source: object) -> str:
+    """What is said of an object that is no head, and of a module that has one within; its own text may fill pages."""
+    given = repr(source) if isinstance(source, (int, float)) else f"<{type(source).__name__}>"
+    modules = source.named_modules() if isinstance(source, nn.Module) else ()
+    part = next((name for name, each in modules if isinstance(each, EagleHead)), None)
+    within = "" if part is None else f" (its {part} is one)"
+    return f"{given} is no head{within}: accepted are {SOURCES}"
+
+
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     """The directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weight
     files.
@@ -144,8 +153,7 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     Raises CheckpointError where there is none.
     """
     if not isinstance(source, (str, Path)):
-        given = type(source).__name__ if isinstance(source, nn.Module) else repr(source)
-        raise CheckpointError(f"{given} is no head: accepted are {SOURCES}")
+        raise CheckpointError(_no_head(source))
     local = Path(source).expanduser()
     if local.is_dir():
         return local

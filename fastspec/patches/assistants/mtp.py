@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from fastspec import files
@@ -67,6 +67,15 @@ FORMS = (
     MtpForm(  # Qwen3-Next, Qwen3.5
         prefix=WRAPPED + r"mtp\.(?:layers\.(?P<step>\d+)\.)?",
         names=((r"^pre_fc_norm_embedding\.", "token_norm."), (r"^pre_fc_norm_hidden\.", "state_norm.")),
+    ),
+    MtpForm(  # Qwen's, as speculators trains and saves it alone
+        prefix=r"^mtp_layers\.(?P<step>\d+)\.",
+        names=(
+            (r"^token_layernorm\.", "token_norm."),
+            (r"^hidden_layernorm\.", "state_norm."),
+            (r"^input_proj\.", "fc."),
+            (r"^final_layernorm\.", "norm."),
+        ),
     ),
     MtpForm(  # DeepSeek-V3, GLM-4.5, Hunyuan
         prefix=WRAPPED + r"layers\.(?P<step>N)\.",
@@ -185,14 +194,14 @@ def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
     checkpoint, or has none."""
     try:
         check_hub(str(source))
-        config = AutoConfig.from_pretrained(source).get_text_config()
-        found = _found(str(source), config.num_hidden_layers, None)
-    except (OSError, ValueError, AttributeError, CheckpointError):  # a head's directory, or none: `inspect_head` says
+        kind, layers = _described(str(source))
+        found = _found(str(source), layers, None)
+    except (OSError, ValueError, CheckpointError):  # a head's directory, or none: `inspect_head` says
         return None
     if found is None:
         return None
     form, by_file, steps = found
-    row = ADAPTERS.get(config.model_type)
+    row = ADAPTERS.get(kind)
     runs = "refused: fastspec runs one that is fed its own state" if len(steps) > 1 else "refused: it has no adapter"
     if len(steps) < 2 and row is not None:
         runs = f'assistant="mtp", by the adapter {row.model_type}'
@@ -204,7 +213,7 @@ def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
         ("tensors", str(sum(len(names) for _, names in by_file))),
         ("hidden states", f"{side}, unless a probe shows otherwise" if form.disputed else side),
         ("norm before the LM head", "yes" if form.final else "no"),
-        (config.model_type, runs),
+        (kind, runs),
     ]
 
 
@@ -212,6 +221,19 @@ def _renamed(form: MtpForm, key: str) -> str:
     for pattern, name in form.names:
         key = re.sub(pattern, name, key)
     return key if OUTSIDE.search(key) else f"layer.{key}"
+
+
+def _described(where: str) -> tuple[str, int]:
+    """Type and number of layers of the language model in a checkpoint, by its config.json as it stands: transformers
+    refuses many a head's. Raises ValueError where it has neither."""
+    folder = Path(where).expanduser()
+    path = folder / "config.json" if folder.is_dir() else Path(_needed(where, "config.json", None))
+    raw = files.parse_json(path.read_text(encoding="utf-8"))
+    text = raw.get("text_config", raw) if isinstance(raw, dict) else None
+    kind, layers = (text.get("model_type"), text.get("num_hidden_layers")) if isinstance(text, dict) else (None, None)
+    if not isinstance(kind, str) or not isinstance(layers, int):
+        raise ValueError(f"{path} describes no language model")
+    return kind, layers
 
 
 def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sized
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -134,20 +135,13 @@ class TextDecoding(Decoding):
             "room": room,
             "tokenizer": self.pair.tokenizer,
             "draft_tokenizer": self.pair.draft_tokenizer,
+            "vocab": vocabulary(self.target),
+            "draft_vocab": vocabulary(draft),
             "device": device,
         }
         if process is None or not self.pair.shared:
-            return TextDrafter(model, length, known={}, **texts)  # greedy calls need not compare vocabularies
-        return SharedDrafter(
-            model,
-            length,
-            self.pair.shared,
-            vocab=vocabulary(self.target),
-            draft_vocab=vocabulary(draft),
-            ops=ops,
-            process=process,
-            **texts,
-        )
+            return TextDrafter(model, length, **texts)  # greedy calls need not compare vocabularies
+        return SharedDrafter(model, length, self.pair.shared, ops=ops, process=process, **texts)
 
 
 @dataclass(frozen=True)
@@ -272,6 +266,15 @@ def check_draft(draft: Any, target: Any) -> Any:
             "tokenizers with speculative=(draft_model, draft_tokenizer, tokenizer) (sizes of one vocabulary differ by "
             f"{PADDING} at most, for padding)"
         )
+    if isinstance(draft, Pair):
+        for name, tokenizer, size in zip(
+            ("draft_tokenizer", "tokenizer"), (draft.draft_tokenizer, draft.tokenizer), sizes, strict=True
+        ):
+            if isinstance(tokenizer, Sized) and len(tokenizer) - size > PADDING:
+                raise Unsupported(
+                    f"{name} has {len(tokenizer)} tokens and its model {size}: it is another model's; "
+                    "speculative=(draft_model, draft_tokenizer, tokenizer) takes the target's last"
+                )
     _same_device(model, target)
     cost = read_weights(model), read_weights(target)
     if cost[0] >= cost[1]:

@@ -19,7 +19,7 @@ from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.modes import is_wrapped
 from fastspec.patches.hf.parallel import local_heads
 from fastspec.patches.hf.peft_models import peft_of, refuse_hooks_of_peft, refuse_peft
-from fastspec.patches.hf.replaced import is_strangers, where_defined
+from fastspec.patches.hf.replaced import home_of, is_strangers, where_defined
 
 _ARGUMENTS = {
     "inputs_embeds": "an assistant drafts from token ids: pass input_ids",
@@ -85,9 +85,10 @@ _PASSED_BY = (
     "_prefill",
     "_sample",
     "_has_unfinished_sequences",
+    "_prepare_position_ids_for_generation",
 )
-"""Methods of a model that plain decoding calls at every pass, and an assisted call does not: those of transformers' own
-are known."""
+"""Methods of a model that plain decoding goes by at every pass, and an assisted call does not: those of transformers'
+own are known."""
 
 
 def refuse_overrides(model: Any) -> None:
@@ -95,14 +96,14 @@ def refuse_overrides(model: Any) -> None:
     that DeepSpeed has spread over several processes."""
     for name in _PASSED_BY:
         method = getattr(type(model) if name == "_sample" else model, name, None)  # as plain decoding looks them up
-        if method is None or (_home(method).startswith("transformers.") and not is_strangers(method)):
+        if method is None or (home_of(method).startswith("transformers.") and not is_strangers(method)):
             continue
         if name == "prepare_inputs_for_generation" and (owner := peft_of(model)) is not None:
             refuse_peft(owner)
             continue
         raise Unsupported(
-            f"{type(model).__name__}.{name} is {_home(method)}'s ({where_defined(method)}): plain decoding calls it at "
-            "every step, an assistant's rounds do not; remove the override, or leave out assistant="
+            f"{type(model).__name__}.{name} is {home_of(method)}'s ({where_defined(method)}): plain decoding goes by "
+            "it at every step, an assistant's rounds do not; remove the override, or leave out assistant="
         )
     refuse_hooks_of_peft(model)
     if is_zero3():
@@ -111,10 +112,6 @@ def refuse_overrides(model: Any) -> None:
             "same number of passes: "
             "rounds take as many as their drafts need; generate with the unsharded model, or share it out by FSDP2"
         )
-
-
-def _home(method: Any) -> str:
-    return getattr(method, "__module__", None) or type(method).__module__
 
 
 def refuse_arguments(model: Any, given: dict[str, Any]) -> None:

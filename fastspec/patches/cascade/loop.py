@@ -179,7 +179,7 @@ class CascadeModels:
         drafts = [stage.model for stage in self.stages[:-1]]
         for stage in self.stages[:-1]:
             stage.check_shared(self.large)
-            if stage.foreign or stage.stage.prompt is not None:
+            if stage.rewrites:
                 raise Unsupported(
                     f"mode={config.mode!r} goes token by token, and the stage {stage.label!r} has other tokens or "
                     "another prompt: use mode='adaptive'"
@@ -292,10 +292,10 @@ class AdaptiveCascade:
         asked: list[tuple[CascadeRow, list[int], list[int]]] = []  # row, prompt, answer that was handed over
         for row in rows:
             prompt = stage.read_prompt(row.ids)
-            if last or (prompt and (bound is None or len(prompt) < bound)):
+            if last or (prompt and (bound is None or len(prompt) + limit <= bound)):
                 asked.append((row, prompt, self.handed(row, index, given) if self.reuse else []))
             else:
-                told = f", and its positions end at {bound}" if prompt else " of this stage"
+                told = f" and {limit} of an answer, and its positions end at {bound}" if prompt else " of this stage"
                 why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
                 row.visits.append(Visit(index, stage.label, why))
         if asked:

@@ -35,6 +35,7 @@ from fastspec.patches.cascade.settings import (
 from fastspec.patches.cascade.stages import StageModel
 from fastspec.patches.continuous import open_batch
 from fastspec.patches.continuous_batch import Continuous
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, TurnOrder
 from fastspec.patches.warmup import WARM_LENGTH
@@ -77,15 +78,15 @@ def _unpadded(row: Tensor, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class StageRounds(RoundStreamer):
-    """Streamer of a stage whose answer is shown when it is decided on: it counts drafts."""
+    """Streamer of a stage whose answer is shown when it is decided on: it keeps the rounds."""
 
-    def __init__(self) -> None:
-        self.accepted = self.drafted = 0
+    def __init__(self, trees: bool) -> None:
+        self.trees = trees
+        self.kept: list[StreamedRound] = []
 
     def put_round(self, round: StreamedRound) -> None:
-        """Count a round."""
-        self.accepted += round.accepted
-        self.drafted += round.drafted
+        """Keep a round."""
+        self.kept.append(round)
 
 
 class CascadeFuture(AnswerFuture):
@@ -171,12 +172,13 @@ class ContinuousCascade:
         self._closing = False
 
         def opened(stage: StageModel) -> None:
+            bound = None if stage is stages[-1] else position_limit(stage.model.config)
             batch = open_batch(
                 StageBatch,
                 stage.model,
                 stage.stage.assistant,
                 rows,
-                max_length=max_length,
+                max_length=max_length if max_length is None or bound is None else min(max_length, bound),
                 prefill_chunk=prefill_chunk,
                 narrows=narrows,
                 prefix_caching=prefix_caching,
@@ -272,7 +274,8 @@ class ContinuousCascade:
             self._ask(request, index + 1)
             return
         handed = request.decides.handed(row, index, given)
-        call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds())
+        trees = isinstance(request.streamer, RoundStreamer) and request.streamer.trees and not stage.rewrites
+        call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds(trees))
         seed = (request.seed + index * NEXT_SEED + 2**63) % 2**64 - 2**63
         options = stage_options(stage, given, request.limit)
         streamer = request.streamer if last else call.rounds
@@ -314,7 +317,7 @@ class ContinuousCascade:
             return
         final = decides.answer(row, request.given)
         if call.measured is not None:
-            self._stream(request, final, call.rounds)
+            self._stream(request, final, call)
         future = request.future
         future.explanation = Explanation(tuple(row.visits))
         if self.config.explain:
@@ -327,11 +330,17 @@ class ContinuousCascade:
         if isinstance(request.streamer, RoundStreamer):
             request.streamer.put_visit(visit)
 
-    def _stream(self, request: CascadeRequest, answer: list[int], rounds: StageRounds) -> None:
-        """Hand the streamer an answer that was decided on."""
-        streamer = request.streamer
+    def _stream(self, request: CascadeRequest, answer: list[int], call: StageCall) -> None:
+        """Hand the streamer an answer that was decided on: as one round, or as its rounds where their trees are asked
+        for and are of the large model's tokens and prompt."""
+        streamer, rounds = request.streamer, call.rounds.kept
         if isinstance(streamer, RoundStreamer):
-            streamer.put_round(StreamedRound(answer, min(rounds.accepted, len(answer)), rounds.drafted))
+            if not call.rounds.trees:
+                accepted, drafted = (sum(getattr(each, name) for each in rounds) for name in ("accepted", "drafted"))
+                cached = 0 if self.models.stages[call.index].rewrites else rounds[-1].cached  # of another prompt
+                rounds = [StreamedRound(answer, min(accepted, len(answer)), drafted, cached=cached)]
+            for round in rounds:
+                streamer.put_round(round)
         elif streamer is not None:
             streamer.put(request.shown.cpu())
             for token in answer:
@@ -353,7 +362,7 @@ class ContinuousCascade:
     @property
     def rewriting(self) -> tuple[str, ...]:
         """Names of the stages that read other tokens than the large model, or another prompt."""
-        return tuple(stage.label for stage in self.models.stages if stage.foreign or stage.stage.prompt is not None)
+        return tuple(stage.label for stage in self.models.stages if stage.rewrites)
 
     @property
     def max_length(self) -> int:

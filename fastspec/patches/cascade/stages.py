@@ -272,6 +272,11 @@ class StageModel:
         self._check_tokenizers()  # the stage's own may have come with its model
         return token_table(self.tokenizer) != token_table(self.large_tokenizer)
 
+    @property
+    def rewrites(self) -> bool:
+        """True where the stage reads other tokens than the large model, or another prompt."""
+        return self.foreign or self.stage.prompt is not None
+
     def check_shared(self, large: Any) -> None:
         """Refuse a stage that is said to share the large model's tokens and has another number of them."""
         # a loaded model need not be patched yet; tokenizers are loaded where sizes differ
@@ -289,7 +294,7 @@ class StageModel:
 
     def read_prompt(self, ids: Sequence[int]) -> list[int]:
         """The large model's prompt in this stage's tokens; none where its text has none of them."""
-        if not self.foreign and self.stage.prompt is None:
+        if not self.rewrites:
             return list(ids)
         reader = self.large_tokenizer or self.tokenizer
         if reader is None:

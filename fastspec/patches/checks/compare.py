@@ -22,6 +22,7 @@ from fastspec.generation.tree import TokenTree
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.reference import Parts, joined
+from fastspec.kernels.quantised import reference as quantised_reference
 from fastspec.patches.backends import TORCH
 from fastspec.patches.checks.inputs import Draw, LayoutArguments
 from fastspec.patches.checks.rows import CHECKS, Check
@@ -87,7 +88,11 @@ def phase_difference(ops: Ops, dtype: torch.dtype, device: torch.device, drafts:
 
 
 REFERENCE = replace(
-    TORCH, linear_parts=linear_reference.linear, experts=linear_reference.experts, stack=layer_reference.stack
+    TORCH,
+    linear_parts=linear_reference.linear,
+    experts=linear_reference.experts,
+    stack=layer_reference.stack,
+    stored_parts=quantised_reference.linear,
 )
 ROUNDINGS = {torch.float32: 256, torch.float16: 16, torch.bfloat16: 16}
 """How many units in the last place of the largest value a kernel may be off. It sums in fp32 in an order of its own and

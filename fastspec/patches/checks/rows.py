@@ -100,6 +100,17 @@ def stored(
     return make
 
 
+def stored_part(rows: int, kind: Codes, block: tuple[int, int]) -> Callable[[Draw], Inputs]:
+    """x [rows, 512] times a weight of 96 channels as a quantiser stores it, with scales of blocks."""
+
+    def make(draw: Draw) -> Inputs:
+        codes = draw.whole(256, 96, 512 * kind.bits // 8).to(torch.uint8)
+        scales = (draw.uniform(96, 512 // block[1]) + 0.5) / 256
+        return (draw.floats(1, rows, 512), StoredWeight(codes, kind, scales, block, 512, None), None), {}
+
+    return make
+
+
 def attention(
     nodes: int, extent: int, chain: bool = False, span: Span | None = None, extras: bool = False, size: int = 32
 ) -> Callable[[Draw], Inputs]:
@@ -385,6 +396,8 @@ CHECKS: tuple[Check, ...] = (
     Check("stored_linears", "e4m3 in blocks, a gate, 20 rows", stored(20, E4M3, (16, 128), SILU)),
     Check("stored_linears", "4 bits, zero points, 20 rows", stored(20, PACKED4, (1, 32), zeros=True)),
     Check("stored_linears", "a table, nested scales, 80 rows", stored(80, NF4, (1, 64), nested=True)),
+    Check("stored_parts", "int8 by lines, 20 rows", stored_part(20, INT8, (1, 512))),
+    Check("stored_parts", "4 bits, groups, 5 rows", stored_part(5, PACKED4, (1, 128))),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
     Check("gate_up", "5 rows", products(5, 2 * 48, 256)),
     Check("gate_up", "5 rows, GELU", products(5, 2 * 48, 256, kind=GELU_TANH)),

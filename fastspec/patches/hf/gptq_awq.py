@@ -187,7 +187,7 @@ class PackedLinear(nn.Linear):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             return NoWeight(self) if self.turned else None
-        return super().__getattr__(name)
+        return super().__getattr__("qweight" if name == "W_q" else name)
 
     def turn(self) -> None:
         """Lay the tensors of the file as they are read. Raises Unsupported for groups that are none."""
@@ -206,6 +206,10 @@ class PackedLinear(nn.Linear):
         codes, block = self.qweight.detach().view(torch.uint8), (1, self.group_size)
         kind, scales = KINDS[self.bits], self.scales.detach()
         return StoredWeight(codes, kind, scales, block, self.in_features, None, zeros=zeros, groups=groups)
+
+    def dequantize(self) -> Tensor:
+        """The dense weight [M, K]. PEFT's DoRA takes norms of it, and asks layers with a `W_q`, as HQQ's have."""
+        return reference.dequantised(self.stored(), self.scales.dtype)
 
     def _zeros_and_groups(self) -> tuple[Tensor | None, Tensor | None]:
         """Zero points, None where all are the middle; groups, None where they come in turn. Values are looked at once

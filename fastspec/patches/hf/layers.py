@@ -311,10 +311,10 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
     if ops.stored_linears is not None:
         layers = stored_layers(modules)
         if layers is not None:
-            return StoredLinears(ops.stored_linears, layers)
+            return StoredLinears(ops, layers, parts=parts and len(layers) == 1)
         inner = stored_layers((base_of(modules[0]),))
         if len(modules) == 1 and inner is not None:
-            return AdaptedLinear(modules[0], StoredLinears(ops.stored_linears, inner))
+            return AdaptedLinear(modules[0], StoredLinears(ops, inner))
     if len(modules) == 1:
         return modules[0]
     each = [product_of((module,), ops) for module in modules]
@@ -410,7 +410,7 @@ def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     kind, inner = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
     if kind is None or inner is None or ops.stored_linears is None:
         return _gated_apart(parts, mlp, ops)
-    opened, down = StoredLinears(ops.stored_linears, inner, kind), product_of((mlp.down_proj,), ops)
+    opened, down = StoredLinears(ops, inner, kind), product_of((mlp.down_proj,), ops, parts=True)
     return lambda x: down(opened(x))
 
 

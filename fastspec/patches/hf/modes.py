@@ -31,6 +31,7 @@ from fastspec.patches.hf.replaced import (
     calls_original,
     foreign_masks,
     has_foreign_attention,
+    home_of,
     is_strangers,
     replaced_functions,
     where_defined,
@@ -99,7 +100,7 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     forward = type(model).forward
     missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
     if missing:
-        told = "" if forward.__module__.startswith("transformers.") else ". Name them in its signature"
+        told = "" if home_of(forward).startswith("transformers.") else ". Name them in its signature"
         raise Unsupported(
             f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands"
             + told
@@ -305,6 +306,9 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     layers = list(getattr(decoder_of(model), adapter.layers))
     if len(set(layers)) < len(layers):
         return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
+    attentions = [each for layer in layers if (each := layer._modules.get(adapter.attention)) is not None]
+    if any(vars(each).get("rotary_ndims", 0) % 2 for each in attentions):
+        return "its rotation turns an odd number of channels of a head, which its own forward makes one more"
     if adapter.heads_norm and any(hasattr(getattr(layer, adapter.attention), adapter.heads_norm) for layer in layers):
         scale = getattr(decoder_of(model), adapter.rotary).attention_scaling
         if scale != 1.0:
@@ -357,7 +361,7 @@ def is_foreign(module: nn.Module) -> bool:
     """True where someone else has a say in a module's forward: a hook, an override on the instance, or a class of their
     own."""
     forward = type(module).forward
-    home = forward.__module__.startswith(("transformers.", "torch.")) and not is_strangers(forward)
+    home = home_of(forward).startswith(("transformers.", "torch.")) and not is_strangers(forward)
     return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 

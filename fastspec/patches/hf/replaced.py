@@ -200,6 +200,11 @@ def autocast_inside(model: nn.Module) -> torch.dtype | None:
     return None
 
 
+def home_of(function: Any) -> str:
+    """The name of the module that a function or a callable object comes from; one that `exec` made may have none."""
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
 def where_defined(forward: Any) -> str:
     """A function's place in its file, which decorators do not change."""
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)

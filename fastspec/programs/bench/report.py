@@ -166,7 +166,7 @@ def speed_table(whole: list[Row]) -> Table:
                 same,
             )
         )
-    return _table(("over all prompts", "tokens/s 20", "50", "80", "ratio", "acceptance", "rate", "identical"), rows)
+    return _table(("all prompts", "tokens/s 20", "50", "80", "ratio", "acceptance", "rate", "identical"), rows)
 
 
 def round_table(whole: list[Row]) -> Table:

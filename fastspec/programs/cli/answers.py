@@ -74,6 +74,7 @@ def chat(
 ) -> None:
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
     docs/guide/chat.md."""
+    name = options.model_name(model, model_option, SMOLLM2) if load is None else ""
     from fastspec.programs.chat import run_chat
     from fastspec.programs.chat.session import read_saved
     from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings, heads_of
@@ -82,7 +83,6 @@ def chat(
         raise typer.BadParameter("the object is made of the answers to --prompt: give that too", param_hint="--json")
     saved = None
     if load is None:
-        name = options.model_name(model, model_option, SMOLLM2)
         resources = heads_of(name, head) | ({"speculative": draft_model} if draft_model else {})
         for entry in resource or ():
             of, _, source = entry.partition("=")
@@ -155,6 +155,7 @@ def bench(
 ) -> None:
     """Measure assistants beside transformers' own methods, outputs compared; without prompts on bundled ones. See
     docs/performance/measure.md."""
+    name = options.model_name(model, model_option, SMOLLM2)
     from fastspec.programs.bench import report, run_bench
     from fastspec.programs.bench.peers import Peer
 
@@ -171,7 +172,7 @@ def bench(
         rows = run_bench(
             prompts=prompts or (),
             texts=prompt or (),
-            model=options.model_name(model, model_option, SMOLLM2),
+            model=name,
             heads=head or None,
             draft_model=draft_model,
             early_exit=early_exit,

@@ -36,13 +36,13 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Make Hugging Face models generate several tokens per forward pass, without changing what they say.",
+    help="Make Hugging Face models generate several tokens per forward pass, without changing their output.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(cascade, name="cascade")
-for command in (generate, serve, warmup, tune, demo, chat, bench, inspect, train):
+for command in (demo, chat, generate, serve, bench, inspect, train, warmup, tune):
     app.command(cls=NamingCommand, help=" ".join((command.__doc__ or "").split()))(command)
 
 
@@ -59,5 +59,5 @@ def main(
         bool, Option("--version", is_eager=True, callback=_version, help="Print the versions and exit.")
     ] = False,
 ) -> None:
-    """Make Hugging Face models generate several tokens per forward pass, without changing what they say."""
+    """Make Hugging Face models generate several tokens per forward pass, without changing their output."""
     warn_of_stranger()

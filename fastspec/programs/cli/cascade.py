@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from fastspec.cascade.config import Stage
+from fastspec.cascade.config import Stage, refuse_unknown
 from fastspec.config import BackendName
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
@@ -67,13 +68,14 @@ def _from_yaml(ctx: typer.Context, path: Path | None) -> Path | None:
     read = read_yaml(path)
     options = {parameter.name: parameter for parameter in ctx.command.params if parameter.name != "config"}
     given = {str(key).replace("-", "_"): value for key, value in read.items()} if isinstance(read, dict) else {}
-    unknown = [key for key in given if key not in options]
-    if unknown or not given:
-        what = f"unknown key {', '.join(unknown)}" if unknown else "it must hold keys and values"
-        known = ", ".join(sorted(name for name in options if name is not None))
-        raise Unsupported(f"{path}: {what}; accepted keys are the options: {known}")
+    known = sorted(name for name in options if name is not None)
+    refuse_unknown([key for key in given if key not in options], known, str(path))
+    if not given:
+        raise Unsupported(f"{path}: it must hold keys and values; accepted keys are the options: {', '.join(known)}")
     for key, value in given.items():
         if isinstance(value, dict):  # NAME: MODEL
+            if not options[key].multiple and len(value) != 1:
+                raise Unsupported(f"{path}: {key} must be one NAME: MODEL, not {value!r}")
             value = [f"{name}={source}" for name, source in value.items()]
             given[key] = value if options[key].multiple else value[0]
         elif options[key].multiple and not isinstance(value, list):
@@ -127,9 +129,7 @@ def train(
         raise Unsupported("--include-path, --metric and --confirm-run-unsafe-code are of a task: give --task NAME")
     cascade_answers.check_items(items, right=right is not None)
     cascade_answers.check_training(items, seed, share)
-    for path in (out, answers, *((report,) if report is not None else ())):
-        if not path.absolute().parent.is_dir():
-            raise Unsupported(f"{path} cannot be written: {path.absolute().parent} is no directory")
+    _check_writable(out, answers, report)
     models, tokenizer = models_of(named, large, drafts, on, dtype, backend)
     try:
         settings: dict[str, Any] = {"batch": batch, "new_tokens": max_new_tokens, "seed": seed, "share": share}
@@ -168,6 +168,7 @@ def evaluate(
     from fastspec.programs.training import cascade, cascade_answers
 
     console = Console(highlight=False, markup=False)
+    _check_writable(out)
     held = Predictor.load(predictor)
     if held.rates is None:
         raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
@@ -253,6 +254,16 @@ def _named(option: str, text: str) -> tuple[str, str]:
     if not (name and sign and rest):
         raise Unsupported(f"{option} {text!r} must be NAME={'HEAD' if option == '--head' else 'MODEL'}")
     return name, rest
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Raise Unsupported for a path that no file can be written to."""
+    for path in filter(None, paths):
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise Unsupported(f"{path} cannot be written: {folder} is no directory")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise Unsupported(f"{path} cannot be written: name a file, in a folder that you may write to")
 
 
 def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:

@@ -85,6 +85,10 @@ def cascade_of(
 
     if isinstance(config.predictor, (str, Path)) and config.label is not None:
         Predictor.load(config.predictor).check((*(stage.label for stage in config.stages), config.label))
+    if price is not None and config.thresholds is not None:
+        raise Unsupported(
+            "--price: this cascade decides by its thresholds, which no price changes: leave out one of them"
+        )
     return config if price is None else replace(config, price=price)
 
 

@@ -33,12 +33,12 @@ def inspect(
 ) -> None:
     """Say how a head's checkpoint is read, or a model's MTP layer, and whether it fits a target. Exit status 1 where it
     does not."""
+    target = None if model is None and model_option is None else model_name(model, model_option)
     from fastspec.devices import use_device
     from fastspec.models import load_config, load_model
     from fastspec.patches.assistants.heads import inspect_head
     from fastspec.patches.assistants.mtp import inspect_mtp
 
-    target = None if model is None and model_option is None else model_name(model, model_option)
     if probe and target is None:
         raise typer.BadParameter("--probe runs the model: name it after the head, or by --model", param_hint="--probe")
     if probe_prompt is not None and not probe:

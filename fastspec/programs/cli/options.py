@@ -13,7 +13,7 @@ from typer import Argument, Option
 from fastspec.cascade.config import Cascade
 from fastspec.config import BackendName, HeadBits
 from fastspec.errors import Unsupported, meant
-from fastspec.models import SMOLLM2
+from fastspec.models import SMOLLM2, check_model
 
 MODEL = "Hub id, directory or .gguf file of the target."
 Model = Annotated[str | None, Argument(metavar="MODEL", show_default=SMOLLM2, help=MODEL)]
@@ -79,12 +79,14 @@ class NamingCommand(typer.core.TyperCommand):
 
 
 def model_name(argument: str | None, option: str | None, default: str | None = None) -> str:
-    """The model that a command names, by its argument or by --model."""
+    """The model that a command names, by its argument or by --model. Raises Unsupported where there is none of that
+    name."""
     if argument is not None and option is not None:
         raise typer.BadParameter(f"MODEL {argument} names the model already: give one of them", param_hint="--model")
     found = default if argument is None and option is None else argument if option is None else option
     if found is None:
         raise typer.BadParameter("name the model, as an argument or by --model", param_hint="MODEL")
+    check_model(found)
     return found
 
 

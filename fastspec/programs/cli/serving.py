@@ -153,12 +153,12 @@ def generate(
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU
     takes its share."""
+    source = model_name(model, model_option, SMOLLM2)
     from fastspec.programs.bulk import answer_file, follow_file, read_left, settings_of, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
     rank, processes = share if tensor_parallel else (0, 1)
     share = (0, 1) if tensor_parallel else share
-    source = model_name(model, model_option, SMOLLM2)
     own, of_stages = split_heads(head or (), stage or ())
     config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend, stage_tensor_parallel)
     settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
@@ -287,6 +287,7 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's routes and Anthropic's: chat, completions, responses, messages, models, tokens, health
     and metrics; under torchrun one that is cut over its processes. See docs/guide/serving.md."""
+    source = model_name(model, model_option, SMOLLM2)
     from fastspec.programs.bulk import share_of_process
 
     try:
@@ -296,7 +297,6 @@ def serve(
         from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
-    source = model_name(model, model_option, SMOLLM2)
     own, of_stages = split_heads(head or (), stage or ())
     config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend, stage_tensor_parallel)
     rank, processes = share_of_process()

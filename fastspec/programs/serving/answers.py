@@ -68,7 +68,17 @@ class NamedRound:
     """Round of an answer as a JSON object: its `tokens`, the `texts` and `marks` (`fastspec.programs.texts`) of these,
     how many drafts it had (`drafted`) and, where it had some, their `tree`: `tokens` of its nodes, node 0 the last one
     before the round, their `texts` and `parents`, and the accepted `path` as node numbers. The texts of all rounds are
-    together the text of the answer's tokens, but for a character that its last token begins."""
+    together the text of the answer's tokens, but for a character that its last token begins. The answer of a cascade's
+    stage with other tokens or another prompt is one round, which tells of no drafts."""
+
+    told: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStage:
+    """Part of a cascade's stage in an answer as a JSON object: its `name`, its `outcome` ("answered", "sent_on" or
+    "left_out"), the probability `acceptable` that its answer is acceptable and its `cost` in milliseconds, each null
+    where nothing tells it."""
 
     told: dict[str, Any]
 
@@ -89,7 +99,7 @@ class End:
     seconds: float = 0.0
 
 
-Event = Content | Reasoning | ToolCall | Logprobs | NamedRound | End
+Event = Content | Reasoning | ToolCall | Logprobs | NamedRound | NamedStage | End
 
 
 def merged(events: Iterable[Event]) -> Iterator[Event]:
@@ -377,8 +387,9 @@ class RoundNames:
             own = own_mark(tree.tokens, tree.parents, tree.path, round.tokens[-1])
             pieces = [self.names.bytes_of(token).decode(errors="replace") for token in tree.tokens]
             found = {"tokens": tree.tokens, "texts": pieces, "parents": tree.parents, "path": tree.path}
-        marks = [ACCEPTED] * round.accepted + [own] * (len(texts) - round.accepted)
-        told = {"tokens": round.tokens, "texts": texts, "marks": marks, "drafted": round.drafted, "tree": found}
+        accepted, drafted = (0, 0) if tree is None else (round.accepted, round.drafted)
+        marks = [ACCEPTED] * accepted + [own] * (len(texts) - accepted)
+        told = {"tokens": round.tokens, "texts": texts, "marks": marks, "drafted": drafted, "tree": found}
         return NamedRound(told)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fastspec.cascade.decisions import Visit
+from fastspec.programs.serving.answers import NamedStage
 from fastspec.programs.serving.batch import StageLoads
 from fastspec.programs.serving.requests import AnswerRequest, Refused
 
@@ -23,8 +24,6 @@ def refuse_fields(asked: AnswerRequest, info: Mapping[str, str]) -> None:
             f"assistant={asked.assistant!r} is not accepted: all requests here are answered with "
             f"{info['assistant']!r}, whose stages have their own"
         )
-    if asked.rounds:
-        raise Refused("fastspec.rounds is not accepted: the answer of a cascade may be any stage's, of other tokens")
     if asked.logprobs is not None:
         raise Refused("logprobs is not accepted: the answer of a cascade may be any stage's, of other tokens")
     if asked.structure is not None:
@@ -33,6 +32,12 @@ def refuse_fields(asked: AnswerRequest, info: Mapping[str, str]) -> None:
             f"{name} is not accepted: a structure is held by one model through the whole answer, and the stages of a "
             "cascade answer one after another"
         )
+
+
+def stage_of(visit: Visit) -> NamedStage:
+    """A stage's part in an answer, as a request that asks for the rounds is told it."""
+    acceptable = visit.quality[0] if visit.quality else None
+    return NamedStage({"name": visit.name, "outcome": visit.outcome, "acceptable": acceptable, "cost": visit.cost})
 
 
 def told_of(visits: Sequence[Visit], loads: StageLoads) -> str:

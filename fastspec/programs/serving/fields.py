@@ -35,6 +35,11 @@ def _whole(low: float, high: float = 2**63 - 1) -> Check:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high, said
 
 
+def as_whole(value: Any) -> Any:
+    """The whole number that some programs write in JSON with a fraction, as 5.0; other values as they are."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _number(low: float, high: float) -> Check:
     said = f"{low:g}" if low == high else f"a number from {low:g} to {high:g}"
     low, high = max(low, -sys.float_info.max), min(high, sys.float_info.max)  # a JSON text may have longer ones

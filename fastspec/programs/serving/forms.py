@@ -15,6 +15,7 @@ from fastspec.programs.serving.answers import (
     Event,
     Logprobs,
     NamedRound,
+    NamedStage,
     NamedToken,
     Reasoning,
     ToolCall,
@@ -66,6 +67,8 @@ class Choices(Form):
     """Of each answer those whose log-probabilities no chunk has yet."""
     rounds: dict[int, list[NamedRound]] = field(default_factory=dict)
     """Of each answer those that no chunk has yet, where they are asked for."""
+    stages: dict[int, list[NamedStage]] = field(default_factory=dict)
+    """Beside these, where a cascade answers."""
 
     @abstractmethod
     def part(self, event: Event, index: int) -> JsonObject:
@@ -116,7 +119,9 @@ class Choices(Form):
         if self.asked.logprobs is not None:
             found["logprobs"] = self.logprobs(self.tokens.pop(index, []))
         if self.asked.rounds:
-            found["fastspec"] = {"rounds": [each.told for each in self.rounds.pop(index, [])]}
+            stages = [each.told for each in self.stages.pop(index, [])]
+            rounds = [each.told for each in self.rounds.pop(index, [])]
+            found["fastspec"] = {"rounds": rounds, **({"stages": stages} if stages else {})}
         return found
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
@@ -137,7 +142,9 @@ class Choices(Form):
             self.tokens.setdefault(index, []).extend(event.tokens)
         elif isinstance(event, NamedRound):
             self.rounds.setdefault(index, []).append(event)
-        return isinstance(event, (Logprobs, NamedRound))
+        elif isinstance(event, NamedStage):
+            self.stages.setdefault(index, []).append(event)
+        return isinstance(event, (Logprobs, NamedRound, NamedStage))
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
         """The answers that the chunks come to."""
@@ -270,7 +277,7 @@ class ResponseForm(Form):
         """The messages of one event; another kind than the last one's closes its item."""
         if isinstance(event, Logprobs):
             self.tokens += event.tokens
-        if isinstance(event, (Logprobs, NamedRound)):
+        if isinstance(event, (Logprobs, NamedRound, NamedStage)):
             return []
         tokens, self.tokens = self.tokens, []
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []

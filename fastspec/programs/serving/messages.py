@@ -7,7 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastspec.programs.serving.answers import Content, End, Event, Logprobs, NamedRound, Reasoning, ToolCall, merged
+from fastspec.programs.serving.answers import (
+    Content,
+    End,
+    Event,
+    Logprobs,
+    NamedRound,
+    NamedStage,
+    Reasoning,
+    ToolCall,
+    merged,
+)
 from fastspec.programs.serving.fields import (
     ACCEPTED,
     ANY,
@@ -208,7 +218,7 @@ class MessageForm(Form):
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
         """The messages of one event; another kind than the last one's closes its block."""
-        if isinstance(event, (Logprobs, NamedRound)):
+        if isinstance(event, (Logprobs, NamedRound, NamedStage)):
             return []
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []
         if isinstance(event, End):

@@ -145,6 +145,7 @@ def settings_of(text: str, size: int) -> Body:
         raise Refused(f"generation_config is no JSON text: {error}") from error
     if not isinstance(found, dict):
         raise Refused(f"generation_config must be {fields.ACCEPTED['generation_config'][1]}")
+    found = {name: fields.as_whole(value) for name, value in found.items()}
     for name, value in found.items():
         if name not in fields.KNOWN:
             raise Refused(f"generation_config has {name!r}, which transformers' GenerationConfig does not know")
@@ -278,7 +279,7 @@ def check(body: Any, route: Route, model_name: str) -> Body:
     empty = [name for name in ("stop", "logit_bias") if body.get(name) in ([], {})]
     if body.get("logprobs") is False:
         empty += ["logprobs", *(() if body.get("top_logprobs") else ("top_logprobs",))]
-    body = {name: value for name, value in body.items() if value is not None and name not in empty}
+    body = {name: fields.as_whole(value) for name, value in body.items() if value is not None and name not in empty}
     _check(body, route)
     if body.get("model", model_name) != model_name:
         raise unknown_model(body["model"], model_name)

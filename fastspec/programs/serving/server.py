@@ -29,7 +29,7 @@ from fastspec.programs.serving.answers import (
     merged,
 )
 from fastspec.programs.serving.batch import BatchPrompt, Sent, Served
-from fastspec.programs.serving.cascade import refuse_fields, told_of
+from fastspec.programs.serving.cascade import refuse_fields, stage_of, told_of
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
@@ -83,7 +83,7 @@ class Row:
     echo: list[Event]
     rounds: RoundNames | None = None
     named: list[Event] = field(default_factory=list)
-    """Rounds of an answer that is not streamed."""
+    """Rounds and stages of an answer that is not streamed."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     accepted: int = 0
@@ -103,6 +103,10 @@ class Row:
         if isinstance(round, Visit):
             self.visits.append(round)
             self.metrics.add_visit(round)
+            if self.rounds is not None and self.asked.stream:
+                self._post([stage_of(round)])
+            elif self.rounds is not None:
+                self.named.append(stage_of(round))
             return
         tokens = round.tokens
         self.tokens += tokens

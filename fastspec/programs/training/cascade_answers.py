@@ -3,11 +3,13 @@ judged."""
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from hashlib import sha256
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -93,11 +95,12 @@ def answer(
     """
     where, count, plain = place(models.large), 0, replace(models.config, explain=False)
     known = {stage.label: where | {"weights": weights_digest(stage.model)} for stage in models.stages}
+    encoded = {item.name: encode(tokenizer, item) for item in items}
+    asked = {item.name: _settings(item, encoded[item.name], new_tokens) for item in items}
     if Path(path).exists():
-        check_answers(path, items, known, new_tokens=new_tokens, seed=seed, share=share)
+        check_answers(path, asked, known, seed=seed, share=share)
     with records.Writer(path) as writer:
         todo = [item for item in items if any((item.name, stage) not in writer.done for stage in models.names)]
-        encoded = {item.name: encode(tokenizer, item) for item in todo}
         todo.sort(key=lambda item: (item.until, item.limit or new_tokens, len(encoded[item.name])))
         for (until, limit), group in groupby(todo, key=lambda item: (item.until, item.limit or new_tokens)):
             alike = list(group)
@@ -112,41 +115,51 @@ def answer(
                 for each in heard:
                     item, stage = chosen[each.row], models.stages[each.visit.stage]
                     if (item.name, stage.label) not in writer.done:
-                        told = known[stage.label] | {"limit": str(limit)}
-                        writer.add(_record(item, stage, each, seed, share, told))
+                        writer.add(_record(item, stage, each, seed, share, known[stage.label] | asked[item.name]))
                 count += len(chosen)
                 tell(count, len(todo))
 
 
+def _settings(item: Item, prompt: Sequence[int], new_tokens: int) -> dict[str, str]:
+    """Settings of an item that its answers depend on, as their records hold them among the `versions`."""
+    digest = sha256(json.dumps([list(prompt), item.until]).encode()).hexdigest()
+    return {"limit": str(item.limit or new_tokens), "prompt": digest[:16]}
+
+
 def check_answers(
     path: str | Path,
-    items: Sequence[Item],
+    asked: Mapping[str, Mapping[str, str]],
     known: Mapping[str, Mapping[str, str]],
     *,
-    new_tokens: int,
     seed: int,
     share: float,
 ) -> None:
     """Raise Unsupported, naming what differs, where a file's answers are not those that these stages would give: of
-    other items, models, dtypes, limits, seeds or shares. `known` are the stages' `versions`."""
-    asked, differs = {item.name: item for item in items}, dict[str, str]()
+    other items, prompts, models, dtypes, limits, seeds or shares, or by stages in another order. `asked` are the
+    items' `versions` by name, `known` the stages' in their order."""
+    places, differs = list(known), dict[str, str]()
     for record in records.read(path):
-        item, now = asked.get(record.item), known.get(record.stage)
+        item, stage = asked.get(record.item), known.get(record.stage)
         if item is None:
             differs.setdefault("items", f"{record.item!r}, which is not asked now")
-        elif now is None:
+        elif stage is None:
             differs.setdefault("stages", f"{record.stage!r}, which is none now")
         else:
-            limit = str(item.limit or new_tokens)
-            if record.versions.get("weights", now["weights"]) != now["weights"]:
+            now, was = {**stage, **item}, {**stage, **item, **record.versions}
+            if places[record.index : record.index + 1] != [record.stage]:
+                order = f"{record.stage!r} was stage {record.index}, and is stage {places.index(record.stage)} now"
+                differs.setdefault("stages", order)
+            if was["weights"] != now["weights"]:
                 differs.setdefault("models", f"stage {record.stage!r} had other weights")
-            if record.versions.get("dtype", now["dtype"]) != now["dtype"]:
-                differs.setdefault("dtype", f"{record.versions['dtype']}, and it is {now['dtype']} now")
-            if record.versions.get("limit", limit) != limit:
-                differs.setdefault("limit", f"{record.versions['limit']} new tokens, and it is {limit} now")
+            if was["dtype"] != now["dtype"]:
+                differs.setdefault("dtype", f"{was['dtype']}, and it is {now['dtype']} now")
+            if was["limit"] != now["limit"]:
+                differs.setdefault("limit", f"{was['limit']} new tokens, and it is {now['limit']} now")
+            if was["prompt"] != now["prompt"]:
+                differs.setdefault("prompts", f"item {record.item!r} was asked in other words")
             if record.seed != seed:
                 differs.setdefault("seed", f"{record.seed}, and it is {seed} now")
-            elif record.split != records.split(item.name, seed, share):
+            elif record.split != records.split(record.item, seed, share):
                 differs.setdefault("share", f"item {record.item!r} was for {record.split}, and is not with {share}")
     if differs:
         told = "; ".join(f"{name}: {what}" for name, what in differs.items())

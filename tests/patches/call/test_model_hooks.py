@@ -85,7 +85,7 @@ def test_an_override_is_refused_or_left_to_plain_decoding(name, level):
         model.__dict__[name] = override.__get__(model)
     fastspec.patch(model, assistant="nasd")
     with pytest.raises(
-        Unsupported, match=rf"{name} is [\w.]*test_model_hooks's .*: plain decoding calls it at every step"
+        Unsupported, match=rf"{name} is [\w.]*test_model_hooks's .*: plain decoding goes by it at every step"
     ):
         model.generate(**prompts(5), **OPTIONS, assistant="nasd")
     assert not fired
@@ -94,7 +94,8 @@ def test_an_override_is_refused_or_left_to_plain_decoding(name, level):
     assert fired and out.tolist() == tiny_model().generate(**prompts(5), **OPTIONS).tolist()
 
 
-def test_a_forward_of_ones_own_is_called():
+@pytest.mark.parametrize("home", [__name__, None], ids=str)  # that which exec makes has none
+def test_a_forward_of_ones_own_is_called(home):
     """An override of forward, on the instance or in a class, has its say in every pass."""
     plain = tiny_model().generate(**prompts(5), **OPTIONS).tolist()
     for level in ("instance", "class"):
@@ -108,7 +109,7 @@ def test_a_forward_of_ones_own_is_called():
             out.logits = out.logits.roll(1, -1)
             return out
 
-        forward.__module__ = __name__
+        forward.__module__ = home
         if level == "class":
             model.__class__ = type("Mine", (type(model),), {"forward": forward})
         else:

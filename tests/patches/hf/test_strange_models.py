@@ -193,6 +193,17 @@ def test_a_switch_of_one_layer_costs_the_adapter(family, part, name):
     assert not torch.equal(expected, before)
 
 
+def test_a_head_that_its_rotation_makes_wider_is_refused_by_name():
+    """Of one rotated channel StableLM's own forward makes two."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    model = shallow_model("stablelm", hidden_size=24, rope_parameters=rope)
+    assert answer(model, PADDED, **OPTIONS).shape[1] > PADDED["input_ids"].shape[1]
+    fastspec.patch(model)
+    with pytest.raises(Unsupported, match="key heads of size 7, its config says 2 of 6"):
+        model.generate(**PADDED, **OPTIONS, assistant="nasd")
+    assert "turns an odd number of channels" in fastspec.report(model).mode
+
+
 @pytest.mark.parametrize("family", ["opt", "gpt2", "llama"])
 def test_a_forward_that_hides_its_positions(family):
     """transformers prepares positions for a forward that names them. OPT's counts them by the mask then, GPT-2's by the

@@ -1,0 +1,104 @@
+"""Hopper's products of stored weights are near the product in float64, and a row has the same bits beside any others,
+by every way to add up a depth's parts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from helpers.kernels_linear import product
+from helpers.stored import float8, packed, rows8, table4
+
+from fastspec.kernels.launch import is_hopper
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Parts, joined, opened
+from fastspec.kernels.quantised import hopper, reference
+from fastspec.kernels.quantised import linear as kernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="no GPU of compute capability 9.0"
+    ),
+]
+LAYOUTS = {
+    "int8 by lines": partial(rows8, on_sums=True),
+    "packed, 8 bits by lines": partial(packed, 8, None),
+    "e4m3 in blocks of 128": partial(float8, (128, 128)),
+    "e4m3 by lines": partial(float8, None),
+    "4 bits by lines": partial(packed, 4, None),
+    "4 bits by groups of 128": partial(packed, 4, 128),
+    "4 bits by groups of 64": partial(packed, 4, 64),
+    "4 bits by groups of 32, zero points": partial(packed, 4, 32, zeros=True),
+    "4 bits by groups of 128, zero points": partial(packed, 4, 128, zeros=True),
+    "nf4": table4,
+    "nf4, nested": partial(table4, nested=True),
+}
+ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 130
+DTYPES = torch.bfloat16, torch.float16
+
+
+def numbers(weight: reference.StoredWeight, dtype: torch.dtype) -> torch.Tensor:
+    """What the kernel multiplies by, in float64."""
+    lines = torch.arange(weight.shape[0], device=weight.device) // weight.block[0]
+    columns = torch.arange(weight.depth, device=weight.device) // weight.block[1]
+    made, zeros = reference.numbers(weight).to(dtype).double(), reference.zeros(weight)
+    made = made if zeros is None else made - zeros[:, columns]
+    return made * reference.scales(weight).double()[lines][:, columns]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("channels, depth, parts", [(328, 2048, 4), (200, 768, 2), (8256, 640, 1)])
+def test_every_way_gives_the_same_bits(layout, channels, depth, parts, dtype):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        weight, _ = LAYOUTS[layout](channels, depth, dtype)
+        x, bias = torch.randn(max(ROWS), depth).to(dtype), torch.randn(channels).to(dtype)
+    assert kernel.takes(x, weight) and hopper.parts_of(weight) == parts
+    whole, biased = kernel.linear(x, weight, None), kernel.linear(x, weight, bias)
+    for out, more in ((whole, None), (biased, bias)):
+        wanted, wide = product(x, numbers(weight, dtype), more)
+        assert bool(((out.double() - wanted).abs() <= wide).all())
+    left = 0
+    for rows in ROWS:
+        for part in (slice(0, rows), slice(len(x) - rows, None)):
+            assert torch.equal(kernel.linear(x[part], weight, None), whole[part]), rows
+            assert torch.equal(kernel.linear(x[part], weight, bias), biased[part]), rows
+            found = kernel.linear_parts(x[part], weight, None)
+            left += isinstance(found, Parts)
+            assert torch.equal(joined(found), whole[part]), rows
+    assert (left > 0) == (parts > 1)
+
+
+@pytest.mark.parametrize("kind", [SILU, GELU_TANH], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gate_and_weights_side_by_side(layout, dtype, kind):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        (gate, _), (up, _) = (LAYOUTS[layout](200, 512, dtype) for _ in range(2))
+        three = [LAYOUTS[layout](channels, 512, dtype)[0] for channels in (200, 64, 72)]
+        x, bias = torch.randn(max(ROWS), 512).to(dtype), torch.randn(200).to(dtype)
+    whole = kernel.linears(x, (gate, up), (bias, bias), kind)
+    parts = [product(x, numbers(weight, dtype), bias)[0].to(dtype) for weight in (gate, up)]
+    wanted = opened(parts[0], kind).to(dtype) * parts[1]
+    assert torch.allclose(whole.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.float().std()))
+    beside = torch.cat([kernel.linear(x, weight, None) for weight in three], -1)
+    for rows in ROWS:
+        assert torch.equal(kernel.linears(x[:rows], (gate, up), (bias, bias), kind), whole[:rows])
+        assert torch.equal(kernel.linears(x[-rows:], three, [None] * 3), beside[-rows:])
+
+
+@pytest.mark.parametrize("wider", [8, 64])
+def test_lines_with_bytes_behind_them(wider):
+    """Codes whose lines are longer than the depth: no parts, the same product."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        weight, _ = packed(4, 128, 96, 512, torch.bfloat16)
+        x = torch.randn(20, 512).bfloat16()
+        long = torch.cat((weight.codes, weight.codes[:, : 2 * wider]), 1)
+    held = reference.StoredWeight(long, weight.kind, weight.scales, weight.block, weight.depth, weight.dtype)
+    assert kernel.takes(x, held) and hopper.parts_of(held) == 1
+    wanted, wide = product(x, numbers(weight, torch.bfloat16), None)
+    assert bool(((kernel.linear(x, held, None).double() - wanted).abs() <= wide).all())
