@@ -280,8 +280,18 @@ def servers() -> str:
 
 
 def served(row: Row) -> str:
-    first = f", {shown(row['first_token_ms'][1])} ms" if row["streamed"] else ""
-    return shown(row["tokens_per_second"]) + first
+    turns = row.get("first_token_by_turn_ms")
+    first = [turns[0], turns[-1]] if turns else row["first_token_ms"][1:2] if row["streamed"] else []
+    return ", ".join([shown(row["tokens_per_second"]), *(f"{shown(ms)} ms" for ms in first)])
+
+
+def peers_served() -> str:
+    """The same of servers on a CPU, by what was asked; of chats the first tokens of the first and the last turn."""
+    cells, servers = [], ("transformers", "fastspec", "fastspec-eagle3")
+    for row in rows("serving_peers_cpu", server=servers[0]):
+        case = {"way": row["way"], "in_flight": row["in_flight"]}
+        cells.append([*case.values(), *(served(rows("serving_peers_cpu", server=each, **case)[0]) for each in servers)])
+    return markdown(["asked", "in flight", "`transformers serve`", "`autoregressive`", "`eagle3`"], cells)
 
 
 def served_cascade() -> str:
@@ -528,6 +538,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampling": sampling,
     "servers": servers,
     "served_cascade": served_cascade,
+    "peers_served": peers_served,
     "peers_h200": lambda: peers("peers_h200"),
     "peers_h100": lambda: peers("peers_h100"),
     "first_tokens": first_tokens,

@@ -3,9 +3,7 @@ stands still.
 
     python benchmarks/serving.py --model smollm2-135m-instruct --prompts mt_bench.jsonl --ways whole streamed long --in-flight 1 8 32 \\
         --start "fastspec=fastspec serve smollm2-135m-instruct --rows 32 --warmup --port {port}" \\
-        --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --gpu-memory-utilization 0.1
-            --kv-cache-memory-bytes 6000000000 --port {port}"
-    python benchmarks/serving.py --model NAME --prompts prompts.jsonl --server one=http://127.0.0.1:8000/v1 --server other=http://127.0.0.1:8001/v1
+        --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --gpu-memory-utilization 0.1 --kv-cache-memory-bytes 6000000000 --port {port}"
     python benchmarks/serving.py --model large --prompts prompts.jsonl --in-flight 1 4 8 --start "large=fastspec serve LARGE --name large --port {port}" \\
         --start "cascade=fastspec serve LARGE --stage small=SMALL --predictor p.safetensors --name large --port {port}"
 
@@ -14,13 +12,15 @@ of `{port}` in a command, a folder with the model, which another library reads, 
 that of `{head}`. `ready_s` is the time until such a server is ready, the others starting beside it.
 
 Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or
-`--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`, in
-one piece; or `long`, streamed, where every tenth request begins with a text of `--long` words. Before anything is timed
-each server answers four prompts; `equal` is the share of answers that are the first server's first ones, 1 in fp32.
-`pause_ms` are the times between a stream's chunks, those within 2 ms taken for one, since a round brings several
-tokens. `acceptance_length` and `stages`, the share of answers by each stage of a cascade, are those of the server's
-`/metrics`, null without drafts and without stages. One client reads all streams, and a
-small model on a GPU makes tokens faster than that: whole answers tell the server's own speed.
+`--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`; or
+`long`, streamed, where every tenth request begins with `--long` words; or `turns`, streamed chats of ten turns, which
+are ten requests and `--long` words together, with first tokens by turn too; or `schema`, whole answers by a JSON
+schema: `valid` is the share that hold to it. Before anything is timed each server answers ten prompts, or a chat;
+`equal` is the share of answers that are the first server's first ones, 1 in fp32. `pause_ms` are the times between a
+stream's chunks, those within 2 ms taken for one, since a round brings several tokens. `acceptance_length` and `stages`,
+the share of answers by each stage of a cascade, are those of the server's `/metrics`, null without drafts and stages.
+One client reads all streams, and a small model on a GPU makes tokens faster than that: whole answers tell the server's
+own speed.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,9 +57,17 @@ from fastspec.programs.bench.run import saved
 
 TOGETHER = 0.002
 """Seconds within which chunks count as one."""
-LONG_EVERY = 10
 REQUESTS = 6
 """Times those in flight: so many requests at the least."""
+TURNS = 10
+"""Requests of a chat, and up to one that is long."""
+WAYS = "streamed", "whole", "long", "turns", "schema"
+WHOLE = "whole", "schema"
+"""Ways whose answers are no streams."""
+FIELDS = {"title": {"type": "string", "maxLength": 60}, "mood": {"enum": ["good", "bad"]}}
+VALID = re.compile(r'\s*\{\s*"title"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"mood"\s*:\s*"(?:good|bad)"\s*\}\s*')
+SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "review", "strict": True, "schema": SCHEMA}}
 COUNTS = {
     "fastspec_stage_requests_total": "answered by {stage}",
     "fastspec_row_rounds_total": "rounds",
@@ -119,19 +128,15 @@ def started(commands: Sequence[str], model: str, patience: float) -> Iterator[di
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback that nothing listens on."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
 
 
 def is_ready(address: str) -> bool:
     """Whether `/health` says so."""
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+        return answer.status == 200
+    return False
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -154,57 +159,65 @@ class Answer:
     over: float = 0.0
 
     @property
+    def first_ms(self) -> float:
+        """Milliseconds to the first chunk; 0 of an answer that has none."""
+        return 1e3 * (self.at[0] - self.sent) if self.at else 0.0
+
+    @property
     def pauses(self) -> list[float]:
         """Times between chunks that are no single one."""
         return [later - sooner for sooner, later in pairwise(self.at) if later - sooner > TOGETHER]
 
 
-async def ask(client: AsyncOpenAI, model: str, prompt: str, count: int, whole: bool) -> Answer:
-    """One chat, streamed unless its answer is to come as a `whole`."""
+async def ask(client: AsyncOpenAI, model: str, messages: list[Row], count: int, way: str) -> Answer:
+    """The next answer of a chat, as its way has it."""
     answer = Answer(time.perf_counter())
-    asked: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-    asked |= {"max_tokens": count, "temperature": 0}
-    if whole:
+    asked: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": count, "temperature": 0}
+    if way == "schema":
+        asked["response_format"] = FORMAT
+    if way in WHOLE:
         found = await client.chat.completions.create(**asked)
         answer.text, answer.tokens = found.choices[0].message.content or "", found.usage.completion_tokens
-        answer.over = time.perf_counter()
-        return answer
-    asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    async for chunk in await client.chat.completions.create(**asked):
-        if chunk.usage is not None:
-            answer.tokens = chunk.usage.completion_tokens
-        if chunk.choices and chunk.choices[0].delta.content:
-            answer.text += chunk.choices[0].delta.content
-            answer.at.append(time.perf_counter())
+    else:
+        more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        async for chunk in await client.chat.completions.create(**asked, **more):
+            if chunk.usage is not None:
+                answer.tokens = chunk.usage.completion_tokens
+            if chunk.choices and chunk.choices[0].delta.content:
+                answer.text += chunk.choices[0].delta.content
+                answer.at.append(time.perf_counter())
     answer.over = time.perf_counter()
     return answer
 
 
 async def load(
-    url: str, model: str, prompts: Sequence[str], in_flight: int, count: int, whole: bool = False
+    url: str, model: str, prompts: Sequence[str], in_flight: int, count: int, way: str = "streamed"
 ) -> tuple[list[Answer], float]:
-    """All prompts, so many at a time -> the answers in their order, and the seconds that all took."""
+    """All prompts, or all chats of ten of them, so many at a time -> the answers in the prompts' order, and the seconds
+    that all took."""
     room = asyncio.Semaphore(in_flight)
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=3600) as client:
 
-        async def one(prompt: str) -> Answer:
+        async def chat(turns: Sequence[str]) -> list[Answer]:
+            messages, answers = list[Row](), list[Answer]()
             async with room:
-                return await ask(client, model, prompt, count, whole)
+                for prompt in turns:
+                    messages.append({"role": "user", "content": prompt})
+                    answers.append(await ask(client, model, messages, count, way))
+                    messages.append({"role": "assistant", "content": answers[-1].text})
+            return answers
 
-        begun = time.perf_counter()
-        answers = await asyncio.gather(*map(one, prompts))
-        return answers, time.perf_counter() - begun
+        turns, begun = TURNS if way == "turns" else 1, time.perf_counter()
+        chats = await asyncio.gather(*(chat(prompts[at : at + turns]) for at in range(0, len(prompts), turns)))
+        return [answer for answers in chats for answer in answers], time.perf_counter() - begun
 
 
 def counted(url: str) -> dict[str, float]:
     """Rounds of a row, drafts accepted in them, and answers by stage since the server's start; nothing of a server that
     does not say."""
-    try:
-        with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=60) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
-    except (OSError, ValueError):  # no such route, or another's
-        return {}
-    found: dict[str, float] = {}
+    families, found, address = [], dict[str, float](), url.rstrip("/").removesuffix("/v1") + "/metrics"
+    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(address, timeout=60) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
     for sample in (sample for family in families for sample in family.samples if sample.name in COUNTS):
         if sample.labels.get("outcome", "answered") == "answered":
             name = COUNTS[sample.name].format(**sample.labels)
@@ -225,20 +238,33 @@ def shares(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     return {stage: round(count / sum(new.values()), 3) for stage, count in new.items()} if any(new.values()) else None
 
 
-def texts(path: str, requests: int, long: int) -> list[str]:
-    """So many prompts of a file, again from its start where it has fewer; with `long` every tenth behind a text of so
-    many words."""
+def texts(path: str, requests: int, way: str, long: int) -> list[str]:
+    """So many prompts of a file, again from its start where it has fewer; for `long` every tenth behind a text of so
+    many words, for `turns` each behind a tenth of them. No two texts begin alike."""
     found = [row["text"] for row in read_rows(path)]
-    filler = " ".join(f"item {number}" for number in range(long // 2))
     chosen = [found[index % len(found)] for index in range(requests)]
-    for index in range(LONG_EVERY - 1, requests if long else 0, LONG_EVERY):
+    every, words = {"long": (TURNS, long), "turns": (1, long // TURNS)}.get(way, (requests + 1, 0))
+    for index in range(every - 1, requests, every):
+        filler = " ".join(f"item {number}" for number in range(index, index + words // 2))
         chosen[index] = f"{filler}\n{chosen[index]}"
     return chosen
 
 
+def requests_of(given: argparse.Namespace, way: str, in_flight: int) -> int:
+    """Requests of a load; of `turns` whole chats, as many as are in flight at the least."""
+    chats = TURNS * max(in_flight, -(-given.requests // TURNS))
+    return chats if way == "turns" else max(given.requests, REQUESTS * in_flight)
+
+
+def name_at(url: str) -> str:
+    """The name that requests must have for a server's model: its own, or where it was loaded from."""
+    with urllib.request.urlopen(f"{url}/models", timeout=60) as answer:
+        return json.load(answer)["data"][0]["id"]
+
+
 def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: float, wanted: Sequence[str]) -> Row:
     """The row of a load."""
-    first = sorted(1e3 * (answer.at[0] - answer.sent) for answer in answers if answer.at) or [0.0]
+    first = sorted(answer.first_ms for answer in answers if answer.at) or [0.0]
     whole = sorted(1e3 * (answer.over - answer.sent) for answer in answers)
     pauses = sorted(1e3 * pause for answer in answers for pause in answer.pauses) or [0.0]
     new, same = sum(answer.tokens for answer in answers), zip(answers, wanted, strict=True)
@@ -247,32 +273,37 @@ def row_of(server: str, in_flight: int, answers: Sequence[Answer], seconds: floa
     for name, values, most in (("first_token", first, 95), ("answer", whole, 95), ("pause", pauses, 99)):
         row[f"{name}_ms"] = [round(value, 2) for value in quantiles(values)]
         row[f"{name}_{most}_ms"] = round(values[int(most / 100 * (len(values) - 1))], 2)
-    row |= {"pause_longest_ms": round(pauses[-1], 2)}
-    return row | {"equal": sum(answer.text == text for answer, text in same) / len(answers)}
+    equal = sum(answer.text == text for answer, text in same) / len(answers)
+    return row | {"pause_longest_ms": round(pauses[-1], 2), "equal": equal}
 
 
 def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[dict[str, Any]]:
     """A row for every way, load and server."""
     where = place(*device_here()) | {"client_cpu": cpu_name(), "cores": os.cpu_count(), "note": given.note}
+    names = {server.url: name_at(server.url) for server in servers.values()}
     for way in given.ways:
-        whole, long = way == "whole", given.long if way == "long" else 0
-        most = max(given.requests, REQUESTS * max(given.in_flight))
-        prompts = texts(given.prompts, most, long)
+        long = given.long if way in ("long", "turns") else 0
+        prompts = texts(given.prompts, requests_of(given, way, max(given.in_flight)) + TURNS, way, long)
         for server in servers.values():
-            asyncio.run(load(server.url, given.model, prompts[:4], 4, given.max_tokens, whole))
+            asyncio.run(load(server.url, names[server.url], prompts[-TURNS:], 4, given.max_tokens, way))
         wanted: list[str] = []
         for in_flight in given.in_flight:
-            count = max(given.requests, REQUESTS * in_flight)
+            count = requests_of(given, way, in_flight)
             for name, server in servers.items():
                 before = counted(server.url)
-                asked = load(server.url, given.model, prompts[:count], in_flight, given.max_tokens, whole)
+                asked = load(server.url, names[server.url], prompts[:count], in_flight, given.max_tokens, way)
                 answers, seconds = asyncio.run(asked)
                 after = counted(server.url)
                 wanted += [answer.text for answer in answers[len(wanted) :]]
                 row = row_of(name, in_flight, answers, seconds, wanted[:count])
                 row |= {"acceptance_length": acceptance(before, after), "stages": shares(before, after)}
-                row |= {"streamed": not whole, "max_tokens": given.max_tokens, "long": long, "ready_s": server.ready_s}
-                row |= {"model": given.model, "prompts": Path(given.prompts).stem}
+                if way == "turns":
+                    by_turn = [[answer.first_ms for answer in answers[turn::TURNS]] for turn in range(TURNS)]
+                    row["first_token_by_turn_ms"] = [round(quantiles(firsts)[1], 2) for firsts in by_turn]
+                if way == "schema":
+                    row["valid"] = sum(VALID.fullmatch(answer.text) is not None for answer in answers) / len(answers)
+                row |= {"way": way, "streamed": way not in WHOLE, "max_tokens": given.max_tokens, "long": long}
+                row |= {"ready_s": server.ready_s, "model": given.model, "prompts": Path(given.prompts).stem}
                 yield row | where | {"load_average": round(os.getloadavg()[0], 2)}
 
 
@@ -286,12 +317,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=64, help="of a load, or six times those in flight")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--ways", nargs="+", default=["streamed"], choices=("streamed", "whole", "long"))
-    parser.add_argument("--long", type=int, default=1500, help="words before every tenth prompt, with `--ways long`")
+    parser.add_argument("--ways", nargs="+", default=["streamed"], choices=WAYS)
+    parser.add_argument("--long", type=int, default=1500, help="words of every tenth prompt (long), a chat (turns)")
     parser.add_argument("--note", default="", help="what the rows say of the machine and the servers")
     given = parser.parse_args(arguments)
     if not given.server + given.start:
         parser.error("name a --server, or one to --start")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends what was started, too
     with started(given.start, given.model, given.patience) as own:
         running = dict(text.split("=", 1) for text in given.server)
         for row in rows_of(given, {name: Started(url) for name, url in running.items()} | own):

@@ -45,8 +45,9 @@ FIELDS_OF_PARTS = {**dict.fromkeys(TEXT_PARTS, "text"), "refusal": "refusal"}
 
 
 def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as chat templates read it: contents are texts, arguments of calls objects, and fields that are
-    null are left out. Raises Unsupported, by the message's number, for a content that is no text."""
+    """A conversation as chat templates read it: contents are texts, arguments of calls objects, null fields are left
+    out, and OpenAI's role `developer`, of which few templates know, is `system`. Raises Unsupported, by the message's
+    number, for a content that is no text."""
     return [_as_message(f"messages[{number}]", message) for number, message in enumerate(talk)]
 
 
@@ -57,6 +58,8 @@ def _as_message(name: str, message: dict[str, Any]) -> dict[str, Any]:
         content = found.get("refusal", "")
     if not isinstance(found.get("role"), str):
         raise Unsupported(f"{name}.role must be a text")
+    if found["role"] == "developer":
+        found["role"] = "system"
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict)]
         found_in = [part.get(FIELDS_OF_PARTS.get(str(part.get("type")), "")) for part in parts]

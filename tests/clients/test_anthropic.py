@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.clients import MARKS
+from helpers.grammars import TOKENIZER, terse
 from helpers.saying import ANSWERS, saying
 from helpers.serve import NAME, SECONDS, Served, served, talk
+
+import fastspec
 
 pytestmark = MARKS
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -62,6 +65,30 @@ def test_a_tool_is_called_and_answered(client: Any) -> None:
     assert second.usage.input_tokens > first.usage.input_tokens
     counted = client.messages.count_tokens(model=NAME, messages=history, tools=given["tools"], system=given["system"])
     assert counted.input_tokens == second.usage.input_tokens
+
+
+def test_what_coding_agents_send(client: Any) -> None:
+    tools = [{"name": "weather", "input_schema": SCHEMA}]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    given = {**GIVEN, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    with client.messages.stream(**given, tools=tools, tool_choice=choice) as stream:
+        final = stream.get_final_message()
+    assert [block.input for block in final.content if block.type == "tool_use"] == [{"city": "Oslo"}]
+
+
+def test_an_output_is_parsed() -> None:
+    anthropic, pydantic = map(pytest.importorskip, ("anthropic", "pydantic"))
+
+    class It(pydantic.BaseModel):
+        a: bool
+        c: int
+
+    TOKENIZER.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<bot>' }}"
+    model = terse()
+    with fastspec.patched(model), served(model, max_length=500, assistant="nasd", tokenizer=TOKENIZER) as server:
+        asking = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=SECONDS)
+        found = asking.messages.parse(model=NAME, messages=talk("ab"), max_tokens=300, output_format=It)
+    assert isinstance(found.parsed_output, It)
 
 
 def test_errors_are_the_packages_own(client: Any) -> None:

@@ -127,7 +127,7 @@ def test_every_field_of_openai_is_taken_or_refused_by_name(model: Any) -> None:
             except Refused as refused:
                 assert name in str(refused) and refused.status in (400, 404), name
     assert taken == {
-        *("metadata", "user", "store", "service_tier", "safety_identifier"),
+        *("metadata", "client_metadata", "user", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "chat_template_kwargs"),
     }
 
@@ -177,6 +177,13 @@ def test_no_tools_are_given_where_none_may_be_chosen(model: Any) -> None:
         assert asked(model, route, tools=[given], tool_choice="none").tools is None
 
 
+def test_developers_are_systems(model: Any) -> None:
+    """Most templates leave out a role that they do not know."""
+    talk = [{"role": "developer", "content": "w4"}, {"role": "user", "content": "w5"}]
+    for route, given in ((CHAT, {"messages": talk}), (RESPONSE, {"input": talk})):
+        assert [message["role"] for message in asked(model, route, **given).messages] == ["system", "user"]
+
+
 def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
     """Reasoning and calls are parts of the assistant's message beside them."""
     items = [
@@ -199,6 +206,8 @@ def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
         {"role": "assistant", "content": "w9"},
     ]
     both = [{"role": "system", "content": "w6"}, {"role": "user", "content": "w5"}]
+    assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
+    both[0] = {"role": "developer", "content": [{"type": "input_text", "text": "w6"}]}
     assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
     for number, odd in enumerate(({"type": "function_call_output"}, {"type": "item_reference", "id": "x"}, {})):
         with pytest.raises(Refused, match=f"input: item {number} is no message"):

@@ -74,6 +74,19 @@ def test_whole_and_streamed_chats_are_the_same_wherever_they_are_cut(said: tuple
         assert (content, reasoning, calls) == (ANSWERS[name].strip(), "", [])
 
 
+def test_one_tool_is_called_where_no_calls_may_be_parallel(said: tuple[str, Served]) -> None:
+    name, server = said
+    content, reasoning, calls, *rest = chat(server, False, **asked(True))
+    one = content, reasoning, calls[:1], *rest
+    for stream in (False, True):
+        assert chat(server, stream, **asked(True, parallel_tool_calls=False)) == one
+    assert len(calls) == {"all": 2, "a call": 1}.get(name, 0)
+    flat = {"model": NAME, "input": "hello", "temperature": 0, "tools": [{"type": "function", **TOOL}]}
+    response = server.client().responses.create(**flat, parallel_tool_calls=False)
+    assert [item.type for item in response.output].count("function_call") == len(calls[:1])
+    assert response.parallel_tool_calls is False
+
+
 def test_no_tool_is_called_where_none_may_be_chosen(said: tuple[str, Served]) -> None:
     assert chat(said[1], False, **asked(True, tool_choice="none")) == chat(said[1], False, **asked(False))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.saying import ANSWERS, saying
-from helpers.serve import MARKS, SECONDS, Served, post, served, talk
+from helpers.serve import MARKS, NAME, SECONDS, Served, post, served, talk
 
 from fastspec.programs.serving.messages import as_chat
 from fastspec.programs.serving.middleware import message_error
@@ -158,11 +158,60 @@ def test_a_conversation_is_that_of_a_chat(said: tuple[str, Served]) -> None:
     assert count > post(server, COUNT, json.dumps({"messages": talk("w5")}).encode())[1]["input_tokens"]
 
 
+def test_what_coding_agents_send_is_read(said: tuple[str, Served]) -> None:
+    """A block for Anthropic's servers, another with each request, is no part of the prompt; a note of the system stands
+    between the turns; a tool's error is told as one; calls may be held to one."""
+    server = said[1]
+
+    def count(**more: Any) -> int:
+        body = json.dumps({"model": NAME, "messages": talk("w5"), **more}).encode()
+        return post(server, COUNT, body)[1]["input_tokens"]
+
+    system = [{"type": "text", "text": "Be short", "cache_control": {"type": "ephemeral"}}]
+    billing = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={n};"} for n in (1, 2)]
+    chats = [as_chat({**GIVEN, "system": [each, *system]}) for each in billing]
+    assert chats[0] == chats[1] == as_chat({**GIVEN, "system": "Be short"})
+    assert count(system=billing[:1]) == count()
+    assert count(messages=[*talk("w5"), {"role": "system", "content": [{"type": "text", "text": "w6"}]}]) > count()
+    failed = {"type": "tool_result", "tool_use_id": "c", "content": "no such city", "is_error": True}
+    [told] = as_chat({"messages": [{"role": "user", "content": [failed]}]})["messages"]
+    assert told == {"role": "tool", "tool_call_id": "c", "content": "Error: no such city"}
+    more = {
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+    }
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    one, all_of_it = (answered(server, tools=[TOOL], **each) for each in ({"tool_choice": choice, **more}, {}))
+    calls, first = ([b["input"] for b in each["content"] if b["type"] == "tool_use"] for each in (all_of_it, one))
+    assert first == calls[:1]
+
+
+def test_an_output_s_format_is_a_chat_s() -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    chat = as_chat({**GIVEN, "output_config": {"format": form}})
+    assert chat["response_format"] == {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+
+
+def test_cached_tokens_are_counted_apart(said: tuple[str, Served]) -> None:
+    text = {"messages": talk("w5 " * 40)}
+    total = answered(server := said[1], **text)["usage"]
+    for ask in (answered, streamed):
+        usage = ask(server, **text)["usage"]
+        assert usage["cache_read_input_tokens"] > 16
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == total["input_tokens"]
+
+
 @pytest.mark.parametrize(
     ("thinking", "said"),
-    [(None, None), ({"type": "adaptive"}, None), ({"type": "disabled"}, {"enable_thinking": False})],
+    [
+        (None, None),
+        ({"type": "adaptive"}, None),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+        ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True}),
+    ],
 )
-def test_thinking_that_is_disabled_is_told_to_the_template(thinking: Any, said: Any) -> None:
+def test_thinking_is_told_to_the_template(thinking: Any, said: Any) -> None:
     body = {**GIVEN, "max_tokens": 5} | ({} if thinking is None else {"thinking": thinking})
     assert as_chat(body).get("chat_template_kwargs") == said
 
@@ -190,14 +239,15 @@ def test_refusals_have_anthropics_form_and_name_what_is_wrong(said: tuple[str, S
     for fields, status, words in (
         ({"max_tokens": None}, 400, "max_tokens is missing"),
         ({"messages": None}, 400, "messages is missing"),
-        ({"messages": [{"role": "system", "content": "w5"}]}, 400, "messages[0] must have a role"),
+        ({"messages": [{"role": "tool", "content": "w5"}]}, 400, "messages[0] must have a role"),
         ({"messages": [{"role": "user", "content": [image]}]}, 400, "messages[0].content[0] of type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, 400, "messages[0].content[0]"),
         ({"model": "claude"}, 404, "the model 'claude' does not exist"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "thinking"),
+        ({"thinking": {"type": "always"}}, 400, "thinking"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, 400, "context_management"),
+        ({"output_config": {"format": {"type": "xml"}}}, 400, "output_config"),
         ({"output_config": {"effort": "low"}}, 400, "output_config"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, 400, "parallel"),
         ({"system": 5}, 400, "system"),
         ({"n": 2}, 422, "n"),
         ({"stop_sequences": [""]}, 400, "stop_sequences"),

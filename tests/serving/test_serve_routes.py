@@ -13,6 +13,7 @@ from helpers.serve import MARKS, NAME, SECONDS, Served, openai, post, served, ta
 from helpers.training import small_target, small_tokenizer
 
 import fastspec
+from fastspec.programs.serving.templates import takes_notes
 
 pytestmark = MARKS
 PAGE = "http://page.example"
@@ -60,6 +61,31 @@ def test_texts_and_conversations_are_tokenized_and_back(server: Served) -> None:
     ):
         got, answer = asked(server, path, **fields)
         assert got == status and said in answer["error"]["message"], (fields, answer)
+
+
+STRICT = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only first') }}{% endif %}"
+"""As Qwen 3.5's."""
+SILENT = "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}"
+
+
+@pytest.mark.parametrize(("rule", "takes"), [("", True), (STRICT, False), (SILENT, False)])
+def test_a_system_s_notes_reach_models_whose_template_takes_none(rule: str, takes: bool) -> None:
+    tokenizer = small_tokenizer()
+    names = "{{ {'system': 'w20', 'user': 'w21', 'assistant': 'w22'}[m.role] }} {{ m.content }} "
+    tokenizer.chat_template = "{% for m in messages %}" + rule + names + "{% endfor %}"
+    assert takes_notes(tokenizer) == takes
+    talk = [
+        {"role": "system", "content": "w4"},
+        {"role": "developer", "content": "w5"},
+        {"role": "user", "content": "w6"},
+        {"role": "system", "content": "w7"},
+        {"role": "assistant", "content": "w8"},
+        {"role": "system", "content": "w9"},
+    ]
+    with served(fastspec.patch(small_target()), rows=1, assistant="nasd", tokenizer=tokenizer) as server:
+        tokens = post(server, "/tokenize", json.dumps({"messages": talk}).encode())[1]["tokens"]
+    told = "w20 w4 w20 w5 w21 w6 w20 w7 w22 w8 w20 w9" if takes else "w20 w4 w5 w21 w6 w7 w22 w8 w21 w9"
+    assert tokens == tokenizer(told, add_special_tokens=False)["input_ids"]
 
 
 def test_pages_of_named_origins_may_ask(server: Served) -> None:

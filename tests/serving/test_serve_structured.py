@@ -121,6 +121,14 @@ def test_some_tool_is_called_where_one_is_required(server: Served) -> None:
     assert item.type == "function_call" and item.name == "find" and is_valid(json.loads(item.arguments))
 
 
+def test_one_tool_is_called_where_one_is_required_and_no_more_may_be(server: Served) -> None:
+    given = asked(tools=TOOLS[1:2], tool_choice="required", parallel_tool_calls=False)
+    choice = server.client().chat.completions.create(**given).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert is_valid(json.loads(call.function.arguments))
+
+
 def test_calls_that_the_limit_cuts_are_content(server: Served) -> None:
     given = asked(tools=TOOLS, tool_choice="required", max_tokens=9)
     choice = server.client().chat.completions.create(**given).choices[0]
@@ -160,6 +168,18 @@ def test_what_cannot_be_held_is_refused_by_name(server: Served, path: str, more:
     given = {CHAT: asked(), ONE: {"model": NAME, "prompt": "ab"}, RESPONSE: {"model": NAME, "input": "ab"}}[path]
     status, answer = post(server, path, json.dumps(given | more).encode())
     assert status == (422 if "guided_regex" in more else 400) and said in answer["error"]["message"]
+
+
+def test_a_grammar_that_leads_nowhere_is_the_client_s_mistake(server: Served) -> None:
+    """Some schemas allow no text, and these tokens write no umlaut."""
+    loop = {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}
+    for schema, said in ((loop, "allows no first token"), ({"const": "\u00fc"}, "the grammar does not allow")):
+        given = asked(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+        status, answer = post(server, CHAT, json.dumps(given).encode())
+        assert status == 400 and said in answer["error"]["message"], answer
+    with pytest.raises(openai.APIError, match="the grammar does not allow") as told:
+        list(server.client().chat.completions.create(**given, stream=True))
+    assert told.value.code == "400"
 
 
 def test_rows_with_and_without_structures_run_in_one_batch(server: Served) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,10 @@ class Server(BaseHTTPRequestHandler):
 
     def do_GET(self):
         told = self.path == "/metrics" and sys.argv[2] != ""
-        self.send_response(200 if told or self.path == "/health" else 404)
+        self.send_response(200 if told or self.path in ("/health", "/v1/models") else 404)
         self.end_headers()
+        if self.path == "/v1/models":
+            self.wfile.write(b'{"data": [{"id": "/folder/m"}]}')
         if told:
             for name, count in (("drafts", 2), ("accepted_tokens", 3)):
                 name = "vllm:spec_decode_num_" + name
@@ -39,7 +43,11 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         Server.asked += 1
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = asked["messages"][0]["content"].split("\\n")[-1][: asked["max_tokens"]] + sys.argv[2]
+        if asked["model"] != "/folder/m":
+            self.send_error(400)
+        text = asked["messages"][-1]["content"].split("\\n")[-1][: asked["max_tokens"]] + sys.argv[2]
+        if "response_format" in asked and sys.argv[2] == "":
+            text = '{"title": "' + text[:4] + '", "mood": "bad"}'
         usage = {"completion_tokens": len(text), "prompt_tokens": 1, "total_tokens": 1 + len(text)}
         common = {"id": "a", "created": 1, "model": "m"}
         self.send_response(200)
@@ -137,6 +145,54 @@ def test_every_way_and_load_of_servers_that_are_started(serving, files, tmp_path
             os.kill(pid, 0)
 
 
+def test_chats_of_ten_turns_and_answers_by_a_schema(serving, files, tmp_path):
+    script, prompts, pids = files
+    out = tmp_path / "rows.jsonl"
+    command = f"{sys.executable} {script} {{port}}"
+    serving.main(
+        [
+            *("--start", f"one={command} '' {pids}", "--start", f"other={command} ' and more' {pids}"),
+            *("--model", "m", "--prompts", str(prompts), "--ways", "turns", "schema", "--long", "40"),
+            *("--in-flight", "1", "3", "--requests", "4", "--max-tokens", "7", "--out", str(out)),
+        ]
+    )
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    told = [(row["way"], row["server"], row["in_flight"], row["requests"], row["streamed"]) for row in rows]
+    servers = "one", "other"
+    assert told == [
+        *(("turns", name, in_flight, 10 * in_flight, True) for in_flight in (1, 3) for name in servers),
+        *(("schema", name, in_flight, 6 * in_flight, False) for in_flight in (1, 3) for name in servers),
+    ]
+    for row in rows:
+        mine = row["server"] == "one"
+        assert row.get("valid") == ({True: 1.0, False: 0.0}[mine] if row["way"] == "schema" else None)
+        assert len(row.get("first_token_by_turn_ms", ())) == (10 if row["way"] == "turns" else 0)
+        assert row["equal"] == mine and all(value > 0 for value in row.get("first_token_by_turn_ms", ()))
+
+
+def test_a_chat_goes_on_from_what_was_answered(serving, monkeypatch):
+    """And no two texts begin alike, so that nothing but a chat's own turns is known to a server."""
+    asked = []
+
+    async def ask(client, model, messages, count, way):
+        asked.append([message["content"] for message in messages])
+        return serving.Answer(0.0, f"answer to {messages[-1]['content']}")
+
+    monkeypatch.setattr(serving, "ask", ask)
+    turns = [f"turn {number}" for number in range(20)]
+    answers, _ = serving.asyncio.run(serving.load("http://127.0.0.1:1/v1", "m", turns, 1, 5, "turns"))
+    assert [answer.text for answer in answers] == [f"answer to {turn}" for turn in turns]
+    assert asked[1] == ["turn 0", "answer to turn 0", "turn 1"] and asked[10] == ["turn 10"] and len(asked[19]) == 19
+
+
+def test_texts_of_chats_have_words_before_each_turn(serving, files):
+    found = serving.texts(str(files[1]), 20, "turns", 40)
+    assert len({text.split(" item ")[0] for text in found}) == 20 and all(len(text.split()) == 6 for text in found)
+    assert serving.texts(str(files[1]), 20, "schema", 40)[0] == "prompt 0"
+    long = serving.texts(str(files[1]), 20, "long", 40)
+    assert [len(text.split()) for text in long] == [*[2] * 9, 42, *[2] * 9, 42]
+
+
 def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving, files):
     script, prompts, pids = files
     given = ["--model", "m", "--prompts", str(prompts)]
@@ -161,6 +217,23 @@ def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving
         serving.main(given)
 
 
+def test_servers_end_with_a_benchmark_that_is_told_to(files):
+    script, prompts, pids = files
+    start = (
+        f"one={sys.executable} {script} {{port}} '' {pids}",
+        f"never={sys.executable} -c 'import time; time.sleep(600)'",
+    )
+    command = [sys.executable, FOLDER / "serving.py", "--model", "m", "--prompts", prompts, "--start", start[0]]
+    process = subprocess.Popen([*command, "--start", start[1]])
+    while not (pids.exists() and pids.read_text().endswith("\n")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    process.wait(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pids.read_text()), 0)
+
+
 def test_a_command_gets_the_folders_of_the_model_and_of_its_head(serving, files, tmp_path, monkeypatch):
     script, _, pids = files
     beside = serving
@@ -168,5 +241,5 @@ def test_a_command_gets_the_folders_of_the_model_and_of_its_head(serving, files,
     monkeypatch.setattr(beside, "saved", lambda name, model, tokenizer: contextlib.nullcontext(f"/folder of {model}"))
     monkeypatch.setattr(beside, "find_head", lambda name: f"/head of {name}")
     with beside.started([f"one={sys.executable} {script} {{port}} '{{model}}, {{head}}' {pids}"], "m", 30) as found:
-        (answer,), _ = serving.asyncio.run(serving.load(found["one"].url, "m", ["prompt"], 1, 0))
+        (answer,), _ = serving.asyncio.run(serving.load(found["one"].url, "/folder/m", ["prompt"], 1, 0))
     assert answer.text == "/folder of m, /head of m"

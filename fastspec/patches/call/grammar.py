@@ -229,4 +229,8 @@ def _compiled(tokens: Any, form: str, value: Any) -> Any:
     made = library().LLMatcher(tokens, text_of(form, value), log_level=0, limits=limits)
     if made.is_error():
         raise refusal(form, made.get_error())
+    begun = made.deep_copy()
+    begun.compute_bitmask()
+    if begun.is_error():  # a rule that is itself, say
+        raise refusal(form, f"it allows no first token ({begun.get_error()})")
     return made

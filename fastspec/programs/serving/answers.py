@@ -165,16 +165,22 @@ def _delimiter(spec: dict[str, Any], name: str) -> tuple[Any, bool]:
 class ResponseParser:
     """Parser of an answer's text by a response template, whatever pieces it comes in.
 
-    Calls of tools are parsed where `tools` are given; a text that is none although it opens as one is content, as it
-    stands. Blanks around content and reasoning are left out. `prompt` is the text before the answer, of which templates
-    write a part (`<think>`).
+    Calls of tools are parsed where `tools` are given, and `most` of them are told (None: all); a text that is none
+    although it opens as one is content, as it stands. Blanks around content and reasoning are left out. `prompt` is the
+    text before the answer, of which templates write a part (`<think>`).
     """
 
     def __init__(
-        self, template: dict[str, Any], tokenizer: Any, tools: list[dict[str, Any]] | None, prompt: str
+        self,
+        template: dict[str, Any],
+        tokenizer: Any,
+        tools: list[dict[str, Any]] | None,
+        prompt: str,
+        most: int | None = None,
     ) -> None:
         fields = [Field(name, spec) for name, spec in template["fields"].items() if tools or name != "tool_calls"]
-        self.template, self.tokenizer, self.tools = template, tokenizer, tools
+        self.template, self.tokenizer, self.tools, self.most = template, tokenizer, tools, most
+        self.called = 0
         self.opening = [field for field in fields if field.opens is not None]
         self.rest = next((field for field in fields if field.opens is None), None)
         self.inside = self.rest
@@ -246,7 +252,8 @@ class ResponseParser:
             raw = self.text[self.began : end]
             calls = self._calls(raw)
             if calls:
-                yield from calls
+                yield from calls[: None if self.most is None else max(0, self.most - self.called)]
+                self.called += len(calls)
             else:
                 yield from self._stripped(Content, raw, True)
 

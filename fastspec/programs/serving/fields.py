@@ -56,7 +56,8 @@ def one_of(*values: Any) -> Fits:
     return lambda value: value in values
 
 
-def _either(*kinds: Fits) -> Fits:
+def either(*kinds: Fits) -> Fits:
+    """True for values of one of these kinds."""
     return lambda value: any(fits(value) for fits in kinds)
 
 
@@ -146,13 +147,13 @@ ACCEPTED: dict[str, Check] = {
     ),
     "messages": (OBJECTS, "a list of objects with role and content, a text or parts of type text"),
     "prompt": (
-        _either(IS_TEXT, TOKEN_IDS, list_of(_either(IS_TEXT, TOKEN_IDS), 1, ANSWERS)),
+        either(IS_TEXT, TOKEN_IDS, list_of(either(IS_TEXT, TOKEN_IDS), 1, ANSWERS)),
         f"a text, a list of token numbers, or a list of up to {ANSWERS} of these",
     ),
     "echo": TRUTH,
     "assistant": (IS_TEXT, "a text"),
     "fastspec": (object_of({}, {"rounds": IS_TRUTH}), "an object with rounds, true or false"),
-    "input": (_either(IS_TEXT, OBJECTS), "a text, or a list of messages, texts and calls of functions"),
+    "input": (either(IS_TEXT, OBJECTS), "a text, or a list of messages, texts and calls of functions"),
     "instructions": (IS_TEXT, "a text"),
     "n": _whole(1, ANSWERS),
     "best_of": _whole(1, 1),
@@ -160,14 +161,14 @@ ACCEPTED: dict[str, Check] = {
     "generation_config": (IS_TEXT, 'a JSON text of an object, {"max_new_tokens": 64} in quotes'),
     "tools": (list_of(_is_tool), "a list of tools of type function, each with a name"),
     "tool_choice": (
-        _either(one_of("auto", "none", "required"), _is_tool),
+        either(one_of("auto", "none", "required"), _is_tool),
         "'auto', 'none', 'required' or a tool of type function by its name",
     ),
-    "parallel_tool_calls": (lambda value: value is True, "true"),
-    "response_format": (_either(PLAIN_FORMAT, NESTED_FORMAT), FORMATS),
+    "parallel_tool_calls": TRUTH,
+    "response_format": (either(PLAIN_FORMAT, NESTED_FORMAT), FORMATS),
     "structured_outputs": (_is_outputs, f"an object with one of {', '.join(OUTPUTS)} and json_object"),
     "text": (
-        object_of({}, {"format": _either(one_of(None), _is_flat_format), "verbosity": one_of(None, "medium")}),
+        object_of({}, {"format": either(one_of(None), _is_flat_format), "verbosity": one_of(None, "medium")}),
         f'an object with format, {FORMATS}, and verbosity "medium"',
     ),
     "verbosity": (one_of("medium"), "'medium'"),
@@ -179,7 +180,7 @@ ACCEPTED: dict[str, Check] = {
     "reasoning": nothing(TEMPLATED),
     **dict.fromkeys(
         (
-            *("model", "metadata", "user", "store", "service_tier", "safety_identifier"),
+            *("model", "metadata", "client_metadata", "user", "store", "service_tier", "safety_identifier"),
             *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         ),
         ANY,
@@ -212,7 +213,7 @@ def tokens_of(name: str, value: Any) -> list[int]:
 
 TOKEN: Check = (IS_WHOLE, "a token number")
 TOKENS: Check = (list_of(IS_WHOLE), "a list of token numbers")
-ENDS: Check = (_either(IS_TOKEN, TOKEN_IDS), "a token number, or a list of them")
+ENDS: Check = (either(IS_TOKEN, TOKEN_IDS), "a token number, or a list of them")
 SETTINGS: dict[str, Check] = {
     **dict.fromkeys(("max_new_tokens", "max_length"), _whole(1)),
     **dict.fromkeys(("min_new_tokens", "min_length", "top_k"), _whole(0)),

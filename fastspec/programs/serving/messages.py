@@ -18,7 +18,18 @@ from fastspec.programs.serving.answers import (
     ToolCall,
     merged,
 )
-from fastspec.programs.serving.fields import ACCEPTED, ANY, IS_OBJECT, IS_TEXT, STOP, Check, list_of, object_of, one_of
+from fastspec.programs.serving.fields import (
+    ACCEPTED,
+    ANY,
+    IS_OBJECT,
+    IS_TEXT,
+    STOP,
+    Check,
+    either,
+    list_of,
+    object_of,
+    one_of,
+)
 from fastspec.programs.serving.forms import Form, JsonObject
 from fastspec.programs.serving.middleware import message_error
 from fastspec.programs.serving.requests import Body, Refused, Route
@@ -35,20 +46,32 @@ def _is_tool(value: Any) -> bool:
     return object_of({"name": IS_TEXT, "input_schema": IS_OBJECT})(value) and value.get("type") in (None, "custom")
 
 
+FORMAT = object_of({"type": one_of("json_schema"), "schema": IS_OBJECT}, {})
 FIELDS: dict[str, Check] = {
     "system": (_is_text_or_blocks, "a text, or a list of blocks of type text"),
     "stop_sequences": STOP,
     "tools": (list_of(_is_tool), "a list of tools, each with a name and an input_schema"),
     "tool_choice": (object_of({"type": one_of(*CHOICES, "tool")}), "an object of type auto, none, any or tool"),
     "thinking": (
-        object_of({"type": one_of("disabled", "adaptive")}),
-        "of type disabled or adaptive: what a model thinks has no budget here",
+        object_of({"type": one_of("disabled", "adaptive", "enabled")}),
+        "an object of type disabled, adaptive or enabled",
+    ),
+    "output_config": (
+        object_of({}, {"format": either(one_of(None), FORMAT), "effort": one_of(None, "high")}),
+        'an object with format, of type json_schema with a schema, and effort, "high" alone',
+    ),
+    "context_management": (
+        object_of({}, {"edits": list_of(one_of({"type": "clear_thinking_20251015", "keep": "all"}))}),
+        "an object with edits that keep all",
     ),
     "cache_control": ANY,
 }
 SAME = "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "price"
 """Fields that a chat has too."""
-REFUSED = "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "output_config", "speed"
+REFUSED = "container", "diagnostics", "inference_geo", "mcp_servers", "speed"
+BILLING = "x-anthropic-billing-header:"
+"""Begins a block that Claude Code puts before its system text: it is for Anthropic's servers, and another with each
+request, so that no two prompts would begin alike."""
 
 
 def as_chat(body: Body) -> Body:
@@ -65,8 +88,12 @@ def as_chat(body: Body) -> Body:
         found["tool_choice"] = CHOICES.get(choice["type"], named)
         if choice.get("disable_parallel_tool_use"):
             found["parallel_tool_calls"] = False
-    if body.get("thinking", {}).get("type") == "disabled":
-        found["chat_template_kwargs"] = {"enable_thinking": False}
+    thinking = body.get("thinking", {}).get("type")
+    if thinking in ("disabled", "enabled"):
+        found["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
+    form = body.get("output_config", {}).get("format")
+    if form is not None:
+        found["response_format"] = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
     return found
 
 
@@ -97,6 +124,8 @@ def _text(blocks: Any, place: str) -> str:
 
 
 def _system(system: Any) -> list[Body]:
+    if isinstance(system, list):
+        system = [block for block in system if not str(block.get("text")).startswith(BILLING)]
     return [{"role": "system", "content": _text(system, "system")}] if system else []
 
 
@@ -106,12 +135,16 @@ def _messages(given: list[Body]) -> list[Body]:
     for number, message in enumerate(given):
         content: Any = message.get("content")
         role, place = message.get("role"), f"messages[{number}].content"
-        if role not in ("user", "assistant") or not _is_text_or_blocks(content):
-            raise Refused(f"messages[{number}] must have a role, user or assistant, and content, a text or blocks")
+        if role not in ("user", "assistant", "system") or not _is_text_or_blocks(content):
+            raise Refused(
+                f"messages[{number}] must have a role, user, assistant or system, and content, a text or blocks"
+            )
         if isinstance(content, str):
             found.append({"role": role, "content": content})
         elif role == "user":
             found += _from_user(content, place)
+        elif role == "system":
+            found.append({"role": role, "content": _text(content, place)})
         else:
             found.append(_from_assistant(content, place))
     return found
@@ -122,6 +155,8 @@ def _from_user(blocks: list[Any], place: str) -> list[Body]:
     for number, block in enumerate(blocks):
         if block.get("type") == "tool_result" and isinstance(block.get("tool_use_id"), str):
             content = _text(block.get("content"), f"{place}[{number}].content")
+            if block.get("is_error"):  # which no template has a place for
+                content = f"Error: {content}"
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
         else:
             texts.append(_block_text(block, f"{place}[{number}]"))
@@ -176,8 +211,7 @@ class MessageForm(Form):
         for event in merged(answers[0]):
             messages = self.add(event)
         *_, ended, _ = messages
-        usage = {"input_tokens": self.prompt_tokens, **ended["usage"]}
-        return self.message(**ended["delta"], usage=usage)
+        return self.message(**ended["delta"], usage=ended["usage"])
 
     def begin(self) -> list[JsonObject]:
         return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
@@ -190,7 +224,8 @@ class MessageForm(Form):
         if isinstance(event, End):
             reason = "stop_sequence" if event.stop is not None and event.reason == "stop" else STOPS[event.reason]
             delta = {"stop_reason": reason, "stop_sequence": event.stop if reason == "stop_sequence" else None}
-            usage = {"output_tokens": event.tokens}
+            read = self.prompt_tokens - event.cached
+            usage = {"input_tokens": read, "cache_read_input_tokens": event.cached, "output_tokens": event.tokens}
             return [*messages, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
         if isinstance(event, ToolCall):
             name = f"toolu_{self.asked.request_id}_{len(self.content)}"

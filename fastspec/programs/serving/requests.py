@@ -79,6 +79,8 @@ class AnswerRequest:
     stop: tuple[str, ...]
     limited: bool
     """True where it says how many new tokens it wants."""
+    parallel: bool
+    """False where an answer calls one tool at most."""
     stream: bool
     usage: bool | None
     """True where a stream ends with a chunk of the counts alone; None where it does not say."""
@@ -117,7 +119,11 @@ CHAT = _route(
 )
 COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, "fastspec", own=fields.OF_COMPLETIONS)
 RESPONSE = _route(
-    "input", response_params.ResponseCreateParamsStreaming, "chat_template_kwargs", own=fields.OF_RESPONSES
+    "input",
+    response_params.ResponseCreateParamsStreaming,
+    "chat_template_kwargs",
+    "client_metadata",
+    own=fields.OF_RESPONSES,
 )
 
 
@@ -220,7 +226,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
             )
         config.structure = structure.grammar  # `submit` makes a `fastspec.Grammar` of it, where the rounds are
     try:
-        messages = [] if route is COMPLETION else as_messages(_conversation(body))
+        messages = [] if route is COMPLETION else _conversation(body)
     except Unsupported as error:
         raise Refused(str(error) if route is CHAT else f"{route.needs[0]}: {error}") from error
     prompts = _prompts(body["prompt"], size) if route is COMPLETION else ()
@@ -242,6 +248,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
         body.get("seed"),
         tuple(config.stop_strings or ()),
         limited,
+        body.get("parallel_tool_calls", True),
         body.get("stream", False),
         body.get("stream_options", {}).get("include_usage"),
         structure,
@@ -313,17 +320,16 @@ def _nested(tool: Body) -> Body:
 
 def _conversation(body: Body) -> list[Body]:
     """The messages of a chat, or those that the input of `/v1/responses` comes to."""
-    given: Any = body.get("messages", body.get("input"))
     if "messages" in body:
-        return list(given)
+        return as_messages(body["messages"])
+    given = body["input"]
     if isinstance(given, str) or all(item.get("type") in TEXT_PARTS for item in given):
-        messages = [{"role": "user", "content": given}]
+        messages = as_messages([{"role": "user", "content": given}])
     else:
-        messages = _messages(given)
+        messages = as_messages(_messages(given))
     if body.get("instructions"):
-        first = messages[0].get("content") if messages and messages[0]["role"] == "system" else None
-        both = f"{body['instructions']}\n\n{first}" if isinstance(first, str) else body["instructions"]
-        messages[: isinstance(first, str)] = [{"role": "system", "content": both}]
+        first = [message["content"] for message in messages[:1] if message["role"] == "system"]
+        messages[: len(first)] = [{"role": "system", "content": "\n\n".join([body["instructions"], *first])}]
     return messages
 
 

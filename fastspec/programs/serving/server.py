@@ -35,7 +35,7 @@ from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
 from fastspec.programs.serving.requests import NEW_TOKENS, NO_DRAFTS, AnswerRequest, Limits, Refused, too_many
 from fastspec.programs.serving.structured import check
-from fastspec.programs.serving.templates import response_template
+from fastspec.programs.serving.templates import folded, response_template, takes_notes
 
 LONG = 16
 """Characters for each token that a row has room for, above which a prompt's first ones are counted alone: a megabyte
@@ -138,6 +138,8 @@ class Row:
         try:
             if future.cancelled():
                 error = Refused("the server stops", 503)
+            elif isinstance(error, Unsupported):  # of a grammar that leads nowhere, say
+                error = Refused(str(error))
             elif error is None:
                 self.end()
         except Exception as raised:
@@ -218,7 +220,7 @@ class Server:
         self.batch, self.tokenizer, self.name, self.limits = batch, tokenizer, name, limits
         self.info = {"model": name, **batch.info, **(info or {})}
         self.metrics = Metrics(batch, self.info)
-        self.template = response_template(tokenizer, batch.model.config)
+        self.template, self.takes_notes = response_template(tokenizer, batch.model.config), takes_notes(tokenizer)
         self.special, self.names = frozenset(tokenizer.all_special_ids), TokenNames(tokenizer)
         self.since = int(time.time())
         self.reading = ThreadPoolExecutor(16, "fastspec-prompts")
@@ -345,8 +347,9 @@ class Server:
     def templated(self, asked: AnswerRequest, answers: bool = True) -> ReadPrompt:
         """The prompt that the model's template makes of a conversation, up to where an answer begins."""
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": answers, "tools": asked.tools}
+        messages = asked.messages if self.takes_notes else folded(asked.messages)
         try:
-            text = self.tokenizer.apply_chat_template(asked.messages, **options, **asked.variables)
+            text = self.tokenizer.apply_chat_template(messages, **options, **asked.variables)
         except Exception as error:  # of any kind: a template raises what it likes
             raise Refused(f"the model's chat template: {type(error).__name__}: {error}") from error
         return ReadPrompt(text, self.ids(text, special=False))
@@ -358,7 +361,9 @@ class Server:
         if asked.prompts or self.template is None or structure is not None:
             return AnswerReader(self.tokenizer, None, stop=asked.stop, names=names)
         ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
-        parser = ResponseParser(self.template, self.tokenizer, asked.tools, prompt.text)
+        parser = ResponseParser(
+            self.template, self.tokenizer, asked.tools, prompt.text, most=None if asked.parallel else 1
+        )
         return AnswerReader(self.tokenizer, parser, ends, asked.stop, names)
 
     def ids(self, text: str, special: bool) -> list[int]:

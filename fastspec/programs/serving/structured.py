@@ -39,7 +39,7 @@ def structure_of(body: Body, tools: list[Body] | None) -> Structure | None:
             "structured_outputs is given beside a format or a choice of tools: an answer has one structure"
         )
     if called:
-        return _of_calls(choice, tools)
+        return _of_calls(choice, tools, body.get("parallel_tool_calls", True))
     if outputs is None and held == TEXT:
         return None
     if tools:
@@ -53,13 +53,13 @@ def structure_of(body: Body, tools: list[Body] | None) -> Structure | None:
     return Structure({"json_schema": ANY_OBJECT} if name == "json_object" else {OUTPUTS[name]: value})
 
 
-def _of_calls(choice: Any, tools: list[Body] | None) -> Structure:
-    """One call or more of any tool, in a list; or one of a tool by its name, as the arguments alone."""
+def _of_calls(choice: Any, tools: list[Body] | None, parallel: bool) -> Structure:
+    """One call of any tool in a list, or more if `parallel`; or one of a tool by its name, as the arguments alone."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
     if choice == "required":
         if not functions:
             raise Unsupported("tool_choice=required needs tools")
-        return Structure({"ebnf": _list_of_calls(list(functions.values()))}, calls=True)
+        return Structure({"ebnf": _list_of_calls(list(functions.values()), parallel)}, calls=True)
     name = choice.get("function", choice)["name"]
     if name not in functions:
         raise Unsupported(f"tool_choice names the tool {name!r}, which is none of tools")
@@ -89,9 +89,10 @@ def _check(form: str, value: str) -> None:
     grammar_text.check(form, json.loads(value))
 
 
-def _list_of_calls(functions: list[Body]) -> str:
+def _list_of_calls(functions: list[Body], parallel: bool) -> str:
     """A grammar whose parts have a schema each, since references are relative to a schema's root."""
-    rules = ['start: "[" call (", " call)* "]"', "call: " + " | ".join(f"call{i}" for i in range(len(functions)))]
+    more = ' (", " call)*' if parallel else ""
+    rules = [f'start: "[" call{more} "]"', "call: " + " | ".join(f"call{i}" for i in range(len(functions)))]
     for number, function in enumerate(functions):
         begins = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules.append(f'call{number}: {begins} arguments{number} "}}"')

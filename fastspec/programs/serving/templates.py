@@ -73,6 +73,33 @@ TEMPLATES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 """`model_type`s of configurations, and their template."""
 
 
+NOTE = "\u2042 a note \u2042"
+
+
+def takes_notes(tokenizer: Any) -> bool:
+    """Whether a model's chat template writes messages of role system that come after others."""
+    talk = [{"role": role, "content": NOTE if role == "system" else "a"} for role in ("user", "assistant", "system")]
+    try:
+        text: str = tokenizer.apply_chat_template([{"role": "system", "content": "a"}, *talk], tokenize=False)
+    except Exception:  # of any kind: a template raises what it likes
+        return False
+    return NOTE in text
+
+
+def folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that takes a system's at the beginning alone: a later one ends the system's or user's
+    message before it, or is a user's."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "system" or not found:
+            found.append(message)
+        elif found[-1]["role"] in ("system", "user"):
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{message['content']}"}
+        else:
+            found.append({**message, "role": "user"})
+    return found
+
+
 def response_template(tokenizer: Any, config: Any) -> dict[str, Any] | None:
     """The template of a tokenizer, else of the model's family; None where neither has one: its texts are not parsed."""
     own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)

@@ -259,6 +259,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "choice": ["a"]}, "regex and choice is given"),
     ({"regex": "("}, "regex cannot be compiled"),
     ({"regex": 3}, "regex cannot be compiled"),
+    (
+        {"json_schema": {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}},
+        "json_schema cannot be compiled: it allows no first token",
+    ),
     ({"choice": []}, "choice cannot be compiled: it must be a list of texts"),
     ({"choice": "ab"}, "choice cannot be compiled: it must be a list of texts"),
     ({"choice": ["a", ""]}, "choice cannot be compiled: it must be a list of texts"),
