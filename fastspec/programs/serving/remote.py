@@ -124,9 +124,14 @@ class Remote(Served, AbstractContextManager["Remote"]):
 
     def _end_process(self, patience: float) -> None:
         with self._ending:
-            _end(self.process, patience)
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join()  # it reads until the process has gone
+            reader = self._thread
+            if reader is None or reader is threading.current_thread():
+                _end(self.process, patience)
+            else:  # it reads until the process has gone, and waits for that alone: one thread hears of its status
+                reader.join(patience)
+                if reader.is_alive():
+                    self.process.kill()
+                    reader.join()
             self.wire.connection.close()
 
     def _forget(self, number: int, answer: Future[Any]) -> None:
