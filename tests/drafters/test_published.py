@@ -29,6 +29,7 @@ from helpers.heads import (
     write,
 )
 from helpers.models import tiny_head, tiny_model
+from safetensors.torch import save_file
 
 import fastspec
 from fastspec.errors import CheckpointError
@@ -37,7 +38,7 @@ from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
 from fastspec.generation.heads.load import build_head, is_copy, read_checkpoint
 from fastspec.generation.heads.module import Binding
-from fastspec.patches.assistants.heads import load_head
+from fastspec.patches.assistants.heads import inspect_head, load_head
 
 SIZES = Sizes(BASE.vocab_size, BASE.hidden_size, LAYERS, BASE.hidden_size)
 
@@ -462,3 +463,37 @@ def test_a_head_that_nvidia_names_by_boundaries_warns_of_nothing_else(tmp_path):
         warnings.simplefilter("error")
         checkpoint = read(tmp_path, *published_by_nvidia(head, None))
     assert checkpoint.assumed is None and checkpoint.config.last_tap_before_norm
+
+
+def adapter(folder: Path, *modules: str) -> None:
+    """PEFT's file for modules of a model, which ModelOpt writes beside a head that it trained together with them."""
+    names = [f"base_model.model.{module}.lora_{each}.weight" for module in modules for each in "AB"]
+    save_file({name: torch.ones(2, 2) for name in names}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": null}')
+
+
+def test_an_adapter_for_the_target_beside_a_head_is_told(tmp_path):
+    model = tiny_model("llama", num_hidden_layers=7)
+    head = tiny_head(model, taps=(2, 3, 4))
+    write(tmp_path, *as_specforge(head, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_head(tmp_path, model)
+        assert not inspect_head(tmp_path).notes
+    adapter(tmp_path, *(f"model.layers.{layer}.self_attn.q_proj" for layer in range(7)))
+    with pytest.warns(UserWarning, match=r"adapter for the target.*PeftModel\.from_pretrained"):
+        load_head(tmp_path, model)
+    with pytest.warns(UserWarning, match="adapter for the target"):
+        fastspec.unpatch(fastspec.patch(model, eagle3=tmp_path))
+    assert ["adapter for the target" in note for note in inspect_head(tmp_path, model).notes] == [True]
+    model.peft_config = {"default": None}  # as PEFT sets it on the model that an adapter was put into
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_head(tmp_path, model)
+
+
+def test_an_adapter_for_the_head_itself_in_a_file_of_its_own_is_refused(tmp_path):
+    write(tmp_path, *as_eagle3(make_head(), None))
+    adapter(tmp_path, "midlayer.self_attn.q_proj", "fc")
+    with pytest.raises(CheckpointError, match=r"PEFT's adapters beside its weights.*merge_and_unload"):
+        read_checkpoint(tmp_path)

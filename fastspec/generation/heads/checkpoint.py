@@ -21,14 +21,15 @@ class HeadCheckpoint(Description):
     """A head before it is built, whatever it was read from.
 
     `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is
-    the head's own, if it brought one. `assumed` is what was read into a file that leaves it open. `module` is the head
-    itself where it was given as one.
+    the head's own, if it brought one. `assumed` is what was read into a file that leaves it open, `adapter` what is
+    said of an adapter for the target that lies beside the head. `module` is the head itself where it was given as one.
     """
 
     where: str
     state: dict[str, Tensor]
     embedding: Tensor | None
     assumed: str | None = None
+    adapter: str | None = None
     module: EagleHead | None = None
 
     @classmethod
@@ -77,7 +78,8 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     vocabulary, and architectures that `EagleHead` does not cover."""
     where, notes = files.where, list[str]()
     published = _renamed(files.tensors, unwrapped_key, where)
-    refuse_others(files.config, published, where)
+    for_target = _is_for_target(files.adapter, published)
+    refuse_others(files.config, published if for_target else (*published, *files.adapter), where)
     state = _renamed(published, normalise_key, where)
     _check_values(state, where)
     found = describe(files.config, published, state, where)
@@ -87,7 +89,19 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     _fill_output_bias(found.config, state, notes)
     _check_keys(found.config, state, where)
     described = {each.name: getattr(found, each.name) for each in fields(found)} | {"notes": (*found.notes, *notes)}
-    return HeadCheckpoint(where=where, state=state, embedding=embedding, **described)
+    adapter = (
+        f"{where} holds an adapter for the target beside the head, which was trained on the states of the target with "
+        f"it: before patch, load it by peft.PeftModel.from_pretrained(model, {where!r})"
+        if for_target
+        else None
+    )
+    return HeadCheckpoint(where=where, state=state, embedding=embedding, adapter=adapter, **described)
+
+
+def _is_for_target(adapter: Iterable[str], published: Iterable[str]) -> bool:
+    """True where one of an adapter's tensors belongs to a module that a head does not have."""
+    adapted = {unwrapped_key(name).partition(".lora_")[0] for name in adapter}
+    return not adapted <= {name.rpartition(".")[0] for name in published}
 
 
 def _renamed(published: dict[str, Tensor], rule: Callable[[str], str | None], where: str) -> dict[str, Tensor]:
