@@ -20,6 +20,7 @@ from helpers.heads import (
     as_eagle3,
     as_specforge,
     as_speculators,
+    as_vllm,
     logits,
     make_head,
     published_by_amazon,
@@ -382,6 +383,33 @@ def test_other_drafting_modules_are_refused_by_their_name_with_the_way_to_go(mes
     with pytest.raises(CheckpointError, match=message) as raised:
         read(tmp_path, config, state)
     assert "download" not in str(raised.value)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_norms_that_vllm_skips_in_eagle_1_heads_are_left_out_and_others_refused(wrapped, tmp_path):
+    config, state = (as_vllm if wrapped else as_eagle)(
+        make_head(**EAGLE1, draft_vocab_size=37, target_hidden_size=16), torch.ones(37, 16)
+    )
+    norms = {
+        f"{'model.' * wrapped}{name}": torch.ones(16) for name in ("layers.0.input_layernorm.weight", "norm.weight")
+    }
+    if wrapped:
+        checkpoint = read(tmp_path, config, state | norms)
+        assert checkpoint.dialect == "vllm" and checkpoint.config.kind == "eagle"
+        assert ["norm.weight is left out" in note for note in checkpoint.notes].count(True) == 2
+        config["model"]["skip_prenorm"] = False
+    with pytest.raises(
+        CheckpointError, match=r"EAGLE-1/2 head with norms of its own \(layers\.0\.input_layernorm.*train"
+    ):
+        read(tmp_path, config, state | norms)
+
+
+@pytest.mark.parametrize("norms", [("enorm", "hnorm"), ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")])
+def test_eagle_1_heads_with_norms_around_their_layer_are_refused_as_such(norms, tmp_path):
+    config, state = as_vllm(make_head(**EAGLE1, draft_vocab_size=37, target_hidden_size=16), torch.ones(37, 16))
+    config["model"]["add_para_norm"] = norms[0] == "enorm"
+    with pytest.raises(CheckpointError, match=r"EAGLE-1/2 head with norms of its own.*add_para_norm.*EAGLE-3 head"):
+        read(tmp_path, config, state | {f"{name}.weight": torch.ones(16) for name in norms})
 
 
 @pytest.mark.parametrize("named", [True, False])

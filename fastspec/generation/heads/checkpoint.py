@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.heads.dialects import DIALECTS, Description, describe, normalise_key, unwrapped_key
+from fastspec.generation.heads.dialects import (
+    DIALECTS,
+    SKIPPED,
+    Description,
+    describe,
+    normalise_key,
+    skipped_by_vllm,
+    unwrapped_key,
+)
 from fastspec.generation.heads.files import HeadFiles, check_finite, some
 from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
 
@@ -81,6 +89,9 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     for_target = _is_for_target(files.adapter, published)
     refuse_others(files.config, published if for_target else (*published, *files.adapter), where)
     state = _renamed(published, normalise_key, where)
+    for name in sorted(skipped_by_vllm(files.config) & set(state)):
+        del state[name]
+        notes.append(f"{name} is left out, as vLLM leaves it out of EAGLE-1/2 heads without {SKIPPED[name]}: false")
     _check_values(state, where)
     found = describe(files.config, published, state, where)
     _trim_spec_exit(found, state, notes)
@@ -301,6 +312,12 @@ OTHERS = (
         word="eaglellama4",
     ),
     Other(
+        "an EAGLE-1/2 head with norms of its own (as HASS's, and vLLM's add_para_norm)",
+        "fastspec does not run: " + INSTEAD,
+        fields=("add_para_norm",),
+        keys=r"(^|\.)(embed|hidden|lm_head|post_embedding|pre_lm_head)_layernorm\.",
+    ),
+    Other(
         "an MTP module",
         "drafts for the model that it comes with: fastspec.patch(model, mtp=PATH) reads it; or " + INSTEAD,
         word="mtp|nextn",
@@ -323,7 +340,8 @@ OTHERS = (
 def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) -> None:
     """Raise CheckpointError, by name, for a drafting module other than `EagleHead`."""
     keys = list(published)
-    both = {**raw}
+    inner = raw.get("model")  # vLLM's wrapper
+    both = {**(inner if isinstance(inner, Mapping) else {}), **raw}
     for name in ("dflash_config", "eagle_config"):
         nested = raw.get(name)
         both |= nested if isinstance(nested, Mapping) else {}
