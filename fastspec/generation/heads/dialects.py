@@ -414,7 +414,7 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
     if query is not None and query.ndim == 2 and query.shape[1] == hidden and fc.shape[1] == 2 * hidden:
         raise CheckpointError(
             f"{fields.where}: an EAGLE-1/2 head with norms of its own ({some(sorted(NORMS & set(state)))}), which "
-            "fastspec does not run: use an EAGLE-3 head for this target, or train one with `fastspec train --kind eagle3`"
+            "fastspec does not run: use an EAGLE-3 head for this target, or train one with `fastspec train`"
         )
     if fc.shape[1] % target_hidden:
         raise CheckpointError(
