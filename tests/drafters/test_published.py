@@ -18,6 +18,7 @@ from helpers.heads import (
     as_deepspec,
     as_eagle,
     as_eagle3,
+    as_nemo,
     as_specforge,
     as_speculators,
     as_vllm,
@@ -236,6 +237,16 @@ def test_the_last_tap_of_a_head_that_fastspec_trained_is_after_the_norm_as_it_wa
     assert not read(tmp_path, config | more, state).config.last_tap_before_norm
 
 
+@pytest.mark.parametrize("kind", ["sliding_attention", "linear_attention"])
+def test_windows_of_the_target_in_a_configuration_of_nemos_are_not_the_heads(kind, tmp_path):
+    config, state = as_nemo(make_head(), None)
+    config |= {"layer_types": [kind, "full_attention"], "sliding_window": 8, "model_type": "mistral"}
+    with pytest.raises(CheckpointError, match=kind):
+        read(tmp_path, config, state)
+    checkpoint = read(tmp_path, config | {"architectures": ["LlamaEagle3DraftModel"]}, state)
+    assert any("a copy of the target's" in note for note in checkpoint.notes)
+
+
 def test_weights_decide_how_many_layers_and_key_value_heads_there_are(tmp_path):
     head = make_head()
     config, state = as_eagle3(head, None)
@@ -370,6 +381,9 @@ OTHERS = {
     ),
     r"float8_e4m3fn; quantised heads are not supported": eight_bit,
     r"mixture of experts": of_experts,
+    r"a ViSpec head, which reads features of images": lambda config, state: state.update(
+        {"img_adaptor.query": torch.ones(2, 2, 8)}
+    ),
     r"multi-head latent attention": lambda config, state: config.update(
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}
     ),

@@ -318,6 +318,11 @@ OTHERS = (
         keys=r"(^|\.)(embed|hidden|lm_head|post_embedding|pre_lm_head)_layernorm\.",
     ),
     Other(
+        "a ViSpec head",
+        "reads features of images, and fastspec gives heads none: " + INSTEAD,
+        keys=r"(^|\.)img_(adaptor|fc)\.",
+    ),
+    Other(
         "an MTP module",
         "drafts for the model that it comes with: fastspec.patch(model, mtp=PATH) reads it; or " + INSTEAD,
         word="mtp|nextn",

@@ -27,6 +27,8 @@ WRAPPERS = re.compile(
 """Names that trainers' wrappers (DDP, DeepSpeed, PEFT, torch.compile, FSDP, checkpointing) leave within the keys of a
 head that was saved from inside them."""
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
+NEMO = "LlamaEagle3DraftModel"
+"""The class of NeMo Automodel's heads."""
 TAPS = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS = "target_layer_ids"
 """The field in which DeepSpec names the layers that its heads read, by their outputs."""
@@ -166,7 +168,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     flags: dict[str, Flag] = {}
     eagle3 = is_eagle3(state)
     sizes = _sizes(fields, state, eagle3, notes)
-    _refuse_other_layers(fields, sizes["num_hidden_layers"])
+    _refuse_other_layers(fields, sizes["num_hidden_layers"], notes)
     rope = _rope(fields, dialect, sizes["num_hidden_layers"], flags, notes)
     interleaved = _interleaved(fields, state, flags, notes)
     switches: dict[str, Any] = _switches_from_keys(state, sizes, fields, flags, notes)
@@ -271,12 +273,18 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
     return True
 
 
-def _refuse_other_layers(fields: Fields, layers: int) -> None:
+def _refuse_other_layers(fields: Fields, layers: int, notes: list[str]) -> None:
     """Layers that draft differently from full attention and SwiGLU are refused by name."""
     cfg = fields.layer
     activation = cfg.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error(f"hidden_act is {activation!r}; accepted is 'silu'")
+    if NEMO in (fields.top.get("architectures") or []):
+        if cfg.get("layer_types") or cfg.get("sliding_window"):
+            notes.append(
+                "config.json is a copy of the target's; NeMo's heads attend to the whole text, whatever it says"
+            )
+        return
     types = (cfg.get("layer_types") or [])[:layers]
     other = sorted(set(types) - {"full_attention", "sliding_attention"})
     if other:
