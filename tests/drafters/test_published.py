@@ -507,9 +507,11 @@ def test_a_head_that_nvidia_names_by_boundaries_warns_of_nothing_else(tmp_path):
     assert checkpoint.assumed is None and checkpoint.config.last_tap_before_norm
 
 
-def adapter(folder: Path, *modules: str) -> None:
-    """PEFT's file for modules of a model, which ModelOpt writes beside a head that it trained together with them."""
+def adapter(folder: Path, *modules: str, whole: tuple[str, ...] = ()) -> None:
+    """PEFT's file for modules of a model, which ModelOpt writes beside a head that it trained together with them;
+    those of `whole` are saved as they are."""
     names = [f"base_model.model.{module}.lora_{each}.weight" for module in modules for each in "AB"]
+    names += [f"base_model.model.{module}.weight" for module in whole]
     save_file({name: torch.ones(2, 2) for name in names}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": null}')
 
@@ -536,6 +538,6 @@ def test_an_adapter_for_the_target_beside_a_head_is_told(tmp_path):
 
 def test_an_adapter_for_the_head_itself_in_a_file_of_its_own_is_refused(tmp_path):
     write(tmp_path, *as_eagle3(make_head(), None))
-    adapter(tmp_path, "midlayer.self_attn.q_proj", "fc")
+    adapter(tmp_path, "midlayer.self_attn.q_proj", "fc", whole=("lm_head",))
     with pytest.raises(CheckpointError, match=r"PEFT's adapters beside its weights.*merge_and_unload"):
         read_checkpoint(tmp_path)

@@ -111,7 +111,7 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
 
 def _is_for_target(adapter: Iterable[str], published: Iterable[str]) -> bool:
     """True where one of an adapter's tensors belongs to a module that a head does not have."""
-    adapted = {unwrapped_key(name).partition(".lora_")[0] for name in adapter}
+    adapted = {unwrapped_key(name).partition(".lora_")[0].removesuffix(".weight") for name in adapter}
     return not adapted <= {name.rpartition(".")[0] for name in published}
 
 
