@@ -18,8 +18,10 @@ from helpers.heads import (
     as_deepspec,
     as_eagle,
     as_eagle3,
+    as_nemo,
     as_specforge,
     as_speculators,
+    as_vllm,
     logits,
     make_head,
     published_by_amazon,
@@ -29,6 +31,7 @@ from helpers.heads import (
     write,
 )
 from helpers.models import tiny_head, tiny_model
+from safetensors.torch import save_file
 
 import fastspec
 from fastspec.errors import CheckpointError
@@ -37,7 +40,7 @@ from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
 from fastspec.generation.heads.load import build_head, is_copy, read_checkpoint
 from fastspec.generation.heads.module import Binding
-from fastspec.patches.assistants.heads import load_head
+from fastspec.patches.assistants.heads import inspect_head, load_head
 
 SIZES = Sizes(BASE.vocab_size, BASE.hidden_size, LAYERS, BASE.hidden_size)
 
@@ -234,6 +237,16 @@ def test_the_last_tap_of_a_head_that_fastspec_trained_is_after_the_norm_as_it_wa
     assert not read(tmp_path, config | more, state).config.last_tap_before_norm
 
 
+@pytest.mark.parametrize("kind", ["sliding_attention", "linear_attention"])
+def test_windows_of_the_target_in_a_configuration_of_nemos_are_not_the_heads(kind, tmp_path):
+    config, state = as_nemo(make_head(), None)
+    config |= {"layer_types": [kind, "full_attention"], "sliding_window": 8, "model_type": "mistral"}
+    with pytest.raises(CheckpointError, match=kind):
+        read(tmp_path, config, state)
+    checkpoint = read(tmp_path, config | {"architectures": ["LlamaEagle3DraftModel"]}, state)
+    assert any("a copy of the target's" in note for note in checkpoint.notes)
+
+
 def test_weights_decide_how_many_layers_and_key_value_heads_there_are(tmp_path):
     head = make_head()
     config, state = as_eagle3(head, None)
@@ -368,6 +381,9 @@ OTHERS = {
     ),
     r"float8_e4m3fn; quantised heads are not supported": eight_bit,
     r"mixture of experts": of_experts,
+    r"a ViSpec head, which reads features of images": lambda config, state: state.update(
+        {"img_adaptor.query": torch.ones(2, 2, 8)}
+    ),
     r"multi-head latent attention": lambda config, state: config.update(
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}
     ),
@@ -381,6 +397,33 @@ def test_other_drafting_modules_are_refused_by_their_name_with_the_way_to_go(mes
     with pytest.raises(CheckpointError, match=message) as raised:
         read(tmp_path, config, state)
     assert "download" not in str(raised.value)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_norms_that_vllm_skips_in_eagle_1_heads_are_left_out_and_others_refused(wrapped, tmp_path):
+    config, state = (as_vllm if wrapped else as_eagle)(
+        make_head(**EAGLE1, draft_vocab_size=37, target_hidden_size=16), torch.ones(37, 16)
+    )
+    norms = {
+        f"{'model.' * wrapped}{name}": torch.ones(16) for name in ("layers.0.input_layernorm.weight", "norm.weight")
+    }
+    if wrapped:
+        checkpoint = read(tmp_path, config, state | norms)
+        assert checkpoint.dialect == "vllm" and checkpoint.config.kind == "eagle"
+        assert ["norm.weight is left out" in note for note in checkpoint.notes].count(True) == 2
+        config["model"]["skip_prenorm"] = False
+    with pytest.raises(
+        CheckpointError, match=r"EAGLE-1/2 head with norms of its own \(layers\.0\.input_layernorm.*train"
+    ):
+        read(tmp_path, config, state | norms)
+
+
+@pytest.mark.parametrize("norms", [("enorm", "hnorm"), ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")])
+def test_eagle_1_heads_with_norms_around_their_layer_are_refused_as_such(norms, tmp_path):
+    config, state = as_vllm(make_head(**EAGLE1, draft_vocab_size=37, target_hidden_size=16), torch.ones(37, 16))
+    config["model"]["add_para_norm"] = norms[0] == "enorm"
+    with pytest.raises(CheckpointError, match=r"EAGLE-1/2 head with norms of its own.*add_para_norm.*EAGLE-3 head"):
+        read(tmp_path, config, state | {f"{name}.weight": torch.ones(16) for name in norms})
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -462,3 +505,39 @@ def test_a_head_that_nvidia_names_by_boundaries_warns_of_nothing_else(tmp_path):
         warnings.simplefilter("error")
         checkpoint = read(tmp_path, *published_by_nvidia(head, None))
     assert checkpoint.assumed is None and checkpoint.config.last_tap_before_norm
+
+
+def adapter(folder: Path, *modules: str, whole: tuple[str, ...] = ()) -> None:
+    """PEFT's file for modules of a model, which ModelOpt writes beside a head that it trained together with them;
+    those of `whole` are saved as they are."""
+    names = [f"base_model.model.{module}.lora_{each}.weight" for module in modules for each in "AB"]
+    names += [f"base_model.model.{module}.weight" for module in whole]
+    save_file({name: torch.ones(2, 2) for name in names}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": null}')
+
+
+def test_an_adapter_for_the_target_beside_a_head_is_told(tmp_path):
+    model = tiny_model("llama", num_hidden_layers=7)
+    head = tiny_head(model, taps=(2, 3, 4))
+    write(tmp_path, *as_specforge(head, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_head(tmp_path, model)
+        assert not inspect_head(tmp_path).notes
+    adapter(tmp_path, *(f"model.layers.{layer}.self_attn.q_proj" for layer in range(7)))
+    with pytest.warns(UserWarning, match=r"adapter for the target.*PeftModel\.from_pretrained"):
+        load_head(tmp_path, model)
+    with pytest.warns(UserWarning, match="adapter for the target"):
+        fastspec.unpatch(fastspec.patch(model, eagle3=tmp_path))
+    assert ["adapter for the target" in note for note in inspect_head(tmp_path, model).notes] == [True]
+    model.peft_config = {"default": None}  # as PEFT sets it on the model that an adapter was put into
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_head(tmp_path, model)
+
+
+def test_an_adapter_for_the_head_itself_in_a_file_of_its_own_is_refused(tmp_path):
+    write(tmp_path, *as_eagle3(make_head(), None))
+    adapter(tmp_path, "midlayer.self_attn.q_proj", "fc", whole=("lm_head",))
+    with pytest.raises(CheckpointError, match=r"PEFT's adapters beside its weights.*merge_and_unload"):
+        read_checkpoint(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -227,10 +228,20 @@ def test_what_an_open_batch_does_not_decode_is_refused_at_once(words, options):
             batch.submit(texts(5)[0], **{"max_new_tokens": 4, **options})
         with pytest.raises(ValueError, match="temperature"):
             batch.submit(texts(5)[0], temperature=-1.0, do_sample=True, max_new_tokens=4)
-        for limit in (float("nan"), float("inf"), 1.5):
-            with pytest.raises((Unsupported, ValueError), match="whole numbers"):
+        for limit in (float("nan"), float("inf"), 35.5):
+            with pytest.raises(Unsupported, match="has room for 40"):
                 batch.submit(texts(5)[0], max_new_tokens=limit)
         assert batch.waiting == 0 and len(told([batch.submit(texts(5)[0], max_new_tokens=4, **GREEDY)])[0]) == 9
+
+
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 4.0}, {"max_new_tokens": 4.5}, {"max_length": 9.5}], ids=str)
+def test_an_answer_is_as_long_as_generates_where_its_limit_is_a_fraction(limit):
+    plain, model = made()
+    ids = texts(5)[0]
+    expected = plain.generate(ids[None], **GREEDY, **limit)[0].tolist()
+    with fastspec.continuous(model, TREE, rows=2, max_length=40) as batch:
+        assert told([batch.submit(ids, **GREEDY, **limit)]) == [expected]
+    assert len(expected) == 5 + math.ceil(limit.get("max_new_tokens", 4.5))
 
 
 def test_a_prompt_is_moved_to_the_models_device(monkeypatch):

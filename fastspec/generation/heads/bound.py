@@ -44,6 +44,8 @@ class TargetParts:
     lm_head_device: torch.device
     family: LayerFamily | None = None
     """Family that runs a layer of the target's kind; None where only the target's own forward does."""
+    has_adapter: bool = False
+    """True where PEFT has put an adapter into the target."""
 
     @property
     def rows(self) -> tuple[int, int]:

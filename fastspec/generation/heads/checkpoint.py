@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.heads.dialects import DIALECTS, Description, describe, normalise_key, unwrapped_key
+from fastspec.generation.heads.dialects import (
+    DIALECTS,
+    SKIPPED,
+    Description,
+    describe,
+    normalise_key,
+    skipped_by_vllm,
+    unwrapped_key,
+)
 from fastspec.generation.heads.files import HeadFiles, check_finite, some
 from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
 
@@ -21,14 +29,15 @@ class HeadCheckpoint(Description):
     """A head before it is built, whatever it was read from.
 
     `state` holds exactly the entries of `EagleHead(config).state_dict()`, with `d2t` as offsets; `embedding` [V, H] is
-    the head's own, if it brought one. `assumed` is what was read into a file that leaves it open. `module` is the head
-    itself where it was given as one.
+    the head's own, if it brought one. `assumed` is what was read into a file that leaves it open, `adapter` what is
+    said of an adapter for the target that lies beside the head. `module` is the head itself where it was given as one.
     """
 
     where: str
     state: dict[str, Tensor]
     embedding: Tensor | None
     assumed: str | None = None
+    adapter: str | None = None
     module: EagleHead | None = None
 
     @classmethod
@@ -77,8 +86,12 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     vocabulary, and architectures that `EagleHead` does not cover."""
     where, notes = files.where, list[str]()
     published = _renamed(files.tensors, unwrapped_key, where)
-    refuse_others(files.config, published, where)
+    for_target = _is_for_target(files.adapter, published)
+    refuse_others(files.config, published if for_target else (*published, *files.adapter), where)
     state = _renamed(published, normalise_key, where)
+    for name in sorted(skipped_by_vllm(files.config) & set(state)):
+        del state[name]
+        notes.append(f"{name} is left out, as vLLM leaves it out of EAGLE-1/2 heads without {SKIPPED[name]}: false")
     _check_values(state, where)
     found = describe(files.config, published, state, where)
     _trim_spec_exit(found, state, notes)
@@ -87,7 +100,19 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     _fill_output_bias(found.config, state, notes)
     _check_keys(found.config, state, where)
     described = {each.name: getattr(found, each.name) for each in fields(found)} | {"notes": (*found.notes, *notes)}
-    return HeadCheckpoint(where=where, state=state, embedding=embedding, **described)
+    adapter = (
+        f"{where} holds an adapter for the target beside the head, which was trained on the states of the target with "
+        f"it: before patch, load it by peft.PeftModel.from_pretrained(model, {where!r})"
+        if for_target
+        else None
+    )
+    return HeadCheckpoint(where=where, state=state, embedding=embedding, adapter=adapter, **described)
+
+
+def _is_for_target(adapter: Iterable[str], published: Iterable[str]) -> bool:
+    """True where one of an adapter's tensors belongs to a module that a head does not have."""
+    adapted = {unwrapped_key(name).partition(".lora_")[0].removesuffix(".weight") for name in adapter}
+    return not adapted <= {name.rpartition(".")[0] for name in published}
 
 
 def _renamed(published: dict[str, Tensor], rule: Callable[[str], str | None], where: str) -> dict[str, Tensor]:
@@ -287,6 +312,17 @@ OTHERS = (
         word="eaglellama4",
     ),
     Other(
+        "an EAGLE-1/2 head with norms of its own (as HASS's, and vLLM's add_para_norm)",
+        "fastspec does not run: " + INSTEAD,
+        fields=("add_para_norm",),
+        keys=r"(^|\.)(embed|hidden|lm_head|post_embedding|pre_lm_head)_layernorm\.",
+    ),
+    Other(
+        "a ViSpec head",
+        "reads features of images, and fastspec gives heads none: " + INSTEAD,
+        keys=r"(^|\.)img_(adaptor|fc)\.",
+    ),
+    Other(
         "an MTP module",
         "drafts for the model that it comes with: fastspec.patch(model, mtp=PATH) reads it; or " + INSTEAD,
         word="mtp|nextn",
@@ -309,7 +345,8 @@ OTHERS = (
 def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) -> None:
     """Raise CheckpointError, by name, for a drafting module other than `EagleHead`."""
     keys = list(published)
-    both = {**raw}
+    inner = raw.get("model")  # vLLM's wrapper
+    both = {**(inner if isinstance(inner, Mapping) else {}), **raw}
     for name in ("dflash_config", "eagle_config"):
         nested = raw.get(name)
         both |= nested if isinstance(nested, Mapping) else {}

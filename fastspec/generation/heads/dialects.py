@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
-from fastspec.generation.heads.files import Fields, Flag, check_kinds
+from fastspec.generation.heads.files import Fields, Flag, check_kinds, some
 from fastspec.generation.heads.module import HeadConfig
 
 PREFIXES = re.compile(r"^(?:language_model\.|model\.|eagle_module\.)+")
@@ -27,9 +27,15 @@ WRAPPERS = re.compile(
 """Names that trainers' wrappers (DDP, DeepSpeed, PEFT, torch.compile, FSDP, checkpointing) leave within the keys of a
 head that was saved from inside them."""
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
+NEMO = "LlamaEagle3DraftModel"
+"""The class of NeMo Automodel's heads."""
 TAPS = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS = "target_layer_ids"
 """The field in which DeepSpec names the layers that its heads read, by their outputs."""
+SKIPPED = {"layers.0.input_layernorm.weight": "skip_prenorm", "norm.weight": "skip_output_norm"}
+"""Norms that an EAGLE-1/2 head in vLLM's wrapper may hold -> the field that is false where vLLM runs them."""
+NORMS = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight"}
+"""Norms of EAGLE-3 heads, of which EAGLE-1/2 heads have none."""
 TRAINED_THETA = 10000.0
 OWN = "fastspec"
 """The value of `trained_by` in heads that `fastspec train` wrote, and their dialect's name."""
@@ -117,7 +123,10 @@ def dialect_of(fields: Fields, published: Iterable[str], state: Mapping[str, Ten
     architectures = top.get("architectures") or []
     kind = top.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise CheckpointError(f"{where}: speculators_model_type is {kind!r}; accepted is 'eagle3'")
+        raise CheckpointError(
+            f"{where}: speculators_model_type is {kind!r}; accepted is 'eagle3', and the head of another format that "
+            "this one was converted from, where that is EAGLE-1 or EAGLE-2"
+        )
     if kind == "eagle3":
         return "speculators"
     if top.get("model_type") == "eagle" and isinstance(top.get("model"), Mapping):
@@ -139,9 +148,15 @@ def dialect_of(fields: Fields, published: Iterable[str], state: Mapping[str, Ten
 
 def is_eagle3(state: Mapping[str, Tensor]) -> bool:
     """EAGLE-1/2 heads have none of these: a norm of the hidden state, a final norm, a map of the draft vocabulary."""
-    return any(
-        key in state for key in ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight", "d2t")
-    )
+    return any(key in state for key in (*NORMS, "d2t"))
+
+
+def skipped_by_vllm(raw: Mapping[str, Any]) -> set[str]:
+    """Weights that vLLM loads and does not run, by the config.json of a head in its wrapper."""
+    inner = raw.get("model")
+    if raw.get("model_type") != "eagle" or not isinstance(inner, Mapping):
+        return set()
+    return {name for name, field in SKIPPED.items() if inner.get(field) is not False}
 
 
 def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[str, Tensor], where: str) -> Description:
@@ -153,7 +168,7 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     flags: dict[str, Flag] = {}
     eagle3 = is_eagle3(state)
     sizes = _sizes(fields, state, eagle3, notes)
-    _refuse_other_layers(fields, sizes["num_hidden_layers"])
+    _refuse_other_layers(fields, sizes["num_hidden_layers"], notes)
     rope = _rope(fields, dialect, sizes["num_hidden_layers"], flags, notes)
     interleaved = _interleaved(fields, state, flags, notes)
     switches: dict[str, Any] = _switches_from_keys(state, sizes, fields, flags, notes)
@@ -258,12 +273,18 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
     return True
 
 
-def _refuse_other_layers(fields: Fields, layers: int) -> None:
+def _refuse_other_layers(fields: Fields, layers: int, notes: list[str]) -> None:
     """Layers that draft differently from full attention and SwiGLU are refused by name."""
     cfg = fields.layer
     activation = cfg.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error(f"hidden_act is {activation!r}; accepted is 'silu'")
+    if NEMO in (fields.top.get("architectures") or []):
+        if cfg.get("layer_types") or cfg.get("sliding_window"):
+            notes.append(
+                "config.json is a copy of the target's; NeMo's heads attend to the whole text, whatever it says"
+            )
+        return
     types = (cfg.get("layer_types") or [])[:layers]
     other = sorted(set(types) - {"full_attention", "sliding_attention"})
     if other:
@@ -396,6 +417,12 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
         raise CheckpointError(
             f"{fields.where}: fc.weight is missing or not a matrix; EAGLE-3 heads that read intermediate layers have "
             "it, and heads without auxiliary hidden states, which fastspec does not run, have none"
+        )
+    query, hidden = state.get("layers.0.self_attn.q_proj.weight"), fields.size("hidden_size")
+    if query is not None and query.ndim == 2 and query.shape[1] == hidden and fc.shape[1] == 2 * hidden:
+        raise CheckpointError(
+            f"{fields.where}: an EAGLE-1/2 head with norms of its own ({some(sorted(NORMS & set(state)))}), which "
+            "fastspec does not run: use an EAGLE-3 head for this target, or train one with `fastspec train`"
         )
     if fc.shape[1] % target_hidden:
         raise CheckpointError(

@@ -18,17 +18,23 @@ from fastspec.files import parse_json
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
 class HeadFiles(NamedTuple):
-    """Contents of a head's directory: the fields of config.json, and the tensors under their published names."""
+    """Contents of a head's directory: the fields of config.json, the tensors under their published names, and the names
+    of the tensors of an adapter of PEFT beside them."""
 
     where: str
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    adapter: tuple[str, ...]
 
 
 def read_files(directory: Path) -> HeadFiles:
     """Read a head's directory. Raises CheckpointError for a file that is missing, damaged, or holds pickled code."""
-    return HeadFiles(str(directory), _read_json(directory / "config.json"), _read_weights(directory))
+    adapter = [name for each in ADAPTERS if (directory / each).is_file() for name in _read_file(directory / each)]
+    return HeadFiles(str(directory), _read_json(directory / "config.json"), _read_weights(directory), tuple(adapter))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

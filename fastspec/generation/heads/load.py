@@ -27,11 +27,13 @@ def read_checkpoint(source: Path | EagleHead) -> HeadCheckpoint:
 
 def load(
     source: Path | EagleHead, target: TargetParts, reading: Reading, scaled_rope: ScaledRope
-) -> tuple[BoundHead, str | None]:
-    """A head for a target, on its device and in its dtype, and `HeadCheckpoint.assumed`; a module is bound as it is.
-    Raises CheckpointError for one that does not fit."""
+) -> tuple[BoundHead, tuple[str, ...]]:
+    """A head for a target, on its device and in its dtype, and what a user is warned of: `HeadCheckpoint.assumed`, and
+    `adapter` where the target has none. A module is bound as it is. Raises CheckpointError for one that does not
+    fit."""
     checkpoint = fitted(read_checkpoint(source), target.sizes, reading)
-    return bound(checkpoint, target, scaled_rope), checkpoint.assumed
+    told = (checkpoint.assumed, None if target.has_adapter else checkpoint.adapter)
+    return bound(checkpoint, target, scaled_rope), tuple(each for each in told if each is not None)
 
 
 def bound(checkpoint: HeadCheckpoint, target: TargetParts, scaled_rope: ScaledRope) -> BoundHead:

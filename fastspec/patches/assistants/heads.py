@@ -59,6 +59,7 @@ def parts_of(target: PreTrainedModel, *, layers: bool = False) -> TargetParts:
         dtype=target.dtype,
         lm_head_device=weight.device if is_spread(target) and weight is not None else device,
         family=None if adapter is None else ModelLayers(target, adapter),
+        has_adapter=bool(getattr(target, "peft_config", None)),  # PEFT's field, also after load_adapter
     )
 
 
@@ -81,7 +82,7 @@ def load_head(
     is bound that shares its weights, which are never moved or cast. `taps`, `rope_theta`, `rope_interleaved`,
     `norm_before_residual` and `norm_output` replace what the checkpoint says, and `own_embedding=False` takes the
     target's embedding in place of the head's; `probe_head` finds them. Warns of what the checkpoint leaves open, and
-    was assumed.
+    was assumed, and of an adapter beside the head that the target needs and does not have.
 
     Raises CheckpointError for a source that cannot be found, a checkpoint that cannot be read, and a head that does not
     fit the target.
@@ -99,9 +100,9 @@ def load_head(
         own_embedding=own_embedding,
     )
     found = source if isinstance(source, EagleHead) else find_head(source, revision=revision)
-    head, assumed = load(found, parts_of(target), reading, scaled_rope)
-    if assumed is not None:
-        warnings.warn(assumed, stacklevel=2)
+    head, told = load(found, parts_of(target), reading, scaled_rope)
+    for each in told:
+        warnings.warn(each, stacklevel=2)
     module = head.as_module()
     assert isinstance(module, EagleHead)
     return module
@@ -124,9 +125,9 @@ def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: Pre
             raise CheckpointError(f"{name}={_no_head(source)}")
         if source not in made:
             found = source if isinstance(source, EagleHead) else find_head(source)
-            made[source], assumed = load(found, parts_of(target), Reading(), scaled_rope)
-            if assumed is not None:
-                warnings.warn(assumed, stacklevel=3)
+            made[source], told = load(found, parts_of(target), Reading(), scaled_rope)
+            for each in told:
+                warnings.warn(each, stacklevel=3)
         head = heads[name] = made[source]
         kind = head.config.kind
         if (kind == "eagle3") != (name == "eagle3"):
@@ -269,7 +270,7 @@ def inspect_head(
         parameters=checkpoint.num_parameters,
         has_embedding=checkpoint.embedding is not None,
         copies_embedding=copies_embedding(checkpoint, target) if isinstance(target, PreTrainedModel) else None,
-        notes=checkpoint.notes if checkpoint.assumed is None else (*checkpoint.notes, checkpoint.assumed),
+        notes=(*checkpoint.notes, *(each for each in (checkpoint.assumed, checkpoint.adapter) if each is not None)),
         misfits=found,
     )
 

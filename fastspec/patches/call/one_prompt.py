@@ -10,7 +10,6 @@ Anything else goes through `generate` each time.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -40,6 +39,7 @@ from fastspec.patches.call.processors import (
     are_known,
     read_processors,
     unknown_types,
+    whole_limit,
 )
 from fastspec.patches.call.prompts import (
     besides_tokens,
@@ -326,14 +326,10 @@ def _made(
             "a whole call: ask generate for this one"
         )
     ending = Ending(criteria if agreed is None else agreed(criteria), ids)
-    if not math.isfinite(ending.limit) or int(ending.limit) != ending.limit:
-        raise Unsupported(
-            f"an answer of {ending.limit} tokens at the most: max_new_tokens and max_length are whole numbers"
-        )
     return PreparedPrompt(
         ids,
         compact(ids, keep)[0],
-        int(ending.limit),
+        whole_limit(ending.limit),
         ending.ends,
         _rule(processors, ids, bool(config.do_sample), seed),
         streamer,
