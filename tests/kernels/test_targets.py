@@ -26,6 +26,7 @@ LACKING = (
     ("8B", "ordered attention, chain, 61 rows"),
     ("8B", "ordered attention, long text, 61 rows"),
     ("mixers", "delta_tree, 61 rows"),
+    ("135M", "stored product of 4 bits by order, 61 rows"),
 )
 """Launches of kernels that no part has."""
 Job = tuple[int | str, str, str]
@@ -103,7 +104,7 @@ def test_every_kernel_compiles_for_each_device(capability):
     for rows in made:
         check(rows)
     assert len({row["kernel"] for rows in made for row in rows}) == (
-        58 if capability == 90 else 55
+        59 if capability == 90 else 56
     )  # as the whole of the launches has
 
 
