@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -90,6 +91,13 @@ def timed(run: Callable[[], Any]) -> float:
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - begun
+
+
+def free_memory() -> None:
+    """Give the device's memory that nothing holds back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def captured(runs: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:

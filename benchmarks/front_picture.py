@@ -60,11 +60,7 @@ PANELS = (
         ("transformers", "static-compile", "autoregressive"),
         shape="qwen2-1.5b",
     ),
-    Panel(
-        "bench_pair_cpu.jsonl",
-        "Two CPU cores, fp32",
-        ("transformers", "assisted", "autoregressive", "speculative"),
-    ),
+    Panel("bench_pair_cpu.jsonl", "Two CPU cores, fp32", ("transformers", "assisted", "autoregressive", "speculative")),
 )
 LABELS = {"transformers": "generate", "static-compile": "static cache,\ncompiled", "autoregressive": "no drafts"}
 LABELS |= {"nasd": "n-grams", "eagle3": "EAGLE-3 head"}

@@ -22,10 +22,11 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from common import FirstTokens, device_here, padded, parser_of, place, tree_of, write
+from common import FirstTokens, device_here, padded, parser_of, place, timed, tree_of, write
 from full_size import SHAPES, make_head, make_model
 
 import fastspec
@@ -93,12 +94,9 @@ def of_tree(model: Any, texts: Sequence[Sequence[int]], rows: int, tree: str, ar
     assistant: Any = "autoregressive" if tree == "plain" else tree_of(tree)
     inputs = padded([texts[number % len(texts)] for number in range(args.times * rows)], model.device)
     given = {**inputs, "do_sample": False, "assistant": fastspec.ContinuousBatch(assistant, rows)}
-    count, seconds = args.times * rows, []
     model.generate(**given, max_new_tokens=max(2, args.tokens // 8))
-    for _ in range(args.repeats):
-        begun = time.perf_counter()
-        model.generate(**given, max_new_tokens=args.tokens)
-        seconds.append(time.perf_counter() - begun)
+    call, count = partial(model.generate, **given, max_new_tokens=args.tokens), args.times * rows
+    seconds = [timed(call) for _ in range(args.repeats)]
     stats, best = fastspec.report(model).calls[-1], min(seconds)
     row = {"rows": rows, "tree": tree, "prompts": count, "tokens": args.tokens}
     row |= {"tokens_per_second": round(count * args.tokens / best, 1), "seconds": [round(each, 4) for each in seconds]}

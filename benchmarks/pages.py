@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from decimal import ROUND_HALF_UP, Decimal
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -31,13 +31,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-STORED = {
-    "dense": "bf16",
-    "int8": "int8",
-    "fp8": "FP8 in blocks",
-    "gptq": "4 bits, groups of 128 (GPTQ)",
-    "nf4": "nf4",
-}
+STORED = {"dense": "bf16", "int8": "int8", "fp8": "FP8 in blocks", "gptq": "4 bits, groups of 128 (GPTQ)", "nf4": "nf4"}
 SETS = {
     "mt_bench": "MT-bench",
     "humaneval": "HumanEval",
@@ -47,6 +41,7 @@ SETS = {
     "sum": "summaries",
 }
 """Set of prompts -> its name on a page."""
+SMOLLM2_SETS = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
 NAMES = {
     "smollm2-135m-instruct": "SmolLM2-135M",
     "qwen2-1.5b": "Qwen2-1.5B shape",
@@ -99,6 +94,10 @@ def shown(value: float, digits: int = 0) -> str:
     return f"{Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
 
 
+def length_and_speed(row: Row) -> str:
+    return f"{shown(row['acceptance_length'], 2)}, {shown(row['tokens_per_second'])}"
+
+
 def link(file: str) -> str:
     return f"[rows](../../benchmarks/results/{file}.jsonl)"
 
@@ -114,6 +113,7 @@ def expect() -> str:
     cells: list[list[str]] = []
     h100, h200 = "H100", "H200"
     smol, qwen = "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
+    shapes = "gemma3-12b", "qwen3.5-9b", "gpt-oss-20b", "qwen3-30b-a3b"
     for model, place, file, methods in (
         (f"{smol}, fp32", "two CPU cores", "bench_cpu", ("transformers", "autoregressive", "nasd", "eagle3")),
         (f"{qwen}, fp32", "two CPU cores", "bench_pair_cpu", ("transformers", "autoregressive", "speculative")),
@@ -132,10 +132,7 @@ def expect() -> str:
             cells[-1].append(link(file))
     for file, place, shape, methods in (
         ("full_size_h200", h200, "llama-8b", ("transformers", "static-compile", "autoregressive", "eagle3")),
-        ("full_size_models_h200", h200, "gemma3-12b", ("autoregressive", "eagle3")),
-        ("full_size_models_h200", h200, "qwen3.5-9b", ("autoregressive", "eagle3")),
-        ("full_size_models_h200", h200, "gpt-oss-20b", ("autoregressive", "eagle3")),
-        ("full_size_models_h200", h200, "qwen3-30b-a3b", ("autoregressive", "eagle3")),
+        *(("full_size_models_h200", h200, shape, ("autoregressive", "eagle3")) for shape in shapes),
     ):
         wanted = {"shape": shape, "batch": 1, "prefix": 2048}
         plain = one(file, method="transformers", **wanted)["round_ms"]
@@ -259,8 +256,9 @@ def sampling() -> str:
             wanted = {"tree": [60, depth, 10], "temperature": temperature}
             sets = ("mt_bench", "humaneval", "gsm8k")
             found = [rows("sampled_trees_h100", prompts=name, **wanted)[0] for name in sets]
-            figures = [f"{shown(row['acceptance_length'], 2)}, {shown(row['tokens_per_second'])}" for row in found]
-            cells.append(["greedy" if temperature is None else f"{temperature:g}", depth, *figures])
+            cells.append(
+                ["greedy" if temperature is None else f"{temperature:g}", depth, *map(length_and_speed, found)]
+            )
     return markdown(["temperature", "depth", "MT-bench", "HumanEval", "GSM8K"], cells)
 
 
@@ -364,44 +362,37 @@ def first_tokens() -> str:
             if "first_token_s" in ours and "first_token_s" in theirs[0]:
                 here, there = 1e3 * ours["first_token_s"], 1e3 * theirs[0]["first_token_s"]
                 said = NAMES[case[0]] + (", with a head" if case[3] == "eagle3" else "")
-                cells.append(
-                    [
-                        "H200" if "200" in ours["device"] else "H100",
-                        said,
-                        f"{case[2]:,}",
-                        number(there),
-                        number(here),
-                        shown(there / here, 2),
-                    ]
-                )
+                where = ["H200" if "200" in ours["device"] else "H100", said, f"{case[2]:,}"]
+                cells.append([*where, number(there), number(here), shown(there / here, 2)])
     return markdown(["", "", "tokens before", "vLLM, ms", "fastspec, ms", "ratio"], cells)
 
 
-def head_sets(file: str, sets: Sequence[str], stem: str = "", **wanted: Any) -> list[str]:
-    """Acceptance length of a head on some sets of prompts."""
-    return [shown(one(file, prompts=f"{stem}{name}", **wanted)["acceptance_length"], 2) for name in sets]
+def head_sets(file: str, stem: str = "", digits: int = 2, **wanted: Any) -> list[str]:
+    """Acceptance length of a head of SmolLM2 on its sets of prompts."""
+    return [shown(one(file, prompts=f"{stem}{name}", **wanted)["acceptance_length"], digits) for name in SMOLLM2_SETS]
+
+
+def on_sets(cells: Iterable[Sequence[Any]], sets: Sequence[str] = SMOLLM2_SETS) -> str:
+    """A table of figures on sets of prompts."""
+    return markdown(["", *(SETS[name] for name in sets)], cells)
 
 
 def smollm2_heads() -> str:
     """Acceptance length of the head that ships, and of the one before it."""
-    sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
     cells = []
     ships = "smollm2-135m-instruct"
     for said, head in (("the head", ships), ("without norms", f"{ships}, as it was before, without norms")):
         for depth in (7, 9):
-            figures = head_sets("head_smollm2_h100", sets, head=head, tree=[60, depth, 10], batch=40, dtype="bfloat16")
+            figures = head_sets("head_smollm2_h100", head=head, tree=[60, depth, 10], batch=40, dtype="bfloat16")
             cells.append([f"{said}, depth {depth}", *figures])
-    return markdown(["", *(SETS[name] for name in sets)], cells)
+    return on_sets(cells)
 
 
 def head_bits() -> str:
     """Acceptance length of the head that ships, in its own dtype and in 8 bits."""
-    sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
-    cells = []
-    for bits in (16, 8):
-        found = [one("head_bits_cpu", head_bits=bits, prompts=f"eval_eagle_{name}") for name in sets]
-        cells.append([f"`head_bits={bits}`", *(shown(row["acceptance_length"], 3) for row in found)])
-    return markdown(["", *(SETS[name] for name in sets)], cells)
+    return on_sets(
+        [f"`head_bits={bits}`", *head_sets("head_bits_cpu", "eval_eagle_", 3, head_bits=bits)] for bits in (16, 8)
+    )
 
 
 def stored_row(weights: str, method: str, bits: int | None = None) -> Row:
@@ -422,13 +413,9 @@ def stored() -> str:
 
 def eagle_head() -> str:
     """Acceptance length of the head of EAGLE-1's and EAGLE-2's format that ships."""
-    sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
     wanted = {"count": 40, "max_new_tokens": 128, "commit": "a4b6162", "batch": 40}
-    cells = []
-    for assistant in ("eagle2", "eagle"):
-        figures = head_sets("lossless_h200", sets, "eval_eagle_", assistant=assistant, **wanted)
-        cells.append([f"`{assistant}`", *figures])
-    return markdown(["", *(SETS[name] for name in sets)], cells)
+    both = ("eagle2", "eagle")
+    return on_sets([f"`{each}`", *head_sets("lossless_h200", "eval_eagle_", assistant=each, **wanted)] for each in both)
 
 
 def qwen_head() -> str:
@@ -437,9 +424,8 @@ def qwen_head() -> str:
     cells = []
     for tree in ([60, 7, 10], [60, 9, 10], [40, 7, 10]):
         found = [one("head_qwen_all_h100", prompts=name, tree=tree) for name in sets]
-        figures = [f"{shown(row['acceptance_length'], 2)}, {shown(row['tokens_per_second'])}" for row in found]
-        cells.append([f"{tree[0]} nodes, depth {tree[1]}", *figures])
-    return markdown(["", *(SETS[name] for name in sets)], cells)
+        cells.append([f"{tree[0]} nodes, depth {tree[1]}", *map(length_and_speed, found)])
+    return on_sets(cells, sets)
 
 
 def floors() -> str:
@@ -528,31 +514,10 @@ def train_options() -> str:
     return markdown(["option", "default", ""], cells) + f"\nIn Python alone: {alone}.\n"
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "expect": expect,
-    "demo": demo,
-    "trees": trees,
-    "train_options": train_options,
-    "batches": batches,
-    "batch_trees": batch_trees,
-    "sampling": sampling,
-    "servers": servers,
-    "served_cascade": served_cascade,
-    "peers_served": peers_served,
-    "peers_h200": lambda: peers("peers_h200"),
-    "peers_h100": lambda: peers("peers_h100"),
-    "first_tokens": first_tokens,
-    "smollm2_heads": smollm2_heads,
-    "head_bits": head_bits,
-    "stored": stored,
-    "eagle_head": eagle_head,
-    "qwen_head": qwen_head,
-    "floors": floors,
-    "portable": portable,
-    "prompt_parts": prompt_parts,
-    "exact": exact,
-    "exact_rounds": exact_rounds,
-}
+MADE = (expect, demo, trees, train_options, batches, batch_trees, sampling, servers, served_cascade, peers_served)
+MADE += (first_tokens, smollm2_heads, head_bits, stored, eagle_head, qwen_head, floors, portable, prompt_parts)
+TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*MADE, exact, exact_rounds)}
+TABLES |= {file: partial(peers, file) for file in PEERS}
 
 
 def filled(text: str) -> str:

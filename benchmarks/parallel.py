@@ -27,12 +27,12 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import full_size
 import torch
 import torch.distributed as dist
-from common import Row, captured, milliseconds, place, timed, write
-from full_size import SHAPES, config_of, kept_bytes, make_head, make_model, ours, peer, read_bandwidth, shape_parser
+from common import Row, captured, free_memory, milliseconds, place, timed, write
+from full_size import config_of, kept_bytes, make_head, make_model, ours, peer, read_bandwidth, shape_parser
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import fastspec
@@ -52,17 +52,9 @@ REPEATS = 30
 
 def make_cut(name: str, dtype: torch.dtype, processes: int) -> Any:
     """A model of a shape with random weights over so many processes."""
-    config = config_of(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = full_size.make_empty(name, dtype)
     wanted, device, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=processes, tp_plan="auto"))
-    model = model.maybe_distribute_model(model, wanted, mesh).to_empty(device=device).eval().requires_grad_(False)
-    model.tie_weights()
-    for parameter in map(local_part, model.parameters()):
-        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
+    return full_size.made_whole(model.maybe_distribute_model(model, wanted, mesh), device)
 
 
 def ways(group: dist.ProcessGroup, x: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -217,7 +209,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r}: its head is not cut")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers' own decoding")
     parser.add_argument("--tune", type=float, default=0.0, metavar="MINUTES", help="measure again with tuned launches")
-    parser.add_argument("--stage", choices=SHAPES, help="shape of a small stage of a cascade, in calls of its own")
+    parser.add_argument(
+        "--stage", choices=full_size.SHAPES, help="shape of a small stage of a cascade, in calls of its own"
+    )
     parser.add_argument("--no-sums", action="store_true")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
@@ -260,7 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
                 del model, head
             if cuda:
                 torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+            free_memory()
             dist.barrier()
     dist.destroy_process_group()
 
