@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fastspec
 from fastspec.programs.bench.device import device_name, versions
@@ -56,14 +55,6 @@ def tree_of(text: str, **more: Any) -> fastspec.Eagle3:
     """`Eagle3` of "total_tokens,depth,top_k", or of "auto"."""
     sizes: list[Any] = ["auto"] if text == "auto" else [int(size) for size in text.split(",")]
     return fastspec.Eagle3(**dict(zip(("total_tokens", "depth", "top_k"), sizes, strict=False)), **more)
-
-
-def padded(texts: Sequence[Sequence[int]], device: Any, pad: int = 0) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` [B, T] of texts, padded on the left."""
-    width = max(map(len, texts))
-    ids = torch.tensor([[pad] * (width - len(text)) + list(text) for text in texts], device=device)
-    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 class FirstTokens:

@@ -223,21 +223,20 @@ def experts_read(model: Any, ids: torch.Tensor, assistant: Any) -> float | None:
     """The mean number of a layer's experts that the tokens of a round choose; None of a model without experts.
 
     Hooks on its routers count them, behind which rounds run the model's own modules."""
-    routers = routers_of(model)
-    found: list[int] = []
+    routers, found = routers_of(model), list[int]()
+    if not routers:
+        return None
 
     def count(router: Any, given: Any, out: Any) -> None:
         found.append(len(out[-1].unique()))
 
     handles = [router.register_forward_hook(count) for router in routers]
-    if routers:
-        some = ids[:, : FILLED // 2]
-        options = {"do_sample": False, "attention_mask": torch.ones_like(some), "max_new_tokens": 8}
-        model.generate(some, assistant=assistant, **options)
+    some = ids[:, : FILLED // 2]
+    options = {"do_sample": False, "attention_mask": torch.ones_like(some), "max_new_tokens": 8}
+    model.generate(some, assistant=assistant, **options)
     for handle in handles:
         handle.remove()
-    rounds = found[-len(routers) * fastspec.report(model).last.rounds :] if routers else []
-    return statistics.mean(rounds) if rounds else None
+    return statistics.mean(found[-len(routers) * fastspec.report(model).last.rounds :])
 
 
 def read_bytes(model: Any, experts: float | None) -> int:
@@ -377,12 +376,15 @@ def main(arguments: list[str] | None = None) -> None:
                 tell(model, row | {"drafter_read_bytes": (tree.depth + 1) * size} | found)
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             touched = {"experts_read": experts_read(model, ids, "autoregressive") if args.peers != "none" else None}
-        if "sdpa" in args.peers:
-            found = peer(model, ids, min(args.tokens, 24), args.calls)
-            tell(model, base | {"method": "transformers"} | touched | found)
-        if "static-compile" in args.peers:  # last: it leaves a compiled forward behind
-            found = peer(model, ids, args.tokens, args.calls, cache_implementation="static")
-            tell(model, base | {"method": "static-compile"} | touched | found)
+        static = {"cache_implementation": "static"}  # last: it leaves a compiled forward behind
+        ways = (
+            ("sdpa", "transformers", min(args.tokens, 24), {}),
+            ("static-compile", "static-compile", args.tokens, static),
+        )
+        for name, method, tokens, options in ways:
+            if name in args.peers:
+                found = peer(model, ids, tokens, args.calls, **options)
+                tell(model, base | {"method": method} | touched | found)
 
     for name, stored in product(args.shapes.split(","), args.weights):
         torch.manual_seed(0)

@@ -139,11 +139,6 @@ class OracleDrafter(EagleDrafter):
         return replace(shape, tokens=tokens)
 
 
-def expected_length(survival: Sequence[float], shape: TreeShape) -> float:
-    """Tokens of a round, the bonus token included, with trees of a shape."""
-    return 1 + sum(survival[: min(shape.max_path, shape.total_tokens) - 1])
-
-
 def steady(model: Any) -> Any:
     """Let the likeliest token be the one after the last, by a margin that no rounding reaches."""
     embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()

@@ -9,7 +9,6 @@ one of `benchmarks/results/`, each table a function of its rows, which a row of 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
@@ -21,25 +20,19 @@ from statistics import median
 from typing import Any
 
 import typer
+from common import Row, read
 
 from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.cli.app import app
 from fastspec.programs.cli.train import FIELD_OF
 from fastspec.programs.training import TrainConfig
 
-Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STORED = {"dense": "bf16", "int8": "int8", "fp8": "FP8 in blocks", "gptq": "4 bits, groups of 128 (GPTQ)", "nf4": "nf4"}
-SETS = {
-    "mt_bench": "MT-bench",
-    "humaneval": "HumanEval",
-    "mbpp": "MBPP",
-    "gsm8k": "GSM8K",
-    "qa": "questions",
-    "sum": "summaries",
-}
+SETS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "mbpp": "MBPP", "gsm8k": "GSM8K"}
+SETS |= {"qa": "questions", "sum": "summaries"}
 """Set of prompts -> its name on a page."""
 SMOLLM2_SETS = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
 NAMES = {
@@ -56,19 +49,15 @@ NAMES = {
     "smollm2-135m": "SmolLM2-135M shape",
 }
 """Model of a row -> its name on a page; a shape has random weights."""
-LABELS = {
-    "speculative": "`speculative` by SmolLM2",
-    "static-compile": "static cache, compiled forward",
-    "transformers": "`generate`",
-    "assisted": "assisted generation",
-}
+LABELS = {"speculative": "`speculative` by SmolLM2", "static-compile": "static cache, compiled forward"}
+LABELS |= {"transformers": "`generate`", "assisted": "assisted generation"}
 """Method -> its name on a page, where that is not its own."""
 
 
 @cache
 def of(file: str) -> tuple[Row, ...]:
     """The rows of a file."""
-    return tuple(map(json.loads, (RESULTS / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()))
+    return tuple(read(RESULTS / f"{file}.jsonl"))
 
 
 def rows(file: str, **wanted: Any) -> list[Row]:
@@ -225,9 +214,8 @@ def batches() -> str:
         wanted = {"count": 80, "batch": batch, "rows": at_a_time, "commit": "38783ba"}
         plain = one("speed_h200", assistant="autoregressive", **wanted)
         head = rows("speed_h200", assistant="eagle3", tree=tree, **wanted)[0]
-        cells.append(
-            [said, *(f"{shown(row['tokens_per_second'])} ({row['rows_running']:.0%})" for row in (plain, head))]
-        )
+        both = (f"{shown(row['tokens_per_second'])} ({row['rows_running']:.0%})" for row in (plain, head))
+        cells.append([said, *both])
     return markdown(["rows at a time", "`autoregressive`", "`eagle3`"], cells)
 
 
@@ -251,28 +239,25 @@ def batch_trees() -> str:
 def sampling() -> str:
     """Acceptance length and tokens per second by temperature and depth, trees of 60 nodes."""
     cells = []
-    for temperature in (1.0, 0.6, None):
-        for depth in (7, 5, 4, 3):
-            wanted = {"tree": [60, depth, 10], "temperature": temperature}
-            sets = ("mt_bench", "humaneval", "gsm8k")
-            found = [rows("sampled_trees_h100", prompts=name, **wanted)[0] for name in sets]
-            cells.append(
-                ["greedy" if temperature is None else f"{temperature:g}", depth, *map(length_and_speed, found)]
-            )
+    for temperature, depth in product((1.0, 0.6, None), (7, 5, 4, 3)):
+        wanted = {"tree": [60, depth, 10], "temperature": temperature}
+        sets = ("mt_bench", "humaneval", "gsm8k")
+        found = [rows("sampled_trees_h100", prompts=name, **wanted)[0] for name in sets]
+        said = "greedy" if temperature is None else f"{temperature:g}"
+        cells.append([said, depth, *map(length_and_speed, found)])
     return markdown(["temperature", "depth", "MT-bench", "HumanEval", "GSM8K"], cells)
 
 
 def servers() -> str:
     """Tokens per second of servers by requests in flight; of streams the median time to the first token too."""
     cells = []
-    for model, file in ((NAMES["smollm2-135m-instruct"], "serving_h100"), ("Qwen2.5-Coder-1.5B", "serving_qwen_h100")):
-        for streamed in (False, True):
-            for in_flight in (1, 8, 32):
-                line = [model, "streamed" if streamed else "whole", str(in_flight)]
-                for server in ("vllm", "fastspec", "vllm-eagle3-3", "fastspec-eagle3"):
-                    found = rows(file, server=server, in_flight=in_flight, streamed=streamed, long=0)
-                    line.append(", ".join(served(row) for row in found))
-                cells.append(line)
+    files = (NAMES["smollm2-135m-instruct"], "serving_h100"), ("Qwen2.5-Coder-1.5B", "serving_qwen_h100")
+    for (model, file), streamed, in_flight in product(files, (False, True), (1, 8, 32)):
+        line = [model, "streamed" if streamed else "whole", str(in_flight)]
+        for server in ("vllm", "fastspec", "vllm-eagle3-3", "fastspec-eagle3"):
+            found = rows(file, server=server, in_flight=in_flight, streamed=streamed, long=0)
+            line.append(", ".join(served(row) for row in found))
+        cells.append(line)
     heads = ["", "answers", "in flight", "vLLM", "fastspec", "vLLM, EAGLE-3", "fastspec, EAGLE-3"]
     return markdown(heads, cells)
 
@@ -322,9 +307,7 @@ def peer_cases(measured: Iterable[Row]) -> dict[Case, tuple[Row, list[Row]]]:
                 cases[case] = ours[-1], theirs
                 break
     order = list(NAMES)
-    return dict(
-        sorted(cases.items(), key=lambda item: (order.index(item[0][0]), item[0][3], item[0][2] or 0, item[0][1]))
-    )
+    return {case: cases[case] for case in sorted(cases, key=lambda it: (order.index(it[0]), it[3], it[2] or 0, it[1]))}
 
 
 def peer_figure(ours: Row, theirs: Row) -> tuple[str, str, float]:
@@ -354,16 +337,22 @@ def peers(file: str) -> str:
     return markdown(["", "rows", "tokens before", "vLLM", "fastspec", "ratio"], cells)
 
 
+def first_token(case: Case, ours: Row, theirs: Row) -> tuple[str, str, str, float]:
+    """(model, vLLM's milliseconds to the first token, fastspec's, their ratio)."""
+    here, there = 1e3 * ours["first_token_s"], 1e3 * theirs["first_token_s"]
+    said = NAMES[case[0]] + (", with a head" if case[3] == "eagle3" else "")
+    return said, number(there), number(here), there / here
+
+
 def first_tokens() -> str:
     """Seconds to the first token."""
     cells = []
     for file in PEERS:
         for case, (ours, theirs) in peer_cases(of(file)).items():
             if "first_token_s" in ours and "first_token_s" in theirs[0]:
-                here, there = 1e3 * ours["first_token_s"], 1e3 * theirs[0]["first_token_s"]
-                said = NAMES[case[0]] + (", with a head" if case[3] == "eagle3" else "")
+                said, *ms, ratio = first_token(case, ours, theirs[0])
                 where = ["H200" if "200" in ours["device"] else "H100", said, f"{case[2]:,}"]
-                cells.append([*where, number(there), number(here), shown(there / here, 2)])
+                cells.append([*where, *ms, shown(ratio, 2)])
     return markdown(["", "", "tokens before", "vLLM, ms", "fastspec, ms", "ratio"], cells)
 
 

@@ -96,7 +96,7 @@ def started(commands: Sequence[str], model: str, patience: float) -> Iterator[di
     `SystemExit` with what a server wrote last where it ends, or is not ready in time."""
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        filled = {"{port}": "", "{model}": "", "{head}": ""}
+        filled = {}
         if any("{model}" in command for command in commands):
             filled["{model}"] = stack.enter_context(saved(model, *load_model(model, dtype=device_here()[1])))
         if any("{head}" in command for command in commands):
