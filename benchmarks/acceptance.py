@@ -183,10 +183,9 @@ def on_file(
     ways = ({} if options.no_plain else {PLAIN: Way(model)}) | chosen
     tallies = {name: Tally() for name in ways}
     parts = [prompts[start : start + options.batch] for start in range(0, len(prompts), options.batch)]
-    few = min(16, options.tokens)
     for name, way in ways.items():  # untimed: the first run of a length compiles, the second captures
         for part in parts[:1] if name == PLAIN else (*parts, *parts):
-            generate(way.model, part, way.assistant, few, settings)
+            generate(way.model, part, way.assistant, min(16, options.tokens), settings)
     for number, part in enumerate(parts):
         answers: dict[str, list[list[int]]] = {}
         for name, way in ways.items():

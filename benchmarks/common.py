@@ -74,13 +74,11 @@ class FirstTokens:
 
 def timed(run: Callable[[], Any]) -> float:
     """Seconds of a run, the device's work included."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
+    wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
+    wait()
     begun = time.perf_counter()
     run()
-    if cuda:
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - begun
 
 

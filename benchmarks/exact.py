@@ -51,14 +51,13 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load_model(SMOLLM2)[:2]
     files = {path.stem: read_prompts(path)[: asked.prompts] for path in asked.prompts_files}
     texts = {name: encode_prompts(tokenizer, prompts) for name, prompts in files.items()}
-    makes = {"speculative": fastspec.Speculative(early_exit=10)}
     for dtype, kernels in product(asked.dtypes, asked.kernels):
         model = model.to(device, getattr(torch, dtype))
         with fastspec.patched(model, eagle3=SMOLLM2, exact=kernels == "exact"):
             for name, rows in texts.items():
                 plain = answers(model, rows, "autoregressive", 1, asked.new)[0]
                 for assistant, batch in product(asked.assistants, asked.batches):
-                    made = makes.get(assistant, assistant)
+                    made = fastspec.Speculative(early_exit=10) if assistant == "speculative" else assistant
                     answers(model, rows[: 2 * batch], made, batch, asked.new)
                     said, seconds = answers(model, rows, made, batch, asked.new)
                     apart = [first_difference(a, b) for a, b in zip(said, plain, strict=True) if a != b]

@@ -309,9 +309,7 @@ def replay_ms(model: Any) -> float | None:
     session = session_of(model)
     engines = {} if session is None else session.engines.held
     graph = next(reversed(engines.values())).graph if engines else None
-    if graph is None:
-        return None
-    return round(statistics.median(milliseconds(graph.replay, 50)), 4)
+    return None if graph is None else round(statistics.median(milliseconds(graph.replay, 50)), 4)
 
 
 def names(text: str) -> list[str]:

@@ -91,9 +91,9 @@ def draw(
     texts: list[Text] = []
     while len(texts) < count:
         torch.manual_seed(seed + len(texts))
-        settings = {"num_return_sequences": min(batch, count - len(texts)), "max_new_tokens": length, **OPTIONS}
-        settings |= {"do_sample": True, "eos_token_id": NEVER, "pad_token_id": 0}
-        out = model.generate(**inputs, **settings, assistant=assistant)
+        settings = {"do_sample": True, "eos_token_id": NEVER, "pad_token_id": 0, "max_new_tokens": length, **OPTIONS}
+        number = min(batch, count - len(texts))
+        out = model.generate(**inputs, **settings, num_return_sequences=number, assistant=assistant)
         texts += map(tuple, out[:, -length:].tolist())
     return texts
 

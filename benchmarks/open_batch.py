@@ -75,8 +75,7 @@ def made(args: argparse.Namespace) -> tuple[Any, list[list[int]]]:
     else:
         torch.manual_seed(0)
         model = make_model(args.shape, device, dtype)
-        most = min(500, model.config.vocab_size)
-        lengths = torch.randint(120, 250, (192,)).tolist()
+        most, lengths = min(500, model.config.vocab_size), torch.randint(120, 250, (192,)).tolist()
         texts = [torch.randint(10, most, (length,)).tolist() for length in lengths]
         fastspec.patch(model, eagle3=make_head(model, args.draft_vocab))
     model.generation_config.eos_token_id = None

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import Row, device_here, free_memory, parser_of, place, timed, tree_of, write
-from full_size import EMBEDDED, SHAPES, make_head, make_model, numbers
+from full_size import CALLS, EMBEDDED, SHAPES, make_head, make_model, numbers
 from torch import Tensor
 
 import fastspec
@@ -37,7 +37,6 @@ from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
 
 QWEN_MTP = (0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24)
-CALLS = 5
 
 
 @dataclass(eq=False, slots=True)

@@ -100,8 +100,7 @@ def markdown(heads: Sequence[str], cells: Iterable[Sequence[Any]]) -> str:
 def expect() -> str:
     """What to expect: real models by medians over prompts, shapes by the time of a round."""
     cells: list[list[str]] = []
-    h100, h200 = "H100", "H200"
-    smol, qwen = "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
+    h100, h200, smol, qwen = "H100", "H200", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
     shapes = "gemma3-12b", "qwen3.5-9b", "gpt-oss-20b", "qwen3-30b-a3b"
     for model, place, file, methods in (
         (f"{smol}, fp32", "two CPU cores", "bench_cpu", ("transformers", "autoregressive", "nasd", "eagle3")),
@@ -470,12 +469,11 @@ def exact() -> str:
 def exact_rounds() -> str:
     """Milliseconds of a round by the fast kernels and by those of the same bits."""
     cells = []
-    shapes = "llama-8b", "qwen2.5-7b", "qwen3-4b", "llama-3b", "qwen2-1.5b", "smollm2-135m"
-    for shape, batch in [(shape, 1) for shape in shapes] + [("llama-8b", 8)]:
-        for method in ("autoregressive", "eagle3"):
-            wanted = {"shape": shape, "batch": batch, "method": method}
-            fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
-            cells.append([f"{shape}, `{method}`", str(batch), shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
+    ones = [(each, 1) for each in ("llama-8b", "qwen2.5-7b", "qwen3-4b", "llama-3b", "qwen2-1.5b", "smollm2-135m")]
+    for (shape, batch), method in product([*ones, ("llama-8b", 8)], ("autoregressive", "eagle3")):
+        wanted = {"shape": shape, "batch": batch, "method": method}
+        fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
+        cells.append([f"{shape}, `{method}`", str(batch), shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
     return markdown(["", "rows", "fast: ms", "exact: ms", "ratio"], cells)
 
 

@@ -242,8 +242,6 @@ def main(arguments: list[str] | None = None) -> None:
                     if args.stage:
                         tell(cascade(model, args.stage, ids, args), shape=name, new_tokens=args.tokens, **where)
                 del model, head
-            if cuda:
-                torch.cuda.synchronize()
             free_memory()
             dist.barrier()
     dist.destroy_process_group()

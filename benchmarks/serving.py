@@ -325,8 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("name a --server, or one to --start")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends what was started, too
     with started(given.start, given.model, given.patience) as own:
-        running = dict(text.split("=", 1) for text in given.server)
-        for row in rows_of(given, {name: Started(url) for name, url in running.items()} | own):
+        running = {name: Started(url) for name, url in (text.split("=", 1) for text in given.server)}
+        for row in rows_of(given, running | own):
             write(given.out, row)
 
 
