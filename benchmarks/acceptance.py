@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import device_here, padded, parser_of, tree_of, write
+from common import device_here, parser_of, tree_of, write
 from drafts import OwnLayers, on
 from full_size import FUSED
 from lossless import untrained_head
@@ -46,11 +46,12 @@ from torch import Tensor
 import fastspec
 from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
+from fastspec.patches.hf.ends import end_tokens
 from fastspec.programs.bench.device import environment
 from fastspec.programs.bench.methods import twin
 from fastspec.programs.bench.report import quantiles
 from fastspec.programs.compare import first_difference
-from fastspec.programs.texts import until_end
+from fastspec.programs.texts import padded_inputs, until_end
 from fastspec.programs.training.data import encode_prompts, read_prompts
 
 ASSISTANTS = {
@@ -163,12 +164,12 @@ def main(arguments: list[str] | None = None) -> None:
 def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way]:
     """Every tree with every head, each head on its instance of the model."""
     ways = {}
-    for text in options.tree:
+    fused, heads = FUSED[options.drafter], list(product(options.head, options.head_bits))
+    for text, (model, (source, bits)) in product(options.tree, zip(models, heads, strict=True)):
         sizes: Any = "auto" if text == "auto" else [int(size) for size in text.split(",")]
-        for model, (source, bits) in zip(models, product(options.head, options.head_bits), strict=True):
-            drafter = "fused" if FUSED[options.drafter] else "kernels"
-            said = {"assistant": "eagle3", "head": source, "head_bits": bits, "tree": sizes, "drafter": drafter}
-            ways[f"eagle3 {text} {source} {bits}"] = Way(model, tree_of(text, fused=FUSED[options.drafter]), said)
+        said = {"assistant": "eagle3", "head": source, "head_bits": bits, "tree": sizes}
+        said["drafter"] = "fused" if fused else "kernels"
+        ways[f"eagle3 {text} {source} {bits}"] = Way(model, tree_of(text, fused=fused), said)
     return ways
 
 
@@ -176,22 +177,20 @@ def on_file(
     model: Any, prompts: list[list[int]], chosen: dict[str, Way], options: argparse.Namespace, heat: float = 0.0
 ) -> dict[str, dict[str, Any]]:
     """Acceptance, speed and equality of every way over one file at one temperature, by its name."""
-    pad = model.generation_config.pad_token_id or 0
     settings: dict[str, Any] = {"do_sample": bool(heat)} | ({"temperature": heat} if heat else {})
     settings |= {"top_p": options.top_p} if heat and options.top_p is not None else {}
     torch.manual_seed(0)
     ways = ({} if options.no_plain else {PLAIN: Way(model)}) | chosen
     tallies = {name: Tally() for name in ways}
     parts = [prompts[start : start + options.batch] for start in range(0, len(prompts), options.batch)]
-    few = min(16, options.tokens)
     for name, way in ways.items():  # untimed: the first run of a length compiles, the second captures
         for part in parts[:1] if name == PLAIN else (*parts, *parts):
-            generate(way.model, part, way.assistant, few, pad, settings)
+            generate(way.model, part, way.assistant, min(16, options.tokens), settings)
     for number, part in enumerate(parts):
         answers: dict[str, list[list[int]]] = {}
         for name, way in ways.items():
             tally, began = tallies[name], time.perf_counter()
-            answers[name] = generate(way.model, part, way.assistant, options.tokens, pad, settings)
+            answers[name] = generate(way.model, part, way.assistant, options.tokens, settings)
             tally.seconds.append(time.perf_counter() - began)
             tally.tokens.append(sum(map(len, answers[name])))
             tally.answers += answers[name]
@@ -226,14 +225,12 @@ def row_of(mine: Tally, plain: Tally | None, count: int) -> dict[str, Any]:
 
 
 def generate(
-    model: Any, prompts: list[list[int]], assistant: Any, tokens: int, pad: int, settings: dict[str, Any]
+    model: Any, prompts: list[list[int]], assistant: Any, tokens: int, settings: dict[str, Any]
 ) -> list[list[int]]:
     """Answers to prompts as one left-padded batch, each cut after its end token."""
-    inputs = padded(prompts, model.device, pad)
+    inputs = padded_inputs(prompts, model.generation_config, model.device)
     extra = settings if assistant is None else settings | {"assistant": assistant}
-    out = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=pad, **extra)
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    out, ends = model.generate(**inputs, max_new_tokens=tokens, **extra), end_tokens(model.generation_config)
     return [until_end(row, ends) for row in out[:, inputs["input_ids"].shape[1] :].tolist()]
 
 

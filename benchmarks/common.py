@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fastspec
 from fastspec.programs.bench.device import device_name, versions
@@ -57,14 +57,6 @@ def tree_of(text: str, **more: Any) -> fastspec.Eagle3:
     return fastspec.Eagle3(**dict(zip(("total_tokens", "depth", "top_k"), sizes, strict=False)), **more)
 
 
-def padded(texts: Sequence[Sequence[int]], device: Any, pad: int = 0) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` [B, T] of texts, padded on the left."""
-    width = max(map(len, texts))
-    ids = torch.tensor([[pad] * (width - len(text)) + list(text) for text in texts], device=device)
-    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 class FirstTokens:
     """Streamer that takes the seconds to the prompt, from there to the first new token, and to the next rounds."""
 
@@ -82,14 +74,19 @@ class FirstTokens:
 
 def timed(run: Callable[[], Any]) -> float:
     """Seconds of a run, the device's work included."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
+    wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
+    wait()
     begun = time.perf_counter()
     run()
-    if cuda:
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - begun
+
+
+def free_memory() -> None:
+    """Give the device's memory that nothing holds back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def captured(runs: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:

@@ -15,7 +15,6 @@ pairs (`pairs_us`) and of those over the tree's levels (`level_us`); `weights_us
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from common import captured, milliseconds, parser_of, place, write
+from common import captured, free_memory, milliseconds, parser_of, place, write
 from full_size import SHAPES, config_of, head_config
 from torch import Tensor, nn
 
@@ -158,8 +157,7 @@ def separate(backend: str, head: EagleHead, shape: TreeShape, rows: int, prefix:
 
 def measured(make: Callable[[], Callable[[], Any]], captures: bool, times: int) -> Iterator[dict[str, Any]]:
     """A way as calls and, where it is captured, as a graph: milliseconds, and MiB at the peak."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
     held = torch.cuda.memory_allocated()
     call = make()
     torch.cuda.reset_peak_memory_stats()  # making it, such as laying weights out anew, is no part of it

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from common import Row, device_here, parser_of, place, write
 import fastspec
 from fastspec.models import SMOLLM2, load_model
 from fastspec.programs.compare import first_difference
-from fastspec.programs.texts import encode, first_turn, read_jsonl
+from fastspec.programs.training.data import encode_prompts, read_prompts
 
 
 def answers(
@@ -29,9 +30,9 @@ def answers(
 ) -> tuple[list[list[int]], float]:
     """The new tokens of every text, up to the end token, and the seconds of all calls."""
     found: list[list[int]] = []
-    began, pad = time.perf_counter(), model.generation_config.pad_token_id or 0
+    began = time.perf_counter()
     for first in range(0, len(texts), batch):
-        found += generate(model, texts[first : first + batch], assistant, length, pad, {"do_sample": False})
+        found += generate(model, texts[first : first + batch], assistant, length, {"do_sample": False})
     return found, time.perf_counter() - began
 
 
@@ -48,31 +49,25 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     device, _ = device_here()
     model, tokenizer = load_model(SMOLLM2)[:2]
-    sets = {
-        path.stem: [first_turn(row) for _, row in list(read_jsonl(path))[: asked.prompts]]
-        for path in asked.prompts_files
-    }
-    texts = {name: [encode(tokenizer, turn)["input_ids"][0].tolist() for turn in turns] for name, turns in sets.items()}
-    makes = {"speculative": fastspec.Speculative(early_exit=10)}
-    for dtype in asked.dtypes:
+    files = {path.stem: read_prompts(path)[: asked.prompts] for path in asked.prompts_files}
+    texts = {name: encode_prompts(tokenizer, prompts) for name, prompts in files.items()}
+    for dtype, kernels in product(asked.dtypes, asked.kernels):
         model = model.to(device, getattr(torch, dtype))
-        for exact in (kernels == "exact" for kernels in asked.kernels):
-            with fastspec.patched(model, eagle3=SMOLLM2, exact=exact):
-                for name, rows in texts.items():
-                    plain = answers(model, rows, "autoregressive", 1, asked.new)[0]
-                    for assistant in asked.assistants:
-                        for batch in asked.batches:
-                            made = makes.get(assistant, assistant)
-                            answers(model, rows[: 2 * batch], made, batch, asked.new)
-                            said, seconds = answers(model, rows, made, batch, asked.new)
-                            apart = [first_difference(a, b) for a, b in zip(said, plain, strict=True) if a != b]
-                            last = fastspec.report(model).last
-                            row: Row = {"exact": exact, "model": SMOLLM2, "prompts": name, "assistant": assistant}
-                            row |= {"batch": batch, "answers": len(plain), "equal": len(plain) - len(apart)}
-                            row["first_difference"] = statistics.median(apart) if apart else None
-                            row["tokens_per_second"] = round(sum(map(len, said)) / seconds, 1)
-                            row["acceptance"] = None if last is None else round(last.acceptance_length, 2)
-                            write(asked.out, row | place(device, dtype), [*row, "dtype"])
+        with fastspec.patched(model, eagle3=SMOLLM2, exact=kernels == "exact"):
+            for name, rows in texts.items():
+                plain = answers(model, rows, "autoregressive", 1, asked.new)[0]
+                for assistant, batch in product(asked.assistants, asked.batches):
+                    made = fastspec.Speculative(early_exit=10) if assistant == "speculative" else assistant
+                    answers(model, rows[: 2 * batch], made, batch, asked.new)
+                    said, seconds = answers(model, rows, made, batch, asked.new)
+                    apart = [first_difference(a, b) for a, b in zip(said, plain, strict=True) if a != b]
+                    last = fastspec.report(model).last
+                    row: Row = {"exact": kernels == "exact", "model": SMOLLM2, "prompts": name, "assistant": assistant}
+                    row |= {"batch": batch, "answers": len(plain), "equal": len(plain) - len(apart)}
+                    row["first_difference"] = statistics.median(apart) if apart else None
+                    row["tokens_per_second"] = round(sum(map(len, said)) / seconds, 1)
+                    row["acceptance"] = None if last is None else round(last.acceptance_length, 2)
+                    write(asked.out, row | place(device, dtype), [*row, "dtype"])
 
 
 if __name__ == "__main__":

@@ -60,11 +60,7 @@ PANELS = (
         ("transformers", "static-compile", "autoregressive"),
         shape="qwen2-1.5b",
     ),
-    Panel(
-        "bench_pair_cpu.jsonl",
-        "Two CPU cores, fp32",
-        ("transformers", "assisted", "autoregressive", "speculative"),
-    ),
+    Panel("bench_pair_cpu.jsonl", "Two CPU cores, fp32", ("transformers", "assisted", "autoregressive", "speculative")),
 )
 LABELS = {"transformers": "generate", "static-compile": "static cache,\ncompiled", "autoregressive": "no drafts"}
 LABELS |= {"nasd": "n-grams", "eagle3": "EAGLE-3 head"}
@@ -113,8 +109,7 @@ def draw_panel(axes: Axes, panel: Panel, colours: dict[str, str]) -> None:
 def draw(theme: str, path: Path) -> None:
     """The picture in one theme, as SVG without a ground of its own."""
     colours = THEMES[theme]
-    settings = {"font.size": 10.5, "svg.hashsalt": "fastspec", "svg.fonttype": "path"}
-    with plt.rc_context(settings):
+    with plt.rc_context({"font.size": 10.5, "svg.hashsalt": "fastspec", "svg.fonttype": "path"}):
         figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 2.5), layout="constrained")
         for ax, panel in zip(axes, PANELS, strict=True):
             draw_panel(ax, panel, colours)
@@ -129,10 +124,9 @@ def draw(theme: str, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    args = parser.parse_args(arguments)
+    out = parser_of(__doc__).parse_args(arguments).out
     for theme in THEMES:
-        draw(theme, (args.out or PICTURES) / f"speed_{theme}.svg")
+        draw(theme, (out or PICTURES) / f"speed_{theme}.svg")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import device_here, milliseconds, parser_of, place, timed, tree_of, write
+from common import device_here, free_memory, milliseconds, parser_of, place, timed, tree_of, write
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -34,6 +35,7 @@ from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.config_fields import delta_shape, layer_shapes, recurrent_layers
 from fastspec.patches.hf.gptq_awq import GPTQ_V2, PackedLinear
 from fastspec.patches.hf.limits import layer_spans
+from fastspec.patches.hf.parallel import local_part
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
 
@@ -61,21 +63,31 @@ def config_of(name: str) -> Any:
 
 def fill(model: torch.nn.Module) -> None:
     """Random matrices, biases of 0 and other vectors of 1."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in ((name, local_part(each)) for name, each in model.named_parameters()):
         parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def as_fp8(model: Any) -> None:
-    """Decoder layers as fine-grained FP8 checkpoints have them: e4m3 in blocks of 128 x 128."""
-    for parent in list(model.model.layers.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is torch.nn.Linear:
-                made = FP8Linear(layer.in_features, layer.out_features, (128, 128), has_bias=layer.bias is not None)
-                made = made.to(layer.weight.device).requires_grad_(False)
-                made.weight.copy_((layer.weight * 2**11).clamp(-448, 448))
-                made.weight_scale_inv.fill_(2**-11)
-                made.bias = layer.bias
-                setattr(parent, name, made)
+def of_linear(make: Callable[[torch.nn.Linear], torch.nn.Module]) -> Callable[[Any], None]:
+    """A change of a model: every linear layer of its decoder layers is exchanged for what is made of it."""
+
+    def change(model: Any) -> None:
+        for parent in list(model.model.layers.modules()):
+            for name, layer in list(parent.named_children()):
+                if type(layer) is torch.nn.Linear:
+                    setattr(parent, name, make(layer))
+
+    return change
+
+
+@of_linear
+def as_fp8(layer: torch.nn.Linear) -> torch.nn.Module:
+    """A layer as fine-grained FP8 checkpoints have it: e4m3 in blocks of 128 x 128."""
+    made = FP8Linear(layer.in_features, layer.out_features, (128, 128), has_bias=layer.bias is not None)
+    made = made.to(layer.weight.device).requires_grad_(False)
+    made.weight.copy_((layer.weight * 2**11).clamp(-448, 448))
+    made.weight_scale_inv.fill_(2**-11)
+    made.bias = layer.bias
+    return made
 
 
 def as_int8(model: Any) -> None:
@@ -85,51 +97,53 @@ def as_int8(model: Any) -> None:
     quantize_(model.model.layers, Int8WeightOnlyConfig())
 
 
-def as_nf4(model: Any) -> None:
-    """Decoder layers as bitsandbytes' nf4 with nested scales."""
+@of_linear
+def as_nf4(layer: torch.nn.Linear) -> torch.nn.Module:
+    """A layer as bitsandbytes' nf4 with nested scales."""
     import bitsandbytes
 
-    for parent in list(model.model.layers.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is torch.nn.Linear:
-                sizes = layer.in_features, layer.out_features, layer.bias is not None
-                made = bitsandbytes.nn.Linear4bit(*sizes, model.dtype, True, "nf4")
-                made.weight = bitsandbytes.nn.Params4bit(
-                    layer.weight, False, quant_type="nf4", compress_statistics=True
-                )
-                made.bias = layer.bias
-                setattr(parent, name, made.to(layer.weight.device))
+    sizes = layer.in_features, layer.out_features, layer.bias is not None
+    made = bitsandbytes.nn.Linear4bit(*sizes, layer.weight.dtype, True, "nf4")
+    made.weight = bitsandbytes.nn.Params4bit(layer.weight, False, quant_type="nf4", compress_statistics=True)
+    made.bias = layer.bias
+    return made.to(layer.weight.device)
 
 
-def as_gptq(model: Any) -> None:
-    """Decoder layers as GPTQ checkpoints of 4 bits have them: random codes in groups of 128, the middle for zero."""
-    for parent in list(model.model.layers.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is torch.nn.Linear:
-                (lines, depth), device = layer.weight.shape, layer.weight.device
-                words = torch.randint(-(2**31), 2**31, (depth // 8, lines), dtype=torch.int32, device=device)
-                middle = torch.full((-(-depth // 128), lines // 8), 0x88888888 - 2**32, device=device).int()
-                scales = torch.full((-(-depth // 128), lines), 0.02 / 4.6, dtype=model.dtype, device=device)
-                tensors = {"qweight": words, "qzeros": middle, "scales": scales}
-                setattr(parent, name, PackedLinear(GPTQ_V2, 4, 128, depth, lines, tensors))
+@of_linear
+def as_gptq(layer: torch.nn.Linear) -> torch.nn.Module:
+    """A layer as GPTQ checkpoints of 4 bits have it: random codes in groups of 128, the middle for zero."""
+    (lines, depth), device, dtype = layer.weight.shape, layer.weight.device, layer.weight.dtype
+    words = torch.randint(-(2**31), 2**31, (depth // 8, lines), dtype=torch.int32, device=device)
+    middle = torch.full((-(-depth // 128), lines // 8), 0x88888888 - 2**32, device=device).int()
+    scales = torch.full((-(-depth // 128), lines), 0.02 / 4.6, dtype=dtype, device=device)
+    return PackedLinear(GPTQ_V2, 4, 128, depth, lines, {"qweight": words, "qzeros": middle, "scales": scales})
 
 
 STORED = {"dense": lambda model: None, "fp8": as_fp8, "int8": as_int8, "nf4": as_nf4, "gptq": as_gptq}
 """Weights of the decoder layers, as quantisers store them."""
 
 
+def make_empty(name: str, dtype: torch.dtype) -> Any:
+    """A model of a shape without weights, on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(name), dtype=dtype)
+
+
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
     """A model of a shape with random weights and biases of 0; no token ends it. The embeddings of a mixture are large,
     so that routers spread tokens over the experts as trained ones do."""
-    config = config_of(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = model.to_empty(device=device).eval().requires_grad_(False)
-    fill(model)
+    model = made_whole(make_empty(name, dtype), device)
     if routers_of(model):
         model.get_input_embeddings().weight.normal_(0.0, EMBEDDED)
+    return model
+
+
+def made_whole(model: Any, device: Any) -> Any:
+    """A model on the meta device with random weights and biases of 0 on another; no token ends it."""
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    fill(model)
     model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
@@ -209,21 +223,20 @@ def experts_read(model: Any, ids: torch.Tensor, assistant: Any) -> float | None:
     """The mean number of a layer's experts that the tokens of a round choose; None of a model without experts.
 
     Hooks on its routers count them, behind which rounds run the model's own modules."""
-    routers = routers_of(model)
-    found: list[int] = []
+    routers, found = routers_of(model), list[int]()
+    if not routers:
+        return None
 
     def count(router: Any, given: Any, out: Any) -> None:
         found.append(len(out[-1].unique()))
 
     handles = [router.register_forward_hook(count) for router in routers]
-    if routers:
-        some = ids[:, : FILLED // 2]
-        options = {"do_sample": False, "attention_mask": torch.ones_like(some), "max_new_tokens": 8}
-        model.generate(some, assistant=assistant, **options)
+    some = ids[:, : FILLED // 2]
+    options = {"do_sample": False, "attention_mask": torch.ones_like(some), "max_new_tokens": 8}
+    model.generate(some, assistant=assistant, **options)
     for handle in handles:
         handle.remove()
-    rounds = found[-len(routers) * fastspec.report(model).last.rounds :] if routers else []
-    return statistics.mean(rounds) if rounds else None
+    return statistics.mean(found[-len(routers) * fastspec.report(model).last.rounds :])
 
 
 def read_bytes(model: Any, experts: float | None) -> int:
@@ -296,9 +309,7 @@ def replay_ms(model: Any) -> float | None:
     session = session_of(model)
     engines = {} if session is None else session.engines.held
     graph = next(reversed(engines.values())).graph if engines else None
-    if graph is None:
-        return None
-    return round(statistics.median(milliseconds(graph.replay, 50)), 4)
+    return None if graph is None else round(statistics.median(milliseconds(graph.replay, 50)), 4)
 
 
 def names(text: str) -> list[str]:
@@ -335,18 +346,8 @@ def main(arguments: list[str] | None = None) -> None:
     device, _ = device_here()
     bandwidth = read_bandwidth(device)
     shared = place(device, args.dtype) | {"read_gb_per_s": round(bandwidth / 1e9, 1)}
-    shown = (
-        "shape",
-        "weights",
-        "prefix",
-        "batch",
-        "method",
-        "head_bits",
-        "round_ms",
-        "replay_ms",
-        "floor_ms",
-        "parts_ms",
-    )
+    shown = ("shape", "weights", "prefix", "batch", "method", "head_bits")
+    shown += ("round_ms", "replay_ms", "floor_ms", "parts_ms")
 
     def tell(model: Any, row: dict[str, Any]) -> None:
         read, kept = read_bytes(model, row["experts_read"]), kept_bytes(model, row["prefix"], row["batch"])
@@ -368,21 +369,20 @@ def main(arguments: list[str] | None = None) -> None:
                 assistant = tree if method == "eagle3" and device == "cuda" else method
                 found = ours(model, ids, assistant, args.tokens, args.calls)
                 size = 0 if method == "autoregressive" else head_bytes(model)
-                drafts = {
-                    "head_bits": bits if size else None,
-                    "head_bytes": size,
-                    "drafter_read_bytes": (tree.depth + 1) * size,
-                }
-                touched = {"experts_read": experts_read(model, ids, assistant)}
-                tell(model, base | {"method": method, "sums": sums} | touched | drafts | found)
+                row = base | {"method": method, "sums": sums, "experts_read": experts_read(model, ids, assistant)}
+                row |= {"head_bits": bits if size else None, "head_bytes": size}
+                tell(model, row | {"drafter_read_bytes": (tree.depth + 1) * size} | found)
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             touched = {"experts_read": experts_read(model, ids, "autoregressive") if args.peers != "none" else None}
-        if "sdpa" in args.peers:
-            found = peer(model, ids, min(args.tokens, 24), args.calls)
-            tell(model, base | {"method": "transformers"} | touched | found)
-        if "static-compile" in args.peers:  # last: it leaves a compiled forward behind
-            found = peer(model, ids, args.tokens, args.calls, cache_implementation="static")
-            tell(model, base | {"method": "static-compile"} | touched | found)
+        static = {"cache_implementation": "static"}  # last: it leaves a compiled forward behind
+        ways = (
+            ("sdpa", "transformers", min(args.tokens, 24), {}),
+            ("static-compile", "static-compile", args.tokens, static),
+        )
+        for name, method, tokens, options in ways:
+            if name in args.peers:
+                found = peer(model, ids, tokens, args.calls, **options)
+                tell(model, base | {"method": method} | touched | found)
 
     for name, stored in product(args.shapes.split(","), args.weights):
         torch.manual_seed(0)
@@ -393,8 +393,7 @@ def main(arguments: list[str] | None = None) -> None:
         for prefix, batch in product(args.prefix, args.batch):
             base = {"shape": name, "weights": stored, "weight_bytes": weights, "prefix": prefix, "batch": batch}
             measure(model, head, base)
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            free_memory()
         del model, head
 
 

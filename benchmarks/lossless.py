@@ -91,9 +91,9 @@ def draw(
     texts: list[Text] = []
     while len(texts) < count:
         torch.manual_seed(seed + len(texts))
-        settings = {"num_return_sequences": min(batch, count - len(texts)), "max_new_tokens": length, **OPTIONS}
-        settings |= {"do_sample": True, "eos_token_id": NEVER, "pad_token_id": 0}
-        out = model.generate(**inputs, **settings, assistant=assistant)
+        settings = {"do_sample": True, "eos_token_id": NEVER, "pad_token_id": 0, "max_new_tokens": length, **OPTIONS}
+        number = min(batch, count - len(texts))
+        out = model.generate(**inputs, **settings, num_return_sequences=number, assistant=assistant)
         texts += map(tuple, out[:, -length:].tolist())
     return texts
 
@@ -155,31 +155,29 @@ def main(arguments: list[str] | None = None) -> None:
     device, _ = device_here()
     model, tokenizer = load_model(options.model, device, torch.float32)
     inputs = encode(tokenizer, PROMPT, device)
-    distributions: dict[Text, Tensor] | None = None
     eagle = options.eagle_head or untrained_head(model)
     fastspec.patch(model, eagle3=options.head, eagle=eagle, eagle2=eagle)
     failed = False
-    for name, penalty in ((name, penalty) for penalty in options.penalty for name in options.assistants):
-        if OPTIONS["repetition_penalty"] != PENALTY[penalty] or distributions is None:
-            OPTIONS["repetition_penalty"] = PENALTY[penalty]
-            distributions = {}
-        if penalty == "with" and name in DRAWN_ONLY:
-            print(f"left out: {name} with a penalty: it draws no drafts then", file=sys.stderr)
-            continue
-        began = time.perf_counter()
-        assistant, length = on(ASSISTANTS[name], model, tokenizer), TOKENS.get(name, LENGTH)
-        texts = draw(model, inputs, assistant, options.texts, options.batch, options.seed, length)
-        calls = fastspec.report(model).calls[-options.texts // options.batch :]
-        mine = [call for call in calls if call.assistant == calls[-1].assistant]
-        row = {"assistant": name, "texts": len(texts), "tokens": length, "options": dict(OPTIONS), "seed": options.seed}
-        row |= {"batch": options.batch, "significance": SIGNIFICANCE}
-        row |= {"eagle_head": options.eagle_head} if name.startswith("eagle") and name != "eagle3" else {}
-        row |= {"positions": judge(model, inputs["input_ids"], texts, distributions)}
-        row |= {"drafted": sum(c.drafted for c in mine), "drafts_accepted": sum(c.accepted for c in mine)}
-        row |= {"rounds": sum(c.row_rounds for c in mine), "seconds": round(time.perf_counter() - began, 1)}
-        row |= environment(model) | {"backend": fastspec.report(model).backend}
-        failed |= any(position["p"] < SIGNIFICANCE for position in row["positions"])
-        write(options.out, row)
+    for penalty in options.penalty:
+        OPTIONS["repetition_penalty"], distributions = PENALTY[penalty], dict[Text, Tensor]()
+        for name in options.assistants:
+            if penalty == "with" and name in DRAWN_ONLY:
+                print(f"left out: {name} with a penalty: it draws no drafts then", file=sys.stderr)
+                continue
+            began = time.perf_counter()
+            assistant, length = on(ASSISTANTS[name], model, tokenizer), TOKENS.get(name, LENGTH)
+            texts = draw(model, inputs, assistant, options.texts, options.batch, options.seed, length)
+            calls = fastspec.report(model).calls[-options.texts // options.batch :]
+            mine = [call for call in calls if call.assistant == calls[-1].assistant]
+            row = {"assistant": name, "texts": len(texts), "tokens": length, "options": dict(OPTIONS)}
+            row |= {"seed": options.seed, "batch": options.batch, "significance": SIGNIFICANCE}
+            row |= {"eagle_head": options.eagle_head} if name.startswith("eagle") and name != "eagle3" else {}
+            row |= {"positions": judge(model, inputs["input_ids"], texts, distributions)}
+            row |= {"drafted": sum(c.drafted for c in mine), "drafts_accepted": sum(c.accepted for c in mine)}
+            row |= {"rounds": sum(c.row_rounds for c in mine), "seconds": round(time.perf_counter() - began, 1)}
+            row |= environment(model) | {"backend": fastspec.report(model).backend}
+            failed |= any(position["p"] < SIGNIFICANCE for position in row["positions"])
+            write(options.out, row)
     raise SystemExit(1 if failed else 0)
 
 

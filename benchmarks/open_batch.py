@@ -19,17 +19,20 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from common import FirstTokens, device_here, padded, parser_of, place, tree_of, write
+from common import FirstTokens, device_here, parser_of, place, timed, tree_of, write
 from full_size import SHAPES, make_head, make_model
 
 import fastspec
 from fastspec.models import SMOLLM2, load_model
+from fastspec.programs.texts import padded_inputs
 from fastspec.programs.training.data import encode_prompts, read_prompts
 
 EACH = 6
@@ -41,28 +44,20 @@ LONGEST = 400
 def load(batch: Any, prompts: Sequence[Sequence[int]], clients: int, tokens: int) -> dict[str, Any]:
     """The row of one load."""
     todo = [torch.tensor([prompts[number % len(prompts)]]) for number in range(EACH * clients)]
-    firsts: list[float] = []
-    failed: list[BaseException] = []
 
-    def client(mine: Sequence[torch.Tensor]) -> None:
-        try:
-            for ids in mine:
-                streamer = FirstTokens()
-                options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
-                batch.submit(ids, **options, streamer=streamer).result()
-                firsts.append(1e3 * sum(streamer.seconds[:2]))  # to the prompt, and to the first token
-        except BaseException as error:
-            failed.append(error)
+    def client(mine: Sequence[torch.Tensor]) -> list[float]:
+        firsts = []
+        for ids in mine:
+            streamer = FirstTokens()
+            options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
+            batch.submit(ids, **options, streamer=streamer).result()
+            firsts.append(1e3 * sum(streamer.seconds[:2]))  # to the prompt, and to the first token
+        return firsts
 
-    threads = [threading.Thread(target=client, args=(todo[number::clients],)) for number in range(clients)]
-    begun = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - begun
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(clients) as pool:
+        begun = time.perf_counter()
+        firsts = list(chain(*pool.map(client, (todo[number::clients] for number in range(clients)))))
+        seconds = time.perf_counter() - begun
     row = {"clients": clients, "requests": len(todo), "tokens": tokens, "seconds": round(seconds, 3)}
     row |= {"tokens_per_second": round(len(todo) * tokens / seconds, 1)}
     return row | {"first_token_ms": round(statistics.median(firsts), 1)}
@@ -80,8 +75,7 @@ def made(args: argparse.Namespace) -> tuple[Any, list[list[int]]]:
     else:
         torch.manual_seed(0)
         model = make_model(args.shape, device, dtype)
-        most = min(500, model.config.vocab_size)
-        lengths = torch.randint(120, 250, (192,)).tolist()
+        most, lengths = min(500, model.config.vocab_size), torch.randint(120, 250, (192,)).tolist()
         texts = [torch.randint(10, most, (length,)).tolist() for length in lengths]
         fastspec.patch(model, eagle3=make_head(model, args.draft_vocab))
     model.generation_config.eos_token_id = None
@@ -91,14 +85,15 @@ def made(args: argparse.Namespace) -> tuple[Any, list[list[int]]]:
 def of_tree(model: Any, texts: Sequence[Sequence[int]], rows: int, tree: str, args: argparse.Namespace) -> dict:
     """The row of one tree in one number of rows."""
     assistant: Any = "autoregressive" if tree == "plain" else tree_of(tree)
-    inputs = padded([texts[number % len(texts)] for number in range(args.times * rows)], model.device)
-    given = {**inputs, "do_sample": False, "assistant": fastspec.ContinuousBatch(assistant, rows)}
-    count, seconds = args.times * rows, []
+    chosen = [texts[number % len(texts)] for number in range(args.times * rows)]
+    given = {
+        **padded_inputs(chosen, model.generation_config, model.device),
+        "do_sample": False,
+        "assistant": fastspec.ContinuousBatch(assistant, rows),
+    }
     model.generate(**given, max_new_tokens=max(2, args.tokens // 8))
-    for _ in range(args.repeats):
-        begun = time.perf_counter()
-        model.generate(**given, max_new_tokens=args.tokens)
-        seconds.append(time.perf_counter() - begun)
+    call, count = partial(model.generate, **given, max_new_tokens=args.tokens), args.times * rows
+    seconds = [timed(call) for _ in range(args.repeats)]
     stats, best = fastspec.report(model).calls[-1], min(seconds)
     row = {"rows": rows, "tree": tree, "prompts": count, "tokens": args.tokens}
     row |= {"tokens_per_second": round(count * args.tokens / best, 1), "seconds": [round(each, 4) for each in seconds]}

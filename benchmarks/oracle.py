@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Row, device_here, parser_of, place, timed, tree_of, write
-from full_size import EMBEDDED, SHAPES, make_head, make_model, numbers
+from common import Row, device_here, free_memory, parser_of, place, timed, tree_of, write
+from full_size import CALLS, EMBEDDED, SHAPES, make_head, make_model, numbers
 from torch import Tensor
 
 import fastspec
@@ -37,7 +37,6 @@ from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
 
 QWEN_MTP = (0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24)
-CALLS = 5
 
 
 @dataclass(eq=False, slots=True)
@@ -139,11 +138,6 @@ class OracleDrafter(EagleDrafter):
         return replace(shape, tokens=tokens)
 
 
-def expected_length(survival: Sequence[float], shape: TreeShape) -> float:
-    """Tokens of a round, the bonus token included, with trees of a shape."""
-    return 1 + sum(survival[: min(shape.max_path, shape.total_tokens) - 1])
-
-
 def steady(model: Any) -> Any:
     """Let the likeliest token be the one after the last, by a margin that no rounding reaches."""
     embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -201,10 +195,11 @@ def main(arguments: list[str] | None = None) -> None:
     shown = ("shape", "rows", "way", "method", "tree", "tokens_per_second", "over_plain", "acceptance_length", "equal")
     trees = {text: fastspec.Eagle3() if text == "default" else tree_of(text) for text in args.trees}
 
-    def tell(base: Row, seconds: list[float], count: int, **more: Any) -> float:
+    def tell(base: Row, seconds: list[float], count: int, plain: float | None = None, **more: Any) -> float:
         rate = count / statistics.median(seconds)
-        found = {"tokens_per_second": round(rate, 1), "seconds_quantiles": quantiles(seconds)}
-        write(args.out, place(device, dtype) | base | found | more, shown)
+        found = {"tokens_per_second": round(rate, 1), "seconds_quantiles": quantiles(seconds), **more}
+        found |= {} if plain is None else {"over_plain": round(rate / plain, 3)}
+        write(args.out, place(device, dtype) | base | found, shown)
         return rate
 
     for name in args.shapes.split(","):
@@ -226,8 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
                     told = {"acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds}
                     told["drafted"] = round(last.drafted / last.row_rounds, 1)
                     told["equal"] = round(float((found == plain).all(1).float().mean()), 3)
-                    told["over_plain"] = round(count / statistics.median(seconds) / first, 3)
-                    tell(here | {"method": "eagle3", "tree": text}, seconds, count, **told)
+                    tell(here | {"method": "eagle3", "tree": text}, seconds, count, first, **told)
                 if args.open:
                     here["way"], count = "open", many.shape[0] * args.tokens
                     for part in many[rows:].split(rows):
@@ -236,11 +230,9 @@ def main(arguments: list[str] | None = None) -> None:
                     first = tell(here | {"method": "autoregressive"}, seconds, count)
                     for text, decoding in decodings.items():
                         seconds = in_flight(model, many, decoding, rows, args.tokens, args.calls)
-                        over = round(count / statistics.median(seconds) / first, 3)
-                        tell(here | {"method": "eagle3", "tree": text}, seconds, count, over_plain=over)
+                        tell(here | {"method": "eagle3", "tree": text}, seconds, count, first)
         del model, head
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 if __name__ == "__main__":

@@ -9,44 +9,32 @@ one of `benchmarks/results/`, each table a function of its rows, which a row of 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from decimal import ROUND_HALF_UP, Decimal
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import typer
+from common import Row, read
 
 from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.cli.app import app
 from fastspec.programs.cli.train import FIELD_OF
 from fastspec.programs.training import TrainConfig
 
-Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-STORED = {
-    "dense": "bf16",
-    "int8": "int8",
-    "fp8": "FP8 in blocks",
-    "gptq": "4 bits, groups of 128 (GPTQ)",
-    "nf4": "nf4",
-}
-SETS = {
-    "mt_bench": "MT-bench",
-    "humaneval": "HumanEval",
-    "mbpp": "MBPP",
-    "gsm8k": "GSM8K",
-    "qa": "questions",
-    "sum": "summaries",
-}
+STORED = {"dense": "bf16", "int8": "int8", "fp8": "FP8 in blocks", "gptq": "4 bits, groups of 128 (GPTQ)", "nf4": "nf4"}
+SETS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "mbpp": "MBPP", "gsm8k": "GSM8K"}
+SETS |= {"qa": "questions", "sum": "summaries"}
 """Set of prompts -> its name on a page."""
+SMOLLM2_SETS = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
 NAMES = {
     "smollm2-135m-instruct": "SmolLM2-135M",
     "qwen2-1.5b": "Qwen2-1.5B shape",
@@ -61,19 +49,15 @@ NAMES = {
     "smollm2-135m": "SmolLM2-135M shape",
 }
 """Model of a row -> its name on a page; a shape has random weights."""
-LABELS = {
-    "speculative": "`speculative` by SmolLM2",
-    "static-compile": "static cache, compiled forward",
-    "transformers": "`generate`",
-    "assisted": "assisted generation",
-}
+LABELS = {"speculative": "`speculative` by SmolLM2", "static-compile": "static cache, compiled forward"}
+LABELS |= {"transformers": "`generate`", "assisted": "assisted generation"}
 """Method -> its name on a page, where that is not its own."""
 
 
 @cache
 def of(file: str) -> tuple[Row, ...]:
     """The rows of a file."""
-    return tuple(map(json.loads, (RESULTS / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()))
+    return tuple(read(RESULTS / f"{file}.jsonl"))
 
 
 def rows(file: str, **wanted: Any) -> list[Row]:
@@ -99,6 +83,10 @@ def shown(value: float, digits: int = 0) -> str:
     return f"{Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
 
 
+def length_and_speed(row: Row) -> str:
+    return f"{shown(row['acceptance_length'], 2)}, {shown(row['tokens_per_second'])}"
+
+
 def link(file: str) -> str:
     return f"[rows](../../benchmarks/results/{file}.jsonl)"
 
@@ -112,8 +100,8 @@ def markdown(heads: Sequence[str], cells: Iterable[Sequence[Any]]) -> str:
 def expect() -> str:
     """What to expect: real models by medians over prompts, shapes by the time of a round."""
     cells: list[list[str]] = []
-    h100, h200 = "H100", "H200"
-    smol, qwen = "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
+    h100, h200, smol, qwen = "H100", "H200", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
+    shapes = "gemma3-12b", "qwen3.5-9b", "gpt-oss-20b", "qwen3-30b-a3b"
     for model, place, file, methods in (
         (f"{smol}, fp32", "two CPU cores", "bench_cpu", ("transformers", "autoregressive", "nasd", "eagle3")),
         (f"{qwen}, fp32", "two CPU cores", "bench_pair_cpu", ("transformers", "autoregressive", "speculative")),
@@ -132,10 +120,7 @@ def expect() -> str:
             cells[-1].append(link(file))
     for file, place, shape, methods in (
         ("full_size_h200", h200, "llama-8b", ("transformers", "static-compile", "autoregressive", "eagle3")),
-        ("full_size_models_h200", h200, "gemma3-12b", ("autoregressive", "eagle3")),
-        ("full_size_models_h200", h200, "qwen3.5-9b", ("autoregressive", "eagle3")),
-        ("full_size_models_h200", h200, "gpt-oss-20b", ("autoregressive", "eagle3")),
-        ("full_size_models_h200", h200, "qwen3-30b-a3b", ("autoregressive", "eagle3")),
+        *(("full_size_models_h200", h200, shape, ("autoregressive", "eagle3")) for shape in shapes),
     ):
         wanted = {"shape": shape, "batch": 1, "prefix": 2048}
         plain = one(file, method="transformers", **wanted)["round_ms"]
@@ -228,9 +213,8 @@ def batches() -> str:
         wanted = {"count": 80, "batch": batch, "rows": at_a_time, "commit": "38783ba"}
         plain = one("speed_h200", assistant="autoregressive", **wanted)
         head = rows("speed_h200", assistant="eagle3", tree=tree, **wanted)[0]
-        cells.append(
-            [said, *(f"{shown(row['tokens_per_second'])} ({row['rows_running']:.0%})" for row in (plain, head))]
-        )
+        both = (f"{shown(row['tokens_per_second'])} ({row['rows_running']:.0%})" for row in (plain, head))
+        cells.append([said, *both])
     return markdown(["rows at a time", "`autoregressive`", "`eagle3`"], cells)
 
 
@@ -254,27 +238,25 @@ def batch_trees() -> str:
 def sampling() -> str:
     """Acceptance length and tokens per second by temperature and depth, trees of 60 nodes."""
     cells = []
-    for temperature in (1.0, 0.6, None):
-        for depth in (7, 5, 4, 3):
-            wanted = {"tree": [60, depth, 10], "temperature": temperature}
-            sets = ("mt_bench", "humaneval", "gsm8k")
-            found = [rows("sampled_trees_h100", prompts=name, **wanted)[0] for name in sets]
-            figures = [f"{shown(row['acceptance_length'], 2)}, {shown(row['tokens_per_second'])}" for row in found]
-            cells.append(["greedy" if temperature is None else f"{temperature:g}", depth, *figures])
+    for temperature, depth in product((1.0, 0.6, None), (7, 5, 4, 3)):
+        wanted = {"tree": [60, depth, 10], "temperature": temperature}
+        sets = ("mt_bench", "humaneval", "gsm8k")
+        found = [rows("sampled_trees_h100", prompts=name, **wanted)[0] for name in sets]
+        said = "greedy" if temperature is None else f"{temperature:g}"
+        cells.append([said, depth, *map(length_and_speed, found)])
     return markdown(["temperature", "depth", "MT-bench", "HumanEval", "GSM8K"], cells)
 
 
 def servers() -> str:
     """Tokens per second of servers by requests in flight; of streams the median time to the first token too."""
     cells = []
-    for model, file in ((NAMES["smollm2-135m-instruct"], "serving_h100"), ("Qwen2.5-Coder-1.5B", "serving_qwen_h100")):
-        for streamed in (False, True):
-            for in_flight in (1, 8, 32):
-                line = [model, "streamed" if streamed else "whole", str(in_flight)]
-                for server in ("vllm", "fastspec", "vllm-eagle3-3", "fastspec-eagle3"):
-                    found = rows(file, server=server, in_flight=in_flight, streamed=streamed, long=0)
-                    line.append(", ".join(served(row) for row in found))
-                cells.append(line)
+    files = (NAMES["smollm2-135m-instruct"], "serving_h100"), ("Qwen2.5-Coder-1.5B", "serving_qwen_h100")
+    for (model, file), streamed, in_flight in product(files, (False, True), (1, 8, 32)):
+        line = [model, "streamed" if streamed else "whole", str(in_flight)]
+        for server in ("vllm", "fastspec", "vllm-eagle3-3", "fastspec-eagle3"):
+            found = rows(file, server=server, in_flight=in_flight, streamed=streamed, long=0)
+            line.append(", ".join(served(row) for row in found))
+        cells.append(line)
     heads = ["", "answers", "in flight", "vLLM", "fastspec", "vLLM, EAGLE-3", "fastspec, EAGLE-3"]
     return markdown(heads, cells)
 
@@ -324,9 +306,7 @@ def peer_cases(measured: Iterable[Row]) -> dict[Case, tuple[Row, list[Row]]]:
                 cases[case] = ours[-1], theirs
                 break
     order = list(NAMES)
-    return dict(
-        sorted(cases.items(), key=lambda item: (order.index(item[0][0]), item[0][3], item[0][2] or 0, item[0][1]))
-    )
+    return {case: cases[case] for case in sorted(cases, key=lambda it: (order.index(it[0]), it[3], it[2] or 0, it[1]))}
 
 
 def peer_figure(ours: Row, theirs: Row) -> tuple[str, str, float]:
@@ -356,52 +336,51 @@ def peers(file: str) -> str:
     return markdown(["", "rows", "tokens before", "vLLM", "fastspec", "ratio"], cells)
 
 
+def first_token(case: Case, ours: Row, theirs: Row) -> tuple[str, str, str, float]:
+    """(model, vLLM's milliseconds to the first token, fastspec's, their ratio)."""
+    here, there = 1e3 * ours["first_token_s"], 1e3 * theirs["first_token_s"]
+    said = NAMES[case[0]] + (", with a head" if case[3] == "eagle3" else "")
+    return said, number(there), number(here), there / here
+
+
 def first_tokens() -> str:
     """Seconds to the first token."""
     cells = []
     for file in PEERS:
         for case, (ours, theirs) in peer_cases(of(file)).items():
             if "first_token_s" in ours and "first_token_s" in theirs[0]:
-                here, there = 1e3 * ours["first_token_s"], 1e3 * theirs[0]["first_token_s"]
-                said = NAMES[case[0]] + (", with a head" if case[3] == "eagle3" else "")
-                cells.append(
-                    [
-                        "H200" if "200" in ours["device"] else "H100",
-                        said,
-                        f"{case[2]:,}",
-                        number(there),
-                        number(here),
-                        shown(there / here, 2),
-                    ]
-                )
+                said, *ms, ratio = first_token(case, ours, theirs[0])
+                where = ["H200" if "200" in ours["device"] else "H100", said, f"{case[2]:,}"]
+                cells.append([*where, *ms, shown(ratio, 2)])
     return markdown(["", "", "tokens before", "vLLM, ms", "fastspec, ms", "ratio"], cells)
 
 
-def head_sets(file: str, sets: Sequence[str], stem: str = "", **wanted: Any) -> list[str]:
-    """Acceptance length of a head on some sets of prompts."""
-    return [shown(one(file, prompts=f"{stem}{name}", **wanted)["acceptance_length"], 2) for name in sets]
+def head_sets(file: str, stem: str = "", digits: int = 2, **wanted: Any) -> list[str]:
+    """Acceptance length of a head of SmolLM2 on its sets of prompts."""
+    return [shown(one(file, prompts=f"{stem}{name}", **wanted)["acceptance_length"], digits) for name in SMOLLM2_SETS]
+
+
+def on_sets(cells: Iterable[Sequence[Any]], sets: Sequence[str] = SMOLLM2_SETS) -> str:
+    """A table of figures on sets of prompts."""
+    return markdown(["", *(SETS[name] for name in sets)], cells)
 
 
 def smollm2_heads() -> str:
     """Acceptance length of the head that ships, and of the one before it."""
-    sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
     cells = []
     ships = "smollm2-135m-instruct"
     for said, head in (("the head", ships), ("without norms", f"{ships}, as it was before, without norms")):
         for depth in (7, 9):
-            figures = head_sets("head_smollm2_h100", sets, head=head, tree=[60, depth, 10], batch=40, dtype="bfloat16")
+            figures = head_sets("head_smollm2_h100", head=head, tree=[60, depth, 10], batch=40, dtype="bfloat16")
             cells.append([f"{said}, depth {depth}", *figures])
-    return markdown(["", *(SETS[name] for name in sets)], cells)
+    return on_sets(cells)
 
 
 def head_bits() -> str:
     """Acceptance length of the head that ships, in its own dtype and in 8 bits."""
-    sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
-    cells = []
-    for bits in (16, 8):
-        found = [one("head_bits_cpu", head_bits=bits, prompts=f"eval_eagle_{name}") for name in sets]
-        cells.append([f"`head_bits={bits}`", *(shown(row["acceptance_length"], 3) for row in found)])
-    return markdown(["", *(SETS[name] for name in sets)], cells)
+    return on_sets(
+        [f"`head_bits={bits}`", *head_sets("head_bits_cpu", "eval_eagle_", 3, head_bits=bits)] for bits in (16, 8)
+    )
 
 
 def stored_row(weights: str, method: str, bits: int | None = None) -> Row:
@@ -422,13 +401,9 @@ def stored() -> str:
 
 def eagle_head() -> str:
     """Acceptance length of the head of EAGLE-1's and EAGLE-2's format that ships."""
-    sets = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
     wanted = {"count": 40, "max_new_tokens": 128, "commit": "a4b6162", "batch": 40}
-    cells = []
-    for assistant in ("eagle2", "eagle"):
-        figures = head_sets("lossless_h200", sets, "eval_eagle_", assistant=assistant, **wanted)
-        cells.append([f"`{assistant}`", *figures])
-    return markdown(["", *(SETS[name] for name in sets)], cells)
+    both = ("eagle2", "eagle")
+    return on_sets([f"`{each}`", *head_sets("lossless_h200", "eval_eagle_", assistant=each, **wanted)] for each in both)
 
 
 def qwen_head() -> str:
@@ -437,9 +412,8 @@ def qwen_head() -> str:
     cells = []
     for tree in ([60, 7, 10], [60, 9, 10], [40, 7, 10]):
         found = [one("head_qwen_all_h100", prompts=name, tree=tree) for name in sets]
-        figures = [f"{shown(row['acceptance_length'], 2)}, {shown(row['tokens_per_second'])}" for row in found]
-        cells.append([f"{tree[0]} nodes, depth {tree[1]}", *figures])
-    return markdown(["", *(SETS[name] for name in sets)], cells)
+        cells.append([f"{tree[0]} nodes, depth {tree[1]}", *map(length_and_speed, found)])
+    return on_sets(cells, sets)
 
 
 def floors() -> str:
@@ -495,12 +469,11 @@ def exact() -> str:
 def exact_rounds() -> str:
     """Milliseconds of a round by the fast kernels and by those of the same bits."""
     cells = []
-    shapes = "llama-8b", "qwen2.5-7b", "qwen3-4b", "llama-3b", "qwen2-1.5b", "smollm2-135m"
-    for shape, batch in [(shape, 1) for shape in shapes] + [("llama-8b", 8)]:
-        for method in ("autoregressive", "eagle3"):
-            wanted = {"shape": shape, "batch": batch, "method": method}
-            fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
-            cells.append([f"{shape}, `{method}`", str(batch), shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
+    ones = [(each, 1) for each in ("llama-8b", "qwen2.5-7b", "qwen3-4b", "llama-3b", "qwen2-1.5b", "smollm2-135m")]
+    for (shape, batch), method in product([*ones, ("llama-8b", 8)], ("autoregressive", "eagle3")):
+        wanted = {"shape": shape, "batch": batch, "method": method}
+        fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
+        cells.append([f"{shape}, `{method}`", str(batch), shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
     return markdown(["", "rows", "fast: ms", "exact: ms", "ratio"], cells)
 
 
@@ -528,31 +501,10 @@ def train_options() -> str:
     return markdown(["option", "default", ""], cells) + f"\nIn Python alone: {alone}.\n"
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "expect": expect,
-    "demo": demo,
-    "trees": trees,
-    "train_options": train_options,
-    "batches": batches,
-    "batch_trees": batch_trees,
-    "sampling": sampling,
-    "servers": servers,
-    "served_cascade": served_cascade,
-    "peers_served": peers_served,
-    "peers_h200": lambda: peers("peers_h200"),
-    "peers_h100": lambda: peers("peers_h100"),
-    "first_tokens": first_tokens,
-    "smollm2_heads": smollm2_heads,
-    "head_bits": head_bits,
-    "stored": stored,
-    "eagle_head": eagle_head,
-    "qwen_head": qwen_head,
-    "floors": floors,
-    "portable": portable,
-    "prompt_parts": prompt_parts,
-    "exact": exact,
-    "exact_rounds": exact_rounds,
-}
+MADE = (expect, demo, trees, train_options, batches, batch_trees, sampling, servers, served_cascade, peers_served)
+MADE += (first_tokens, smollm2_heads, head_bits, stored, eagle_head, qwen_head, floors, portable, prompt_parts)
+TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*MADE, exact, exact_rounds)}
+TABLES |= {file: partial(peers, file) for file in PEERS}
 
 
 def filled(text: str) -> str:

@@ -20,19 +20,19 @@ import argparse
 import datetime
 import os
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
+import full_size
 import torch
 import torch.distributed as dist
-from common import Row, captured, milliseconds, place, timed, write
-from full_size import SHAPES, config_of, kept_bytes, make_head, make_model, ours, peer, read_bandwidth, shape_parser
+from common import Row, captured, free_memory, milliseconds, place, timed, write
+from full_size import config_of, kept_bytes, make_head, make_model, ours, peer, read_bandwidth, shape_parser
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import fastspec
@@ -52,17 +52,9 @@ REPEATS = 30
 
 def make_cut(name: str, dtype: torch.dtype, processes: int) -> Any:
     """A model of a shape with random weights over so many processes."""
-    config = config_of(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = full_size.make_empty(name, dtype)
     wanted, device, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=processes, tp_plan="auto"))
-    model = model.maybe_distribute_model(model, wanted, mesh).to_empty(device=device).eval().requires_grad_(False)
-    model.tie_weights()
-    for parameter in map(local_part, model.parameters()):
-        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
+    return full_size.made_whole(model.maybe_distribute_model(model, wanted, mesh), device)
 
 
 def ways(group: dist.ProcessGroup, x: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -141,20 +133,11 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
         if group.size() > 2:
             ways += [("one launch, all to all", fused, 1 << 62), ("one launch, owners", fused, 0)]
         for name, way, least in ways:
-            reduced_norm.OWNED_BYTES = least
-            if not all(map(torch.equal, way(*given), apart(*given))):
-                raise RuntimeError(f"the norm of the sum of {rows} rows in {name} is wrong")
-            found.append(row_of("norm", name, rows, width, microseconds(partial(way, *given), device)))
-        reduced_norm.OWNED_BYTES = chosen
+            with patch.object(reduced_norm, "OWNED_BYTES", least):
+                if not all(map(torch.equal, way(*given), apart(*given))):
+                    raise RuntimeError(f"the norm of the sum of {rows} rows in {name} is wrong")
+                found.append(row_of("norm", name, rows, width, microseconds(partial(way, *given), device)))
     return found
-
-
-@contextmanager
-def least_bytes(count: int) -> Iterator[None]:
-    """Heads are cut over the processes from so many bytes on."""
-    before, head_program.LEAST_BYTES = head_program.LEAST_BYTES, count
-    yield
-    head_program.LEAST_BYTES = before
 
 
 def rounds(model: Any, head: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -166,7 +149,8 @@ def rounds(model: Any, head: Any, ids: Tensor, args: argparse.Namespace) -> list
         def asked(when: str) -> None:
             for method in args.methods.split(","):
                 name = method.removesuffix(WHOLE)
-                with least_bytes(1 << 62 if method.endswith(WHOLE) else head_program.LEAST_BYTES):
+                least = 1 << 62 if method.endswith(WHOLE) else head_program.LEAST_BYTES
+                with patch.object(head_program, "LEAST_BYTES", least):  # a head of fewer is not cut
                     assistant = big if name == "eagle3" and ids.is_cuda else name
                     row = ours(model, ids, assistant, args.tokens, args.calls)
                     found.append({"method": method, "launches": when, **row})
@@ -217,7 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", default="autoregressive,eagle3", help=f"with {WHOLE!r}: its head is not cut")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers' own decoding")
     parser.add_argument("--tune", type=float, default=0.0, metavar="MINUTES", help="measure again with tuned launches")
-    parser.add_argument("--stage", choices=SHAPES, help="shape of a small stage of a cascade, in calls of its own")
+    parser.add_argument("--stage", choices=full_size.SHAPES, help="shape of a cascade's small stage, in its own calls")
     parser.add_argument("--no-sums", action="store_true")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
@@ -258,9 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
                     if args.stage:
                         tell(cascade(model, args.stage, ids, args), shape=name, new_tokens=args.tokens, **where)
                 del model, head
-            if cuda:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+            free_memory()
             dist.barrier()
     dist.destroy_process_group()
 

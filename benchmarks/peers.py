@@ -18,7 +18,6 @@ must not set up NVLink multicast where the host's other users share the switch: 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -30,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, device_here, parser_of, place, timed, tree_of, write
-from full_size import SHAPES, config_of, make_head, make_model
-from transformers import AutoModelForCausalLM
+from common import Row, device_here, free_memory, parser_of, place, timed, tree_of, write
+from full_size import SHAPES, config_of, make_empty, make_head, make_model
 
 import fastspec
 from fastspec.errors import FastSpecError
@@ -67,15 +65,8 @@ class Run:
         except (torch.cuda.OutOfMemoryError, FastSpecError) as error:
             print(f"failed: {case}: {error}", flush=True)
             self.failed.append(case)
-            leave()
+            free_memory()
             return []
-
-
-def leave() -> None:
-    """Give the device's memory back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def of_shape(name: str, run: Run) -> Iterator[Row]:
@@ -88,13 +79,9 @@ def of_shape(name: str, run: Run) -> Iterator[Row]:
     size = config_of(name).vocab_size
     batches = {each: torch.randint(10, size, each[1], device=device) for each in todo}
     with tempfile.TemporaryDirectory() as folder:
-        if args.processes > 1:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config_of(name), dtype=dtype)
-                head = make_head(model, args.draft_vocab)
-        else:
-            model = make_model(name, device, dtype)
-            head = make_head(model, args.draft_vocab)
+        model = make_empty(name, dtype) if args.processes > 1 else make_model(name, device, dtype)
+        head = make_head(model, args.draft_vocab)
+        if args.processes == 1:
             with fastspec.patched(model, eagle3=head):
                 for method, case in list(batches):
                     shown = f"{name}, {method}, {case[0]} x {case[1]}"
@@ -104,7 +91,7 @@ def of_shape(name: str, run: Run) -> Iterator[Row]:
                     yield from found
         target, drafts = write_configs(model, head, Path(folder))
         del model, head
-        leave()
+        free_memory()
         for method, chain in (("plain", None), *(("eagle3", chain) for chain in args.chains)):
             ids = {case: batch.tolist() for (of, case), batch in batches.items() if of == method}
             if run.peer is not None and ids:

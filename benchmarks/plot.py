@@ -16,7 +16,7 @@ from typing import Any
 
 import matplotlib
 from common import Row, parser_of, read
-from pages import NAMES, case_name, number, peer_cases, peer_figure
+from pages import case_name, first_token, peer_cases, peer_figure
 from PIL import Image
 
 from fastspec.programs.bench.report import OVERALL, by_size, summarise
@@ -84,10 +84,8 @@ def draw(rows: list[Row], path: Path) -> None:
     axes[0].legend(ncols=min(5, len(methods)), **LEGEND)
     whole = {row["method"]: row for row in summary if row["category"] == OVERALL}
     phases(axes[-1], [whole[method] for method in methods])
-    told = (
-        f"{where['model']}, {where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {where['batch']}"
-    )
-    figure.suptitle(f"{told}, at most {where['max_new_tokens']} new tokens", fontsize=11)
+    told = f"{where['model']}, {where['device']}, {where['dtype']}, threads: {where['threads']}"
+    figure.suptitle(f"{told}, batch: {where['batch']}, at most {where['max_new_tokens']} new tokens", fontsize=11)
     figure.tight_layout()
     save(figure, path)
 
@@ -173,15 +171,11 @@ def beside(rows: list[Row], path: Path) -> None:
             best = min(theirs, key=lambda row: peer_figure(ours, row)[2])
             here, there, ratio = peer_figure(ours, best)
             name, count, before = case_name(case, best)
-            several = f"{count} row{'s' * (count != '1')}"
-            bars.append(
-                (f"{name}, {several}{'' if before == 'prompts' else f', {before} before'}", f"{there} → {here}", ratio)
-            )
+            name += f", {count} row{'s' * (count != '1')}" + ("" if before == "prompts" else f", {before} before")
+            bars.append((name, f"{there} → {here}", ratio))
             if "first_token_s" in ours:
-                here, there = 1e3 * ours["first_token_s"], 1e3 * best["first_token_s"]
-                with_head = ", with a head" if case[3] == "eagle3" else ""
-                told = f"{NAMES[case[0]]}{with_head}, {before} before, {device.split()[1]}"
-                firsts.append((told, f"{number(there)} → {number(here)} ms", there / here))
+                told, there, here, ratio = first_token(case, ours, best)
+                firsts.append((f"{told}, {before} before, {device.split()[1]}", f"{there} → {here} ms", ratio))
         panels.append((f"One {' '.join(device.split()[:2])}: tokens per second, vLLM → fastspec", bars))
     panels.append(("First token", firsts))
     heights = [0.26 * len(bars) + 0.7 for _, bars in panels]

@@ -96,7 +96,7 @@ def started(commands: Sequence[str], model: str, patience: float) -> Iterator[di
     `SystemExit` with what a server wrote last where it ends, or is not ready in time."""
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        filled = {"{port}": "", "{model}": "", "{head}": ""}
+        filled = {}
         if any("{model}" in command for command in commands):
             filled["{model}"] = stack.enter_context(saved(model, *load_model(model, dtype=device_here()[1])))
         if any("{head}" in command for command in commands):
@@ -325,8 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("name a --server, or one to --start")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends what was started, too
     with started(given.start, given.model, given.patience) as own:
-        running = dict(text.split("=", 1) for text in given.server)
-        for row in rows_of(given, {name: Started(url) for name, url in running.items()} | own):
+        running = {name: Started(url) for name, url in (text.split("=", 1) for text in given.server)}
+        for row in rows_of(given, running | own):
             write(given.out, row)
 
 

@@ -164,10 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, folder in folders.items():
             for row in run(name, Path(folder), args):
                 of = found.setdefault((row["assistant"], row["way"]), {})
-                if name in of:
-                    of[name]["round_ms"] += row["round_ms"]
-                else:
-                    of[name] = row
+                of.setdefault(name, {**row, "round_ms": []})["round_ms"] += row["round_ms"]
     shared = {"shape": args.shape, **place(args.device, args.dtype)}
     before, after = folders
     different = []

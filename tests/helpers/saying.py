@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import fastspec
@@ -23,11 +23,12 @@ ANSWERS = {
 }
 
 
-def saying(text: str) -> tuple[Any, PreTrainedTokenizerFast]:
+def saying(text: str, opening: str = "") -> tuple[Any, PreTrainedTokenizerFast]:
     """A model that answers every turn with a text, and its tokenizer: each token is there once, and the one behind it
-    follows from it alone. Tokens are bytes, and may end within a character."""
+    follows from it alone. Tokens are bytes, and may end within a character; the `opening` of the text is an added
+    one."""
     spelt = "".join(part for part, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text))
-    pieces: list[str] = []
+    pieces, spelt = [opening][: len(opening)], spelt.removeprefix(opening)
     while spelt:
         count = next((count for count in range(1, len(spelt) + 1) if spelt[:count] not in pieces), 0)
         if not count:  # no other token is left for the end
@@ -39,6 +40,7 @@ def saying(text: str) -> tuple[Any, PreTrainedTokenizerFast]:
     words = {word: number for number, word in enumerate(words)}
     plain = Tokenizer(models.WordLevel(words, unk_token="<start>"))
     plain.pre_tokenizer, plain.decoder = pre_tokenizers.WhitespaceSplit(), decoders.ByteLevel()
+    plain.add_tokens([AddedToken(opening)] if opening else [])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", unk_token="<start>")
     tokenizer.chat_template = small_tokenizer().chat_template
     tokenizer.response_template = {**TEMPLATES[0][1], "start_anchor": "<bot>"}

@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.grammars import SCHEMA, TOKENIZER, is_valid, terse
+import torch
+from helpers.grammars import SCHEMA, SIZE, TOKENIZER, is_valid, terse
+from helpers.saying import FIRST, saying
 from helpers.serve import MARKS, NAME, Served, openai, post, served
+from helpers.tokenizers import written
 
 import fastspec
+from fastspec.programs.serving.structured import CallForm, call_form, structure_of
+from fastspec.programs.serving.templates import TEMPLATES
 
 pytestmark = MARKS
 pytest.importorskip("llguidance")
@@ -136,6 +141,95 @@ def test_calls_that_the_limit_cuts_are_content(server: Served) -> None:
     assert '[{"name": "'.startswith(choice.message.content[:11])
 
 
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Served]:
+    """A server whose model calls a tool."""
+    with torch.no_grad():
+        model, tokenizer = saying(FIRST, opening="<tool_call>")
+    with served(model, rows=2, assistant="nasd", tokenizer=tokenizer) as running:
+        yield running
+
+
+def test_a_call_comes_as_it_does_without_a_structure_beside_it(caller: Served) -> None:
+    given = asked(tools=TOOLS)
+    client = caller.client()
+    for more in ({}, {"response_format": FORMAT}, {"response_format": {"type": "json_object"}}):
+        whole = client.chat.completions.create(**given, **more).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**given, **more, stream=True)]
+        assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls" and not whole.message.content
+        for calls in (whole.message.tool_calls, [call for chunk in chunks for call in chunk.delta.tool_calls or ()]):
+            [call] = calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    text = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
+    said = client.responses.create(model=NAME, input="ab", tools=flat, text=text, temperature=0)
+    assert [item.type for item in said.output] == ["function_call"]
+
+
+@pytest.fixture(scope="module")
+def chooser() -> Iterator[Served]:
+    """A server whose model begins an answer as it is biased to."""
+    tokenizer, model = written(SIZE), terse()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}{{ '<bot>' }}"
+    tokenizer.response_template = {**TEMPLATES[0][1], "start_anchor": "<bot>"}
+    with fastspec.patched(model), served(model, max_length=500, assistant="nasd", tokenizer=tokenizer) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_an_answer_is_the_structure_or_begins_as_a_call(chooser: Served, sampled: bool, stream: bool) -> None:
+    [opens] = TOKENIZER("<").input_ids
+
+    def answer(bias: float, **more: Any) -> tuple[str, str]:
+        given = asked(tools=TOOLS, response_format=FORMAT, logit_bias={str(opens): bias}, seed=3, **more)
+        made = chooser.client().chat.completions.create(**given, stream=stream)
+        if not stream:
+            return made.choices[0].message.content, made.choices[0].finish_reason
+        parts = [chunk.choices[0] for chunk in made]
+        return "".join(part.delta.content or "" for part in parts), parts[-1].finish_reason
+
+    more = {"temperature": 0.8 if sampled else 0}
+    text, reason = answer(-100, **more)
+    assert is_valid(json.loads(text)) and reason == "stop"
+    text, reason = answer(100, **more, max_tokens=30)
+    assert text.startswith("<tool_call>" + "<" * 9) and reason == "length"  # no call: free, and content as it stands
+    assert answer(100, **more, max_tokens=4) == ("<too", "length")
+
+
+def test_tools_without_a_form_of_calls_leave_the_structure(server: Served) -> None:
+    choice = server.client().chat.completions.create(**asked(tools=TOOLS, response_format=FORMAT)).choices[0]
+    assert choice.finish_reason == "stop" and is_valid(json.loads(choice.message.content))
+
+
+FORMS: list[tuple[dict[str, Any], CallForm]] = [
+    ({"open": "<call>"}, CallForm("<call>", '"<call>"')),
+    ({"open": ["\n[<none>] "]}, CallForm("\n[<none>", '"\\n[" <[4]>')),
+    ({"open": ["<a>", "<b>"]}, CallForm("", '""')),
+    ({"open_pattern": r"\s*<bot>\s*<f=(\w+)>"}, CallForm("<bot>", "<[3]>")),
+    ({"open_pattern": r"<\|a\|>call:(?P<name>\w+)"}, CallForm("<|a|>call:", '"<|a|>call:"')),
+    ({"open_pattern": "<ab*"}, CallForm("<a", '"<a"')),
+    ({"open_pattern": r"\s+<a>"}, CallForm("", '""')),
+    ({"open_pattern": "<a>|<b>"}, CallForm("", '""')),
+]
+
+
+@pytest.mark.parametrize(("spec", "form"), FORMS, ids=[str(spec) for spec, _ in FORMS])
+def test_the_beginning_of_calls_is_read_from_a_template(spec: dict[str, Any], form: CallForm) -> None:
+    assert call_form({"fields": {"tool_calls": spec}}, TOKENIZER) == form
+    assert call_form({"fields": {}}, TOKENIZER) is None is call_form(None, TOKENIZER)
+
+
+def test_a_structure_is_refused_where_the_beginning_of_calls_is_unknown() -> None:
+    for body, form, said in (
+        ({"response_format": FORMAT}, CallForm("", '""'), "this model's response template leaves no place for calls"),
+        ({"structured_outputs": {"json": SCHEMA}}, CallForm("<a>", '"<a>"'), "of structured_outputs leaves no place"),
+    ):
+        with pytest.raises(fastspec.Unsupported, match=said):
+            structure_of(body, TOOLS, form)
+        assert structure_of({**body, "tool_choice": "none"}, None, form) is not None
+
+
 MANY = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwx"]
 """Patterns whose product the library builds, whatever bounds it was given."""
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -155,7 +249,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tool_choice": "required"}, "needs tools"),
     (CHAT, {"tool_choice": "always", "tools": TOOLS}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": TOOLS}, "'no'"),
-    (CHAT, {"response_format": FORMAT, "tools": TOOLS}, "no place for calls"),
+    (CHAT, {"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "no place for calls"),
     (CHAT, {"response_format": FORMAT, "generation_config": '{"eos_token_id": 7}'}, "eos_token_id"),
     (CHAT, {"guided_regex": "a"}, "guided_regex"),
     (RESPONSE, {"text": {"format": {"type": "json_schema", "name": "it"}}}, "text"),

@@ -315,6 +315,32 @@ class CallsParser:
             return [Content(self.text)] if self.text else []
 
 
+class StructureParser:
+    """Parser of an answer that a grammar holds to a structure or to calls of tools: one that begins with the `opening`
+    is read by the parser of `calls`, any other is content as it stands."""
+
+    def __init__(self, opening: str, calls: ResponseParser) -> None:
+        self.opening, self.calls, self.held = opening, calls, ""
+        self.called: bool | None = None
+        """None while the answer is a part of the opening."""
+
+    def add(self, text: str) -> list[Event]:
+        """The events that are certain with this text."""
+        if self.called is None:
+            self.held += text
+            if len(self.held) < len(self.opening) and self.opening.startswith(self.held):
+                return []
+            self.called, text = self.held.startswith(self.opening), self.held
+        if self.called:
+            return self.calls.add(text)
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        if self.called:
+            return self.calls.finish()
+        return [Content(self.held)] if self.called is None and self.held else []
+
+
 class StopCut:
     """Cut of a text, which comes in pieces, where the first of some strings begins."""
 
@@ -401,7 +427,7 @@ class AnswerReader:
     def __init__(
         self,
         tokenizer: Any,
-        parser: ResponseParser | CallsParser | None,
+        parser: ResponseParser | CallsParser | StructureParser | None,
         ends: frozenset[int] = frozenset(),
         stop: tuple[str, ...] = (),
         names: TokenNames | None = None,

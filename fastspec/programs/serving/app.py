@@ -46,7 +46,6 @@ from fastspec.programs.serving.requests import (
     check,
     check_tokens,
     parse,
-    read,
     unknown_model,
 )
 from fastspec.programs.serving.server import ServedAnswers, Server
@@ -84,7 +83,7 @@ def tokenize(server: Server, body: Any) -> JsonObject:
         ids = server.ids(body["prompt"], special=body.get("add_special_tokens", True))
     else:
         given = {name: body[name] for name in OF_TEMPLATES if name in body}
-        asked = read(given, CHAT, "", server.limits, server.name, server.batch.model)
+        asked = server.read(given, CHAT)
         ids = server.templated(asked, body.get("add_generation_prompt", True)).ids
     names = server.tokenizer.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
     return {"count": len(ids), "max_model_len": server.batch.max_length, "tokens": ids, "token_strs": names}
@@ -99,7 +98,7 @@ def detokenize(server: Server, body: Any) -> JsonObject:
 
 def count_tokens(server: Server, body: Any) -> JsonObject:
     """The tokens of the prompt that a request in Anthropic's form comes to."""
-    asked = read(body, COUNTED, "", server.limits, server.name, server.batch.model)
+    asked = server.read(body, COUNTED)
     return {"input_tokens": len(server.templated(asked).ids)}
 
 
@@ -219,7 +218,7 @@ async def _answer(server: Server, route: Route, kind: type[Form], name: str, bod
 
     def asked() -> AnswerRequest:
         found = _parsed(body)
-        return replace(read(found, route, name, server.limits, server.name, server.batch.model), arrived=arrived)
+        return replace(server.read(found, route, name), arrived=arrived)
 
     answers = await server.ask(asked)
     form = kind(answers.asked, server.name, answers.prompt_tokens)

@@ -19,7 +19,7 @@ from fastspec.errors import Unsupported
 from fastspec.files import parse_json
 from fastspec.programs.serving import fields
 from fastspec.programs.serving.fields import Check
-from fastspec.programs.serving.structured import Structure, structure_of
+from fastspec.programs.serving.structured import CallForm, Structure, structure_of
 from fastspec.programs.texts import TEXT_PARTS, as_messages
 
 Body = dict[str, Any]
@@ -195,8 +195,11 @@ def config_of(body: Body, settings: Body | None, model: Any) -> GenerationConfig
     return config
 
 
-def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: str, model: Any) -> AnswerRequest:
-    """Read a request for the model of this name. Raises Refused for what cannot be answered, which it names."""
+def read(
+    body: Any, route: Route, request_id: str, limits: Limits, model_name: str, model: Any, calls: CallForm | None
+) -> AnswerRequest:
+    """Read a request for the model of this name, which makes `calls` of tools. Raises Refused for what cannot be
+    answered, which it names."""
     body = check(body, route, model_name)
     if route.as_chat is not None:
         body, route = route.as_chat(body), CHAT
@@ -216,7 +219,7 @@ def read(body: Any, route: Route, request_id: str, limits: Limits, model_name: s
     given = body.get("tools") if body.get("tool_choice") != "none" else None
     tools = [_nested(tool) for tool in given] if given else None
     try:
-        structure = structure_of(body, tools)
+        structure = structure_of(body, tools, calls)
     except Unsupported as error:
         raise Refused(str(error)) from error
     if structure is not None:

@@ -24,6 +24,7 @@ from fastspec.programs.serving.answers import (
     Event,
     ResponseParser,
     RoundNames,
+    StructureParser,
     TokenNames,
     ToolCall,
     merged,
@@ -33,8 +34,17 @@ from fastspec.programs.serving.cascade import refuse_fields, stage_of, told_of
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
-from fastspec.programs.serving.requests import NEW_TOKENS, NO_DRAFTS, AnswerRequest, Limits, Refused, too_many
-from fastspec.programs.serving.structured import check
+from fastspec.programs.serving.requests import (
+    NEW_TOKENS,
+    NO_DRAFTS,
+    AnswerRequest,
+    Limits,
+    Refused,
+    Route,
+    read,
+    too_many,
+)
+from fastspec.programs.serving.structured import call_form, check
 from fastspec.programs.serving.templates import folded, response_template, takes_notes
 
 LONG = 16
@@ -221,6 +231,7 @@ class Server:
         self.info = {"model": name, **batch.info, **(info or {})}
         self.metrics = Metrics(batch, self.info)
         self.template, self.takes_notes = response_template(tokenizer, batch.model.config), takes_notes(tokenizer)
+        self.calls = call_form(self.template, tokenizer)
         self.special, self.names = frozenset(tokenizer.all_special_ids), TokenNames(tokenizer)
         self.since = int(time.time())
         self.reading = ThreadPoolExecutor(16, "fastspec-prompts")
@@ -231,6 +242,10 @@ class Server:
         self.mail: Mail | None = None
         self._turns, self._moved = -1, 0.0
         tokenizer("")  # sets padding and truncation, which threads could not beside others
+
+    def read(self, body: Any, route: Route, request_id: str = "") -> AnswerRequest:
+        """Read a request. Raises Refused for what cannot be answered, which it names."""
+        return read(body, route, request_id, self.limits, self.name, self.batch.model, self.calls)
 
     async def ask(self, read: Callable[[], AnswerRequest]) -> ServedAnswers:
         """Hand a request to the batch, which has taken it when this returns; `read` reads it, in a thread. Raises
@@ -358,13 +373,13 @@ class Server:
         names, structure = self.names if asked.logprobs is not None else None, asked.structure
         if structure is not None and structure.calls:
             return AnswerReader(self.tokenizer, CallsParser(structure.tool), self.special, asked.stop, names)
-        if asked.prompts or self.template is None or structure is not None:
+        if asked.prompts or self.template is None or (structure is not None and not structure.opening):
             return AnswerReader(self.tokenizer, None, stop=asked.stop, names=names)
         ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
-        parser = ResponseParser(
-            self.template, self.tokenizer, asked.tools, prompt.text, most=None if asked.parallel else 1
-        )
-        return AnswerReader(self.tokenizer, parser, ends, asked.stop, names)
+        begun = prompt.text if structure is None else ""  # a structure begins with the answer's first token
+        parser = ResponseParser(self.template, self.tokenizer, asked.tools, begun, most=None if asked.parallel else 1)
+        either = parser if structure is None else StructureParser(structure.opening, parser)
+        return AnswerReader(self.tokenizer, either, ends, asked.stop, names)
 
     def ids(self, text: str, special: bool) -> list[int]:
         """The tokens of a text. Raises Refused for one that is far too long, by its first ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -16,21 +17,53 @@ Body = dict[str, Any]
 ANY_OBJECT = {"type": "object"}
 KEPT = 64
 """Grammars that are known to compile."""
+_LITERAL = re.compile(r"(?:\\s\*)?((?:[^\\.^$*+?{}\[\]|()]|\\[^\w\s])+)(?![*+?{])")
+"""Beginning of a pattern: blanks that may be left out, and the text that comes then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """Structure of an answer: the arguments of its `fastspec.Grammar`, and where it is calls of tools, how they stand
-    there: as the arguments of the `tool` alone, or as a list."""
+    there: as the arguments of the `tool` alone, or as a list. An answer that may be either has the `opening` of
+    calls in the model's own form."""
 
     grammar: Body
     calls: bool = False
     tool: str | None = None
+    opening: str = ""
 
 
-def structure_of(body: Body, tools: list[Body] | None) -> Structure | None:
-    """The structure that a checked request asks for; `tools` are nested as in chats. Raises Unsupported for two
-    structures, and for a choice of tools that are not there."""
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """Form of calls that a model makes of its own accord: the `opening`, a text that the first one begins with, and a
+    `grammar` of it. It ends with the first of the tokenizer's added tokens, if it has one, since grammars leave plain
+    text no choice of tokens. It is empty where the response template does not tell that text."""
+
+    opening: str
+    grammar: str
+
+
+def call_form(template: Body | None, tokenizer: Any) -> CallForm | None:
+    """The form of calls by a response template; None where no calls are read from answers."""
+    spec = (template or {}).get("fields", {}).get("tool_calls")
+    if spec is None:
+        return None
+    texts, pattern = spec.get("open", ()), spec.get("open_pattern", "")
+    opening = texts if isinstance(texts, str) else "".join(texts[:1]) * (len(texts) == 1)
+    found = None if re.search(r"(?<!\\)\|", pattern) else _LITERAL.match(pattern)
+    if not texts and found is not None:
+        opening = re.sub(r"\\(.)", r"\1", found[1])
+    added: dict[str, int] = tokenizer.get_added_vocab()
+    first = re.search("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "$", opening)
+    if first is None or not first[0]:
+        return CallForm(opening, json.dumps(opening))
+    before = json.dumps(opening[: first.start()]) if first.start() else ""
+    return CallForm(opening[: first.end()], f"{before} <[{added[first[0]]}]>".lstrip())
+
+
+def structure_of(body: Body, tools: list[Body] | None, form: CallForm | None) -> Structure | None:
+    """The structure that a checked request asks for; `tools` are nested as in chats, and called in a `form` where the
+    model has one. Raises Unsupported for two structures, and for a choice of tools that are not there."""
     choice = body.get("tool_choice", "auto")
     held: Any = body.get("response_format") or body.get("text", {}).get("format") or TEXT
     outputs, called = body.get("structured_outputs"), choice not in ("auto", "none")
@@ -42,13 +75,19 @@ def structure_of(body: Body, tools: list[Body] | None) -> Structure | None:
         return _of_calls(choice, tools, body.get("parallel_tool_calls", True))
     if outputs is None and held == TEXT:
         return None
-    if tools:
+    calls = form if tools else None
+    if tools and (outputs is not None or (calls is not None and not calls.opening)):
+        why = "of structured_outputs" if calls is None or calls.opening else "and this model's response template"
         raise Unsupported(
-            "the structure of the answer leaves no place for calls of tools, which tool_choice auto allows: "
+            f"the structure {why} leaves no place for calls of tools, which tool_choice auto allows: "
             'it must be "none", "required" or a tool\'s name'
         )
     if outputs is None:
-        return Structure({"json_schema": held.get("json_schema", held).get("schema", ANY_OBJECT)})
+        schema = held.get("json_schema", held).get("schema", ANY_OBJECT)
+        if calls is None:
+            return Structure({"json_schema": schema})
+        rules = ["start: text | calls", f"text: {_json(schema)}", f"calls: {calls.grammar} <[*]>*"]
+        return Structure({"ebnf": "\n".join(rules)}, opening=calls.opening)
     [(name, value)] = outputs.items()
     return Structure({"json_schema": ANY_OBJECT} if name == "json_object" else {OUTPUTS[name]: value})
 
@@ -96,6 +135,9 @@ def _list_of_calls(functions: list[Body], parallel: bool) -> str:
     for number, function in enumerate(functions):
         begins = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules.append(f'call{number}: {begins} arguments{number} "}}"')
-        schema = {**_parameters(function), "x-guidance": grammar_text.BLANKS}
-        rules.append(f"arguments{number}: %json {json.dumps(schema)}")
+        rules.append(f"arguments{number}: {_json(_parameters(function))}")
     return "\n".join(rules)
+
+
+def _json(schema: Body) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': grammar_text.BLANKS})}"
