@@ -61,7 +61,7 @@ def model() -> Any:
 
 
 def asked(model: Any, route: Any = COMPLETION, **fields: Any) -> AnswerRequest:
-    return read({**NEEDS[route], **fields}, route, "id", Limits(tokens=50), "small", model)
+    return read({**NEEDS[route], **fields}, route, "id", Limits(tokens=50), "small", model, None)
 
 
 @pytest.mark.parametrize(("name", "last", "first"), BOUNDS)
@@ -122,7 +122,7 @@ def test_every_field_of_openai_is_taken_or_refused_by_name(model: Any) -> None:
     for route in NEEDS:
         for name in route.fields - {*route.needs}:
             try:
-                read({**NEEDS[route], name: {"odd": [5]}}, route, "id", Limits(), "small", model)
+                read({**NEEDS[route], name: {"odd": [5]}}, route, "id", Limits(), "small", model, None)
                 taken.add(name)
             except Refused as refused:
                 assert name in str(refused) and refused.status in (400, 404), name

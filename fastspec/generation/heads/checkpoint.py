@@ -315,7 +315,7 @@ OTHERS = (
         "an EAGLE-1/2 head with norms of its own (as HASS's, and vLLM's add_para_norm)",
         "fastspec does not run: " + INSTEAD,
         fields=("add_para_norm",),
-        keys=r"(^|\.)(embed|hidden|lm_head|post_embedding|pre_lm_head)_layernorm\.",
+        keys=r"^(?!mtp)(.*\.)?(embed|hidden|lm_head|post_embedding|pre_lm_head)_layernorm\.",  # MTP layers have some
     ),
     Other(
         "a ViSpec head",
