@@ -3,7 +3,7 @@ multiplied from there.
 
 R rows, K input channels, M output channels; up to three weights beside each other, or a gate and an up part. As in
 kernels/linear/hopper.py a program takes BM output channels (half of them of a gate, half of its up part), in stages of
-STEPS steps of STEP channels, and asks for its first AHEAD stages of codes while it still waits for its rows; while a
+STEPS steps of STEP channels, and asks for its first STAGES stages of codes while it still waits for its rows; while a
 step is multiplied the next one's numbers are made. Two codes of neighbouring channels are a unit, of 8 or 16 bits: each
 thread loads the units whose numbers it multiplies, and makes a word of the two numbers (conversions.py).
 
@@ -135,7 +135,7 @@ def _scales(
 
 @gluon.jit
 def _zeros(first, second, o_word, o_shift, is_first, GATES: gl.constexpr, DTYPE: gl.constexpr):
-    """What is taken off the codes of a tile's lines, twice in a word."""
+    """Base and zero point of the codes of a tile's lines, negative, twice in a word."""
     p_words = gl.where(is_first, first + o_word, second + o_word) if GATES == 2 else first + o_word
     b_word = gl.load(p_words)
     WIDE: gl.constexpr = gl.float16 == DTYPE
@@ -176,7 +176,6 @@ def _hopper_stored(
     CUBIC: gl.constexpr,
     ASSEMBLY: gl.constexpr,
     STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -223,7 +222,7 @@ def _hopper_stored(
     fence()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    for i in gl.static_range(AHEAD):
+    for i in gl.static_range(STAGES):
         _ask(codes, bars, w_smem, i, which, line, (begin + i) * BK, i < count, BYTES, GATES, COUNT, BM, STEP, STEPS)
     o_part = gl.arange(0, BM, gl.SliceLayout(1, SUMS))
     is_first = o_part < BM // GATES
@@ -232,8 +231,6 @@ def _hopper_stored(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in gl.static_range(STAGES):
-        if i >= AHEAD:
-            _ask(codes, bars, w_smem, i, which, line, (begin + i) * BK, i < count, BYTES, GATES, COUNT, BM, STEP, STEPS)
         _load(d_x, [row, (begin + i) * BK], bars.index(i), x_smem.index(i), i < count)
 
     p_zeros_above = weights[GATES - 1].zeros
@@ -462,7 +459,6 @@ def hopper_stored(
         CUBIC=(kind or SILU).cubic,
         ASSEMBLY=pair_assembly(one.kind, x.dtype, one.zeros is not None),
         STAGES=launch.stages,
-        AHEAD=launch.ahead,
         WARPS=launch.channels // 16,
         num_warps=launch.channels // 16,
         **dependent(x.device),

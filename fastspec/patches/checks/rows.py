@@ -396,6 +396,9 @@ CHECKS: tuple[Check, ...] = (
     Check("stored_linears", "e4m3 in blocks, a gate, 20 rows", stored(20, E4M3, (16, 128), SILU)),
     Check("stored_linears", "4 bits, zero points, 20 rows", stored(20, PACKED4, (1, 32), zeros=True)),
     Check("stored_linears", "a table, nested scales, 80 rows", stored(80, NF4, (1, 64), nested=True)),
+    Check(
+        "stored_linears", "4 bits, zero points, dequantised for many rows", stored(520, PACKED4, (1, 32), zeros=True)
+    ),
     Check("stored_parts", "int8 by lines, 20 rows", stored_part(20, INT8, (1, 512))),
     Check("stored_parts", "4 bits, groups, 5 rows", stored_part(5, PACKED4, (1, 128))),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
