@@ -11,6 +11,8 @@ PINNED = $$(grep '^$(1)==' constraints.txt)
 ARGS ?=
 
 test test-slow test-gpu test-targets test-served test-clients newest mutants docs: export HF_HUB_OFFLINE = 1
+# The asserts that pytest rewrites are kept as bytecode, also where the environment forbids it: every worker would rewrite them anew.
+test test-slow test-gpu test-targets test-served test-clients: export PYTHONDONTWRITEBYTECODE =
 mutants: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help

@@ -194,6 +194,7 @@ def test_one_launch_drafts_one_size():
         Eagle3(total_tokens="auto", fused=True)
 
 
+@pytest.mark.each_value  # each of these has a say in another part of a round
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("lengths", [(7,), (9, 3, 1)])
@@ -291,6 +292,7 @@ def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, ca
                 assert torch.allclose(*pairs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.each_value  # how long a size stays does not hang on how good the head is
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_seed_draws_the_same_answer_with_trees_of_any_size(fresh, forced, rounds):
     model = fresh[1]

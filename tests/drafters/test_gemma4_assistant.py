@@ -143,6 +143,7 @@ def made() -> dict[str, tuple[Any, Any]]:
 CHAIN = Mtp(depth=3, top_k=1, total_tokens=4)
 
 
+@pytest.mark.each_value  # the shape of a tree and the number of rows do not hang on the weights
 @pytest.mark.parametrize("kind", ["random", "a short window", "the likeliest centroids", "half knowing"])
 @pytest.mark.parametrize(("assistant", "lengths"), [("mtp", (7,)), ("mtp", (3, 12, 1, 17)), (CHAIN, (3, 12, 1, 17))])
 def test_greedy(made: Any, kind: str, assistant: Any, lengths: tuple[int, ...]) -> None:
@@ -196,6 +197,7 @@ def test_a_round_goes_on_from_what_was_accepted() -> None:
         at += more
 
 
+@pytest.mark.each_value  # tokens are drawn from logits, whatever drafted
 @pytest.mark.parametrize("kind", ["a short window", "half knowing"])
 @pytest.mark.parametrize(
     "options",
@@ -215,6 +217,7 @@ def test_drafts_do_not_change_what_is_drawn(made: Any, kind: str, options: dict[
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.each_value  # a batch keeps its rows apart by whatever model
 @pytest.mark.parametrize("kind", ["a short window", "half knowing"])
 @pytest.mark.parametrize("lengths", [(7,), (7, 4)])
 def test_turns_go_on_from_the_cache_of_the_last(made: Any, kind: str, lengths: tuple[int, ...]) -> None:
@@ -240,6 +243,7 @@ def test_turns_go_on_from_the_cache_of_the_last(made: Any, kind: str, lengths: t
     assert turns[0] == turns[1]
 
 
+@pytest.mark.each_value  # prompts are seated above the drafter
 @pytest.mark.parametrize("kind", ["a short window", "half knowing"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_new_prompt_takes_the_place_of_one_that_has_ended(made: Any, kind: str, rows: int) -> None:

@@ -28,6 +28,7 @@ class Trees(RoundStreamer):
         self.told.append(round)
 
 
+@pytest.mark.each_value  # a captured and a launched round call the same drafter
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("assistant", [TREE, "eagle", "nasd", "autoregressive"], ids=str)
 def test_answers_without_drafts_are_the_same(monkeypatch: pytest.MonkeyPatch, assistant: Any, captured: bool) -> None:

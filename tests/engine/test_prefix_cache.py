@@ -70,6 +70,7 @@ def talk(batch: Any, plain: Any, turns: int = TURNS) -> None:
         text = torch.tensor(answer)
 
 
+@pytest.mark.each_value  # what a family keeps is found again below drafting and capturing
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=str)
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -36,7 +36,7 @@ def tokenizer(template: str | None = TEMPLATE) -> Any:
 
 def target(made: Any = None) -> Any:
     """A tiny model that no token ends."""
-    model = made or tiny_model()
+    model = made or tiny_model(num_hidden_layers=6)
     model.generation_config.eos_token_id = NEVER
     return model
 

@@ -21,7 +21,8 @@ TREE = fastspec.Eagle3(depth=4, top_k=3, total_tokens=12)
 
 
 SHALLOW = {"num_hidden_layers": 3}
-"""Sizes of a target whose depth proves nothing: a first, a middle and a last layer, in half the time of six."""
+"""Sizes of a target whose depth proves nothing, in families of more kinds of layers too: a first, a middle and a last
+layer."""
 
 
 def shallow_model(model_type: str = "llama", seed: int = 0, **over: Any) -> Any:

@@ -23,7 +23,7 @@ COMMON = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
@@ -59,7 +59,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, **MOE},
     "mixtral": {"num_local_experts": 4, **MOE},
     "gemma": {"head_dim": 16, "tie_word_embeddings": False},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
+    "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
     "gemma4_text": {
         "head_dim": 16,
         "global_head_dim": 24,
@@ -78,9 +78,9 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"head_dim": 16, "sliding_window": 64, "tie_word_embeddings": False},
     "gpt_oss": {"head_dim": 16, "sliding_window": 64, "num_local_experts": 4, "rope_parameters": PLAIN_ROPE, **MOE},
-    "olmo3": {"sliding_window": 64},
-    "cohere2": {"sliding_window": 64, "tie_word_embeddings": False},
-    "exaone4": {"sliding_window": 64},
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": 64},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 64, "tie_word_embeddings": False},
+    "exaone4": {"num_hidden_layers": 4, "sliding_window": 64},
     "ministral": {"head_dim": 16, "sliding_window": 64},
     "ministral3": {
         "head_dim": 16,
@@ -151,6 +151,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         **MOE,
     },
     "llama4_text": {
+        "num_hidden_layers": 6,
         "head_dim": 16,
         "intermediate_size_mlp": 96,
         "num_local_experts": 4,
@@ -167,7 +168,8 @@ SPECIFIC: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str = "llama", **over: Any) -> PretrainedConfig:
-    """A configuration of six layers, 64 wide, over 97 tokens; `over` replaces any of it."""
+    """A configuration 64 wide, over 97 tokens, of three layers or as many as the family needs for one of each kind;
+    `over` replaces any of it."""
     config = AutoConfig.for_model(model_type)
     wanted = {**COMMON, **GROUPED, **SPECIFIC.get(model_type, {}), **over}
     known = {*config.to_dict(), *config.attribute_map, *SPECIFIC.get(model_type, {}), *over}

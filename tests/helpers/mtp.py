@@ -12,8 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from fastspec.patches.assistants import mtp
 from helpers.families import FULL, LINEAR
 from helpers.models import tiny_model
+
+mtp.PROBE_TOKENS = 64  # every checkpoint of a test is another one, and is probed
 
 NAMES = {"enorm": "token_norm", "hnorm": "state_norm", "eh_proj": "fc", "post_norm": "norm", "mtp_block": "layer"}
 """Names of transformers' MTP layers -> those of `MtpHead`."""

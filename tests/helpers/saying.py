@@ -44,7 +44,7 @@ def saying(text: str, opening: str = "") -> tuple[Any, PreTrainedTokenizerFast]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", unk_token="<start>")
     tokenizer.chat_template = small_tokenizer().chat_template
     tokenizer.response_template = {**TEMPLATES[0][1], "start_anchor": "<bot>"}
-    model = small_target()
+    model = small_target(layers=1)
     model.lm_head.weight.zero_()
     for before, after in pairwise([words["<bot>"], *(words[piece] for piece in pieces), END]):
         model.lm_head.weight[after] = model.model.embed_tokens.weight[before]

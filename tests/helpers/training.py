@@ -22,14 +22,14 @@ TEMPLATE = (
 )
 
 
-def small_target(seed: int = 0, peak: float = 0.3) -> LlamaForCausalLM:
+def small_target(seed: int = 0, peak: float = 0.3, layers: int = 4) -> LlamaForCausalLM:
     """A Llama whose next token follows mostly from the last one: its LM head is a shifted embedding, times `peak`."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

@@ -108,7 +108,7 @@ def test_every_call_answers_by_the_adapters_that_are_on(
     for switch in SWITCHES:
         for layer in (*mine, *served):
             switch(layer)
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "pad_token_id": 0, **GREEDY}
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 14, "pad_token_id": 0, **GREEDY}
         wanted = plain.generate(ids, **options).tolist()
         for _ in range(3):  # the third replays what the second captured
             assert model.generate(ids, assistant=assistant, **options).tolist() == wanted, switch.__name__
@@ -133,7 +133,7 @@ def test_an_open_batch_answers_by_the_adapters_that_are_on(
             for ids in prompts:
                 given = ids.to(device)[None]
                 answer = plain.generate(
-                    given, attention_mask=torch.ones_like(given), max_new_tokens=16, pad_token_id=0, **GREEDY
+                    given, attention_mask=torch.ones_like(given), max_new_tokens=10, pad_token_id=0, **GREEDY
                 )
                 wanted.append(answer[0].tolist())
-            assert told([batch.submit(ids, max_new_tokens=16, **GREEDY) for ids in prompts]) == wanted, switch.__name__
+            assert told([batch.submit(ids, max_new_tokens=10, **GREEDY) for ids in prompts]) == wanted, switch.__name__

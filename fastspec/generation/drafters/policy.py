@@ -62,8 +62,8 @@ COSTS = {
 }
 """By device type. "cpu" is fitted to cpu_tree.jsonl (tag `laboratory`), its host to the `draft` and `commit` of `nasd`
 in bench_cpu.jsonl; "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to
-`draft` and `observe` in bench_steps_h200.jsonl. There 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model
-of 8 billion weights 1.06 times."""
+`draft` and `observe` in bench_steps_h200.jsonl (the same tag). There 8 nodes of SmolLM2 take 1.8 times as long as one,
+10 of a model of 8 billion weights 1.06 times."""
 LAYERS = 30
 """Layers of the models that `Cost.one` was measured on. It grows with the number of layers."""
 

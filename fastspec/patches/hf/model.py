@@ -352,11 +352,6 @@ class HFModel(Target):
         """True where a text can be made shorter again."""
         return not any(self.recurrent)
 
-    @property
-    def forgets(self) -> bool:
-        """True where layers let go of tokens as a text grows: it cannot be made shorter by more than a round then."""
-        return not self.rewinds or any(key is not None and key.ring is not None for key in self.layout_keys)
-
     def fits(self, committed: int) -> bool:
         """True where there is room for so many committed tokens already."""
         return self.state.fits(committed)

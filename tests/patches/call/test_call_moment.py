@@ -74,7 +74,7 @@ def test_a_hook_that_a_generate_of_ones_own_sets_for_the_length_of_a_call(monkey
     own = model.generate
 
     def scaled(module: nn.Module, inputs: Any, output: Any) -> Any:
-        return output * 1.05 if isinstance(module, nn.Linear) else None
+        return output * 1.3 if isinstance(module, nn.Linear) else None
 
     def generate(*args: Any, **more: Any) -> Any:
         hook = nn.modules.module.register_module_forward_hook(scaled) if hot[0] else None
@@ -102,7 +102,7 @@ def test_a_layer_that_stands_in_a_model_twice_is_refused(assistant):
     fastspec.patch(other)
     other.model.layers[1].register_forward_hook(lambda *_: None)
     other.generate(ids(), assistant=assistant, **ASKED)
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=6)
     model.model.layers[2] = model.model.layers[1]
     fastspec.patch(model)
     with (

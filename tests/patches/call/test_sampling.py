@@ -22,7 +22,7 @@ TREE = fastspec.Eagle3(depth=2, top_k=3, total_tokens=10)
 @pytest.fixture(scope="module")
 def model() -> Any:
     """A patched model whose head is its own oracle often enough for drafts to be taken and to be refused."""
-    model = tiny_model(seed=1)
+    model = tiny_model(seed=1, num_hidden_layers=6)
     return fastspec.patch(model, eagle3=tiny_head(model))
 
 

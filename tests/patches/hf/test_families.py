@@ -185,7 +185,7 @@ def test_hooks_of_transformers_itself_do_not_cost_the_adapter() -> None:
     model(prompts()["input_ids"], output_hidden_states=True)
     with fastspec.patched(model):
         assert fastspec.report(model).mode == "adapter llama"
-    assert len(model(prompts()["input_ids"], output_hidden_states=True).hidden_states) == 7
+    assert len(model(prompts()["input_ids"], output_hidden_states=True).hidden_states) == 4
 
 
 class Foreign(nn.Module):

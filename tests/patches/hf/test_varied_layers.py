@@ -17,6 +17,7 @@ SPAN, NEW = 8, 18
 ROWS = prompts(5, 11)
 SLIDING, FULL = "sliding_attention", "full_attention"
 SIZES = {
+    "num_hidden_layers": 6,
     "layer_types": [SLIDING, FULL] * 3,
     "head_dim": 16,
     "global_head_dim": 32,
