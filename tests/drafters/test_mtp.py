@@ -256,6 +256,24 @@ def test_another_copy_has_what_a_conversion_lost(tmp_path: Path) -> None:
         assert fastspec.report(model).last.acceptance_length > 1.3
 
 
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+def test_the_layer_is_that_of_the_files_that_the_model_is_loaded_from(size: str, tmp_path: Path) -> None:
+    """Also where an older file lies beside them; of two that are not loaded neither is taken."""
+    model, _ = loaded("qwen3_5_text", tmp_path / "whole")
+    state = load_file(tmp_path / "whole" / "model.safetensors")
+    own = load_mtp(True, model).module.state_dict()
+    model.save_pretrained(tmp_path, state_dict=state, max_shard_size=size)
+    old = {name: torch.zeros_like(tensor) for name, tensor in state.items() if name.startswith("mtp.")}
+    for name in ("a", "old"):
+        save_file(old, tmp_path / f"{name}.safetensors")
+    found = load_mtp(tmp_path, model).module.state_dict()
+    assert all(torch.equal(own[key], found[key]) for key in own)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight.* in two files.*leave one"):
+        load_mtp(tmp_path, model)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_a_layer_that_speculators_saved_alone(kind: str, tmp_path: Path) -> None:
     """It is the layer of the model's own files, under other names."""

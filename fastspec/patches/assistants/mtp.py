@@ -178,9 +178,15 @@ def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, 
     stored = list(_files(where, revision))
     for form in FORMS:
         pattern = re.compile(form.prefix.replace("N", rf"(?:{num_layers}|{num_layers + 1})"))
-        by_file, steps = ByFile(), set[str]()
-        for path, keys in stored:
-            mine = {key: match for key in keys if (match := pattern.search(key)) is not None}
+        by_file, steps, held = ByFile(), set[str](), dict[str, bool]()
+        for path, keys, loaded in stored:
+            found = {key: match for key in keys if (match := pattern.search(key)) is not None}
+            mine = {key: match for key, match in found.items() if not held.get(key)}
+            if twice := sorted(mine.keys() & held.keys()):
+                raise CheckpointError(
+                    f"{where} holds {some(twice)} in two files, neither of which the model is loaded from: leave one"
+                )
+            held |= dict.fromkeys(mine, loaded)
             steps |= {match["step"] for match in mine.values() if match["step"] is not None}
             if mine:
                 by_file.append((path, {key: _renamed(form, key[match.end() :]) for key, match in mine.items()}))
@@ -251,9 +257,9 @@ def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
-def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str], list[str]]]:
-    """The files of a checkpoint, each with the names of its tensors; one of the hub's is fetched when it is asked
-    for."""
+def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str], list[str], bool]]:
+    """The files of a checkpoint, each with the names of its tensors, and True for those that the model is loaded from,
+    which come first; one of the hub's is fetched when it is asked for."""
     folder = Path(where).expanduser()
     if folder.is_dir():
         stored = sorted(folder.glob("*.safetensors"))
@@ -262,8 +268,10 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
                 f"{where} holds its weights in .bin files ({others[0].name}), and MTP weights are read from "
                 "safetensors: write each anew by safetensors.torch.save_file(torch.load(FILE, weights_only=True), NAME)"
             )
-        for file in stored:
-            yield partial(str, file), _keys(file)
+        indexed = (folder / INDEX).exists() and not (folder / WHOLE).exists()  # as transformers chooses
+        loaded = set(_by_file(folder / INDEX)) if indexed else {WHOLE}
+        for file in sorted(stored, key=lambda file: (file.name not in loaded, file.name)):
+            yield partial(str, file), _keys(file), file.name in loaded
         return
     index = _fetched(where, INDEX, revision)
     if index is None:
@@ -273,15 +281,19 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
                 f"{where} is no directory, and as a hub id it gives neither {INDEX} nor {WHOLE}: MTP weights are read "
                 "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before"
             )
-        yield partial(str, whole), _keys(Path(whole))
+        yield partial(str, whole), _keys(Path(whole)), True
         return
+    for name, keys in _by_file(Path(index)).items():
+        yield partial(_needed, where, name, revision), keys, True
+
+
+def _by_file(index: Path) -> dict[str, list[str]]:
+    """The names of the tensors in each file that an index names."""
     try:
-        mapped = files.parse_json(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        by_file = {name: [key for key, file in mapped.items() if file == name] for name in sorted(set(mapped.values()))}
+        mapped = files.parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: [key for key, file in mapped.items() if file == name] for name in sorted(set(mapped.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of a checkpoint: {error}") from error
-    for name, keys in by_file.items():
-        yield partial(_needed, where, name, revision), keys
 
 
 def _keys(file: Path) -> list[str]:

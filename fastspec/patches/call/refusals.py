@@ -154,6 +154,11 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
         return given[name] if name in given else next((value for value in held if value is not None), None)
 
     _refuse_settings(setting)
+    if setting("output_attentions") and "output_attentions" in inspect.signature(type(model).forward).parameters:
+        raise Unsupported(
+            f"output_attentions=True cannot be combined with assistant= on {type(model).__name__}, which attends in "
+            "another way where it is asked for weights: leave it out"
+        )
 
 
 def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: bool = False) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.generate import shallow_model
+from helpers.generate import prompts, shallow_model
 from helpers.heads import as_speculators, make_head, write
 from helpers.models import tiny_head, tiny_model
 from transformers import BertConfig, BertLMHeadModel, GenerationConfig, StoppingCriteriaList
@@ -113,6 +114,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+WEIGHTS = {"output_attentions": True}
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.filterwarnings("ignore")  # transformers warns of some of these itself
 def test_a_call_that_cannot_work_is_refused_by_name(model: Any, kind: str) -> None:
@@ -121,6 +125,16 @@ def test_a_call_that_cannot_work_is_refused_by_name(model: Any, kind: str) -> No
     with pytest.raises(fastspec.FastSpecError, match=f"(?s){message}"):
         model.generate(**{name: value for name, value in call.items() if value is not None or name == "eos_token_id"})
     assert not fastspec.report(model).calls
+
+
+def test_attention_weights_that_change_how_a_model_attends_are_refused_where_nothing_returns_them() -> None:
+    """Falcon adds its mask of padding as numbers then."""
+    plain = shallow_model("falcon", 1)
+    with fastspec.patched(deepcopy(plain)) as model:
+        inputs = prompts(5, 12, seed=3)
+        assert not torch.equal(plain.generate(**inputs, **GREEDY), plain.generate(**inputs, **GREEDY, **WEIGHTS))
+        with pytest.raises(fastspec.Unsupported, match=r"output_attentions=True.*FalconForCausalLM"):
+            model.generate(**inputs, **GREEDY, **WEIGHTS, assistant="nasd")
 
 
 def test_positional_prompts_and_masks_are_understood(model: Any) -> None:
