@@ -328,10 +328,11 @@ class ResponseForm(Form):
 
     def _call(self, call: ToolCall) -> list[JsonObject]:
         name = f"{self.asked.request_id}_tool_call_{len(self.items)}"
+        named = self.asked.spaces.get(call.name, {"name": call.name})
         return [
-            self._item("added", "fc", type="function_call", call_id=name, name=call.name, arguments=""),
+            self._item("added", "fc", type="function_call", call_id=name, **named, arguments=""),
             self._within("function_call_arguments.delta", delta=call.arguments),
-            self._within("function_call_arguments.done", arguments=call.arguments, name=call.name),
+            self._within("function_call_arguments.done", arguments=call.arguments, name=named["name"]),
             self._item("done", arguments=call.arguments),
         ]
 
