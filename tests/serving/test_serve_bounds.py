@@ -257,9 +257,11 @@ def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
     assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
     both[0] = {"role": "developer", "content": [{"type": "input_text", "text": "w6"}]}
     assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
-    for number, odd in enumerate(({"type": "function_call_output"}, {"type": "item_reference", "id": "x"}, {})):
+    for number, odd in enumerate(({"type": "function_call_output"}, {"type": "other", "id": "x"}, {})):
         with pytest.raises(Refused, match=f"input: item {number} is no message"):
             asked(model, RESPONSE, input=[*[{"role": "user", "content": "w5"}] * number, odd])
+    with pytest.raises(Refused, match="no response is kept here: with store: false"):
+        asked(model, RESPONSE, input=[{"type": "item_reference", "id": "x"}])
     parts = [{"type": "input_text", "text": "w5"}]
     assert asked(model, RESPONSE, input=parts).messages == [{"role": "user", "content": "w5"}]
 

@@ -416,6 +416,11 @@ def _messages(items: list[Body]) -> list[Body]:
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output" and "call_id" in item:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")})
+        elif kind == "item_reference":
+            raise Unsupported(
+                f"item {number} is a reference to one of an earlier response, and no response is kept here: "
+                "with store: false clients send the items themselves"
+            )
         else:
             raise Unsupported(f"item {number} is no message, text, reasoning, call of a function or its output")
         if reasoning and messages[-1]["role"] == "assistant":
