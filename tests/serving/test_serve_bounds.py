@@ -253,6 +253,10 @@ def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
         {"role": "tool", "tool_call_id": "c", "content": "w8"},
         {"role": "assistant", "content": "w9"},
     ]
+    for held, known in (("fastspec:w7", "w7"), ("gAAAAAB", None), (None, None)):
+        item = {"type": "reasoning", "summary": [], "encrypted_content": held}
+        [message] = asked(model, RESPONSE, input=[item, {"role": "assistant", "content": "w9"}]).messages
+        assert message.get("reasoning_content") == known
     both = [{"role": "system", "content": "w6"}, {"role": "user", "content": "w5"}]
     assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
     both[0] = {"role": "developer", "content": [{"type": "input_text", "text": "w6"}]}

@@ -131,6 +131,16 @@ def test_responses_have_items_of_their_own_index(said: tuple[str, Served], tools
         assert kinds == ["reasoning", "function_call", "function_call"]
 
 
+@pytest.mark.parametrize("said", ["all"], indirect=True)
+def test_reasoning_comes_in_the_form_that_clients_give_back(said: tuple[str, Served]) -> None:
+    client = said[1].client()
+    given = {"model": NAME, "input": "hello", "temperature": 0}
+    for include, held in (([], None), (["reasoning.encrypted_content"], "fastspec:Hm, 5 < 6.")):
+        with client.responses.stream(**given, include=include) as stream:
+            found = [stream.get_final_response(), client.responses.create(**given, include=include)]
+        assert [response.output[0].encrypted_content for response in found] == [held, held]
+
+
 def test_a_tool_in_a_namespace_is_called_by_both_names() -> None:
     with torch.no_grad():
         model, tokenizer = saying(ANSWERS["a call"].replace("weather", "mcp__land__weather"))

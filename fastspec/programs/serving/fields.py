@@ -197,7 +197,9 @@ ACCEPTED: dict[str, Check] = {
 OF_CHATS: dict[str, Check] = {"logprobs": TRUTH, "top_logprobs": _whole(0, LIKELIEST)}
 OF_COMPLETIONS: dict[str, Check] = {"logprobs": _whole(0, LIKELIEST), "max_tokens": _whole(0)}
 INCLUDED, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""What a response may include: the second is for servers that keep a conversation, here reasoning comes as text."""
+"""What a response may include. The second is the reasoning in a form that clients give back, which its text is not in
+all of them: here the text with a mark before it."""
+MARK = "fastspec:"
 OF_RESPONSES: dict[str, Check] = {
     "top_logprobs": _whole(0, LIKELIEST),
     "include": (list_of(one_of(INCLUDED, ENCRYPTED)), f"a list of {INCLUDED} and {ENCRYPTED}"),

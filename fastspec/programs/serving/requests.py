@@ -81,6 +81,8 @@ class AnswerRequest:
     """Names of tools that are in a namespace, as the model knows them -> `name` and `namespace` of a call."""
     limited: bool
     """True where it says how many new tokens it wants."""
+    encrypted: bool
+    """True where reasoning comes in the form that clients give back."""
     parallel: bool
     """False where an answer calls one tool at most."""
     stream: bool
@@ -263,6 +265,7 @@ def read(
         tuple(config.stop_strings or ()),
         spaces,
         limited,
+        fields.ENCRYPTED in body.get("include", ()),
         body.get("parallel_tool_calls", True),
         body.get("stream", False),
         body.get("stream_options", {}).get("include_usage"),
@@ -392,6 +395,12 @@ def _conversation(body: Body) -> list[Body]:
     return messages
 
 
+def _decrypted(item: Body) -> str:
+    """The reasoning that an item holds in the form of this server; that of others cannot be read."""
+    held = item.get("encrypted_content")
+    return held.removeprefix(fields.MARK) if isinstance(held, str) and held.startswith(fields.MARK) else ""
+
+
 def _messages(items: list[Body]) -> list[Body]:
     """The messages of items: reasoning and calls of tools are parts of the assistant's message beside them."""
     messages: list[Body] = []
@@ -403,7 +412,7 @@ def _messages(items: list[Body]) -> list[Body]:
         elif kind == "reasoning":
             parts = item.get("content")
             texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-            reasoning += "".join(text for text in texts if isinstance(text, str))
+            reasoning += "".join(text for text in texts if isinstance(text, str)) or _decrypted(item)
             continue
         elif kind == "function_call":
             name, space = item.get("name"), item.get("namespace")
