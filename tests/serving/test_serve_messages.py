@@ -242,6 +242,8 @@ def test_thinking_is_told_to_the_template(thinking: Any, said: Any) -> None:
 )
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     assert message_error("no", status) == {"type": "error", "error": {"type": kind, "message": "no"}}
+    told = message_error("no", status, "thread_unsupported_request")["error"]
+    assert told == {"type": kind, "message": "no", "details": {"error_code": "thread_unsupported_request"}}
 
 
 def test_refusals_have_anthropics_form_and_name_what_is_wrong(said: tuple[str, Served]) -> None:
