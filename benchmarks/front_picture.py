@@ -1,11 +1,10 @@
-"""Draw README's picture, light and dark, from rows of `fastspec bench` and of full_size.py: tokens per second of one
-model on GPUs and on two CPU cores.
+"""Draw README's picture, light and dark, from rows of `fastspec bench`: tokens per second of one model on GPUs and on
+two CPU cores.
 
     python benchmarks/front_picture.py --out docs/assets
 
-A panel is one run. A bar is the median over its prompts, or of the rounds of a model with random weights; a method that
-a run has not measured has no bar. The pictures hold a digest of their bars, which a test compares with the rows. Needs
-matplotlib (`pip install -e ".[bench]"`).
+A panel is one run. A bar is the median over its prompts; a method that a run has not measured has no bar. The pictures
+hold a digest of their bars, which a test compares with the rows. Needs matplotlib (`pip install -e ".[bench]"`).
 """
 
 from __future__ import annotations
@@ -30,20 +29,15 @@ PICTURES = Path(__file__).parents[1] / "docs" / "assets"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One run: the file of its rows, the title, and the methods of its bars from top to bottom; of full_size.py the
-    shape."""
+    """One run: the file of its rows, the title, and the methods of its bars from top to bottom."""
 
     rows: str
     title: str
     methods: tuple[str, ...]
-    shape: str | None = None
 
     def speeds(self) -> dict[str, float]:
         """Method -> median of tokens per second, one prompt at a time."""
         rows = [row for row in read(RESULTS / self.rows) if row["batch"] == 1]
-        if self.shape is not None:
-            plain = [row for row in rows if row["shape"] == self.shape and row["nodes"] == 1]
-            return {row["method"]: 1e3 / row["round_ms"] for row in plain}
         return {row["method"]: row["tokens_per_second"][1] for row in summarise(rows) if row["category"] == OVERALL}
 
     def bars(self) -> list[tuple[str, str, float]]:
@@ -54,12 +48,7 @@ class Panel:
 
 PANELS = (
     Panel("bench_qwen_all_h100.jsonl", "H100, bf16", ("transformers", "autoregressive", "nasd", "eagle3")),
-    Panel(
-        "full_size_static_h200.jsonl",
-        "H200, bf16, random weights",
-        ("transformers", "static-compile", "autoregressive"),
-        shape="qwen2-1.5b",
-    ),
+    Panel("bench_qwen_h200.jsonl", "H200, bf16", ("transformers", "static-compile", "autoregressive", "nasd")),
     Panel("bench_pair_cpu.jsonl", "Two CPU cores, fp32", ("transformers", "assisted", "autoregressive", "speculative")),
 )
 LABELS = {"transformers": "generate", "static-compile": "static cache,\ncompiled", "autoregressive": "no drafts"}

@@ -10,6 +10,9 @@ from typing import Any
 
 from fastspec.errors import Unsupported
 
+MEASURED = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+"""The devices, as torch names them, that the launch tables were measured on, and on which all kernels were tested."""
+
 
 def choose_device(name: str | None = None) -> str:
     """Device of a command: the one that was named, else "cuda" where there is a CUDA device and "cpu" elsewhere.

@@ -72,13 +72,12 @@ def equal(**wanted: Any) -> str:
 
 def claims(picture: Any) -> list[tuple[str, str]]:
     """The phrases of README that have numbers, as rows say them, each with the file of its rows; "" for versions."""
-    real, shape, cpu = picture.PANELS
+    real, beside, cpu = picture.PANELS
     gpu, plain, cores = (
         {name: picture.number(speed) for name, speed in each.speeds().items()} for each in picture.PANELS
     )
-    faster = shape.speeds()["autoregressive"] / shape.speeds()["static-compile"]
+    faster = beside.speeds()["autoregressive"] / beside.speeds()["static-compile"]
     again = real.speeds()["eagle3"] / real.speeds()["autoregressive"]
-    (before,) = {row["prefix"] for row in rows(shape.rows, shape=shape.shape)}
     versions, swept = sweep_page.read(sweep.RESULTS)
     found = sweep_page.counts(swept)
     (texts,) = {row["texts"] for row in rows("distribution_h200.jsonl")}
@@ -95,8 +94,8 @@ def claims(picture: Any) -> list[tuple[str, str]]:
         ),
         (
             f"H200: generate {plain['transformers']}, static cache, compiled {plain['static-compile']}, "
-            f"no drafts {plain['autoregressive']}",
-            shape.rows,
+            f"no drafts {plain['autoregressive']}, n-grams {plain['nasd']}",
+            beside.rows,
         ),
         (
             f"Two CPU cores: generate {cores['transformers']}, assisted {cores['assisted']}, "
@@ -104,9 +103,9 @@ def claims(picture: Any) -> list[tuple[str, str]]:
             cpu.rows,
         ),
         (f"a head's drafts make the model {again:.1f} times as fast as no drafts", real.rows),
-        (f"{faster:.1f} times as fast as transformers' static cache", shape.rows),
+        (f"{faster:.1f} times as fast as transformers' static cache", beside.rows),
         *((each, real.rows) for each in size(real.rows)),
-        (f"after {before} tokens", shape.rows),
+        (size(beside.rows)[0], beside.rows),
         *((each, cpu.rows) for each in size(cpu.rows)),
         (f"Python {python} and torch {torch}, or newer, and transformers {oldest} to 5.{int(beyond) - 1}", ""),
         (f"of transformers {release}", sweep.RESULTS.name),

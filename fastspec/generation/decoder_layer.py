@@ -363,6 +363,17 @@ class Gated:
         return self.out(ops.gate_up(x, *one, self.kind))
 
 
+@dataclass(frozen=True, slots=True)
+class StoredGated:
+    """`Gated` with gates and what they open as a quantiser stored them."""
+
+    gate_up: StoredLinears
+    out: Product
+
+    def __call__(self, x: Tensor) -> Summed:
+        return self.out(self.gate_up(x))
+
+
 class StoredLayer(Protocol):
     """A linear layer whose weight [M, K] is multiplied as a quantiser stored it: its weight and bias [M]."""
 

@@ -37,9 +37,6 @@ PORTABLE = os.environ.get("FASTSPEC_PORTABLE", "") not in ("", "0")
 """True where the kernels run as on a device that has nothing of Hopper's and the least shared memory (the environment's
 FASTSPEC_PORTABLE=1): without programmatic dependent launch, without the kernels in Gluon, and in LEAST_SHARED bytes."""
 
-MEASURED = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
-"""The devices, as torch names them, that the launch tables were measured on, and on which all kernels were tested."""
-
 LEAST_SHARED = 99 << 10
 """Bytes of shared memory that a program may use on the devices that have the least of it: compute capability 8.6, 8.9
 and 12.0 (CUDA C++ Programming Guide, technical specifications per compute capability). 8.0 has 163 KiB; 9.0 and 10.0

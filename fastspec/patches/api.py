@@ -52,7 +52,7 @@ def resources_of(model: Any) -> dict[str, Any]:
         name: held.as_module() if isinstance(held, BoundHead) else held for name, held in session.resources.items()
     }
     models = cascade_of(model)
-    given |= {"backend": session.backend, "head_bits": session.head_bits}
+    given |= {name: getattr(session, name) for name in ("backend", "exact", "stored", "head_bits")}
     return given | ({} if models is None else {Cascade.name: models.config})
 
 
@@ -90,7 +90,7 @@ def patch(
     assistant: Assistant | Literal["none"] | None = None,
     backend: BackendName = "auto",
     exact: bool | None = None,
-    stored: bool = False,
+    stored: bool | None = None,
     head_bits: HeadBits | None = None,
 ) -> Model:
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
@@ -109,12 +109,14 @@ def patch(
     kernels that sum in a fixed order (see docs/guide/output.md); True refuses by name what has none, False takes the
     fast kernels, and None is True where that was measured to cost little: on an H100 or H200, from 1,536 channels on.
     With `stored` assisted calls multiply quantised weights as they are stored, where their format is read
-    (docs/guide/quantised.md); else such layers run by their own forward. With `head_bits` 8 the weights of `eagle`,
-    `eagle2`, `eagle3` and `mtp` heads are rounded to 8 bits, a scale for each line, and multiplied so: drafts may
-    differ, and the output is as with any drafts; 16 keeps their dtype, and None is 16. Only this instance is changed,
-    and nothing in its forward pass; without an assistant it does what it did. On CUDA and with "cpp" the weights of
-    layers that read one input (query, key and value; gate and up) are laid one after another: the parameters become
-    views, and their values, names and shapes stay.
+    (docs/guide/quantised.md); else such layers run by their own forward. None is True where that was measured to be
+    faster and no layer's own forward rounds activations: in 16 bits on an H100 or H200. With `head_bits` 8 the weights
+    of `eagle`, `eagle2`, `eagle3` and `mtp` heads are rounded to 8 bits, a scale for each line, and multiplied so:
+    drafts may differ, and the output is as with any drafts; 16 keeps their dtype, and None is 8 for heads of 2,560
+    channels or more on an H100 or H200. Only this instance is changed, and nothing in its forward pass; without an
+    assistant it does what it did. On CUDA and with "cpp" the weights of layers that read one input (query, key and
+    value; gate and up) are laid one after another: the parameters become views, and their values, names and shapes
+    stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
@@ -132,7 +134,7 @@ def patch(
         resources["mtp"] = gemma4_assistant(mtp, model) or load_mtp(mtp, model)
     if bits == 8:
         refuse_bits(model, backend)
-        resources = all_in_bits(resources, bits)
+    resources = all_in_bits(resources, bits, model, backend)
     if speculative is not None:
         resources["speculative"] = check_draft(speculative, model)
     if cascade is not None:
@@ -212,7 +214,7 @@ def patched(
     assistant: Assistant | Literal["none"] | None = None,
     backend: BackendName = "auto",
     exact: bool | None = None,
-    stored: bool = False,
+    stored: bool | None = None,
     head_bits: HeadBits | None = None,
 ) -> Iterator[Model]:
     """`with fastspec.patched(model, eagle3=...) as model:` patches for the length of the block, exceptions included;

@@ -218,6 +218,7 @@ def exact_ops() -> Ops:
     ops = triton_ops()
     from fastspec.kernels.attention import ordered as attention
     from fastspec.kernels.linear import ordered as products
+    from fastspec.kernels.quantised import linear as quantised
 
     return replace(
         ops,
@@ -227,6 +228,8 @@ def exact_ops() -> Ops:
         linears=partial(linear_reference.linears, product=products.linear),
         linear_parts=products.linear_parts,
         gate_up=products.gate_up,
+        stored_linears=quantised.in_turns(quantised.linears),
+        stored_parts=quantised.in_turns(quantised.linear_parts),
         exact=True,
     )
 

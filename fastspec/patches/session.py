@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastspec.config import DEFAULT_HEAD_BITS, HeadBits
+from fastspec.config import HeadBits
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, PatchConflict, Unsupported
 from fastspec.generation.decoder_layer import is_packed, unpack
@@ -26,6 +26,7 @@ from fastspec.generation.engine.engine import Engine
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Profile, Stats
+from fastspec.patches.assistants.head_bits import may_round
 from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.verdict import self_check
 from fastspec.patches.hf.changes import ModuleSettings
@@ -38,9 +39,9 @@ from fastspec.patches.hf.compat import (
     local_part,
     unpack_weights,
 )
-from fastspec.patches.hf.exact import ExactDefault, refuse_device
+from fastspec.patches.hf.exact import Defaults, refuse_device
 from fastspec.patches.hf.layer_weights import pack_model, reads_packed
-from fastspec.patches.hf.modes import Mode, not_patched
+from fastspec.patches.hf.modes import Mode, mode_for, not_patched
 from fastspec.patches.on_cpu import named, why_torch
 from fastspec.patches.tuning.store import use_tuned
 
@@ -186,10 +187,12 @@ class PatchSession:
     resources: dict[str, Any]
     exact: bool | None = None
     """True where every assistant is held to the bits of plain decoding; None where that costs little."""
-    stored: bool = False
-    """True where weights that a quantiser stored are multiplied as they are."""
-    head_bits: HeadBits = DEFAULT_HEAD_BITS
-    """Bits of the weights that heads multiply: 8, or 16 for those of their dtype."""
+    stored: bool | None = None
+    """True where weights that a quantiser stored are multiplied as they are; None where that is measured to be
+    faster."""
+    head_bits: HeadBits | None = None
+    """Bits of the weights that heads multiply: 8, or 16 for those of their dtype; None for what is measured to be
+    faster."""
     captured: bool = False
     """True where transformers had its capturing hooks on the model before the patch; else they go with it."""
     log: list[Change] = field(default_factory=list)
@@ -199,7 +202,7 @@ class PatchSession:
     """The assistant of calls that name none, as `patch` was given it."""
     unassisted: Counter[str] = field(default_factory=Counter)
     """Why calls that a default assistant could not serve ran transformers' own decoding -> how many did."""
-    exact_default: ExactDefault = field(default_factory=ExactDefault)
+    defaults: Defaults = field(default_factory=Defaults)
     told: set[str] = field(default_factory=set)
     """Why calls ran in generic mode, as the user was told."""
     kernels: Counter[str] = field(default_factory=Counter)
@@ -222,20 +225,15 @@ class PatchSession:
     def ops(self, model: Any, mode: Mode) -> Ops:
         """The backend's kernels for a model that runs in this mode now: it may have moved, or been hooked, since it was
         patched. Raises FastSpecError where they fail the self-check of a device that they were not tested on."""
-        device = device_of(model)
-        adapted = mode.adapter is not None
-        name = named(self.backend, device, dtype_of(model), adapted)
-        ops = choose_backend(name, device, adapted=adapted)
-        # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
-        if name != self.backend:
-            ops = replace(ops, packs=False)
-        heads = ops if self.head_bits == 8 else None
-        own = ops if self.stored else replace(ops, stored_linears=None, stored_parts=None)
-        ops = replace(own, heads=heads)
+        device, ops = device_of(model), self._backend_ops(model, mode)
+        rounds = self.head_bits == 8 or (self.head_bits is None and may_round(model, self.backend))
+        self.defaults.look(model, ops)
+        stored: dict[str, Any] = {} if self.reads_stored(model, ops) else {"stored_linears": None, "stored_parts": None}
+        ops = replace(ops, **stored, heads=ops if rounds else None)
         if self.exact:
             refuse_device(ops, dtype_of(model))
         if self.why_inexact(model, mode, ops) is None:
-            ops = replace(exact_ops(), stored_linears=ops.stored_linears, stored_parts=ops.stored_parts, drafts=ops)
+            ops = replace(exact_ops(), **stored, drafts=ops)
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):
@@ -251,11 +249,22 @@ class PatchSession:
                     ops = replace(ops, drafts_in=None)
         return counted(ops, self.kernels)
 
+    def _backend_ops(self, model: Any, mode: Mode) -> Ops:
+        device, adapted = device_of(model), mode.adapter is not None
+        name = named(self.backend, device, dtype_of(model), adapted)
+        ops = choose_backend(name, device, adapted=adapted)
+        # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
+        return ops if name == self.backend else replace(ops, packs=False)
+
+    def reads_stored(self, model: Any, ops: Ops) -> bool:
+        """True where quantised weights are multiplied as they are stored by the kernels of a backend."""
+        return self.defaults.reads_stored(model, ops) if self.stored is None else self.stored
+
     def why_inexact(self, model: Any, mode: Mode, ops: Ops) -> str | None:
         """Reason for which drafts may change a near-tie of a model that runs on these kernels; None where they do
         not."""
         if self.exact is None:
-            return self.exact_default.why_not(model, mode.adapter, ops)
+            return self.defaults.why_inexact(model, mode.adapter, ops)
         return None if self.exact else "patch(model, exact=False) asked for the fast kernels"
 
     def _drafts(self) -> bool:
@@ -286,7 +295,11 @@ class PatchSession:
                 self.laid = _kind(model, mode) if lies is None else lies
 
     def _is_to_unpack(self, model: Any) -> bool:
-        return any(map(is_unpacking_hook, hooks_of(model))) and not (self.stored and reads_packed(model))
+        if not any(map(is_unpacking_hook, hooks_of(model))):
+            return False
+        ops = self._backend_ops(model, mode_for(model))
+        self.defaults.look(model, ops)
+        return not (self.reads_stored(model, ops) and reads_packed(model))
 
     def _is_laid(self, model: Any, mode: Mode) -> bool:
         lies = self.packed[0] if self.packed else self.laid

@@ -16,7 +16,7 @@ from helpers.patch import assert_same, snapshot
 from torch import nn
 
 import fastspec
-from fastspec.config import DEFAULT_HEAD_BITS, TreeShape
+from fastspec.config import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
@@ -228,10 +228,28 @@ def test_a_quantised_models_own_layers_are_not_read_as_stored_for_its_heads_sake
         assert session_of(model).ops(model, head_bits.mode_for(model)).heads is None
 
 
-def test_the_default() -> None:
+def test_wide_heads_are_read_in_8_bits_by_themselves_where_that_was_measured(monkeypatch) -> None:
     model = shallow_model()
-    with fastspec.patched(model, eagle3=tiny_head(model), backend="torch"):
-        assert session_of(model).head_bits == DEFAULT_HEAD_BITS == 16 and fastspec.report(model).head_bits == {}
+    head = tiny_head(model)
+
+    def told(**given: Any) -> dict[str, int]:
+        with fastspec.patched(model, eagle3=head, backend="torch", **given):
+            return fastspec.report(model).head_bits
+
+    assert told() == {}
+    monkeypatch.setattr(head_bits, "may_round", lambda *given: True)
+    assert told() == {}
+    monkeypatch.setattr(head_bits, "WIDE", model.config.hidden_size)
+    assert told() == {"eagle3": 8} and told(head_bits=16) == {}
+
+
+def test_devices_without_figures_round_no_head_by_themselves(monkeypatch) -> None:
+    model = shallow_model().bfloat16()
+    assert not head_bits.may_round(model, "auto")
+    monkeypatch.setattr(head_bits, "is_measured", lambda model: True)
+    monkeypatch.setattr(head_bits, "named", lambda backend, *given: backend)
+    assert head_bits.may_round(model, "auto") and head_bits.may_round(model, "triton")
+    assert not head_bits.may_round(model, "torch") and not head_bits.may_round(model.float(), "auto")
 
 
 @pytest.mark.parametrize("bits", [4, "8", True, 8.0])

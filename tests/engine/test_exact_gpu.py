@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers.gptq import packed_layers
 from helpers.models import tiny_model
 
 pytest.importorskip("triton")
 
 import fastspec
+from fastspec.devices import MEASURED
 from fastspec.errors import Unsupported
+from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels.attention.hopper import LONG
-from fastspec.kernels.launch import MEASURED
+from fastspec.kernels.linear.launches import MAX_ROWS
 from fastspec.patches.hf.exact import WIDE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -54,6 +58,22 @@ class HalfRight:
 
 def model_of(kind: str, dtype: torch.dtype, **over: Any) -> Any:
     return tiny_model(kind, **over).to("cuda", dtype)
+
+
+def rounded_layers(model: Any) -> Any:
+    """The model with the linear layers of its decoder in 8 bits, a scale for each line."""
+    for parent in list(model.model.layers.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is torch.nn.Linear:
+                setattr(parent, name, RoundedLinear.of(layer))
+    return model
+
+
+STORED = {
+    "8 bits": rounded_layers,
+    "4 bits, groups of 128": partial(packed_layers, group=128),
+    "4 bits, groups of 32": packed_layers,
+}
 
 
 def prompts_of(model: Any, rows: int) -> torch.Tensor:
@@ -149,8 +169,10 @@ def test_a_second_turn_begins_with_the_same_bits(dtype: torch.dtype) -> None:
             ids, assistant=HalfRight(plain.sequences[0].tolist(), model.config.vocab_size), **OPTIONS
         )
         once = OPTIONS | {"max_new_tokens": 1, "min_new_tokens": 1}
-        whole = model.generate(plain.sequences[:, :-1], assistant="autoregressive", **once)
-        length = plain.sequences.shape[1] - 1
+        text = plain.sequences[:, :-1]
+        shown = torch.ones_like(text)  # an answer may hold the padding token
+        whole = model.generate(text, attention_mask=shown, assistant="autoregressive", **once)
+        length = text.shape[1]
         for layer in range(model.config.num_hidden_layers):
             kept = [cache.past_key_values.layers[layer] for cache in (plain, drafted, whole)]
             for a in kept[1:]:
@@ -172,6 +194,35 @@ def test_a_text_scores_by_the_bits_that_generation_had(kind: str, dtype: torch.d
         mask[1, -30:] = mask[2, :20] = 0
         scored = fastspec.log_probs(model, said.sequences, mask, temperature=0.7)[:, PROMPT - 1 :]
     assert scored[0].equal(drawn[0]) and scored[1, :-30].equal(drawn[1, :-30])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("form", STORED)
+def test_so_do_weights_that_are_multiplied_as_stored(form: str, dtype: torch.dtype) -> None:
+    """Tokens, logits, and the keys that a text of more rows than one launch takes leaves behind."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    model = STORED[form](model_of("llama", dtype, **sizes, max_position_embeddings=2048))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (3, MAX_ROWS + 90), generator=generator).cuda()
+    with fastspec.patched(model, exact=True, stored=True):
+        assert fastspec.report(model).exact and sum(fastspec.report(model).stored.values()) >= 7
+        alone = [model.generate(row[None], assistant="autoregressive", **OPTIONS) for row in ids]
+        drafter = HalfRight(alone[0].sequences[0].tolist(), model.config.vocab_size)
+        drafted = model.generate(ids[:1], assistant=drafter, **OPTIONS)
+        assert drafter.emitted > 1.5 * drafter.rounds
+        assert drafted.sequences.equal(alone[0].sequences)
+        assert all(a.equal(b) for a, b in zip(drafted.logits, alone[0].logits, strict=True))
+        together = model.generate(ids, assistant="nasd", **OPTIONS)
+        assert together.sequences.equal(torch.cat([plain.sequences for plain in alone]))
+        for at, plain in enumerate(alone):
+            assert all(a[at].equal(b[0]) for a, b in zip(together.logits, plain.logits, strict=True))
+        once = OPTIONS | {"max_new_tokens": 1, "min_new_tokens": 1}
+        text = alone[0].sequences[:, :-1]
+        shown = torch.ones_like(text)  # an answer may hold the padding token
+        whole = model.generate(text, attention_mask=shown, assistant="autoregressive", **once)
+        length = text.shape[1]
+        for kept, grown in zip(whole.past_key_values.layers, drafted.past_key_values.layers, strict=True):
+            assert kept.keys[:, :, :length].equal(grown.keys[:, :, :length])
 
 
 def test_open_batches_say_what_one_row_says() -> None:

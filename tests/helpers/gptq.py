@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fastspec.patches.hf.gptq_awq import GPTQ_V2, PackedLinear
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, of eight, that each place of a word holds, the lowest place first."""
 
@@ -147,3 +149,18 @@ def changed(recipe: Recipe, **over: Any) -> Recipe:
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's files."""
     return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+
+
+def packed_layers(model: Any, group: int = 32) -> Any:
+    """The model with the linear layers of its decoder as GPTQ checkpoints of 4 bits have them: random codes, the middle
+    for zero."""
+    for parent in list(model.model.layers.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is torch.nn.Linear:
+                (lines, depth), dtype = layer.weight.shape, layer.weight.dtype
+                words = torch.randint(-(2**31), 2**31, (depth // 8, lines), dtype=torch.int32)
+                middle = torch.full((depth // group, lines // 8), 0x88888888 - 2**32).int()
+                scales = torch.full((depth // group, lines), 0.02 / 4.6, dtype=dtype)
+                tensors = {"qweight": words, "qzeros": middle, "scales": scales}
+                setattr(parent, name, PackedLinear(GPTQ_V2, 4, group, depth, lines, tensors).to(layer.weight.device))
+    return model

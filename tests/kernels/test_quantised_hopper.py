@@ -24,6 +24,8 @@ pytestmark = [
 LAYOUTS = {
     "int8 by lines": partial(rows8, on_sums=True),
     "packed, 8 bits by lines": partial(packed, 8, None),
+    "packed, 8 bits by groups of 32": partial(packed, 8, 32),
+    "packed, 8 bits by groups of 64": partial(packed, 8, 64),
     "e4m3 in blocks of 128": partial(float8, (128, 128)),
     "e4m3 by lines": partial(float8, None),
     "4 bits by lines": partial(packed, 4, None),

@@ -116,12 +116,12 @@ def test_weights_are_read_as_a_command_says(
     import_module("fastspec.programs.serving.app")  # whose own name for it stays
     monkeypatch.setattr("fastspec.programs.serving.remote.Remote", lambda build: build())
 
-    def patch(model: object, *, stored: bool, head_bits: int | None, **options: object) -> None:
+    def patch(model: object, *, stored: bool | None, head_bits: int | None, **options: object) -> None:
         raise Unsupported(f"asked for stored={stored}, head_bits={head_bits}")
 
     monkeypatch.setattr(fastspec, "patch", patch)
     done = run(command, str(saved / "model"), *more.get(command, ()), "--device", "cpu", *given)
-    assert done.exit_code == 1 and f"{bool(given)}, head_bits={8 if given else None}" in done.output
+    assert done.exit_code == 1 and f"stored={True if given else None}, head_bits={8 if given else None}" in done.output
 
 
 def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) -> None:

@@ -12,9 +12,9 @@ product of the dequantised weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -534,7 +534,7 @@ def dequantised(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
     """`reference.dequantised`, bit for bit."""
     (channels, depth), kind = weight.shape, weight.kind
     out = torch.empty((channels, depth), dtype=dtype, device=weight.device)
-    lines, deep = 16, 256
+    lines, deep = (16, 256) if kind.bits == 8 else (8, 512)
     _dequantise_kernel[(-(-channels // lines), -(-depth // deep))](
         out,
         _operands(weight, None, 0),
@@ -593,6 +593,19 @@ def linears(
     out = x.new_empty(*x.shape[:-1], sum(channels) if kind is None else channels[0])
     _multiply(x.reshape(rows, -1), weights, biases, out, kind)
     return out
+
+
+def in_turns(multiply: Callable[..., Any]) -> Callable[..., Any]:
+    """A product that sums in the kernel's order for any number of rows: MAX_ROWS at a time."""
+
+    def run(x: Tensor, *others: Any) -> Any:
+        if x.shape[:-1].numel() <= MAX_ROWS:
+            return multiply(x, *others)
+        return torch.cat([multiply(part, *others) for part in x.flatten(0, -2).split(MAX_ROWS)]).unflatten(
+            0, x.shape[:-1]
+        )
+
+    return run
 
 
 def _multiply(

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from fastspec.config import DEFAULT_HEAD_BITS, HEAD_BITS, HeadBits
+import torch
+
+from fastspec.config import HEAD_BITS, HeadBits
 from fastspec.errors import Unsupported, accepted
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.rounded import is_rounded, rounded
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.compat import device_of, dtype_of
+from fastspec.patches.hf.exact import is_measured
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.on_cpu import named
 
-WIDE = "patch with head_bits=16"
+HINT = "patch with head_bits=16"
+WIDE = 2560
+"""Hidden size from which heads are read in 8 bits by themselves (stored_h200.jsonl)."""
 
 
-def bits_of(asked: Any) -> HeadBits:
+def bits_of(asked: Any) -> HeadBits | None:
     """Bits that `head_bits=` asks for. Raises Unsupported for others than it takes."""
     if asked is None:
-        return DEFAULT_HEAD_BITS
+        return None
     if type(asked) is not int or asked not in HEAD_BITS:
         raise Unsupported(f"head_bits={asked!r}: {accepted(repr(asked), map(repr, (None, *HEAD_BITS)))}")
     return asked  # type: ignore[return-value]  # one of them
@@ -29,30 +35,43 @@ def bits_of(asked: Any) -> HeadBits:
 def refuse_bits(model: Any, backend: str) -> None:
     """Raise Unsupported where heads of a model cannot be read in 8 bits."""
     if group_of(model) is not None:
-        raise Unsupported(f"head_bits=8: several processes hold this model and cut its head between them; {WIDE}")
+        raise Unsupported(f"head_bits=8: several processes hold this model and cut its head between them; {HINT}")
     if named(backend, device_of(model), dtype_of(model), mode_for(model).adapter is not None) == "cpp":
         raise _on_cpp()
 
 
-def in_bits(head: Any, bits: int, name: str) -> Any:
-    """A head as an assistant of this name reads it. Raises Unsupported where it cannot be read in 8 bits."""
+def may_round(model: Any, backend: str) -> bool:
+    """True where wide heads are read in 8 bits though nobody asked for it: in 16 bits and one process, on a device
+    where that was measured to be faster."""
+    kernels = named(backend, device_of(model), dtype_of(model), mode_for(model).adapter is not None)
+    halves = dtype_of(model) in (torch.bfloat16, torch.float16)
+    return halves and kernels in ("auto", "triton") and group_of(model) is None and is_measured(model)
+
+
+def in_bits(head: Any, bits: HeadBits | None, name: str, model: Any, backend: str) -> Any:
+    """A head as an assistant of this name reads it. Raises Unsupported where it cannot be read in 8 bits, as was asked
+    for."""
+    if bits is None:
+        wide = isinstance(head, BoundHead) and head.config.hidden_size >= WIDE and may_round(model, backend)
+        with suppress(ValueError):  # of a layer that has no 8 bits
+            return rounded(head) if wide else head
     if bits != 8:
         return head
     if not isinstance(head, BoundHead):
         raise Unsupported(
             f"head_bits=8 is for EAGLE heads and MTP layers, and {name}= is a {type(head).__name__}, a model of its "
-            f"own: {WIDE}"
+            f"own: {HINT}"
         )
     try:
         return rounded(head)
     except ValueError as error:
-        raise Unsupported(f"head_bits=8: of the head of {name!r} {error}; {WIDE}") from error
+        raise Unsupported(f"head_bits=8: of the head of {name!r} {error}; {HINT}") from error
 
 
-def all_in_bits(heads: dict[str, Any], bits: int) -> dict[str, Any]:
+def all_in_bits(heads: dict[str, Any], bits: HeadBits | None, model: Any, backend: str) -> dict[str, Any]:
     """`in_bits` of the heads of assistants, once of one that several share."""
     names = {head: name for name, head in heads.items()}
-    made = {head: in_bits(head, bits, name) for head, name in names.items()}
+    made = {head: in_bits(head, bits, name, model, backend) for head, name in names.items()}
     return {name: made[head] for name, head in heads.items()}
 
 
@@ -68,11 +87,11 @@ def ops_of(head: BoundHead, ops: Ops) -> Ops:
 def refuse_fused(head: BoundHead) -> None:
     """Raise Unsupported for a head in 8 bits whose draft phase is to be one launch."""
     if is_rounded(head.module):
-        raise Unsupported(f"fused=True reads weights of 16 bits, and this model was patched with head_bits=8: {WIDE}")
+        raise Unsupported(f"fused=True reads weights of 16 bits, and this model was patched with head_bits=8: {HINT}")
 
 
 def _on_cpp() -> Unsupported:
     return Unsupported(
         "head_bits=8 has no C++ kernels, which draft in bfloat16 and are faster on the CPU than what would dequantise "
-        f'each weight: {WIDE}, with backend="torch", or once the model is on a GPU'
+        f'each weight: {HINT}, with backend="torch", or once the model is on a GPU'
     )

@@ -220,7 +220,9 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
                     found = load_mtp(True, model)
                 except CheckpointError as error:
                     raise Unsupported(f"assistant {name!r} has no head: {error}") from error
-                head = resources[name] = found if session is None else in_bits(found, session.head_bits, name)
+                head = resources[name] = (
+                    found if session is None else in_bits(found, session.head_bits, name, model, session.backend)
+                )
                 if session is not None:
                     session.set(model, "save_pretrained", MethodType(save_with_mtp, model))
     if head is None:

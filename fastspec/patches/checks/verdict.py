@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fastspec import files
-from fastspec.devices import device_name
+from fastspec.devices import MEASURED, device_name
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.ops import Ops
@@ -57,7 +57,7 @@ def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[
     if ops.name == "cpp":
         made = {"library": build.library_name()}
     else:
-        from fastspec.kernels.launch import MEASURED, PORTABLE
+        from fastspec.kernels.launch import PORTABLE
 
         if wanted == "auto" and (device.type != "cuda" or name in MEASURED):
             return

@@ -1,4 +1,4 @@
-"""Which models are held to bits: refusals of `patch(exact=True)`, and what is held by itself."""
+"""Which models are held to bits: refusals of `patch(exact=True)`, and what `exact=None` and `stored=None` come to."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ from typing import Any
 
 import torch
 
-from fastspec.devices import device_name
+from fastspec.devices import MEASURED, device_name
 from fastspec.errors import Unsupported
-from fastspec.generation.decoder_layer import FullAttention, Gated, LayerParts, Linears, RmsNorm
+from fastspec.generation.decoder_layer import (
+    FullAttention,
+    Gated,
+    LayerParts,
+    Linears,
+    RmsNorm,
+    StoredGated,
+    StoredLinears,
+)
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.changes import Snapshot
 from fastspec.patches.hf.compat import device_of, dtype_of
 from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.layer_weights import keeps_activations
 from fastspec.patches.hf.model import HFModel
 
 HINT = "leave out exact=True"
+ASK = "patch(model, exact=True) asks for it"
+PRODUCTS = Linears, StoredLinears
 WIDE = 1536
 """Hidden size from which models are held to bits by themselves: a token or a round of one row takes up to 5 % longer on
 an H200 (exact_rounds_h200.jsonl), and more in narrower layers."""
@@ -37,51 +48,80 @@ def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
         raise Unsupported(f"exact=True: {reason}: {HINT}")
 
 
-class ExactDefault:
-    """What `patch(exact=None)` comes to for a model, as it is by then."""
+class Defaults:
+    """What `patch(exact=None, stored=None)` comes to for a model, as it was at the last `look`."""
 
     def __init__(self) -> None:
         self._made_of: Snapshot | None = None
-        self._why: str | None = None
+        self._stored: bool | None = None
+        self._why: dict[bool, str | None] = {}
 
-    def why_not(self, model: Any, adapter: Adapter | None, ops: Ops) -> str | None:
+    def look(self, model: Any, ops: Ops) -> None:
+        """Forget what was found of a model that has changed since, where it may be found on these kernels."""
+        if unfit(ops, dtype_of(model)) is not None or not is_measured(model):
+            return
+        if self._made_of is None or self._made_of.model is not model or self._made_of.changed():
+            self._made_of, self._stored, self._why = Snapshot(model), None, {}
+
+    def reads_stored(self, model: Any, ops: Ops) -> bool:
+        """True where a model's quantised weights are multiplied as stored though nobody asked for it: in 16 bits, on a
+        device where that was measured to be faster than their own forward, which rounds no activations."""
+        if unfit(ops, dtype_of(model)) is not None or not is_measured(model):
+            return False
+        if self._stored is None:
+            self._stored = keeps_activations(model)
+        return self._stored
+
+    def why_inexact(self, model: Any, adapter: Adapter | None, ops: Ops) -> str | None:
         """Reason for which a model on these kernels is not held to bits unless that is asked for; None where it is."""
         if (reason := unfit(ops, dtype_of(model))) is not None:
             return reason
-        from fastspec.kernels.launch import MEASURED
-
-        name, width = device_name(device_of(model)), model.config.get_text_config().hidden_size
-        if name not in MEASURED:
-            return f"its cost was not measured on {name}: patch(model, exact=True) asks for it"
+        width = model.config.get_text_config().hidden_size
+        if not is_measured(model):
+            return f"its cost was not measured on {device_name(device_of(model))}: {ASK}"
         if width < WIDE:
-            return f"layers of {width} channels, under {WIDE}, take longer by it: patch(model, exact=True) asks for it"
-        if ops.stored_linears is not None:
-            return "weights are multiplied as they are stored (stored=True)"
+            return f"layers of {width} channels, under {WIDE}, take longer by it: {ASK}"
         assert adapter is not None  # as it has these kernels
-        if self._made_of is None or self._made_of.model is not model or self._made_of.changed():
-            self._made_of, self._why = Snapshot(model), None
+        stored = ops.stored_linears is not None
+        if stored not in self._why:
+            self._why[stored] = None
             try:
                 target = HFModel(model, adapter, rows=1, capacity=1, tail=1, taps=None, ops=ops)
                 refuse_parts(model, target.layers)
+                if any(map(_is_stored, target.layers)):
+                    self._why[stored] = f"prompts of weights multiplied as they are stored take longer by it: {ASK}"
             except Unsupported as error:
-                self._why = str(error).removeprefix("exact=True: ").removesuffix(f": {HINT}")
-        return self._why
+                self._why[stored] = str(error).removeprefix("exact=True: ").removesuffix(f": {HINT}")
+        return self._why[stored]
+
+
+def is_measured(model: Any) -> bool:
+    """True of a model on a GPU whose figures decide what is done by itself."""
+    return device_name(device_of(model)) in MEASURED
 
 
 def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:
-    """Raise Unsupported where a layer runs by more than attention, plain products and root-mean-square norms."""
+    """Raise Unsupported where a layer runs by more than attention, products of plain or of stored weights, and
+    root-mean-square norms."""
     for number, layer in enumerate(layers):
         for what in _others(layer):
             raise Unsupported(f"exact=True: layer {number} of {type(model).__name__} has {what}: {HINT}")
+
+
+def _is_stored(layer: LayerParts) -> bool:
+    mixer = layer.mixer
+    return isinstance(layer.mlp, StoredGated) or (
+        isinstance(mixer, FullAttention) and isinstance(mixer.qkv, StoredLinears)
+    )
 
 
 def _others(layer: LayerParts) -> Iterator[str]:
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, FullAttention):
         yield f"{type(mixer).__name__}, which sums over a tree otherwise than over a text"
-    elif not isinstance(mixer.qkv, Linears) or not isinstance(mixer.out, Linears):
+    elif not isinstance(mixer.qkv, PRODUCTS) or not isinstance(mixer.out, PRODUCTS):
         yield "projections of attention that are no plain linear layers of this process"
-    if not isinstance(mlp, Gated) or not isinstance(mlp.out, Linears):
+    if not isinstance(mlp, (Gated, StoredGated)) or not isinstance(mlp.out, PRODUCTS):
         yield "a feed-forward other than a gated one of plain linear layers (a mixture, a module of its own)"
     norms = layer.input_norm, layer.mlp_norm, layer.mixer_out_norm, layer.mlp_out_norm
     if any(norm is not None and not isinstance(norm, RmsNorm) for norm in norms):

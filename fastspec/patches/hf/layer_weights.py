@@ -67,6 +67,15 @@ def reads_packed(model: Any) -> bool:
     return all(id(module) in slots and not isinstance(read(module), str) for module in packed)
 
 
+def keeps_activations(model: Any) -> bool:
+    """True of a model with quantised weights that are read as stored, none of which rounds activations in its own
+    forward."""
+    held = [(row, module) for module in model.modules() if (row := format_of(module)) is not None]
+    return any(not isinstance(read(module), str) for _, module in held) and not any(
+        row.rounds(each) for row, each in held
+    )
+
+
 def told_formats(model: Any, stored: bool) -> tuple[dict[str, int], dict[str, int]]:
     """For `report`: formats of quantised layers that are multiplied as stored -> how many are, and reasons for which
     others keep their own forward -> how many do."""
@@ -81,7 +90,8 @@ def told_formats(model: Any, stored: bool) -> tuple[dict[str, int], dict[str, in
         if isinstance(found, str):
             kept[f"{row.name}: {found}"] += 1
         elif not stored:
-            kept[f"{row.name}: patch(model, stored=True) was not asked for"] += 1
+            why = "it rounds activations too, and " if row.rounds(module) else ""
+            kept[f"{row.name}: {why}patch(model, stored=True) was not asked for"] += 1
         elif id(module) not in slots:
             kept[f"{row.name}: it is a part of a module that runs by its own forward"] += 1
         elif row.unpacked and not together:

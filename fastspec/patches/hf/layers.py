@@ -24,6 +24,7 @@ from fastspec.generation.decoder_layer import (
     Product,
     RmsNorm,
     Rotary,
+    StoredGated,
     StoredLinears,
     Summed,
     gated,
@@ -410,8 +411,7 @@ def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     kind, inner = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
     if kind is None or inner is None or ops.stored_linears is None:
         return _gated_apart(parts, mlp, ops)
-    opened, down = StoredLinears(ops, inner, kind), product_of((mlp.down_proj,), ops, parts=True)
-    return lambda x: down(opened(x))
+    return StoredGated(StoredLinears(ops, inner, kind), product_of((mlp.down_proj,), ops, parts=True))
 
 
 def _gated_apart(parts: Adapter, mlp: Any, ops: Ops) -> Product:

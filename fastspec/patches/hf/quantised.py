@@ -48,6 +48,8 @@ class Format:
     at: str = ""
     unpacked: bool = False
     """True where the library unpacks all weights of a model at its first forward pass."""
+    rounds: Callable[[Any], bool] = lambda module: False
+    """True of a module whose own forward rounds activations too."""
 
     def holds(self, module: nn.Module) -> bool:
         """True of a module in this format."""
@@ -216,10 +218,19 @@ def _not_read(why: str) -> Callable[[Any], Read]:
     return lambda module: why
 
 
+def _always(module: Any) -> bool:
+    return True
+
+
+def _torchao_rounds(module: Any) -> bool:
+    names = "act_quant_kwargs", "act_quant_scale", "activation_quantization"
+    return any(getattr(module.weight, name, None) is not None for name in names)
+
+
 FORMATS = (
-    Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight"),
-    Format("torchao float8", "torchao", "Float8Tensor", _torchao, "weight"),
-    Format("torchao intx", "torchao", "IntxUnpackedToInt8Tensor", _torchao, "weight"),
+    Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight", rounds=_torchao_rounds),
+    Format("torchao float8", "torchao", "Float8Tensor", _torchao, "weight", rounds=_torchao_rounds),
+    Format("torchao intx", "torchao", "IntxUnpackedToInt8Tensor", _torchao, "weight", rounds=_torchao_rounds),
     Format(
         "compressed-tensors",
         "compressed_tensors",
@@ -227,19 +238,20 @@ FORMATS = (
         _compressed,
         "quantization_scheme",
         unpacked=True,
+        rounds=lambda module: module.quantization_scheme.input_activations is not None,
     ),
-    Format("fine-grained FP8", "transformers", "FP8Linear", _float8),
-    Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8),
+    Format("fine-grained FP8", "transformers", "FP8Linear", _float8, rounds=_always),
+    Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8, rounds=_always),
     Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
     Format("GPTQ, AWQ", "fastspec", "PackedLinear", _gptq_awq),
     Format("draft heads in 8 bits", "fastspec", "RoundedLinear", _rounded),
-    Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8),
+    Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8, rounds=_always),
     Format("optimum-quanto", "optimum", "QLinear", _not_read("its tensors are not read: torchao's int8 are")),
     Format("HQQ", "hqq", "HQQLinear", _not_read("its tensors are not read: bitsandbytes' 4 bits are")),
     Format("NVFP4", "transformers", "NVFP4Linear", _not_read("its tensors are not read")),
     Format("GGUF", "transformers", "GgufLinear", _not_read("its blocks are not read")),
     Format("GGUF", "transformers", "GgufExperts", _not_read("experts are not read")),
-    Format("fine-grained FP8", "transformers", "FP8Experts", _not_read("experts are not read")),
+    Format("fine-grained FP8", "transformers", "FP8Experts", _not_read("experts are not read"), rounds=_always),
     Format("MXFP4", "transformers", "Mxfp4GptOssExperts", _not_read("experts are not read")),
 )
 KEPT = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastspec import files
+from fastspec.devices import MEASURED
 from fastspec.generation.ops import Ops
 from fastspec.kernels.tuned_launches import Place, install, name_of
 
@@ -86,7 +87,7 @@ def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
     if any(dtype in place for _, place in use_tuned(device)):
         return "tuned"
     launch = import_module("fastspec.kernels.launch")
-    return "shipped" if name_of(device) in launch.MEASURED and not launch.PORTABLE else "portable"
+    return "shipped" if name_of(device) in MEASURED and not launch.PORTABLE else "portable"
 
 
 def _word(value: Any) -> Any:

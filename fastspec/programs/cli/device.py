@@ -36,7 +36,7 @@ def warmup(
     dtype: options.Dtype = None,
     device: options.Device = None,
     backend: options.Backend = "auto",
-    stored: options.Stored = False,
+    stored: options.Stored = None,
     head_bits: options.Bits = None,
 ) -> None:
     """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See

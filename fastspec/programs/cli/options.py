@@ -37,10 +37,20 @@ Backend = Annotated[
     ),
 ]
 Stored = Annotated[
-    bool, Option("--stored", help="Multiply quantised weights as they are stored. See docs/guide/quantised.md.")
+    bool | None,
+    Option(
+        "--stored/--own-forward",
+        help="Multiply quantised weights as they are stored, or by their own forward; by default as is measured to be "
+        "faster. See docs/guide/quantised.md.",
+    ),
 ]
 Bits = Annotated[
-    HeadBits | None, Option("--head-bits", help="Bits that a head is read in, 16 or 8. See docs/guide/assistants.md.")
+    HeadBits | None,
+    Option(
+        "--head-bits",
+        help="Bits that a head is read in, 16 or 8; by default as is measured to be faster. See "
+        "docs/guide/assistants.md.",
+    ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 SPELLINGS = {
@@ -106,7 +116,7 @@ def patched_model(
     heads: Mapping[str, str] | None = None,
     draft_model: str | None = None,
     cascade: Cascade | None = None,
-    stored: bool = False,
+    stored: bool | None = None,
     head_bits: HeadBits | None = None,
     processes: int = 1,
 ) -> tuple[Any, Any]:

@@ -96,7 +96,7 @@ def model_of(
     device: str | None,
     backend: BackendName,
     cascade: Cascade | None = None,
-    stored: bool = False,
+    stored: bool | None = None,
     head_bits: HeadBits | None = None,
     processes: int = 1,
 ) -> tuple[Any, Any]:
@@ -148,7 +148,7 @@ def generate(
     ] = False,
     device: Device = None,
     backend: Backend = "auto",
-    stored: Stored = False,
+    stored: Stored = None,
     head_bits: Bits = None,
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU
@@ -211,7 +211,7 @@ def opened(
     warmup: int | None = None,
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
-    stored: bool = False,
+    stored: bool | None = None,
     head_bits: HeadBits | None = None,
     processes: int = 1,
 ) -> tuple[PromptBatch, Any]:
@@ -278,7 +278,7 @@ def serve(
     ] = True,
     device: Device = None,
     backend: Backend = "auto",
-    stored: Stored = False,
+    stored: Stored = None,
     head_bits: Bits = None,
     warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
     warmup_length: Annotated[int, typer.Option(min=1, help="Longest text that --warmup is for, in tokens.")] = 1920,
