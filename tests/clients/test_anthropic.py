@@ -76,6 +76,27 @@ def test_what_coding_agents_send(client: Any) -> None:
     assert [block.input for block in final.content if block.type == "tool_use"] == [{"city": "Oslo"}]
 
 
+def test_the_runner_of_tools_goes_on_without_a_thread(client: Any) -> None:
+    """It asks for a conversation that the server keeps, and takes the refusal of one for what it is."""
+    anthropic = pytest.importorskip("anthropic")
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Of a city.
+
+        Args:
+            city: its name
+        """
+        asked.append(city)
+        return "rain"
+
+    runner = client.beta.messages.tool_runner(**GIVEN, tools=[weather])
+    for message, _ in zip(runner, range(2), strict=False):
+        assert message.stop_reason == "tool_use"
+    assert asked[:2] == ["Oslo", "Bergen"]
+
+
 def test_an_output_is_parsed() -> None:
     anthropic, pydantic = map(pytest.importorskip, ("anthropic", "pydantic"))
 

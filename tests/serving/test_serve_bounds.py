@@ -21,6 +21,7 @@ from fastspec.programs.serving.requests import (
     read,
 )
 from fastspec.programs.serving.server import Server
+from fastspec.programs.serving.templates import chat_template
 
 BOUNDS: list[tuple[str, Any, Any]] = [
     ("max_tokens", 1, 0),
@@ -60,8 +61,8 @@ def model() -> Any:
     return small_target()
 
 
-def asked(model: Any, route: Any = COMPLETION, **fields: Any) -> AnswerRequest:
-    return read({**NEEDS[route], **fields}, route, "id", Limits(tokens=50), "small", model, None)
+def asked(model: Any, route: Any = COMPLETION, template: str = "", **fields: Any) -> AnswerRequest:
+    return read({**NEEDS[route], **fields}, route, "id", Limits(tokens=50), "small", model, None, template)
 
 
 @pytest.mark.parametrize(("name", "last", "first"), BOUNDS)
@@ -122,7 +123,7 @@ def test_every_field_of_openai_is_taken_or_refused_by_name(model: Any) -> None:
     for route in NEEDS:
         for name in route.fields - {*route.needs}:
             try:
-                read({**NEEDS[route], name: {"odd": [5]}}, route, "id", Limits(), "small", model, None)
+                read({**NEEDS[route], name: {"odd": [5]}}, route, "id", Limits(), "small", model, None, "")
                 taken.add(name)
             except Refused as refused:
                 assert name in str(refused) and refused.status in (400, 404), name
@@ -177,6 +178,53 @@ def test_no_tools_are_given_where_none_may_be_chosen(model: Any) -> None:
         assert asked(model, route, tools=[given], tool_choice="none").tools is None
 
 
+def test_tools_of_a_namespace_have_one_name_for_the_model(model: Any) -> None:
+    """In the tools, in calls that it made and in those that it is to make; as Codex gives them."""
+    tools = [
+        {
+            "type": "namespace",
+            "name": name,
+            "description": "w4",
+            "tools": [{"type": "function", **each} for each in held],
+        }
+        for name, held in (("mcp__a__", [{"name": "f", "description": "w5"}, {"name": "g"}]), ("b", [{"name": "f"}]))
+    ]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "namespace": "mcp__a__", "arguments": "{}"}
+    found = asked(model, RESPONSE, tools=[{"type": "function", "name": "f"}, *tools], input=[call])
+    functions = [tool["function"] for tool in found.tools or ()]
+    assert [each["name"] for each in functions] == ["f", "mcp__a__f", "mcp__a__g", "b__f"]
+    assert [each.get("description") for each in functions] == [None, "w4\nw5", "", "w4"]
+    assert found.spaces["mcp__a__f"] == {"name": "f", "namespace": "mcp__a__"} and "f" not in found.spaces
+    assert found.messages[0]["tool_calls"][0]["function"]["name"] == "mcp__a__f"
+
+
+def test_an_effort_is_a_variable_of_the_template(model: Any) -> None:
+    both, efforts = "{{ reasoning_effort }}{{ enable_thinking }}", "{{ reasoning_effort }}"
+    for route, given in (
+        (CHAT, lambda effort: {"reasoning_effort": effort}),
+        (RESPONSE, lambda effort: {"reasoning": {"effort": effort, "summary": "auto"}}),
+    ):
+        assert asked(model, route, both, **given("low")).variables == {"reasoning_effort": "low"}
+        assert asked(model, route, both, **given("none")).variables == {"enable_thinking": False}
+        assert asked(model, route, both, **given(None)).variables == {}
+        own = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+        assert asked(model, route, both, **given("low"), **own).variables == {"reasoning_effort": "high"}
+        for template, effort, name in ((efforts, "none", "enable_thinking"), ("", "low", "reasoning_effort")):
+            with pytest.raises(Refused, match=f"{effort}.*no variable {name}"):
+                asked(model, route, template, **given(effort))
+
+
+def test_a_template_s_text_is_that_for_tools() -> None:
+    for held, text in ((None, ""), ("a", "a"), ({"default": "a"}, "a"), ({"default": "a", "tool_use": "b"}, "b")):
+        assert chat_template(SimpleNamespace(chat_template=held)) == text
+
+
+def test_log_probabilities_of_a_response_come_where_they_are_included(model: Any) -> None:
+    encrypted, scores = "reasoning.encrypted_content", "message.output_text.logprobs"
+    for include, told in (([], None), ([encrypted], None), ([encrypted, scores], 0)):
+        assert asked(model, RESPONSE, include=include).logprobs == told
+
+
 def test_developers_are_systems(model: Any) -> None:
     """Most templates leave out a role that they do not know."""
     talk = [{"role": "developer", "content": "w4"}, {"role": "user", "content": "w5"}]
@@ -205,13 +253,19 @@ def test_the_input_of_responses_comes_to_messages(model: Any) -> None:
         {"role": "tool", "tool_call_id": "c", "content": "w8"},
         {"role": "assistant", "content": "w9"},
     ]
+    for held, known in (("fastspec:w7", "w7"), ("gAAAAAB", None), (None, None)):
+        item = {"type": "reasoning", "summary": [], "encrypted_content": held}
+        [message] = asked(model, RESPONSE, input=[item, {"role": "assistant", "content": "w9"}]).messages
+        assert message.get("reasoning_content") == known
     both = [{"role": "system", "content": "w6"}, {"role": "user", "content": "w5"}]
     assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
     both[0] = {"role": "developer", "content": [{"type": "input_text", "text": "w6"}]}
     assert asked(model, RESPONSE, input=both, instructions="w4").messages[0]["content"] == "w4\n\nw6"
-    for number, odd in enumerate(({"type": "function_call_output"}, {"type": "item_reference", "id": "x"}, {})):
+    for number, odd in enumerate(({"type": "function_call_output"}, {"type": "other", "id": "x"}, {})):
         with pytest.raises(Refused, match=f"input: item {number} is no message"):
             asked(model, RESPONSE, input=[*[{"role": "user", "content": "w5"}] * number, odd])
+    with pytest.raises(Refused, match="no response is kept here: with store: false"):
+        asked(model, RESPONSE, input=[{"type": "item_reference", "id": "x"}])
     parts = [{"type": "input_text", "text": "w5"}]
     assert asked(model, RESPONSE, input=parts).messages == [{"role": "user", "content": "w5"}]
 

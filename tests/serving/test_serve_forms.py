@@ -131,6 +131,35 @@ def test_responses_have_items_of_their_own_index(said: tuple[str, Served], tools
         assert kinds == ["reasoning", "function_call", "function_call"]
 
 
+@pytest.mark.parametrize("said", ["all"], indirect=True)
+def test_reasoning_comes_in_the_form_that_clients_give_back(said: tuple[str, Served]) -> None:
+    client = said[1].client()
+    given = {"model": NAME, "input": "hello", "temperature": 0}
+    for include, held in (([], None), (["reasoning.encrypted_content"], "fastspec:Hm, 5 < 6.")):
+        with client.responses.stream(**given, include=include) as stream:
+            found = [stream.get_final_response(), client.responses.create(**given, include=include)]
+        assert [response.output[0].encrypted_content for response in found] == [held, held]
+
+
+def test_a_tool_in_a_namespace_is_called_by_both_names() -> None:
+    with torch.no_grad():
+        model, tokenizer = saying(ANSWERS["a call"].replace("weather", "mcp__land__weather"))
+    space = {
+        "type": "namespace",
+        "name": "mcp__land__",
+        "description": "Of a land.",
+        "tools": [{"type": "function", **TOOL}],
+    }
+    given = {"model": NAME, "input": "hello", "tools": [space], "temperature": 0}
+    with served(model, rows=1, assistant="autoregressive", tokenizer=tokenizer) as server:
+        client = server.client()
+        with client.responses.stream(**given) as stream:
+            responses = [stream.get_final_response(), client.responses.create(**given)]
+    for response in responses:
+        [item] = response.output
+        assert (item.name, item.namespace, item.arguments) == ("weather", "mcp__land__", '{"city": "Oslo"}')
+
+
 @pytest.mark.parametrize("tools", [True, False])
 def test_a_responses_text_has_its_own_tokens_log_probabilities(said: tuple[str, Served], tools: bool) -> None:
     """Without those of the reasoning before it and of calls beside it, in a stream as in a whole answer."""

@@ -181,6 +181,11 @@ def test_what_coding_agents_send_is_read(said: tuple[str, Served]) -> None:
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "output_config": {"effort": "high"},
     }
+    hidden = {
+        "role": "assistant",
+        "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "w6"}],
+    }
+    assert as_chat({"messages": [hidden]})["messages"] == [{"role": "assistant", "content": "w6"}]
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     one, all_of_it = (answered(server, tools=[TOOL], **each) for each in ({"tool_choice": choice, **more}, {}))
     calls, first = ([b["input"] for b in each["content"] if b["type"] == "tool_use"] for each in (all_of_it, one))
@@ -191,6 +196,11 @@ def test_an_output_s_format_is_a_chat_s() -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     chat = as_chat({**GIVEN, "output_config": {"format": form}})
     assert chat["response_format"] == {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+
+
+def test_an_effort_is_a_chat_s() -> None:
+    assert as_chat({**GIVEN, "output_config": {"effort": "low"}})["reasoning_effort"] == "low"
+    assert "reasoning_effort" not in as_chat({**GIVEN, "output_config": {"effort": "high"}})
 
 
 def test_cached_tokens_are_counted_apart(said: tuple[str, Served]) -> None:
@@ -232,6 +242,8 @@ def test_thinking_is_told_to_the_template(thinking: Any, said: Any) -> None:
 )
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     assert message_error("no", status) == {"type": "error", "error": {"type": kind, "message": "no"}}
+    told = message_error("no", status, "thread_unsupported_request")["error"]
+    assert told == {"type": kind, "message": "no", "details": {"error_code": "thread_unsupported_request"}}
 
 
 def test_refusals_have_anthropics_form_and_name_what_is_wrong(said: tuple[str, Served]) -> None:
@@ -246,7 +258,9 @@ def test_refusals_have_anthropics_form_and_name_what_is_wrong(said: tuple[str, S
         ({"thinking": {"type": "always"}}, 400, "thinking"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, 400, "context_management"),
         ({"output_config": {"format": {"type": "xml"}}}, 400, "output_config"),
-        ({"output_config": {"effort": "low"}}, 400, "output_config"),
+        ({"output_config": {"effort": "low"}}, 400, "no variable reasoning_effort"),
+        ({"output_config": {"effort": "some"}}, 400, "output_config"),
+        ({"thread": {"type": "create"}}, 400, "thread is not accepted"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
         ({"system": 5}, 400, "system"),
         ({"n": 2}, 422, "n"),

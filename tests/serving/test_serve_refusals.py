@@ -171,8 +171,10 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "from 0 on to 20"),
     (CHAT, {"echo": True}, 422, "echo"),
     (RESPONSE, {"top_logprobs": 21}, 400, "from 0 on to 20"),
-    (RESPONSE, {"include": ["reasoning.encrypted_content"]}, 400, "a list of message.output_text.logprobs alone"),
-    (CHAT, {"reasoning_effort": "low"}, 400, "chat_template_kwargs"),
+    (RESPONSE, {"include": ["file_search_call.results"]}, 400, "include[0]='file_search_call.results'"),
+    (CHAT, {"reasoning_effort": "low"}, 400, "no variable reasoning_effort"),
+    (CHAT, {"reasoning_effort": "none"}, 400, "no variable enable_thinking"),
+    (CHAT, {"web_search_options": {}}, 400, "web_search_options"),
     (CHAT, {"audio": {"voice": "x"}}, 400, "audio"),
     (CHAT, {"function_call": "f"}, 400, "tool_choice"),
     (CHAT, {"response_format": {"type": "grammar"}}, 400, "response_format"),
@@ -189,8 +191,11 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (RESPONSE, {"previous_response_id": "x"}, 400, "previous_response_id"),
     (RESPONSE, {"background": True}, 400, "background"),
     (RESPONSE, {"text": {"format": {"type": "json_object"}}}, 400, "llguidance"),
-    (RESPONSE, {"tools": [{"type": "web_search"}]}, 400, "tools"),
+    (RESPONSE, {"tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]}, 400, "tools[1]="),
+    (RESPONSE, {"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom"}]}]}, 400, "tools[0]="),
+    (CHAT, {"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "f"}]}]}, 400, "tools"),
     (RESPONSE, {"reasoning": {"effort": "low"}}, 400, "chat_template_kwargs"),
+    (RESPONSE, {"reasoning": {"mode": "pro"}}, 400, "reasoning"),
     (RESPONSE, {"instructions": 5}, 400, "instructions"),
     (RESPONSE, {"truncation": "auto"}, 400, "truncation"),
 ]
@@ -267,7 +272,8 @@ def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> 
     got, answer = post(server, CHAT, json.dumps({"messages": messages, "max_tokens": 4, **nothing}).encode())
     assert got == 200 and answer["usage"]["completion_tokens"] == 4
     more = {
-        "include": [],
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": None, "summary": "auto"},
         "background": False,
         "truncation": "disabled",
         "text": {"format": {"type": "text"}, "verbosity": "medium"},

@@ -16,7 +16,7 @@ from helpers.serve import MARKS, NAME, Served, openai, post, served
 from helpers.tokenizers import written
 
 import fastspec
-from fastspec.programs.serving.structured import CallForm, call_form, structure_of
+from fastspec.programs.serving.structured import CallForm, call_form, closed, structure_of
 from fastspec.programs.serving.templates import TEMPLATES
 
 pytestmark = MARKS
@@ -89,6 +89,36 @@ OUTPUTS: list[tuple[dict[str, Any], Any]] = [
 def test_vllms_fields_hold(server: Served, form: dict[str, Any], holds: Any) -> None:
     status, found = post(server, CHAT, json.dumps(asked(structured_outputs=form)).encode())
     assert status == 200 and holds(found["choices"][0]["message"]["content"])
+
+
+PART = {"type": "object", "properties": {"properties": {"enum": [{"properties": {}}]}}}
+SHUT = {**PART, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "held"),
+    [
+        (PART, SHUT),
+        ({"items": [PART, True], "$defs": {"a": PART}}, {"items": [SHUT, True], "$defs": {"a": SHUT}}),
+        ({"anyOf": [PART, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        *((each, each) for each in ({"type": "object"}, {**PART, "additionalProperties": True}, True)),
+        *(({"items": PART, **each},) * 2 for each in ({"allOf": [PART, PART]}, {"allOf": 3})),
+        ({**PART, "anyOf": [{"required": ["properties"]}]},) * 2,
+        ({"const": PART, "not": PART},) * 2,
+    ],
+    ids=str,
+)
+def test_objects_have_the_properties_that_their_schema_names(schema: Any, held: Any) -> None:
+    assert closed(schema) == held
+
+
+def test_a_tool_gets_no_arguments_but_its_own(server: Served) -> None:
+    """Of a model that would go on with others: a schema without additionalProperties allows them."""
+    tool = {"name": "look", "parameters": {"type": "object", "properties": {"b": {"enum": [1]}}, "required": ["b"]}}
+    given = asked(tools=[{"type": "function", "function": tool}], tool_choice="required", parallel_tool_calls=False)
+    for seed in range(4):
+        choice = server.client().chat.completions.create(**given | {"temperature": 1.5, "seed": seed}).choices[0]
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"b": 1}
 
 
 def test_any_object_is_one(server: Served) -> None:
@@ -242,6 +272,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"structured_outputs": {"regex": "(" * 9000 + "a" + ")" * 9000}}, "regex cannot be compiled"),
     (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"json": 3}}, "structured_outputs"),
+    (CHAT, {"structured_outputs": {"json": "{"}}, "no JSON text"),
     (CHAT, {"structured_outputs": {"json_object": False}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"choice": [1]}}, "choice cannot be compiled"),
     (CHAT, {"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "one structure"),

@@ -110,8 +110,16 @@ def _is_tool(value: Any) -> bool:
     return object_of({"type": one_of("function")})(value) and NAMED(value.get("function", value))
 
 
+def _is_tool_or_space(value: Any) -> bool:
+    return _is_tool(value) or (NAMED(value) and SPACE(value))
+
+
 def _is_flat_format(value: Any) -> bool:
     return PLAIN_FORMAT(value) or (SCHEMA(value) and value.get("type") == "json_schema")
+
+
+SPACE = object_of({"type": one_of("namespace"), "tools": list_of(_is_tool, 1)})
+EFFORTS = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _is_outputs(value: Any) -> bool:
@@ -120,7 +128,6 @@ def _is_outputs(value: Any) -> bool:
 
 
 FORMATS = "an object of type text, json_object or json_schema, the last with a name and a schema"
-TEMPLATED = ": chat_template_kwargs tells the model's template"
 STOP: Check = (_is_stop, f"a text or up to 16 of them, none empty, of {STOP_LENGTH} characters together")
 TRUTH: Check = (IS_TRUTH, "true or false")
 ANY: Check = (lambda value: True, "")
@@ -176,8 +183,8 @@ ACCEPTED: dict[str, Check] = {
     "truncation": (one_of("disabled"), "'disabled'"),
     "functions": nothing(": tools are"),
     "function_call": nothing(": tool_choice is"),
-    "reasoning_effort": nothing(TEMPLATED),
-    "reasoning": nothing(TEMPLATED),
+    "reasoning_effort": (EFFORTS, "none, minimal, low, medium, high, xhigh or max"),
+    "web_search_options": (lambda value: False, "left out"),  # an empty one asks for a search too
     **dict.fromkeys(
         (
             *("model", "metadata", "client_metadata", "user", "store", "service_tier", "safety_identifier"),
@@ -189,10 +196,25 @@ ACCEPTED: dict[str, Check] = {
 """Fields -> what they may hold where they are given; a route's other fields must be left out, or hold nothing."""
 OF_CHATS: dict[str, Check] = {"logprobs": TRUTH, "top_logprobs": _whole(0, LIKELIEST)}
 OF_COMPLETIONS: dict[str, Check] = {"logprobs": _whole(0, LIKELIEST), "max_tokens": _whole(0)}
-INCLUDED = "message.output_text.logprobs"
+INCLUDED, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+"""What a response may include. The second is the reasoning in a form that clients give back, which its text is not in
+all of them: here the text with a mark before it."""
+MARK = "fastspec:"
 OF_RESPONSES: dict[str, Check] = {
     "top_logprobs": _whole(0, LIKELIEST),
-    "include": (lambda value: value in ([], [INCLUDED]), f"a list of {INCLUDED} alone"),
+    "include": (list_of(one_of(INCLUDED, ENCRYPTED)), f"a list of {INCLUDED} and {ENCRYPTED}"),
+    "reasoning": (
+        object_of(
+            {},
+            {
+                "effort": either(one_of(None), EFFORTS),
+                "context": one_of(None, "auto"),
+                **dict.fromkeys(("summary", "generate_summary"), one_of(None, "auto", "concise", "detailed")),
+            },
+        ),
+        "an object with effort, and a summary, in whose place the whole reasoning comes",
+    ),
+    "tools": (list_of(_is_tool_or_space), "a list of tools of type function, each with a name, or namespaces of these"),
 }
 """The same of fields that hold something else on one route."""
 

@@ -21,6 +21,7 @@ from fastspec.programs.serving.answers import (
     ToolCall,
     merged,
 )
+from fastspec.programs.serving.fields import MARK
 from fastspec.programs.serving.middleware import error_body
 from fastspec.programs.serving.requests import AnswerRequest
 
@@ -319,7 +320,8 @@ class ResponseForm(Form):
         kind, self.inside = self.inside, None
         if kind is Reasoning:
             done = self._within("reasoning_text.done", content_index=0, text=self.text)
-            return [done, self._item("done", content=[{"type": "reasoning_text", "text": self.text}])]
+            more = {"encrypted_content": MARK + self.text} if self.asked.encrypted else {}
+            return [done, self._item("done", content=[{"type": "reasoning_text", "text": self.text}], **more)]
         return [
             self._within("output_text.done", content_index=0, text=self.text, logprobs=self.logprobs),
             self._within("content_part.done", content_index=0, part=self._part()),
@@ -328,10 +330,11 @@ class ResponseForm(Form):
 
     def _call(self, call: ToolCall) -> list[JsonObject]:
         name = f"{self.asked.request_id}_tool_call_{len(self.items)}"
+        named = self.asked.spaces.get(call.name, {"name": call.name})
         return [
-            self._item("added", "fc", type="function_call", call_id=name, name=call.name, arguments=""),
+            self._item("added", "fc", type="function_call", call_id=name, **named, arguments=""),
             self._within("function_call_arguments.delta", delta=call.arguments),
-            self._within("function_call_arguments.done", arguments=call.arguments, name=call.name),
+            self._within("function_call_arguments.done", arguments=call.arguments, name=named["name"]),
             self._item("done", arguments=call.arguments),
         ]
 

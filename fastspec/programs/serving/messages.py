@@ -21,6 +21,7 @@ from fastspec.programs.serving.answers import (
 from fastspec.programs.serving.fields import (
     ACCEPTED,
     ANY,
+    EFFORTS,
     IS_OBJECT,
     IS_TEXT,
     STOP,
@@ -57,14 +58,15 @@ FIELDS: dict[str, Check] = {
         "an object of type disabled, adaptive or enabled",
     ),
     "output_config": (
-        object_of({}, {"format": either(one_of(None), FORMAT), "effort": one_of(None, "high")}),
-        'an object with format, of type json_schema with a schema, and effort, "high" alone',
+        object_of({}, {"format": either(one_of(None), FORMAT), "effort": either(one_of(None), EFFORTS)}),
+        "an object with format, of type json_schema with a schema, and effort",
     ),
     "context_management": (
         object_of({}, {"edits": list_of(one_of({"type": "clear_thinking_20251015", "keep": "all"}))}),
         "an object with edits that keep all",
     ),
     "cache_control": ANY,
+    "thread": ANY,
 }
 SAME = "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "price"
 """Fields that a chat has too."""
@@ -76,6 +78,11 @@ request, so that no two prompts would begin alike."""
 
 def as_chat(body: Body) -> Body:
     """The fields of a chat that a checked request comes to. Raises Refused for what no chat has."""
+    if "thread" in body:  # the package goes on without one where it is told so by this code
+        raise Refused(
+            "thread is not accepted: no conversation is kept here, send all its messages",
+            code="thread_unsupported_request",
+        )
     found = {name: body[name] for name in SAME if name in body}
     found["messages"] = _system(body.get("system")) + _messages(body["messages"])
     if body.get("stop_sequences"):
@@ -91,7 +98,9 @@ def as_chat(body: Body) -> Body:
     thinking = body.get("thinking", {}).get("type")
     if thinking in ("disabled", "enabled"):
         found["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
-    form = body.get("output_config", {}).get("format")
+    effort, form = (body.get("output_config", {}).get(name) for name in ("effort", "format"))
+    if effort not in (None, "high"):  # which is the default there
+        found["reasoning_effort"] = effort
     if form is not None:
         found["response_format"] = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
     return found
@@ -171,6 +180,8 @@ def _from_assistant(blocks: list[Any], place: str) -> Body:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif block.get("type") == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
+        elif block.get("type") == "redacted_thinking":  # Anthropic's models alone can read it
+            continue
         else:
             texts.append(_block_text(block, f"{place}[{number}]"))
     found: Body = {"role": "assistant", "content": "\n".join(texts)}

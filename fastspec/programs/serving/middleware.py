@@ -39,17 +39,18 @@ def error_body(message: str, status: int, code: str | None = None) -> dict[str, 
     return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
 
 
-def message_error(message: str, status: int) -> dict[str, Any]:
-    """An error in Anthropic's form."""
+def message_error(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """An error in Anthropic's form, with its code where it has one."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {} if code is None else {"details": {"error_code": code}}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def error_on(path: str, message: str, status: int, code: str | None = None) -> dict[str, Any]:
     """An error in the form of the route that it is told on."""
-    return message_error(message, status) if path.startswith(MESSAGES) else error_body(message, status, code)
+    return (message_error if path.startswith(MESSAGES) else error_body)(message, status, code)
 
 
 class ClientGone(Exception):

@@ -77,8 +77,12 @@ class AnswerRequest:
     config: GenerationConfig
     seed: int | None
     stop: tuple[str, ...]
+    spaces: dict[str, Body]
+    """Names of tools that are in a namespace, as the model knows them -> `name` and `namespace` of a call."""
     limited: bool
     """True where it says how many new tokens it wants."""
+    encrypted: bool
+    """True where reasoning comes in the form that clients give back."""
     parallel: bool
     """False where an answer calls one tool at most."""
     stream: bool
@@ -196,10 +200,17 @@ def config_of(body: Body, settings: Body | None, model: Any) -> GenerationConfig
 
 
 def read(
-    body: Any, route: Route, request_id: str, limits: Limits, model_name: str, model: Any, calls: CallForm | None
+    body: Any,
+    route: Route,
+    request_id: str,
+    limits: Limits,
+    model_name: str,
+    model: Any,
+    calls: CallForm | None,
+    template: str,
 ) -> AnswerRequest:
-    """Read a request for the model of this name, which makes `calls` of tools. Raises Refused for what cannot be
-    answered, which it names."""
+    """Read a request for the model of this name, which makes `calls` of tools and whose chat `template` is a text.
+    Raises Refused for what cannot be answered, which it names."""
     body = check(body, route, model_name)
     if route.as_chat is not None:
         body, route = route.as_chat(body), CHAT
@@ -208,6 +219,8 @@ def read(
     taken = [each for each in variables if each in TEMPLATES_OWN]
     if taken:
         raise Refused(f"chat_template_kwargs has {taken[0]!r}, which is no variable of the model's template")
+    effort = body.get("reasoning_effort") or body.get("reasoning", {}).get("effort")
+    variables = {**(_effort(effort, template) if effort else {}), **variables}
     size = model.config.get_text_config().vocab_size
     check_tokens("logit_bias", map(int, body.get("logit_bias", ())), size)
     settings = settings_of(body["generation_config"], size) if "generation_config" in body else None
@@ -217,7 +230,7 @@ def read(
     if limited and (config.max_new_tokens or 0) > limits.tokens:
         raise too_many(config.max_new_tokens, limits)
     given = body.get("tools") if body.get("tool_choice") != "none" else None
-    tools = [_nested(tool) for tool in given] if given else None
+    tools, spaces = _functions(given) if given else (None, {})
     try:
         structure = structure_of(body, tools, calls)
     except Unsupported as error:
@@ -236,7 +249,7 @@ def read(
     if config.max_new_tokens == 0 and not body.get("echo"):
         raise Refused("max_tokens=0 is not accepted: it must be 1 or more, or with echo")
     if route is RESPONSE:
-        logprobs = body.get("top_logprobs", 0 if body.get("include") else None)
+        logprobs = body.get("top_logprobs", 0 if fields.INCLUDED in body.get("include", ()) else None)
     elif "top_logprobs" in body and "logprobs" not in body:
         raise Refused("top_logprobs is not accepted without logprobs: true")
     else:
@@ -250,7 +263,9 @@ def read(
         config,
         body.get("seed"),
         tuple(config.stop_strings or ()),
+        spaces,
         limited,
+        fields.ENCRYPTED in body.get("include", ()),
         body.get("parallel_tool_calls", True),
         body.get("stream", False),
         body.get("stream_options", {}).get("include_usage"),
@@ -301,7 +316,14 @@ def _check(body: Body, route: Route) -> None:
         if name == "prompt" and "prompt" not in (*route.needs, *route.own):
             accepts, said = fields.nothing(f": {route.needs[0]} is")
         if not accepts(value):
-            raise Refused(f"{name}={str(value)[:80]!r} is not accepted: it must be {said}")
+            place, given = name, value
+            if isinstance(value, list):
+                wrong = (number for number, each in enumerate(value) if not accepts([each]))
+                for number in wrong:
+                    place, given = f"{name}[{number}]", value[number]
+                    break
+            whole = "it" if place == name else name
+            raise Refused(f"{place}={str(given)[:80]!r} is not accepted: {whole} must be {said}")
 
 
 def unknown_model(name: Any, own: str) -> Refused:
@@ -312,6 +334,43 @@ def unknown_model(name: Any, own: str) -> Refused:
 def too_many(count: int, limits: Limits) -> Refused:
     """The error of a request for a longer answer than the server gives."""
     return Refused(f"{count} new tokens are asked for, and this server gives at most {limits.tokens}")
+
+
+def _effort(asked: str, template: str) -> Body:
+    """The variable of a chat template that tells how much a model is to reason. Raises Refused where it has none."""
+    name, value = ("enable_thinking", False) if asked == "none" else ("reasoning_effort", asked)
+    if name not in template:
+        raise Refused(
+            f"the reasoning effort {asked!r} is not accepted: this model's chat template has no variable {name}. "
+            "Leave it out, or name a variable of the template in chat_template_kwargs"
+        )
+    return {name: value}
+
+
+def _spaced(space: str, name: str) -> str:
+    """The name of a tool in a namespace as a model knows it, whose own names have no point: of the customary form
+    `mcp__server__tool`."""
+    return f"{space.rstrip('_')}__{name}"
+
+
+def _functions(tools: list[Body]) -> tuple[list[Body], dict[str, Body]]:
+    """Tools as templates read them, and the names of those in namespaces. The description of a namespace begins that of
+    its first tool."""
+    found: list[Body] = []
+    spaces: dict[str, Body] = {}
+    for tool in tools:
+        if tool.get("type") != "namespace":
+            found.append(_nested(tool))
+            continue
+        told = tool.get("description")
+        for each in tool["tools"]:
+            function = _nested(each)["function"]
+            name = _spaced(tool["name"], function["name"])
+            spaces[name] = {"name": function["name"], "namespace": tool["name"]}
+            lines = [line for line in (told, function.get("description")) if isinstance(line, str)]
+            found.append(_nested({"type": "function", **function, "name": name, "description": "\n".join(lines)}))
+            told = None
+    return found, spaces
 
 
 def _nested(tool: Body) -> Body:
@@ -336,6 +395,12 @@ def _conversation(body: Body) -> list[Body]:
     return messages
 
 
+def _decrypted(item: Body) -> str:
+    """The reasoning that an item holds in the form of this server; that of others cannot be read."""
+    held = item.get("encrypted_content")
+    return held.removeprefix(fields.MARK) if isinstance(held, str) and held.startswith(fields.MARK) else ""
+
+
 def _messages(items: list[Body]) -> list[Body]:
     """The messages of items: reasoning and calls of tools are parts of the assistant's message beside them."""
     messages: list[Body] = []
@@ -347,16 +412,24 @@ def _messages(items: list[Body]) -> list[Body]:
         elif kind == "reasoning":
             parts = item.get("content")
             texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-            reasoning += "".join(text for text in texts if isinstance(text, str))
+            reasoning += "".join(text for text in texts if isinstance(text, str)) or _decrypted(item)
             continue
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name, space = item.get("name"), item.get("namespace")
+            if isinstance(name, str) and isinstance(space, str):
+                name = _spaced(space, name)
+            function = {"name": name, "arguments": item.get("arguments")}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output" and "call_id" in item:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")})
+        elif kind == "item_reference":
+            raise Unsupported(
+                f"item {number} is a reference to one of an earlier response, and no response is kept here: "
+                "with store: false clients send the items themselves"
+            )
         else:
             raise Unsupported(f"item {number} is no message, text, reasoning, call of a function or its output")
         if reasoning and messages[-1]["role"] == "assistant":

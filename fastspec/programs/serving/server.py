@@ -45,7 +45,7 @@ from fastspec.programs.serving.requests import (
     too_many,
 )
 from fastspec.programs.serving.structured import call_form, check
-from fastspec.programs.serving.templates import folded, response_template, takes_notes
+from fastspec.programs.serving.templates import chat_template, folded, response_template, takes_notes
 
 LONG = 16
 """Characters for each token that a row has room for, above which a prompt's first ones are counted alone: a megabyte
@@ -231,7 +231,7 @@ class Server:
         self.info = {"model": name, **batch.info, **(info or {})}
         self.metrics = Metrics(batch, self.info)
         self.template, self.takes_notes = response_template(tokenizer, batch.model.config), takes_notes(tokenizer)
-        self.calls = call_form(self.template, tokenizer)
+        self.calls, self.chat_template = call_form(self.template, tokenizer), chat_template(tokenizer)
         self.special, self.names = frozenset(tokenizer.all_special_ids), TokenNames(tokenizer)
         self.since = int(time.time())
         self.reading = ThreadPoolExecutor(16, "fastspec-prompts")
@@ -245,7 +245,7 @@ class Server:
 
     def read(self, body: Any, route: Route, request_id: str = "") -> AnswerRequest:
         """Read a request. Raises Refused for what cannot be answered, which it names."""
-        return read(body, route, request_id, self.limits, self.name, self.batch.model, self.calls)
+        return read(body, route, request_id, self.limits, self.name, self.batch.model, self.calls, self.chat_template)
 
     async def ask(self, read: Callable[[], AnswerRequest]) -> ServedAnswers:
         """Hand a request to the batch, which has taken it when this returns; `read` reads it, in a thread. Raises

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -17,6 +19,13 @@ Body = dict[str, Any]
 ANY_OBJECT = {"type": "object"}
 KEPT = 64
 """Grammars that are known to compile."""
+JOINING = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas"))
+"""What a schema may have beside `properties` that its objects must fit too."""
+OPENING = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties"))
+"""What says of a schema's other properties."""
+NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+PARTS = frozenset(("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"))
+"""Parts of a schema that are schemas by name, and schemas or lists of them."""
 _LITERAL = re.compile(r"(?:\\s\*)?((?:[^\\.^$*+?{}\[\]|()]|\\[^\w\s])+)(?![*+?{])")
 """Beginning of a pattern: blanks that may be left out, and the text that comes then."""
 
@@ -83,12 +92,17 @@ def structure_of(body: Body, tools: list[Body] | None, form: CallForm | None) ->
             'it must be "none", "required" or a tool\'s name'
         )
     if outputs is None:
-        schema = held.get("json_schema", held).get("schema", ANY_OBJECT)
+        schema = closed(held.get("json_schema", held).get("schema", ANY_OBJECT))
         if calls is None:
             return Structure({"json_schema": schema})
         rules = ["start: text | calls", f"text: {_json(schema)}", f"calls: {calls.grammar} <[*]>*"]
         return Structure({"ebnf": "\n".join(rules)}, opening=calls.opening)
     [(name, value)] = outputs.items()
+    if name == "json":
+        try:
+            value = closed(json.loads(value) if isinstance(value, str) else value)
+        except ValueError as error:
+            raise Unsupported(f"json of structured_outputs is no JSON text: {error}") from error
     return Structure({"json_schema": ANY_OBJECT} if name == "json_object" else {OUTPUTS[name]: value})
 
 
@@ -111,7 +125,35 @@ def _parameters(function: Body) -> Body:
         raise Unsupported(
             f"the parameters of the tool {function['name']!r} are of type {given['type']!r}: arguments are an object"
         )
-    return {**ANY_OBJECT, **given}
+    return closed({**ANY_OBJECT, **given})
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that it names, unless it says `additionalProperties` itself,
+    as in llama.cpp's server and in vLLM by xgrammar: a model that may add properties can go on with them up to the
+    limit, and a tool does not take them. One that joins the properties of several schemas stays as it is."""
+    found = copy.deepcopy(schema)
+    parts = list(_schemas(found))
+    joined = any(JOINING & each.keys() if "properties" in each else "allOf" in each for each in parts)
+    if not joined:
+        for each in parts:
+            if "properties" in each and not OPENING & each.keys():
+                each["additionalProperties"] = False
+    return found
+
+
+def _schemas(schema: Any) -> Iterator[Body]:
+    """A schema and all that are in it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for name, held in schema.items():
+        if name in NAMED and isinstance(held, dict):
+            held = list(held.values())
+        elif name not in PARTS:
+            continue
+        for each in held if isinstance(held, list) else [held]:
+            yield from _schemas(each)
 
 
 def check(structure: Structure) -> None:

@@ -76,6 +76,13 @@ TEMPLATES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 NOTE = "\u2042 a note \u2042"
 
 
+def chat_template(tokenizer: Any) -> str:
+    """The text of a tokenizer's chat template, empty where it has none; of several that for tools, as transformers
+    takes it."""
+    found = getattr(tokenizer, "chat_template", None) or ""
+    return str(found.get("tool_use") or found.get("default") or "") if isinstance(found, dict) else str(found)
+
+
 def takes_notes(tokenizer: Any) -> bool:
     """Whether a model's chat template writes messages of role system that come after others."""
     talk = [{"role": role, "content": NOTE if role == "system" else "a"} for role in ("user", "assistant", "system")]
