@@ -39,10 +39,10 @@ from fastspec.patches.hf.cache import cache_argument, kept_cache
 from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
+from fastspec.patches.hf.snapshot import WRAPPED, revision_of
 from fastspec.patches.session import session_of
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-WRAPPED = r"^(?:model\.|language_model\.)*"
 CODED = re.compile(r"\.(?:weight_\w+|qweight|qzeros|scales|g_idx|input_scale)$")
 """Tensors that quantisers write beside a layer's weight, or in its place."""
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
@@ -65,7 +65,7 @@ class MtpForm:
 
 FORMS = (
     MtpForm(  # Qwen3-Next, Qwen3.5
-        prefix=WRAPPED + r"mtp\.(?:layers\.(?P<step>\d+)\.)?",
+        prefix=WRAPPED.pattern + r"mtp\.(?:layers\.(?P<step>\d+)\.)?",
         names=((r"^pre_fc_norm_embedding\.", "token_norm."), (r"^pre_fc_norm_hidden\.", "state_norm.")),
     ),
     MtpForm(  # Qwen's, as speculators trains and saves it alone
@@ -78,7 +78,7 @@ FORMS = (
         ),
     ),
     MtpForm(  # DeepSeek-V3, GLM-4.5, Hunyuan
-        prefix=WRAPPED + r"layers\.(?P<step>N)\.",
+        prefix=WRAPPED.pattern + r"layers\.(?P<step>N)\.",
         names=(
             (r"^enorm\.", "token_norm."),
             (r"^hnorm\.", "state_norm."),
@@ -89,7 +89,7 @@ FORMS = (
         disputed=True,
     ),
     MtpForm(  # ERNIE 4.5
-        prefix=WRAPPED + r"mtp_(?=(?:emb_norm|hidden_norm|linear_proj|block)\.(?P<step>\d+)\.)",
+        prefix=WRAPPED.pattern + r"mtp_(?=(?:emb_norm|hidden_norm|linear_proj|block)\.(?P<step>\d+)\.)",
         names=(
             (r"^emb_norm\.0\.", "token_norm."),
             (r"^hidden_norm\.0\.", "state_norm."),
@@ -136,7 +136,13 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
             f"this {target.name} was not loaded from files (its config has no name_or_path): fastspec.patch(model, "
             "mtp=PATH) says where its MTP weights are"
         )
-    revision = getattr(model.config, "_commit_hash", None) if source is True else None
+    if target.has_adapter:
+        warnings.warn(
+            f"an adapter changes what this {target.name} says, and its MTP layer was trained without: it drafts for "
+            "it, and its drafts are accepted less often",
+            stacklevel=3,
+        )
+    revision = revision_of(model) if source is True else None
     form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
     head = _built(form, state, (where, revision), model, mode.adapter, target)
     return _probed(head, model, where) if form.disputed else head
@@ -271,7 +277,8 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
         if whole is None:
             raise CheckpointError(
                 f"{where} is no directory, and as a hub id it gives neither {INDEX} nor {WHOLE}: MTP weights are read "
-                "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before"
+                "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before; of a model that was "
+                "loaded with cache_dir=, fastspec.patch(model, mtp=PATH) says where"
             )
         yield partial(str, whole), _keys(Path(whole))
         return
