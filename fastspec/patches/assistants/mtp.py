@@ -148,6 +148,46 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
     return _probed(head, model, where) if form.disputed else head
 
 
+@torch.no_grad()
+def new_mtp(model: PreTrainedModel) -> MtpHead:
+    """An MTP head to train, bound to a model: a copy of its last layer with full attention and of its final norm, which
+    read the mean of the token's embedding and the hidden state, each normed. Raises Unsupported for a model without an
+    adapter."""
+    mode, target = mode_for(model), parts_of(model, layers=True)
+    if mode.adapter is None:
+        raise Unsupported(f"an MTP layer needs an adapter, and {target.name} runs in generic mode: train an EAGLE head")
+    decoder, parts = decoder_of(model), mode.adapter
+    like = [each for each in getattr(decoder, parts.layers) if hasattr(each, parts.attention)][-1]
+    norm = getattr(like, parts.input_norm).weight
+    half = torch.eye(target.sizes.hidden_size, dtype=target.dtype, device=target.device) / 2
+    state = {f"layer.{name}": each.clone() for name, each in like.state_dict().items()}
+    state |= {f"{name}_norm.weight": norm.mean().expand_as(norm).clone() for name in ("token", "state")}
+    state |= {"fc.weight": torch.cat((half, half), 1), "norm.weight": getattr(decoder, parts.norm).weight.clone()}
+    head = _built(FORMS[0], state, ("a new MTP layer", None), model, parts, target).as_module()
+    assert isinstance(head, MtpHead)
+    head.source = None
+    return head
+
+
+def saved_mtp(head: MtpHead) -> dict[str, Tensor]:
+    """The tensors of an MTP head by the names that Qwen's checkpoints have, in bfloat16. Raises Unsupported for a form
+    that these names cannot tell."""
+    faults = {
+        "has no norm before the LM head": head.norm is None,
+        "reads states before the target's final norm": head.config.last_tap_before_norm,
+        "has an embedding of its own": head.bound.own_embedding,
+    }
+    if odd := [fault for fault, true in faults.items() if true]:
+        raise Unsupported(f"this MTP layer {' and '.join(odd)}, which the form that is written does not tell")
+    names = {"token_norm": "pre_fc_norm_embedding", "state_norm": "pre_fc_norm_hidden", "layer": "layers.0"}
+    found = {}
+    for name, tensor in head.state_dict().items():
+        part, _, rest = name.partition(".")
+        held = tensor.detach().cpu().contiguous()
+        found[f"mtp.{names.get(part, part)}.{rest}"] = held.bfloat16() if held.is_floating_point() else held
+    return found
+
+
 def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tuple[MtpForm, dict[str, Tensor]]:
     """The MTP layer in the checkpoint of a model of so many layers, under the names of `MtpHead`; nothing else is read.
     Raises CheckpointError where there is none, or one for every draft."""
