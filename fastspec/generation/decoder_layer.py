@@ -248,6 +248,11 @@ class LayerParts:
     """The layer's output [B, N, H], and its own input of every token [B, N, P] where it has one -> its output."""
 
 
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention of a caller: the number of a layer, its queries [B, T, Hq, D], keys and values [B, T, Hkv, D] -> [B, T, Hq,
+D]."""
+
+
 class LayerFamily(ABC):
     """Maker of layers, norms and tables of a target's family from modules that are no part of the target."""
 
@@ -270,6 +275,11 @@ class LayerFamily(ABC):
     @abstractmethod
     def pack(self, module: nn.Module) -> None:
         """Lay the weights of a layer that read one input one after another."""
+
+    @abstractmethod
+    def forward(self, module: nn.Module, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """A layer's output [B, T, H] with gradients, of hidden [B, T, H] at positions [B, T]; `attend` takes the number
+        of the layer, 0, and queries, keys and values [B, T, heads, D]."""
 
 
 def one_by_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from helpers.heads import as_eagle3, make_head, write
 from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
 from helpers.vision import prompts_with_images, seeing
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -162,9 +164,10 @@ def test_turns_and_open_batches(both: tuple[Any, MtpModel]) -> None:
             assert torch.equal(plain, text)
 
 
-def test_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_images(kind: str, tmp_path: Path) -> None:
     """The text decoder of a vision-language model drafts behind images too."""
-    model = seeing("qwen3_5")
+    model = seeing(kind)
     save_with(model, published(oracle(model), "qwen", 0), tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
     inputs = prompts_with_images(model, ((3, 4), (6, 9)))
@@ -272,6 +275,72 @@ def test_the_layer_is_that_of_the_files_that_the_model_is_loaded_from(size: str,
         path.unlink()
     with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight.* in two files.*leave one"):
         load_mtp(tmp_path, model)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts folders into a hub's cache, each as a commit, `main` or none -> the name of the repository."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--org--tiny"
+
+    def put(folder: Path, commit: str, *names: str) -> str:
+        shutil.copytree(folder, repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        for name in names:
+            (repository / "refs" / name).write_text(commit)
+        return "org/tiny"
+
+    return put
+
+
+@pytest.mark.parametrize("revision", [None, "old", "b" * 40])
+def test_a_model_of_the_hub_has_its_layer_from_the_revision_that_it_was_loaded_from(
+    hub: Any, revision: str | None, tmp_path: Path
+) -> None:
+    """Which transformers' models do not keep; no network is asked."""
+    made = {}
+    for seed, (commit, name) in enumerate((("a" * 40, "main"), ("b" * 40, "old"))):
+        made[name] = loaded("qwen3_5_text", tmp_path / name, seed=seed)[1]
+        hub(tmp_path / name, commit, name)
+    options = {} if revision is None else {"revision": revision}
+    model = AutoModelForCausalLM.from_pretrained("org/tiny", dtype=torch.float32, **options)
+    wanted = made["main" if revision is None else "old"].layers[0].mtp_block.self_attn.q_proj.weight
+    assert torch.equal(load_mtp(True, model).module.layer.self_attn.q_proj.weight, wanted)
+
+
+def test_of_one_revision_alone_and_in_several_files(hub: Any, tmp_path: Path) -> None:
+    """Also where what was fetched is no main revision."""
+    model, _ = loaded("qwen3_5_text", tmp_path / "whole")
+    held = load_mtp(True, model).module.state_dict()
+    with fastspec.patched(model, mtp=True):
+        model.save_pretrained(tmp_path / "several", max_shard_size="50KB")
+    assert (tmp_path / "several" / mtp.INDEX).exists()
+    hub(tmp_path / "several", "c" * 40)
+    model = AutoModelForCausalLM.from_pretrained("org/tiny", revision="c" * 40, dtype=torch.float32)
+    mine = load_mtp(True, model).module.state_dict()
+    assert mine.keys() == held.keys() and all(torch.equal(mine[key], held[key]) for key in held)
+    shown = dict(mtp.inspect_mtp(tmp_path / "several"))
+    assert shown["tensors"] == "15"
+
+
+def test_a_target_with_an_adapter_is_said_to_be_drafted_for_less_well(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    ids = torch.tensor([[7, 8, 9]])
+    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    model.peft_config = {}
+    model.peft_config["default"] = object()  # PEFT's field, which says that weights are not those of the files
+    with pytest.warns(UserWarning, match="an adapter changes what this Qwen3_5ForCausalLM says.*less often"):
+        fastspec.patch(model, mtp=True)
+    assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant=TREE))
+
+
+@pytest.mark.parametrize(("shares", "before"), [((0.5, 0.5), False), ((0.5, 0.529), False), ((0.5, 0.531), True)])
+def test_the_default_reading_is_kept_unless_the_other_is_clearly_better(
+    shares: tuple[float, float], before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = loaded("glm4_moe", tmp_path)
+    monkeypatch.setattr(mtp, "_agreements", lambda *_: list(shares))
+    assert load_mtp(True, model).config.last_tap_before_norm is before
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])

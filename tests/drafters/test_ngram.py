@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from helpers.sampling import distribution as distribution_of
 from helpers.sampling import p_value, padded, sample
 
 import fastspec
+from fastspec.config import Nasd
+from fastspec.generation.drafters import nasd
 from fastspec.generation.drafters.nasd import Growth, NasdDecoding, NasdDrafter, best_size, grow, lay_out, storage_of
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES
 from fastspec.generation.tree import TokenTree, Verdict
@@ -89,6 +92,49 @@ def test_the_size_that_promises_most_per_cost():
     assert best_size([sure], costs) == 8
     assert best_size([unsure], costs) == 1
     assert best_size([unsure, sure], costs) == 8
+    assert best_size([sure], costs, trust=0.1) == 8 and best_size([sure], costs, trust=0.05) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("weight_bytes", [SMOLLM2_BYTES, 16 * 10**9])
+def test_a_text_whose_repetitions_are_all_false_costs_three_percent(monkeypatch, device: str, weight_bytes: int):
+    """By the costs that sizes are chosen by: every context was seen, and goes on in a way that nobody drafted; and then
+    the text repeats itself, which is found out."""
+    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS[device])
+    for seed in range(3):
+        config = Nasd(top_k_filler=1)
+        drafter = NasdDrafter(config, [storage_of(config)], torch.device("cpu"), weight_bytes)
+        drafter.ends, draws, text = frozenset(), random.Random(seed), [3, 4, 5, 6] * 3
+        drafter.begin(torch.tensor([text]), torch.tensor([len(text)]), torch.empty(0), torch.tensor([3]))
+        spent, rests, losses = 0.0, 0, {}
+        for number in range(1, 1025):
+            rests = rests - 1 if rests > 1 else drafter.pause()
+            if rests:
+                drafter.catch_up(torch.tensor([[draws.randrange(8)]]), [1])
+            else:
+                tree = drafter.propose(0)
+                spent += drafter.prices[drafter.size]
+                others = sorted({*range(8)} - {*tree.tokens[0, 1:].tolist()}) or [8]
+                drafter.update([[1, 0, draws.choice(others)]], 1)
+            losses[number] = spent / (number + spent)
+        assert losses[128] < 0.04 and losses[1024] < 0.025
+        sizes, place, follow = [], 0, [10 + number % 7 for number in range(1000)]
+        while place < 400:
+            rests = rests - 1 if rests > 1 else drafter.pause()
+            if rests:
+                drafter.catch_up(torch.tensor([[follow[place]]]), [1])
+                place += 1
+                continue
+            tree, path = drafter.propose(0), [0]
+            drafts = list(zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True))
+            while right := [
+                n for n, each in enumerate(drafts) if n and each == (follow[place + len(path) - 1], path[-1])
+            ]:
+                path.append(right[0])
+            sizes.append(drafter.size)
+            drafter.update([[1, len(path) - 1, *follow[place : place + len(path)]]], len(path))
+            place += len(path)
+        assert min(sizes[-10:]) > 1 and not rests
 
 
 def test_on_a_gpu_several_nodes_cost_a_small_model_much_and_a_large_one_little():

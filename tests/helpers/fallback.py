@@ -17,4 +17,5 @@ def soon_out(monkeypatch: Any) -> None:
     )  # where a look-up costs more than a pass of a model this small
     monkeypatch.setattr(draft_length, "BUDGET", 0.5)
     monkeypatch.setattr(nasd, "GRANTED", 0.5)
+    monkeypatch.setattr(nasd, "PROBES", 0.2)
     monkeypatch.setattr(draft_length, "LONGEST_PAUSE", 7)

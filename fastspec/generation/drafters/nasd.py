@@ -9,6 +9,7 @@ section 3).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,7 +22,7 @@ from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
-from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, pause_after
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -74,11 +75,15 @@ def grow(
         depths.append(depths[parent] + 1)
 
 
-def best_size(growths: list[Growth], costs: dict[int, float]) -> int:
-    """The number of nodes that promises most tokens per cost to all rows together."""
+def best_size(growths: list[Growth], costs: dict[int, float], trust: float = 1.0) -> int:
+    """The number of nodes that promises most tokens per cost to all rows together, where drafts keep the share `trust`
+    of what they promise."""
     if all(len(growth.tokens) == 1 for growth in growths):
         return min(costs)
-    sums = [[0.0, *accumulate(growth.chances)] for growth in growths]
+    sums = [
+        [0.0, *accumulate((growth.chances[0], *(trust * chance for chance in growth.chances[1:])))]
+        for growth in growths
+    ]
     promise = {size: sum([known[min(size, len(known) - 1)] for known in sums]) / cost for size, cost in costs.items()}
     return max(promise, key=promise.__getitem__)  # the first of the best: the smallest
 
@@ -118,17 +123,24 @@ def _signed(bits: int, words: int) -> list[int]:
     return [part - (1 << 64) if part >> 63 else part for part in parts]
 
 
-LEAST_LOOK = 0.25
+LEAST_LOOK = 0.03
 """Rounds go without look-ups only where one costs more than this, in target passes."""
-GRANTED = 4.0
-"""Target passes that look-ups may lose at the start of a call, where a text seldom repeats anything yet."""
+GRANTED = 1.0
+"""Target passes that drafts and look-ups may lose at the start of a call, where look-ups are dear."""
+PROBES = 0.02
+"""Target passes a round, on average, that looking up again may cost while it does not pay."""
+UNTRIED = 1.5
+"""Drafts that count as promised and accepted before any were."""
+KEPT = 0.99
+"""Weight that what was promised and accepted keeps with every further round: the text may repeat more later."""
 
 
 class NasdDrafter(HostDrafter):
     """Draft state of one generate call: a storage and a cursor per row, on the host.
 
     `storages` holds one storage per row, or the same one for every row. A tree has 1, 4, 8, ... or `nodes` nodes: the
-    number that promises most in this round. With `stop_if_unknown=False` it always has `nodes`.
+    number that promises most in this round, by the share of earlier promises that was kept. With
+    `stop_if_unknown=False` it always has `nodes`.
 
     A round whose drafts come from the host waits for the host. With a target so small that this costs much, rounds go
     without look-ups for a while where what was accepted does not pay for them; their tokens are counted after the last
@@ -152,9 +164,15 @@ class NasdDrafter(HostDrafter):
         smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
         sizes = [*(size for size in smaller if size < self.nodes), self.nodes]
         self.costs = {size: cost.of(size * len(storages), weight_bytes) for size in sizes}
-        self.look = cost.look(weight_bytes)
-        dear = config.stop_if_unknown and self.look >= LEAST_LOOK
-        self.budget = DraftBudget(pause_after(self.look) if dear else 0, torch.device("cpu"), GRANTED)
+        rows, look = len(storages), cost.look(weight_bytes)
+        plain = cost.of(rows, weight_bytes) - (cost.host if cost.asynchronous else 0.0)
+        self.prices = {size: whole / plain - 1 for size, whole in self.costs.items()}
+        """Target passes that a round costs more than one of rounds that look nothing up, by its nodes."""
+        self.dear = config.stop_if_unknown and look >= LEAST_LOOK
+        self.budget = DraftBudget(math.ceil(look / PROBES) if self.dear else 0, torch.device("cpu"), GRANTED)
+        self.promised, self.delivered, self.hoped, self.size = 0.0, 0.0, 0.0, min(sizes)
+        """Drafts promised and accepted so far, later ones with more weight; those that the last round promised, and its
+        nodes."""
         self.cursors: list[Cursor] = [storage.start() for storage in storages]
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
@@ -178,6 +196,11 @@ class NasdDrafter(HostDrafter):
         assert isinstance(other, NasdDrafter)
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
+
+    @property
+    def trust(self) -> float:
+        """The share of what drafts promised that was accepted, 1 at the most."""
+        return min(1.0, (self.delivered + UNTRIED) / (self.promised + UNTRIED))
 
     def _count(self, row: int, tokens: list[int]) -> None:
         for token in tokens:
@@ -204,7 +227,8 @@ class NasdDrafter(HostDrafter):
         if self.vocabulary is not None:
             for storage, growth in zip(self.storages, growths, strict=True):
                 check_drafts(storage, growth.tokens, self.vocabulary)
-        size = best_size(growths, self.costs)
+        size = self.size = best_size(growths, self.costs, self.trust)
+        self.hoped = sum(sum(growth.chances[1:size]) for growth in growths)
         return lay_out(growths, size, min(size, self.max_path), self.device)
 
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
@@ -222,7 +246,11 @@ class NasdDrafter(HostDrafter):
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
         gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
         if gains:
-            self.budget.judge(sum(gains) / len(gains), self.look)
+            price = self.prices[self.size]
+            self.budget.judge(sum(gains) / len(gains), price)
+            self.budget.rounds = math.ceil(price / PROBES) if self.dear else 0
+            self.promised = KEPT * self.promised + self.hoped
+            self.delivered = KEPT * self.delivered + sum(gains)
         for row, (goes_on, accepted, *emitted) in enumerate(digest):
             self.active[row] = bool(goes_on)
             if not goes_on:

@@ -1,8 +1,9 @@
 """Sizes of the trees of a call's rounds: as many nodes as pay, a chain, or no drafts at all.
 
 The size of a round has the most expected tokens over its milliseconds, as in DSpark's rule (arXiv 2607.05147): the
-tokens by the acceptance seen so far at every depth, the milliseconds by those of earlier rounds. Drafts that bring
-nothing may cost a call `GRANTED` target passes and `PROBES` of the rest, however dear they are.
+tokens by the acceptance seen so far at every depth, the milliseconds by those of earlier rounds. Drafts are paid from a
+budget of target passes: `GRANTED` at the start of a call, `SHARE` of every round, and what was accepted. All that they
+cost is taken from it as it was measured, changes of size included, so that no text costs a call more.
 
 Both are read from what the host has anyway, so that no round waits, and no clock decides a token: a tree of any size
 emits what plain decoding emits.
@@ -11,6 +12,7 @@ emits what plain decoding emits.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -19,14 +21,19 @@ from fastspec.config import TreeShape
 
 Milliseconds = dict[int, dict[int, float]]
 """Milliseconds of a round by the length of its texts, as `bucket` counts it, and by the number of nodes."""
-GRANTED, GRANTED_COLD = 2.0, 8.0
+GRANTED, GRANTED_COLD = 1.5, 8.0
 """Target passes that drafts may lose at the start of a call, and where every other size has to be captured first."""
+CREDIT = 1.3
+"""Target passes by which the first rounds with drafts of a call may overdraw their budget; later ones pay them back."""
+SHARE = 0.01
+"""Target passes that every round adds to what drafts may lose."""
+SLACK = 1.0
+"""Target passes at the most that a round may be measured to cost beyond what is known of its size: something else may
+have held it up."""
 MOST_EARNED = 16.0
 """Target passes that drafts may lose at the most, however much they brought before."""
-PROBES = 0.008
-"""Target passes a round, on average, that trying drafts again may cost while they do not pay."""
 LONGEST_REST = 256
-"""Rounds without drafts at the most before they are tried again."""
+"""Rounds without drafts at the most before it is asked again what pays."""
 BLOCK = 8
 """Rounds of one size before another may be chosen."""
 EVIDENCE = 4
@@ -50,6 +57,10 @@ WIDTH = 0.43
 of an EAGLE-1 head for SmolLM2 on MT-bench and HumanEval."""
 RENEWED = 0.25
 """Weight of a block's milliseconds among those of its size."""
+MOST_TRIES = 3
+"""Rounds at the most that try drafts again: more where the changes of size before and after cost more than they do."""
+CHANGES = 5
+"""Changes of size whose median says what the next one costs."""
 
 
 def bucket(length: int) -> int:
@@ -143,7 +154,8 @@ class TreeSizes:
     `prior` has milliseconds of a round of every size, by which sizes are compared that were not measured, and `known`
     what was measured before. With `timed=False` what the rounds of a call take is used from the next call on, as
     processes do that must choose alike. `captures` says that a size has to be captured before it runs, and `switch`
-    what a change costs, in milliseconds, beside the rounds: none is in flight then.
+    what a change costs, in milliseconds, beside the rounds, before one was measured: none is in flight then, and a
+    drafter reads what was emitted without it.
     """
 
     def __init__(
@@ -160,6 +172,9 @@ class TreeSizes:
     ) -> None:
         self.shapes, self.prior, self.captures, self.timed, self.keep = tuple(shapes), prior, captures, timed, keep
         self.switch = switch
+        self.changes = deque[float](maxlen=CHANGES), deque[float](maxlen=CHANGES)
+        """Target passes that the last changes of size cost beside their rounds: of rounds with drafts to others or to
+        none, and of rounds without to some."""
         self.first = 1 + self.shapes.index(first)
         self.acceptance = Acceptance(self.shapes)
         self.known: Milliseconds = {} if known is None else known
@@ -183,10 +198,14 @@ class TreeSizes:
         """A call begins, on a text of its own."""
         self.acceptance.fade(BETWEEN_CALLS)
         self.left, self.gain, self.since = GRANTED_COLD if self._is_cold() else GRANTED, 0.0, 0
-        """Target passes that drafts may still lose, what the last round with drafts accepted, and rounds since sizes
-        were compared."""
+        """Target passes that drafts may still lose, below zero where they have lost more; what the last round with
+        drafts accepted; and rounds since sizes were compared."""
+        self.last: int | None = None
+        """The size of the round before, in this call."""
+        self.credit = CREDIT
+        """Target passes by which drafts may overdraw what is left."""
         self.samples.clear()
-        if self.drafted < EVIDENCE and self.price(self.first) <= self.left:
+        if self.drafted < EVIDENCE and self._affords(self.first):
             self._use(self.first, BLOCK)
         else:
             self._choose(begins=True)
@@ -227,6 +246,11 @@ class TreeSizes:
         """Target passes that a round of this size costs more than one without drafts."""
         return max(0.0, self.ms(size) / self.ms(0) - 1)
 
+    def change(self, former: int) -> float:
+        """Target passes that a change from this size to another costs beside the rounds."""
+        seen = self.changes[not former]
+        return median(seen) if seen else self.switch / self.ms(0)
+
     def rates(self) -> list[float]:
         """Expected tokens a millisecond of every size."""
         expected = [1.0, *self.acceptance.expected()]
@@ -238,17 +262,20 @@ class TreeSizes:
         self.length, self.made = bucket(length), frozenset(made)
         self.rounds += 1
         self.since += 1
+        former, self.last = self.last, size
+        changed = former is not None and former != size
+        self.left += SHARE - self._spent(size, ms, former if changed else None)
         if size and accepted:
             self.drafted += 1
             self.acceptance.count(size - 1, accepted)
             self.gain = sum(accepted) / len(accepted)
-            self.left = min(MOST_EARNED, max(0.0, self.left + self.gain - self.price(size)))
+            self.left = min(MOST_EARNED, self.left + self.gain)
         if size != self.size:  # it was in flight when another was chosen
             return
-        if ms is not None:
+        if ms is not None and not changed:
             self.samples.append(ms)
         self.due -= 1
-        if self.due <= 0 or (size and not self._affords(size)):
+        if self.due <= 0 or (size and not self.probes and not self._affords(size)):
             self._measured()
             self.acceptance.fade(DECAY**self.since)
             self.since = 0
@@ -267,10 +294,26 @@ class TreeSizes:
         )
 
     def _affords(self, size: int) -> bool:
-        """True where a round of this size may bring nothing, or the last one, of this size, brought what it cost."""
-        if size == self.size:
-            return self.price(size) <= max(self.left, self.gain)
-        return CAUTION * self.price(size) <= self.left
+        """True where a round of this size may bring nothing, with the one that is in flight by then and the change to
+        rounds without drafts, or the last one, of this size, brought what it cost."""
+        price = self.price(size)
+        if size == self.size and price <= self.gain:
+            return True
+        if self.last is None or size == self.size:
+            return (2 if self.captures else 1) * price + self.change(size) <= self.left + self.credit
+        return CAUTION * price + self.change(self.size) <= self.left
+
+    def _spent(self, size: int, ms: float | None, former: int | None) -> float:
+        """Target passes that a round, after one of size `former` where that was another, has cost more than one without
+        drafts: as measured, or by what is known."""
+        price = self.price(size)
+        known = price if former is None else price + self.change(former)
+        if ms is None or not self.timed or (size == 0 and former is None):
+            return known
+        cost = min(max(0.0, ms / self.ms(0) - 1), known + SLACK)
+        if former is not None:
+            self.changes[not former].append(max(0.0, cost - price))
+        return cost
 
     def _measured(self) -> None:
         """Take the milliseconds of a block, which the few rounds that something disturbed do not change."""
@@ -293,7 +336,9 @@ class TreeSizes:
         self.unkept = self.unkept or before is None or abs(table[nodes] - before) > 0.1 * before
 
     def _use(self, size: int, rounds: int) -> None:
-        self.size, self.due, self.probes = size, rounds, size > 0 and rounds == 1
+        self.size, self.due, self.probes = size, rounds, False
+        if not size:
+            self.credit = 0.0
 
     def _choose(self, begins: bool = False) -> None:
         """The size of the next rounds, and how many they are."""
@@ -308,11 +353,17 @@ class TreeSizes:
             self._use(0, EVIDENCE)
         elif best:
             self._use(best, BLOCK)
-        elif former == 0 and not begins:
-            self._use(self._probe(), 1)
         else:
-            price = self.price(self._probe()) + self.switch / self.ms(0)
-            self._use(0, min(LONGEST_REST, max(EVIDENCE, math.ceil(price / PROBES))))
+            probe = self._probe()
+            price = self.price(probe)
+            changes = self.change(0) + self.change(probe)
+            tries = 1 + int(min(MOST_TRIES - 1, changes / 2 / price)) if price else MOST_TRIES
+            lacks = tries * price + changes - self.left
+            if lacks <= 0 and former == 0 and not begins:
+                self._use(probe, tries)
+                self.probes = True
+            else:
+                self._use(0, min(LONGEST_REST, max(EVIDENCE, math.ceil(lacks / SHARE))))
 
     def _probe(self) -> int:
         """The size that drafts are tried again with: the cheapest."""

@@ -180,14 +180,14 @@ class Engine(Generic[TargetT]):
         """`step` with trees of the size that was chosen. It changes where no round is in flight: the last one of a size
         is read before one of another is launched."""
         assert self.drafter is not None
-        missed, most = self.fallback.missed, self.drafter.backlog
+        missed, most, began = self.fallback.missed, self.drafter.backlog, self.measured_from
         if not self.in_flight:
             if missed and (sizes.size or len(missed) >= most):
-                self.settle()
+                self.fallback.tell(self.drafter)  # part of what the next round takes
             self.size = sizes.size
         stays = sizes.size == self.size and sizes.goes_on
         stays = stays and (self.size > 0 or len(self.fallback.missed) + 1 < most)
-        made, began = SPENT.first_runs + SPENT.captures, self.measured_from
+        made = SPENT.first_runs + SPENT.captures
         emitted = self._step(self._of_size(sizes, self.size), longest, stats, verifier, asynchronous and stays)
         now, made = time.perf_counter(), SPENT.first_runs + SPENT.captures - made
         if not self.size:

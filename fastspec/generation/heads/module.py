@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from fastspec.generation.decoder_layer import LayerFamily
+from fastspec.generation.decoder_layer import Attend, LayerFamily
 from fastspec.generation.heads.rounded_linear import RoundedLinear
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], Callable[..., Tensor]]
 
 
@@ -325,6 +324,28 @@ class MtpHead(DraftHead):
         self.binding = None
         self.source: tuple[str, str | None] | None = None
         """The directory or hub id, and the revision there, that holds the weights."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden states [B, T, H] of `step`: the target's last ones, after its final norm."""
+        return features
+
+    def step(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, halves: Halves | None = None
+    ) -> Tensor:
+        """One pass with gradients, as `EagleHead.step`; there are no `halves` of a family's layer."""
+        family = self.bound.family
+        assert family is not None  # who makes such a head sees to it
+        embedded = self.bound.embedding(tokens).to(hidden.dtype)
+        total = self.fc(torch.cat((self.token_norm(embedded), self.state_norm(hidden)), -1))
+        out = family.forward(self.layer, total, positions, attend)
+        return out if self.norm is None else self.norm(out)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states of `step` -> logits [..., V]."""
+        lm_head = self.bound.lm_head if self.lm_head is None else self.lm_head
+        assert lm_head is not None  # `bind` sees to it
+        logits: Tensor = lm_head(hidden)
+        return logits
 
 
 class EagleHead(DraftHead):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fastspec.config import Mtp
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import BoundHead, narrowed, no_rows
+from fastspec.patches.hf.snapshot import revision_of
 
 DEFAULT = 1 << 16
 """Drafted tokens where the model has more than twice as many; exllamav3 #303 and MTPLX #317 measured as many."""
@@ -64,7 +65,7 @@ def _special(model: Any) -> Iterable[int]:
     if not where:
         return ()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=getattr(model.config, "_commit_hash", None))
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision_of(model))
     except Exception as error:  # of any kind: a tokenizer may be anybody's, and here it chooses drafts alone
         told = f"{type(error).__name__}: {error}".partition("\n")[0]
         warnings.warn(

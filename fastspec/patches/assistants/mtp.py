@@ -39,10 +39,10 @@ from fastspec.patches.hf.cache import cache_argument, kept_cache
 from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
+from fastspec.patches.hf.snapshot import WRAPPED, revision_of
 from fastspec.patches.session import session_of
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-WRAPPED = r"^(?:model\.|language_model\.)*"
 CODED = re.compile(r"\.(?:weight_\w+|qweight|qzeros|scales|g_idx|input_scale)$")
 """Tensors that quantisers write beside a layer's weight, or in its place."""
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
@@ -65,7 +65,7 @@ class MtpForm:
 
 FORMS = (
     MtpForm(  # Qwen3-Next, Qwen3.5
-        prefix=WRAPPED + r"mtp\.(?:layers\.(?P<step>\d+)\.)?",
+        prefix=WRAPPED.pattern + r"mtp\.(?:layers\.(?P<step>\d+)\.)?",
         names=((r"^pre_fc_norm_embedding\.", "token_norm."), (r"^pre_fc_norm_hidden\.", "state_norm.")),
     ),
     MtpForm(  # Qwen's, as speculators trains and saves it alone
@@ -78,7 +78,7 @@ FORMS = (
         ),
     ),
     MtpForm(  # DeepSeek-V3, GLM-4.5, Hunyuan
-        prefix=WRAPPED + r"layers\.(?P<step>N)\.",
+        prefix=WRAPPED.pattern + r"layers\.(?P<step>N)\.",
         names=(
             (r"^enorm\.", "token_norm."),
             (r"^hnorm\.", "state_norm."),
@@ -89,7 +89,7 @@ FORMS = (
         disputed=True,
     ),
     MtpForm(  # ERNIE 4.5
-        prefix=WRAPPED + r"mtp_(?=(?:emb_norm|hidden_norm|linear_proj|block)\.(?P<step>\d+)\.)",
+        prefix=WRAPPED.pattern + r"mtp_(?=(?:emb_norm|hidden_norm|linear_proj|block)\.(?P<step>\d+)\.)",
         names=(
             (r"^emb_norm\.0\.", "token_norm."),
             (r"^hidden_norm\.0\.", "state_norm."),
@@ -136,10 +136,56 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
             f"this {target.name} was not loaded from files (its config has no name_or_path): fastspec.patch(model, "
             "mtp=PATH) says where its MTP weights are"
         )
-    revision = getattr(model.config, "_commit_hash", None) if source is True else None
+    if target.has_adapter:
+        warnings.warn(
+            f"an adapter changes what this {target.name} says, and its MTP layer was trained without: it drafts for "
+            "it, and its drafts are accepted less often",
+            stacklevel=3,
+        )
+    revision = revision_of(model) if source is True else None
     form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
     head = _built(form, state, (where, revision), model, mode.adapter, target)
     return _probed(head, model, where) if form.disputed else head
+
+
+@torch.no_grad()
+def new_mtp(model: PreTrainedModel) -> MtpHead:
+    """An MTP head to train, bound to a model: a copy of its last layer with full attention and of its final norm, which
+    read the mean of the token's embedding and the hidden state, each normed. Raises Unsupported for a model without an
+    adapter."""
+    mode, target = mode_for(model), parts_of(model, layers=True)
+    if mode.adapter is None:
+        raise Unsupported(f"an MTP layer needs an adapter, and {target.name} runs in generic mode: train an EAGLE head")
+    decoder, parts = decoder_of(model), mode.adapter
+    like = [each for each in getattr(decoder, parts.layers) if hasattr(each, parts.attention)][-1]
+    norm = getattr(like, parts.input_norm).weight
+    half = torch.eye(target.sizes.hidden_size, dtype=target.dtype, device=target.device) / 2
+    state = {f"layer.{name}": each.clone() for name, each in like.state_dict().items()}
+    state |= {f"{name}_norm.weight": norm.mean().expand_as(norm).clone() for name in ("token", "state")}
+    state |= {"fc.weight": torch.cat((half, half), 1), "norm.weight": getattr(decoder, parts.norm).weight.clone()}
+    head = _built(FORMS[0], state, ("a new MTP layer", None), model, parts, target).as_module()
+    assert isinstance(head, MtpHead)
+    head.source = None
+    return head
+
+
+def saved_mtp(head: MtpHead) -> dict[str, Tensor]:
+    """The tensors of an MTP head by the names that Qwen's checkpoints have, in bfloat16. Raises Unsupported for a form
+    that these names cannot tell."""
+    faults = {
+        "has no norm before the LM head": head.norm is None,
+        "reads states before the target's final norm": head.config.last_tap_before_norm,
+        "has an embedding of its own": head.bound.own_embedding,
+    }
+    if odd := [fault for fault, true in faults.items() if true]:
+        raise Unsupported(f"this MTP layer {' and '.join(odd)}, which the form that is written does not tell")
+    names = {"token_norm": "pre_fc_norm_embedding", "state_norm": "pre_fc_norm_hidden", "layer": "layers.0"}
+    found = {}
+    for name, tensor in head.state_dict().items():
+        part, _, rest = name.partition(".")
+        held = tensor.detach().cpu().contiguous()
+        found[f"mtp.{names.get(part, part)}.{rest}"] = held.bfloat16() if held.is_floating_point() else held
+    return found
 
 
 def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tuple[MtpForm, dict[str, Tensor]]:
@@ -279,7 +325,8 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
         if whole is None:
             raise CheckpointError(
                 f"{where} is no directory, and as a hub id it gives neither {INDEX} nor {WHOLE}: MTP weights are read "
-                "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before"
+                "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before; of a model that was "
+                "loaded with cache_dir=, fastspec.patch(model, mtp=PATH) says where"
             )
         yield partial(str, whole), _keys(Path(whole)), True
         return

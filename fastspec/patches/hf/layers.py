@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import (
     FULL_LAYOUT,
+    Attend,
     FullAttention,
     GatedDelta,
     LayerFamily,
@@ -42,6 +43,7 @@ from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own,
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.layer_weights import holds_stored, pack_layer, products_of, projections
 from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
+from fastspec.patches.hf.own_forward import run_layer
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
 from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
@@ -449,3 +451,7 @@ class ModelLayers(LayerFamily):
     def pack(self, module: Any) -> None:
         """Lay the weights of a layer together."""
         pack_layer(self.parts, module)
+
+    def forward(self, module: Any, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """A layer by its own forward, with the caller's attention."""
+        return run_layer(self.model, self.parts, module, hidden, positions, attend)

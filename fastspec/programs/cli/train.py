@@ -29,7 +29,8 @@ def train(
     epochs: Annotated[float | None, Option(help="Passes over the texts, 10 by default; 0: by `--minutes`.")] = None,
     minutes: Annotated[float | None, Option(help="Minutes of training, where time is to end the run.")] = None,
     kind: Annotated[
-        str | None, Option(metavar="[eagle3|eagle]", help="The head's format; eagle: EAGLE-1's and EAGLE-2's.")
+        str | None,
+        Option(metavar="[eagle3|eagle|mtp]", help="The head's format; eagle: EAGLE-1's and EAGLE-2's; mtp: Qwen's."),
     ] = None,
     draft_vocab_size: Annotated[int | None, Option(help="Tokens that a head can draft; EAGLE-3: 10240.")] = None,
     intermediate_size: Annotated[int | None, Option(help="Width of the head's MLP; the target's by default.")] = None,

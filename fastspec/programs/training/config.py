@@ -19,13 +19,15 @@ AT_LEAST_0 += ("keep_features", "keep_features_host")
 class TrainConfig:
     """One run that trains a drafting head.
 
-    `kind` is "eagle3", or "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head
+    `kind` is "eagle3"; "eagle" for the original format that the assistants `eagle` and `eagle2` share: such a head
     reads the target's last hidden state and drafts with the target's LM head, so its `hidden_size` and vocabulary are
-    the target's and it has no `taps`. `start_from` (a folder, a hub id or the name of a head that ships) goes on from a
-    head that exists, whose sizes, taps and vocabulary may be left out. `share_lm_head` gives an EAGLE-3 head the
-    target's rows of the tokens that it drafts as its LM head, after a learned matrix: the rows are neither trained nor
-    written, and only fastspec reads such a head. `norms` gives an EAGLE-3 head those of EAGLE-3.1: each of the target's
-    features is normed by itself before they are fused, and the head feeds back its states after its final norm.
+    the target's and it has no `taps`; or "mtp", which reads and drafts so too: a layer of the target's own class in the
+    form of Qwen's checkpoints. `start_from` (a folder, a hub id or the name of a head that ships; for "mtp" also the
+    target itself, whose own layer is tuned) goes on from a head that exists, whose sizes, taps and vocabulary may be
+    left out. `share_lm_head` gives an EAGLE-3 head the target's rows of the tokens that it drafts as its LM head, after
+    a learned matrix: the rows are neither trained nor written, and only fastspec reads such a head. `norms` gives an
+    EAGLE-3 head those of EAGLE-3.1: each of the target's features is normed by itself before they are fused, and the
+    head feeds back its states after its final norm.
 
     `loss` is a name of `fastspec.programs.training.ttt.LOSSES`; `decay` weighs the loss of each draft against the
     one before.
@@ -115,11 +117,15 @@ class TrainConfig:
             raise ValueError(f"TrainConfig.kind is {self.kind!r}: {BLOCK_HEADS}")
         if self.loss in BLOCK_LOSSES:
             raise ValueError(f"TrainConfig.loss is {self.loss!r}: {BLOCK_HEADS}")
-        self._require("kind", self.kind in ("eagle3", "eagle"), 'accepted are "eagle3" and "eagle" (for eagle2 too)')
+        self._require(
+            "kind", self.kind in ("eagle3", "eagle", "mtp"), 'accepted are "eagle3", "eagle" (for eagle2 too) and "mtp"'
+        )
         given = [name for name in ("taps", "hidden_size", "draft_vocab_size") if getattr(self, name)]
-        if self.kind == "eagle" and given:
+        if self.kind == "mtp" and self.intermediate_size:
+            given.append("intermediate_size")
+        if self.kind != "eagle3" and given:
             raise ValueError(
-                'heads of kind "eagle" take taps, hidden size and vocabulary from the target: leave out '
+                f'heads of kind "{self.kind}" take taps, hidden size and vocabulary from the target: leave out '
                 f"{', '.join(given)}"
             )
         for name in ("share_lm_head", "norms"):

@@ -62,7 +62,7 @@ def train(
     if accelerator.is_main_process:  # the others need no files of texts
         for path in filter(None, (config.prompts, config.heldout, *config.answers)):
             _existing(path)
-    if config.start_from and target is None:  # before weights are loaded
+    if config.start_from and config.kind != "mtp" and target is None:  # before weights are loaded
         read_heads([config.start_from], load_config(config.target))
     if target is None:
         dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from fastspec.distribution import DISTRIBUTION
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.dialects import OWN
-from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig, MtpHead
+from fastspec.patches.assistants.mtp import saved_mtp
 from fastspec.programs.training.config import TrainConfig
 
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -90,15 +91,17 @@ def with_own_lm_head(head: EagleHead) -> EagleHead:
     return twin
 
 
-def save_head(head: EagleHead, directory: str | Path, card: str) -> None:
-    """Write model.safetensors, config.json and README.md (the text `card`) into `directory`, which is made if
-    missing."""
+def save_head(head: EagleHead | MtpHead, directory: str | Path, card: str) -> None:
+    """Write model.safetensors, config.json (of EAGLE heads) and README.md (the text `card`) into `directory`, which is
+    made if missing."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
-    save_file(checkpoint_tensors(head), part, metadata={"format": "pt"})
+    tensors = saved_mtp(head) if isinstance(head, MtpHead) else checkpoint_tensors(head)
+    save_file(tensors, part, metadata={"format": "pt"})
     part.replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(checkpoint_config(head), indent=2) + "\n", encoding="utf-8")
+    if isinstance(head, EagleHead):
+        (folder / "config.json").write_text(json.dumps(checkpoint_config(head), indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -119,6 +122,9 @@ def model_card(
         kind, assistant, taps = "EAGLE-3", "eagle3", f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}"
         vocabulary = f"{head.draft_vocab_size} of {head.vocab_size}, {coverage:.1%} of the answers' tokens"
         form = "the original EAGLE-3 one (`midlayer.*`, `d2t` as offsets)"
+    elif head.kind == "mtp":
+        kind, assistant, taps = "MTP", "mtp", "feature | the last hidden state, after the norm"
+        vocabulary, form = "the whole, through the LM head of the target", "that of Qwen's checkpoints (`mtp.*`)"
     else:
         kind, assistant, taps = "EAGLE-1/2", "eagle2", "feature | the last hidden state, after the norm"
         vocabulary, form = "the whole, through the LM head of the target", "the original EAGLE-1 and EAGLE-2 one"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import Unsupported
-from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig, MtpHead
 from fastspec.patches.assistants.heads import load_head
+from fastspec.patches.assistants.mtp import load_mtp, new_mtp, saved_mtp
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import TextBatch
 from fastspec.programs.training.save import checkpoint_tensors
@@ -23,9 +24,13 @@ RIDGE = 0.01
 """Share of the mean square added to the diagonal of the least squares that EAGLE-1/2 heads start from."""
 
 
-def started(config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[TextBatch] | None) -> EagleHead:
+def started(
+    config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[TextBatch] | None
+) -> EagleHead | MtpHead:
     """A head made of the target's parts and bound to it. `first` are batches that an EAGLE-1/2 head starts from, None
     for a head whose weights are loaded next."""
+    if config.kind == "mtp":
+        return _trainable(new_mtp(target))
     head = EagleHead(head_for(config, target, len(vocabulary)))
     if config.kind == "eagle3":
         start_from_target(head, target, vocabulary)
@@ -121,7 +126,13 @@ def _random(head: EagleHead) -> None:
             nn.init.normal_(parameter, std=(0.1 if small else 1.0) * parameter.shape[1] ** -0.5)
 
 
-def opened(config: TrainConfig, target: Any) -> EagleHead | None:
+def _trainable(head: MtpHead) -> MtpHead:
+    """An MTP layer in fp32, with gradients. Raises Unsupported for one that a run cannot write."""
+    saved_mtp(head)
+    return head.float().requires_grad_(True).train()
+
+
+def opened(config: TrainConfig, target: Any) -> EagleHead | MtpHead | None:
     """The head that `config.start_from` names, in fp32 and bound to the target; None where a run starts afresh.
 
     Raises `Unsupported` for a head of another kind, and for one that the formats a run writes cannot hold;
@@ -129,6 +140,10 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | None:
     """
     if not config.start_from:
         return None
+    if config.kind == "mtp":
+        layer = load_mtp(config.start_from, target).as_module()
+        assert isinstance(layer, MtpHead)
+        return _trainable(layer)
     head = load_head(config.start_from, target)
     if head.config.kind != config.kind:
         kinds = f"a head of kind {head.config.kind!r} and the run trains {config.kind!r}"
@@ -140,10 +155,12 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | None:
     return head.float().requires_grad_(True).train()
 
 
-def with_sizes_of(config: TrainConfig, head: EagleHead) -> TrainConfig:
+def with_sizes_of(config: TrainConfig, head: EagleHead | MtpHead) -> TrainConfig:
     """The settings of a run with the sizes of the head that it goes on from. Raises `Unsupported` for sizes that were
     given otherwise."""
     c = head.config
+    if c.kind == "mtp":
+        return config
     sizes: dict[str, Any] = {"intermediate_size": c.intermediate_size}
     if c.kind == "eagle3":
         sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps}
@@ -155,6 +172,6 @@ def with_sizes_of(config: TrainConfig, head: EagleHead) -> TrainConfig:
     return replace(config, **sizes)
 
 
-def draft_vocabulary_of(head: EagleHead) -> Tensor:
+def draft_vocabulary_of(head: EagleHead | MtpHead) -> Tensor:
     """The target's ids of the tokens that a head drafts, on the CPU."""
     return head.to_target(torch.arange(head.config.draft_vocab_size, device=head.fc.weight.device)).cpu()

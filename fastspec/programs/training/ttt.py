@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastspec.generation.heads.module import EagleHead, Halves, Layer
+from fastspec.generation.heads.module import EagleHead, Halves, Layer, MtpHead
 from fastspec.programs.training.unrolled import EAGER, Diagonals, UnrolledAttention
 
 FEATURE_LOSS = 0.1
@@ -55,7 +55,9 @@ class TrainingTimeTest(nn.Module):
     """Head with its unrolled loss, as one module so that data-parallel wrappers see one forward. To `loss`, a name of
     `LOSSES`, EAGLE-1/2 heads add FEATURE_LOSS times the distance from the features that their states stand for."""
 
-    def __init__(self, head: EagleHead, steps: int, decay: float, *, loss: str = "kl", compile: bool = False) -> None:
+    def __init__(
+        self, head: EagleHead | MtpHead, steps: int, decay: float, *, loss: str = "kl", compile: bool = False
+    ) -> None:
         super().__init__()
         self.head = head
         self.steps = steps

@@ -1,0 +1,63 @@
+"""Revision of the hub that a model was loaded from, which transformers' models do not keep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+WRAPPED = re.compile(r"^(?:model\.|language_model\.)*")
+COMPARED, ROWS = 8, 8
+"""Weights of a model that are compared with those of its files, small ones, and the rows of each."""
+
+
+def revision_of(model: Any) -> str | None:
+    """The commit whose files in the hub's cache hold a model's weights; None for the repository's main one, and where
+    the cache does not tell, as for a model that was loaded from a directory or with `cache_dir`."""
+    where = getattr(model.config, "name_or_path", None) or ""
+    if not where or Path(where).expanduser().is_dir():
+        return None
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=where, repo_type="model")
+    found = sorted(each for each in folder.glob("snapshots/*") if any(each.glob("*.safetensors")))
+    if len(found) < 2:
+        return found[0].name if found else None
+    weights = {
+        WRAPPED.sub("", name): weight
+        for name, weight in model.named_parameters()
+        if weight.ndim in (1, 2) and not isinstance(weight, DTensor)
+    }
+    vectors = [name for name, weight in weights.items() if weight.ndim == 1][-COMPARED // 2 :]
+    matrices = sorted(weights.keys() - vectors, key=lambda name: (weights[name].ndim < 2, weights[name].numel()))
+    few = {name: weights[name].detach()[:ROWS] for name in (*vectors, *matrices[: COMPARED // 2])}
+    main = folder / "refs" / "main"
+    alike = [each.name for each in found if _holds(each, few)]
+    if main.is_file() and main.read_text(encoding="utf-8").strip() in alike:
+        return None
+    return alike[0] if alike else None
+
+
+def _holds(snapshot: Path, weights: Mapping[str, Tensor]) -> bool:
+    """True where the files of a snapshot hold some of these weights' first rows, and no others under their names; their
+    own dtype may be another."""
+    seen = False
+    for path in snapshot.glob("*.safetensors"):
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                for key in file.keys():  # noqa: SIM118  # it is no dictionary
+                    mine = weights.get(WRAPPED.sub("", key))
+                    if mine is not None:
+                        seen = True
+                        theirs = file.get_slice(key)[: len(mine)]
+                        if not torch.equal(theirs.to(mine.dtype), mine.cpu()):
+                            return False
+        except (SafetensorError, OSError):  # fetched in part
+            return False
+    return seen
