@@ -19,7 +19,7 @@ from fastspec.generation.drafters.base import Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
-from fastspec.generation.engine.prefix_cache import PrefixCache, common_length
+from fastspec.generation.engine.prefix_cache import PrefixCache, begins, common_length
 from fastspec.generation.engine.rounds import Rounds
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import DraftTree
@@ -167,11 +167,14 @@ class OpenBatch(Batch):
         least = self.prefixes.least
         if least is None:
             return count
-        waiting = [prompt.text for prompt in islice(self.queue, count)]
-        for place, text in enumerate(waiting[1:], 1):
-            before = max(common_length(text, other) for other in waiting[:place])
-            if before > least or self.prefixes.find(text) is not None:
+        seen: dict[bytes, list[Tensor]] = {}
+        for place, text in enumerate(prompt.text for prompt in islice(self.queue, count)):
+            alike = seen.setdefault(begins(text, least), [])
+            if any(common_length(text, other) > least for other in alike):
                 return place
+            if place and self.prefixes.find(text) is not None:
+                return place
+            alike.append(text)
         return count
 
     def give_away(self, row: int) -> None:

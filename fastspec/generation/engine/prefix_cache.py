@@ -41,6 +41,10 @@ class HeldText:
         """Its tokens [T]."""
         return torch.cat((self.prompt, torch.tensor(self.answer, dtype=torch.long, device="cpu")))
 
+    def begins(self, count: int) -> bytes:
+        """`begins` of its tokens."""
+        return begins(self.prompt if len(self.prompt) >= count else self.ids, count)
+
 
 Texts = list[HeldText | None]
 """The text of each row of an engine."""
@@ -49,8 +53,15 @@ Texts = list[HeldText | None]
 def common_length(one: Tensor, other: Tensor) -> int:
     """The number of tokens that two texts [T] begin with alike."""
     length = min(len(one), len(other))
-    differs = (one[:length] != other[:length]).nonzero()
-    return int(differs[0]) if len(differs) else length
+    differs = one[:length].numpy() != other[:length].numpy()
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def begins(text: Tensor, count: int) -> bytes:
+    """The first `count` tokens of a text [T] on the host, or all: texts differ in it that have fewer in common."""
+    found: bytes = text[:count].numpy().tobytes()
+    return found
 
 
 class PrefixCache(Generic[TargetT]):
@@ -106,11 +117,14 @@ class PrefixCache(Generic[TargetT]):
 
     def _find(self, prompt: Tensor) -> Prefix | None:
         best: Prefix | None = None
+        if self.least is None:
+            return best
+        first = begins(prompt, self.least)
         for engine, texts in self.texts.items():
             target, drafter = engine.target, engine.drafter
             reads_next = drafter is not None and drafter.resumes
             for row, text in enumerate(texts):
-                if text is None or self.least is None:
+                if text is None or text.begins(self.least) != first:
                     continue
                 ids, least = text.ids, self.least if best is None else best.count + 1
                 most = min(common_length(ids, prompt) - reads_next, len(prompt) - 1)

@@ -175,9 +175,16 @@ log = logging.getLogger("fastspec")
 
 class AnswerFuture(Future[Tensor]):
     """Future of the answer to a prompt, what `generate` returns for it: [1, T + new tokens] int64. `cached_tokens` of
-    the prompt were not read, once the answer has begun: a row had read them for another."""
+    the prompt were not read, once the answer has begun: a row had read them for another. `gone` is `cancelled()`
+    without a lock, which rounds ask of every row."""
 
     cached_tokens = 0
+    gone = False
+
+    def cancel(self) -> bool:
+        """Let the prompt go, unless it has ended."""
+        self.gone = super().cancel()
+        return self.gone
 
 
 class AnswerMeasures:
@@ -298,7 +305,7 @@ class PreparedPrompt:
 
     def let_go(self) -> bool:
         """Let it leave where its future was cancelled or its streamer failed -> True where that is new."""
-        new = not self.is_cancelled and (self.failed is not None or self.future.cancelled())
+        new = not self.is_cancelled and (self.failed is not None or self.future.gone)
         self.is_cancelled = self.is_cancelled or new
         return new
 
