@@ -144,7 +144,7 @@ class OpenBatch(Batch):
 
     def free(self) -> list[int]:
         """Rows without a prompt, as many as there are prompts that wait, and those that kept a text longest first."""
-        return self._free()[: len(self.queue)]
+        return self._free()[: len(self.queue)] if self.queue else []
 
     def _free(self) -> list[int]:
         oldest = self.prefixes.oldest(self.prefixes.current, len(self.prompts))

@@ -35,15 +35,19 @@ class HeldText:
     reached: int
     used: int
     running: bool = True
+    first: bytes | None = None
+    """Its `begins`, once it has so many tokens."""
 
     @property
     def ids(self) -> Tensor:
         """Its tokens [T]."""
         return torch.cat((self.prompt, torch.tensor(self.answer, dtype=torch.long, device="cpu")))
 
-    def begins(self, count: int) -> bytes:
-        """`begins` of its tokens."""
-        return begins(self.prompt if len(self.prompt) >= count else self.ids, count)
+    def begins(self, count: int) -> bytes | None:
+        """`begins` of its tokens, or None where it has fewer; `count` is always the same."""
+        if self.first is None and len(self.prompt) + len(self.answer) >= count:
+            self.first = begins(self.prompt if len(self.prompt) >= count else self.ids, count)
+        return self.first
 
 
 Texts = list[HeldText | None]
@@ -168,7 +172,7 @@ class PrefixCache(Generic[TargetT]):
         texts = [] if self.current is None else self.texts[self.current]
         text = texts[row] if texts else None
         if text is not None and text.running:
-            texts[row] = HeldText(text.ids, [], text.reached, self._use(), running=False)
+            texts[row] = HeldText(text.ids, [], text.reached, self._use(), running=False, first=text.first)
 
     def move(self, engine: Engine[TargetT], moves: dict[int, int]) -> None:
         """Another engine is about to decode: its rows take prompts from rows of the current one, by `moves`."""
