@@ -28,12 +28,9 @@ from fastspec.programs.compare import first_difference
 from fastspec.programs.training.data import encode_prompts, read_prompts
 
 
-def answers(
-    model: Any, texts: list[list[int]], assistant: Any, batch: int, length: int
-) -> tuple[list[list[int]], float]:
+def answers(model: Any, texts: list[list[int]], assistant: Any, batch: int, length: int) -> tuple[Any, float]:
     """The new tokens of every text, up to the end token, and the seconds of all calls."""
-    found: list[list[int]] = []
-    began = time.perf_counter()
+    found, began = [], time.perf_counter()
     if assistant == "open":
         with fastspec.continuous(model, "nasd", batch) as held:
             given = [held.submit(torch.tensor(text), max_new_tokens=length, do_sample=False) for text in texts]
@@ -45,7 +42,6 @@ def answers(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Time and compare, and write the rows."""
     parser = parser_of(__doc__)
     parser.add_argument("prompts_files", nargs="+", type=Path, help="JSON lines with `prompt` or `turns`")
     parser.add_argument("--model", default=SMOLLM2)
@@ -67,21 +63,17 @@ def main(arguments: list[str] | None = None) -> None:
             for name, rows in texts.items():
                 plain = answers(model, rows, "autoregressive", 1, asked.new)[0]
                 oracle = Oracle(answers=dict(zip(map(tuple, rows), plain, strict=True)))
-                made_of = {"speculative": fastspec.Speculative(early_exit=10)}
-                made_of["oracle"] = oracle.decoding(fastspec.Eagle3(), model)  # type: ignore[assignment]
+                made_of: Row = {"speculative": fastspec.Speculative(early_exit=10)}
+                made_of["oracle"] = oracle.decoding(fastspec.Eagle3(), model)
                 for assistant, batch in product(asked.assistants, asked.batches):
                     made = made_of.get(assistant, assistant)
                     answers(model, rows[: 2 * batch], made, batch, asked.new)
                     said, seconds = answers(model, rows, made, batch, asked.new)
                     apart = [first_difference(a, b) for a, b in zip(said, plain, strict=True) if a != b]
                     last = fastspec.report(model).last
-                    row: Row = {
-                        "exact": kernels == "exact",
-                        "model": asked.model,
-                        "prompts": name,
-                        "assistant": assistant,
-                    }
-                    row |= {"batch": batch, "answers": len(plain), "equal": len(plain) - len(apart)}
+                    row: Row = {"exact": kernels == "exact", "model": asked.model, "prompts": name}
+                    row |= {"assistant": assistant, "batch": batch}
+                    row |= {"answers": len(plain), "equal": len(plain) - len(apart)}
                     row["first_difference"] = statistics.median(apart) if apart else None
                     row["tokens_per_second"] = round(sum(map(len, said)) / seconds, 1)
                     row["acceptance"] = None if last is None else round(last.acceptance_length, 2)

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fastspec.generation.tree import TokenTree
+
 
 class Constraint(Protocol):
     """Constraint on the tokens of one answer, whose state it holds."""
@@ -18,6 +20,15 @@ class Constraint(Protocol):
         Node 0 stands for all of `answer`; the others are drafts behind it, parents before their children. Where a draft
         itself is not allowed, all bits of it and of what is below it are 1: no walk gets there.
         """
+
+
+def nodes_of(tree: TokenTree) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens and parents of a tree's nodes, row by row. Of roots alone both are 0, which stands for the answer: masks
+    are then made while a device scores them."""
+    if tree.tokens.shape[1] == 1:
+        roots = [[0]] * len(tree.tokens)
+        return roots, roots
+    return tree.tokens.tolist(), tree.parents.tolist()
 
 
 def masked(logits: Tensor, masks: Mapping[int, Tensor]) -> Tensor:

@@ -10,6 +10,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from fastspec.generation.verify import TokenLogprob
+from fastspec.patches.call.processors import StreamedRound
+from fastspec.programs.serving.batch import GATHERED, TokenStreamer
 from fastspec.programs.serving.mail import LONGEST_PACE, Mail
 from fastspec.programs.serving.mail import all_of as mail_of
 
@@ -127,3 +130,26 @@ def test_nothing_is_lost_while_a_thread_posts() -> None:
     text, wakes = asyncio.run(run())
     assert text == "".join(chr(65 + number % 26) for number in range(count))
     assert wakes < count
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_rounds_of_a_whole_answer_come_gathered_after_the_first(whole: bool) -> None:
+    """And say the same together."""
+    rounds = [
+        StreamedRound([n, n + 1], accepted=1, drafted=4, logprobs=[TokenLogprob(n, -1.0, ())], cached=5)
+        for n in range(50)
+    ]
+    told: list[StreamedRound] = []
+    streamer = TokenStreamer(told.append, 0, False, whole)
+    for each in rounds:
+        streamer.put_round(each)
+    streamer.flush()
+    streamer.flush()
+    assert len(told) == (1 + -(-49 * 2 // GATHERED) if whole else 50) and told[0] == rounds[0]
+    assert [token for each in told for token in each.tokens] == [token for each in rounds for token in each.tokens]
+    for name in ("accepted", "drafted"):
+        assert sum(getattr(each, name) for each in told) == sum(getattr(each, name) for each in rounds)
+    assert [one for each in told for one in each.logprobs or ()] == [
+        one for each in rounds for one in each.logprobs or ()
+    ]
+    assert {each.cached for each in told} == {5}

@@ -163,8 +163,9 @@ class NasdDrafter(HostDrafter):
         self.max_path = min(config.gamma + 1, self.nodes)
         smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
         sizes = [*(size for size in smaller if size < self.nodes), self.nodes]
-        self.costs = {size: cost.of(size * len(storages), weight_bytes) for size in sizes}
-        rows, look = len(storages), cost.look(weight_bytes)
+        rows = len(storages)
+        self.costs = {size: cost.of(size * rows, weight_bytes, rows) for size in sizes}
+        look = cost.look(weight_bytes, rows)
         plain = cost.of(rows, weight_bytes) - (cost.host if cost.asynchronous else 0.0)
         self.prices = {size: whole / plain - 1 for size, whole in self.costs.items()}
         """Target passes that a round costs more than one of rounds that look nothing up, by its nodes."""

@@ -36,11 +36,13 @@ class Cost:
     """The host's milliseconds for encoding a round's text anew for a draft model, and its drafts back; estimated."""
     asynchronous: bool = False
     """True where rounds without look-ups are asynchronous, and so do not wait for the host."""
+    row: float = 0.15
+    """The host's milliseconds for looking up and counting one row's tokens, beside those of the first."""
 
-    def of(self, nodes: int, weight_bytes: int) -> float:
+    def of(self, nodes: int, weight_bytes: int, rows: int = 1) -> float:
         """Milliseconds of a round of so many nodes, of all rows together."""
         read = weight_bytes / self.bytes_per_ms
-        one = self.host + self.one + read
+        one = self.host + self.row * (rows - 1) + self.one + read
         several = self.several[0] + self.several[1] * read + nodes * (self.each[0] + self.each[1] * read)
         return one if nodes == 1 else one + several
 
@@ -49,9 +51,10 @@ class Cost:
         read = weight_bytes / self.bytes_per_ms
         return (self.several[0] + self.several[1] * read) / (self.one + read)
 
-    def look(self, weight_bytes: int) -> float:
-        """Cost of a look-up, in passes over a single node."""
-        return self.host / (self.one + weight_bytes / self.bytes_per_ms) if self.asynchronous else 0.0
+    def look(self, weight_bytes: int, rows: int = 1) -> float:
+        """Cost of a look-up for all rows, in passes over a single node."""
+        spent = self.row * (rows - 1) + (self.host if self.asynchronous else 0.0)
+        return spent / (self.one + weight_bytes / self.bytes_per_ms)
 
 
 COSTS = {
@@ -62,8 +65,8 @@ COSTS = {
 }
 """By device type. "cpu" is fitted to cpu_tree.jsonl (tag `laboratory`), its host to the `draft` and `commit` of `nasd`
 in bench_cpu.jsonl; "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to
-`draft` and `observe` in bench_steps_h200.jsonl (the same tag). There 8 nodes of SmolLM2 take 1.8 times as long as one,
-10 of a model of 8 billion weights 1.06 times."""
+`draft` and `observe` in bench_steps_h200.jsonl (the same tag), `row` to batches of 40 in exact_h200.jsonl. There 8
+nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
 LAYERS = 30
 """Layers of the models that `Cost.one` was measured on. It grows with the number of layers."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.generation.constraint import masked
+from fastspec.generation.constraint import masked, nodes_of
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.open_batch import OpenBatch, Rule
@@ -102,7 +102,7 @@ class OwnRules(Verifier):
         """The masks of the rows that have a constraint."""
         masks: dict[int, Tensor] = {}
         held = [(row, rule.constraint) for row, rule in ruled if rule.constraint is not None]
-        tokens, parents = (tree.tokens.tolist(), tree.parents.tolist()) if held else ([], [])
+        tokens, parents = nodes_of(tree) if held else ([], [])
         for row, constraint in held:
             with self.batch.guarded(row):
                 masks[row] = constraint.masks(self.batch.out.tokens[row], tokens[row], parents[row])

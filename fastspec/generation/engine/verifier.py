@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.generation.constraint import Constraint, masked
+from fastspec.generation.constraint import Constraint, masked, nodes_of
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
@@ -227,7 +227,7 @@ class Constrained(Verifier):
 
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The choice at all nodes of the tree at once, from masked logits."""
-        batch, tokens, parents = self.batch, scored.tree.tokens.tolist(), scored.tree.parents.tolist()
+        batch, (tokens, parents) = self.batch, nodes_of(scored.tree)
         masks = {
             row: self.constraint_of(prompt).masks(batch.out.tokens[prompt], tokens[row], parents[row])
             for row, prompt in enumerate(batch.places)

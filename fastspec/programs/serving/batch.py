@@ -37,7 +37,8 @@ PutRound = Callable[[StreamedRound | Visit], None]
 class BatchPrompt:
     """A prompt's tokens, and how its answer is chosen: a GenerationConfig, a seed, OpenAI's penalties. With `logprobs`
     each token comes with its log-probability and so many of the likeliest tokens, with `trees` each round with its
-    draft tree; without `drafts` it is decoded a token a round. `price` is that of a cascade."""
+    draft tree; without `drafts` it is decoded a token a round. `price` is that of a cascade. A `whole` answer is not
+    streamed: its rounds come gathered after the first."""
 
     ids: list[int]
     config: Any
@@ -48,6 +49,7 @@ class BatchPrompt:
     trees: bool = False
     drafts: bool = True
     price: float | None = None
+    whole: bool = False
 
 
 def read_tokens(batch: PromptBatch, tokenizer: Any) -> None:
@@ -65,17 +67,40 @@ def _grammar(tokenizer: Any, structure: str, ends: tuple[int, ...]) -> Any:
     return fastspec.Grammar(tokenizer, **json.loads(structure), end_tokens=ends)
 
 
-class TokenStreamer(RoundStreamer):
-    """Streamer of an open batch that hands on rounds and nothing else."""
+GATHERED = 32
+"""Tokens of a whole answer that are handed on at a time."""
 
-    def __init__(self, told: PutRound, logprobs: int | None, trees: bool) -> None:
-        self.told, self.logprobs, self.trees = told, logprobs, trees
+
+class TokenStreamer(RoundStreamer):
+    """Streamer of an open batch that hands on rounds and nothing else: of a `whole` answer the first, then several
+    together, the last by `flush`."""
+
+    def __init__(self, told: PutRound, logprobs: int | None, trees: bool, whole: bool = False) -> None:
+        self.told, self.logprobs, self.trees, self.whole = told, logprobs, trees, whole
+        self.begun, self.gathered = False, StreamedRound([])
 
     def put_round(self, round: StreamedRound) -> None:
-        self.told(round)
+        if not (self.whole and self.begun):
+            self.begun = True
+            self.told(round)
+            return
+        held = self.gathered
+        held.tokens.extend(round.tokens)
+        scored = None if round.logprobs is None else [*(held.logprobs or ()), *round.logprobs]
+        counts = held.accepted + round.accepted, held.drafted + round.drafted
+        self.gathered = StreamedRound(held.tokens, *counts, scored, cached=round.cached)
+        if len(held.tokens) >= GATHERED:
+            self.flush()
 
     def put_visit(self, visit: Visit) -> None:
+        self.flush()
         self.told(visit)
+
+    def flush(self) -> None:
+        """Hand on what is gathered."""
+        if self.gathered.tokens:
+            gathered, self.gathered = self.gathered, StreamedRound([])
+            self.told(gathered)
 
 
 def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
@@ -102,13 +127,15 @@ def submit(batch: PromptBatch, tokenizer: Any, prompt: BatchPrompt, put_round: P
         processors.append(_grammar(tokenizer, json.dumps(structure), ends))
     if processors:
         options["logits_processor"] = processors
-    streamer = TokenStreamer(put_round, prompt.logprobs, prompt.trees)
+    streamer = TokenStreamer(put_round, prompt.logprobs, prompt.trees, prompt.whole)
     if isinstance(batch, ContinuousCascade):
         _refuse_penalties(batch, prompt)
         options["price"] = prompt.price
     else:
         options["drafts"] = prompt.drafts
-    return batch.submit(row, config, streamer, **options)
+    answer: Future[Tensor] = batch.submit(row, config, streamer, **options)
+    answer.add_done_callback(lambda done: streamer.flush())
+    return answer
 
 
 @dataclass(frozen=True, slots=True)

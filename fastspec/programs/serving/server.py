@@ -330,7 +330,7 @@ class Server:
         self._begin()
         seed = None if asked.seed is None else (asked.seed + index % asked.n + 2**63) % 2**64 - 2**63  # of 64 bits
         drafts = not {asked.assistant, self.info["assistant"]} & {*NO_DRAFTS}
-        how = asked.logprobs, asked.rounds and drafts, drafts, asked.price
+        how = asked.logprobs, asked.rounds and drafts, drafts, asked.price, not (asked.stream or asked.rounds)
         given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, *how)
         sent = self.batch.send(given, row.put_round)
         answers.sent.append(sent)
