@@ -57,7 +57,13 @@ def load_smollm2(device: str = "cpu", dtype: torch.dtype | None = None) -> tuple
 
 
 def load_model(
-    name: str, device: str = "cpu", dtype: torch.dtype | None = None, *, tokenizer: Any = None, **options: Any
+    name: str,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    tokenizer: Any = None,
+    packed: bool | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """(model, tokenizer), the model dense, in eval mode and on `device`; decoder-only, or an encoder-decoder model.
 
@@ -66,9 +72,12 @@ def load_model(
     taken for a directory that holds none. Further options
     go to `from_pretrained`; with a `device_map`, a quantisation or the options of `cut_over` the model stays where that
     puts it. GPTQ and AWQ checkpoints are read without their packages (docs/guide/quantised.md), unless a quantisation
-    is given. Transformers
-    shows its progress bars on stderr meanwhile. Raises `Unsupported` when there is no such model, and before its
-    weights are read where the device's memory is too small for them.
+    is given. With `packed` the experts of gpt-oss stay in MXFP4, as its files have them, and take a quarter of the
+    memory; each pass dequantises what it reads of them, so that a dense model is faster where it fits. None keeps them
+    so where transformers would dequantise them and the device's memory is too small for that; False, or a quantisation
+    that is given, leaves them to transformers. Transformers shows its progress bars on stderr meanwhile. Raises
+    `Unsupported` when there is no such model, and before its weights are read where the device's memory is too small
+    for them.
     """
     import torch
     from transformers import (
@@ -79,40 +88,49 @@ def load_model(
         PreTrainedConfig,
     )
 
-    from fastspec.patches.hf.gptq_awq import refuse_missing, take_over
+    from fastspec.patches.hf.packed_loading import dequantises, refuse_missing, take_over
 
     if options.get("output_loading_info"):
         raise Unsupported(
             "output_loading_info=True cannot be given here, since a model and its tokenizer are returned and nothing "
             "else: leave it out, or load the model by from_pretrained of its class in transformers"
         )
+    if packed and (others := {"quantization_config", "distributed_config", "tp_plan"} & set(options)):
+        raise Unsupported(
+            f"packed=True cannot be given with {min(others)}, since fastspec itself reads the packed experts, whole: "
+            "leave one of them out"
+        )
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    source, packed = source_of(name)
+    source, gguf = source_of(name)
     placed = {"device_map", "quantization_config", "distributed_config"} & set(options)
-    if packed and "distributed_config" in options:
+    if gguf and "distributed_config" in options:
         raise Unsupported(f"{name} is a GGUF file, which is loaded whole: name a directory or a hub id to cut it")
     given = {name: options[name] for name in FOUND_BY if name in options}  # a GGUF holds a decoder alone
-    if not packed:
+    if not gguf:
         check_hub(source, **given)
     try:
-        with _read_once(bool(packed)):
+        with _read_once(bool(gguf)):
             if tokenizer is None or _has_tokenizer(source):
-                tokenizer = AutoTokenizer.from_pretrained(source, **packed)
+                tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
             config = None
-            if not packed:
+            if not gguf:
                 own = options.get("config")  # transformers takes no other than an object
                 whole = isinstance(own, PreTrainedConfig)
                 config = copy.deepcopy(own) if whole else AutoConfig.from_pretrained(source, **given)
             both = config is not None and config.is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
-            ours = config is not None and "quantization_config" not in options and take_over(config, source, **given)
-            if config is not None and not placed:
-                _check_memory(config, kind, device, dtype)
+            reads = config is not None and "quantization_config" not in options
+            dense = reads and dequantises(config, device)
+            larger = None if config is None or placed else _why_larger(config, kind, device, dtype, dense)
+            experts = dense and larger is not None if packed is None else packed
+            ours = reads and take_over(config, source, experts=experts, **given)
+            if larger is not None and not ours:
+                raise Unsupported(larger)
             if ours:
                 model, told = kind.from_pretrained(source, dtype=dtype, **_with_options(config, source, given, options))
                 refuse_missing(told["missing_keys"])
             else:
-                model = kind.from_pretrained(source, dtype=dtype, **packed, **(_unpack(packed) | options))
+                model = kind.from_pretrained(source, dtype=dtype, **gguf, **(_unpack(gguf) | options))
     except (OSError, ValueError, struct.error) as error:  # the last for a GGUF that was cut off
         raise Unsupported(f"could not load the model {name!r}: {error}") from error
     return (model if placed else model.to(device)).eval(), tokenizer
@@ -152,24 +170,26 @@ SMALL = 1 / 16
 """Share of a device's memory below which the layers of a model, by its widths, are not counted exactly."""
 
 
-def _check_memory(config: Any, kind: Any, device: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for a model whose weights are larger than all of a device's memory, which loading would tell in
-    minutes, or not at all."""
+def _why_larger(config: Any, kind: Any, device: str, dtype: torch.dtype, dense: bool) -> str | None:
+    """Reason for which a model cannot be loaded whose weights are larger than all of a device's memory, which loading
+    would tell in minutes, or not at all; None of others, and of packed ones that stay so (not `dense`)."""
     import torch
 
     room, text = memory_of(device), config.get_text_config()
     layers, width = (getattr(text, each, None) or 0 for each in ("num_hidden_layers", "hidden_size"))
-    packed = getattr(config, "quantization_config", None) is not None
-    if room is None or packed or 12 * layers * width**2 * dtype.itemsize < SMALL * room:
-        return
+    packed = getattr(config, "quantization_config", None) is not None and not dense
+    small = not dense and 12 * layers * width**2 * dtype.itemsize < SMALL * (room or 0)
+    if room is None or packed or small:
+        return None
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in kind.from_config(config).parameters())
-    if count * dtype.itemsize > room:
-        raise Unsupported(
-            f"it has {count:,} parameters, {count * dtype.itemsize / 1e9:.3g} GB in "
-            f"{str(dtype).removeprefix('torch.')}, and {device} has {room / 1e9:.3g} GB of memory: take a smaller "
-            "model, or a dtype of fewer bytes"
-        )
+    if count * dtype.itemsize <= room:
+        return None
+    return (
+        f"it has {count:,} parameters, {count * dtype.itemsize / 1e9:.3g} GB in "
+        f"{str(dtype).removeprefix('torch.')}, and {device} has {room / 1e9:.3g} GB of memory: take a smaller "
+        "model, or a dtype of fewer bytes"
+    )
 
 
 def _has_tokenizer(source: str) -> bool:

@@ -419,9 +419,16 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
     """A layer's router and experts, of fewer experts than the families have: their number is none of the products'."""
     from fastspec.kernels.linear import experts
     from fastspec.kernels.linear.reference import GELU_TANH, SWIGLU, Activation, Expert, Routing
+    from fastspec.kernels.quantised.reference import MXFP4, StoredExperts, StoredWeight
 
     def few(*sizes: int) -> Tensor:
         return floats(*sizes, dtype=dtype)
+
+    def codes(*sizes: int) -> Tensor:
+        return torch.empty(*sizes, dtype=torch.uint8)
+
+    def powers(*sizes: int) -> Tensor:
+        return codes(*sizes).view(torch.float8_e8m0fnu)
 
     clamped = Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0)
     families = (
@@ -443,6 +450,13 @@ def mixture_launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
             beside = {"shared": few(rows, hidden), "shared_gate": few(rows, 1)} if shared else {}
             given = few(rows, hidden), gate_up, down, whole(rows, choices), few(rows, choices), kind
             yield f"experts of {name}, {rows} rows", lambda a=given, more=biases | beside: experts.experts(*a, **more)
+        weights = [
+            StoredExperts(StoredWeight(codes(8 * lines, 1440), MXFP4, powers(8 * lines, 90), (1, 32), 2880, None), 8)
+            for lines in (5760, 2880)
+        ]
+        given = few(rows, 2880), *weights, whole(rows, 4), few(rows, 4), clamped
+        more = {"gate_up_bias": few(8, 5760), "down_bias": few(8, 2880)}
+        yield f"experts in MXFP4, {rows} rows", lambda a=given, more=more: experts.experts(*a, **more)
     chosen = Routing(8, normalised=True), Routing(10), Routing(8, sigmoid=True, normalised=True, groups=8, kept=4)
     for choice, count in zip(chosen, (128, 512, 256), strict=True):
         correction = floats(count, dtype=torch.float32) if choice.sigmoid else None

@@ -61,6 +61,8 @@ class Ops:
     """`linears` of weights as a quantiser stored them; None leaves these layers to their own forward."""
     stored_parts: Callable[..., Tensor | Parts] | None = None
     """`linear_parts` of such a weight. None: `stored_linears`."""
+    stored_experts: Callable[..., Tensor] | None = None
+    """`experts` of weights as stored; None leaves them to the model's own module."""
     most_children: int | None = None
     """The most children of a node that `topk_expand` takes; None: any number."""
     most_candidates: int | None = None

@@ -81,6 +81,7 @@ TORCH = Ops(
     likeliest=parallel_reference.likeliest,
     all_gather=parallel_reference.all_gather,
     stored_linears=quantised_reference.linears,
+    stored_experts=quantised_reference.experts,
 )
 
 TORCH_ONEDNN = replace(
@@ -207,6 +208,7 @@ def triton_ops() -> Ops:
         experts=experts.experts,
         stored_linears=quantised.linears,
         stored_parts=quantised.linear_parts,
+        stored_experts=experts.experts,
         captures=torch.cuda.is_available(),
         packs=torch.cuda.is_available(),
     )

@@ -228,7 +228,8 @@ class PatchSession:
         device, ops = device_of(model), self._backend_ops(model, mode)
         rounds = self.head_bits == 8 or (self.head_bits is None and may_round(model, self.backend))
         self.defaults.look(model, ops)
-        stored: dict[str, Any] = {} if self.reads_stored(model, ops) else {"stored_linears": None, "stored_parts": None}
+        reads = self.reads_stored(model, ops)
+        stored: dict[str, Any] = {} if reads else dict.fromkeys(("stored_linears", "stored_parts", "stored_experts"))
         ops = replace(ops, **stored, heads=ops if rounds else None)
         if self.exact:
             refuse_device(ops, dtype_of(model))

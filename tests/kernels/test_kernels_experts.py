@@ -3,6 +3,7 @@ one expert."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from fastspec.kernels.linear import reference as ops
 from fastspec.kernels.linear.experts import experts
 from fastspec.kernels.linear.launches import experts_launch_for
 from fastspec.kernels.linear.reference import SWIGLU
+from fastspec.kernels.quantised import reference as quantised
+from fastspec.kernels.quantised.reference import MXFP4, PACKED4, StoredExperts, StoredWeight
 
 CPU = pytest.param(
     "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter")
@@ -154,6 +157,65 @@ def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transp
     assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.2f} times the bound"
     if device == "cuda":  # the interpreter runs programs one after another
         assert torch.equal(experts(x, gate_up, down, chosen, weights, KINDS[kind], **more), out)  # the same bits again
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 7, 65, 260])
+@pytest.mark.parametrize("size", [(32, 32), (96, 160), (64, 96)])
+def test_experts_as_stored(device, kind, tokens, size):
+    """MXFP4 of all codes, of powers of 2 that are rounded away and that are not; the same bits as `experts` of the
+    dequantised weights would round to, but for the order of the sums. Experts that nobody chose are not read."""
+    (hidden, inner), count = size, 5
+    generator = torch.Generator().manual_seed(tokens)
+    chosen, weights = routed(generator, tokens, count - 1, 2, "even")
+
+    def drawn(channels: int, depth: int) -> StoredExperts:
+        codes = torch.randint(0, 256, (count * channels, depth // 2), generator=generator).to(torch.uint8)
+        scales = torch.randint(122, 126, (count * channels, depth // 32), generator=generator).to(torch.uint8)
+        scales[::7, 0] = torch.tensor([0, 1, 90])[torch.arange(len(scales[::7])) % 3].to(torch.uint8)
+        scales[(count - 1) * channels :] = 254
+        powers = scales.to(device).view(torch.float8_e8m0fnu)
+        return StoredExperts(StoredWeight(codes.to(device), MXFP4, powers, (1, 32), depth, None), count)
+
+    gate_up, down = drawn(2 * inner, hidden), drawn(hidden, inner)
+    for dtype in DTYPES[device]:
+        x, in_bias, out_bias = (
+            torch.randn(*each, generator=generator).to(device, dtype) / 4
+            for each in ((tokens, hidden), (count, 2 * inner), (count, hidden))
+        )
+        given = chosen.to(device), weights.to(device, dtype), KINDS[kind]
+        biases = {"gate_up_bias": in_bias, "down_bias": out_bias}
+        got = experts(x, gate_up, down, *given, **biases)
+        wanted = quantised.experts(x, gate_up, down, *given, **biases)
+        dense = [
+            torch.stack([each.dense(at, dtype).nan_to_num(posinf=torch.nan) for at in range(count)])
+            for each in (gate_up, down)
+        ]
+        _, slack = exactly(x, *dense, *given, **biases)
+        unit = torch.finfo(dtype).eps
+        grown = max(hidden, inner) ** 0.5 / 3 if dtype == torch.float32 else 1.0
+        bound = unit * max(1.0, grown) * (3 * slack + wanted.abs()) + 1e-7 * unit
+        assert got.dtype == dtype and bool(((got.double() - wanted).abs() <= 2 * bound).all())
+
+
+@EVERYWHERE
+def test_other_stored_experts_are_refused(device):
+    x, chosen = torch.ones(1, 32, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    weights = torch.ones(1, 1, device=device)
+    lines = StoredWeight(
+        torch.zeros(64, 16, dtype=torch.uint8, device=device),
+        MXFP4,
+        torch.ones(64, 1, device=device).to(torch.float8_e8m0fnu),
+        (1, 32),
+        32,
+        None,
+    )
+    gate_up, down = StoredExperts(lines, 1), torch.ones(1, 32, 32, device=device)
+    with pytest.raises(ValueError, match="or both be MXFP4"):
+        experts(x, gate_up, down, chosen, weights)
+    with pytest.raises(ValueError, match="contiguous MXFP4 in groups of 32"):
+        experts(x, StoredExperts(replace(lines, kind=PACKED4), 1), down, chosen, weights)
 
 
 @EVERYWHERE

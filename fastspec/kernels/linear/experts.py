@@ -29,6 +29,8 @@ from fastspec.kernels.linear.experts_row import experts_row
 from fastspec.kernels.linear.launches import ExpertsLaunch, experts_launch_for
 from fastspec.kernels.linear.reference import SWIGLU, Expert, Routing
 from fastspec.kernels.linear.swiglu import gated
+from fastspec.kernels.quantised.mxfp4 import GROUP, e2m1, e8m0
+from fastspec.kernels.quantised.reference import MXFP4, StoredExperts
 
 WARP_BLOCK = 512
 """Logits that one warp takes."""
@@ -248,9 +250,47 @@ def _product(
 
 
 @triton.jit
+def _stored_product(
+    p_weight,
+    p_scales,
+    p_x,
+    m_x,
+    DEPTH: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`_product` of MXFP4 weights: of rows whose bytes start at p_weight [TILE], and whose scales at p_scales. The even
+    channels of a block come before the odd ones."""
+    o_byte = tl.arange(0, DEPTH_BLOCK // 2)
+    b_sum = tl.zeros((TILE, ROWS), tl.float32)
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    for k in tl.range(0, DEPTH, DEPTH_BLOCK, num_stages=STAGES):
+        o_k = k // 2 + o_byte
+        p_codes, p_factors = p_weight[:, None] + o_k[None, :], p_scales[:, None] + (o_k // (GROUP // 2))[None, :]
+        p_rows = p_x[:, None] + (k + tl.arange(0, DEPTH_BLOCK))[None, :]
+        if DEPTH % DEPTH_BLOCK == 0:
+            b_codes, b_scales = tl.load(p_codes), tl.load(p_factors)
+            b_x = tl.load(p_rows, mask=m_x[:, None], other=0.0)
+        else:
+            m_k = (o_k < DEPTH // 2)[None, :]
+            b_codes, b_scales = tl.load(p_codes, mask=m_k, other=0), tl.load(p_factors, mask=m_k, other=0)
+            m_depth = (k + tl.arange(0, DEPTH_BLOCK) < DEPTH)[None, :]
+            b_x = tl.load(p_rows, mask=m_x[:, None] & m_depth, other=0.0)
+        b_factors = e8m0(b_scales)
+        b_even, b_odd = tl.split(tl.reshape(b_x, (ROWS, DEPTH_BLOCK // 2, 2)))
+        b_low, b_high = (e2m1(b_codes & 15) * b_factors).to(DTYPE), (e2m1(b_codes >> 4) * b_factors).to(DTYPE)
+        b_sum = tl.dot(b_low, tl.trans(b_even), b_sum, input_precision="ieee")
+        b_sum = tl.dot(b_high, tl.trans(b_odd), b_sum, input_precision="ieee")
+    return b_sum
+
+
+@triton.jit
 def _gate_up_rows(
     p_x,
     p_weight,
+    p_scales,
     p_bias,
     p_shares,
     p_order,
@@ -285,19 +325,33 @@ def _gate_up_rows(
     m_col = o_col < INNER
     o_row = tl.program_id(0) * TILE + o_tile if INTERLEAVED else o_col + (o_tile // COLS) * INNER
     o_row = tl.where(m_col, o_row, 0) if INNER % COLS != 0 and not TRANSPOSED else o_row
-    b_both = _product(
-        p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else HIDDEN),
-        m_col,
-        p_x + (o_pair // CHOICES) * stride_x,
-        m_place,
-        2 * INNER if TRANSPOSED else 1,
-        TRANSPOSED and INNER % COLS != 0,
-        HIDDEN,
-        TILE,
-        ROWS,
-        DEPTH_BLOCK,
-        STAGES,
-    )
+    p_rows = p_x + (o_pair // CHOICES) * stride_x
+    if p_scales is None:
+        b_both = _product(
+            p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else HIDDEN),
+            m_col,
+            p_rows,
+            m_place,
+            2 * INNER if TRANSPOSED else 1,
+            TRANSPOSED and INNER % COLS != 0,
+            HIDDEN,
+            TILE,
+            ROWS,
+            DEPTH_BLOCK,
+            STAGES,
+        )
+    else:
+        b_both = _stored_product(
+            p_weight + o_row.to(tl.int64) * (HIDDEN // 2),
+            p_scales + o_row.to(tl.int64) * (HIDDEN // GROUP),
+            p_rows,
+            m_place,
+            HIDDEN,
+            TILE,
+            ROWS,
+            DEPTH_BLOCK,
+            STAGES,
+        )
     if SCALES:
         b_both *= tl.load(p_shares + o_pair, mask=m_place, other=0.0).to(tl.float32)[None, :]
     if BIAS:
@@ -320,6 +374,7 @@ def _gate_up_rows(
 def _gate_up(
     p_x,
     p_weight,
+    p_scales,
     p_bias,
     p_shares,
     p_order,
@@ -354,7 +409,9 @@ def _gate_up(
     end = tl.load(p_end + group)
     if end > begin:
         expert = tl.load(p_expert + group).to(tl.int64)
-        p_mine = p_weight + expert * (2 * INNER * HIDDEN)
+        p_mine = p_weight + expert * (2 * INNER * (HIDDEN if p_scales is None else HIDDEN // 2))
+        if p_scales is not None:
+            p_scales += expert * (2 * INNER * (HIDDEN // GROUP))
         if BIAS:
             p_bias += expert * (2 * INNER)
         if end - begin > MEDIUM:
@@ -362,6 +419,7 @@ def _gate_up(
                 _gate_up_rows(
                     p_x,
                     p_mine,
+                    p_scales,
                     p_bias,
                     p_shares,
                     p_order,
@@ -390,6 +448,7 @@ def _gate_up(
                 _gate_up_rows(
                     p_x,
                     p_mine,
+                    p_scales,
                     p_bias,
                     p_shares,
                     p_order,
@@ -417,6 +476,7 @@ def _gate_up(
                 _gate_up_rows(
                     p_x,
                     p_mine,
+                    p_scales,
                     p_bias,
                     p_shares,
                     p_order,
@@ -446,6 +506,7 @@ def _gate_up(
 def _down_rows(
     p_inner,
     p_weight,
+    p_scales,
     p_bias,
     p_order,
     p_out,
@@ -466,19 +527,33 @@ def _down_rows(
     o_out = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m_row = o_out < HIDDEN
     o_row = tl.minimum(o_out, HIDDEN - 1) if HIDDEN % TILE != 0 and not TRANSPOSED else o_out
-    b_part = _product(
-        p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else INNER),
-        m_row,
-        p_inner + o_place.to(tl.int64) * INNER,
-        m_place,
-        HIDDEN if TRANSPOSED else 1,
-        TRANSPOSED and HIDDEN % TILE != 0,
-        INNER,
-        TILE,
-        ROWS,
-        DEPTH_BLOCK,
-        STAGES,
-    )
+    p_rows = p_inner + o_place.to(tl.int64) * INNER
+    if p_scales is None:
+        b_part = _product(
+            p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else INNER),
+            m_row,
+            p_rows,
+            m_place,
+            HIDDEN if TRANSPOSED else 1,
+            TRANSPOSED and HIDDEN % TILE != 0,
+            INNER,
+            TILE,
+            ROWS,
+            DEPTH_BLOCK,
+            STAGES,
+        )
+    else:
+        b_part = _stored_product(
+            p_weight + o_row.to(tl.int64) * (INNER // 2),
+            p_scales + o_row.to(tl.int64) * (INNER // GROUP),
+            p_rows,
+            m_place,
+            INNER,
+            TILE,
+            ROWS,
+            DEPTH_BLOCK,
+            STAGES,
+        )
     if BIAS:
         b_part += tl.load(p_bias + o_row, mask=m_row, other=0.0).to(tl.float32)[:, None]
     m_out = m_row[:, None] & m_place[None, :]
@@ -489,6 +564,7 @@ def _down_rows(
 def _down(
     p_inner,
     p_weight,
+    p_scales,
     p_bias,
     p_order,
     p_expert,
@@ -514,7 +590,9 @@ def _down(
     end = tl.load(p_end + group)
     if end > begin:
         expert = tl.load(p_expert + group).to(tl.int64)
-        p_mine = p_weight + expert * (HIDDEN * INNER)
+        p_mine = p_weight + expert * (HIDDEN * (INNER if p_scales is None else INNER // 2))
+        if p_scales is not None:
+            p_scales += expert * (HIDDEN * (INNER // GROUP))
         if BIAS:
             p_bias += expert * HIDDEN
         if end - begin > MEDIUM:
@@ -522,6 +600,7 @@ def _down(
                 _down_rows(
                     p_inner,
                     p_mine,
+                    p_scales,
                     p_bias,
                     p_order,
                     p_out,
@@ -541,6 +620,7 @@ def _down(
                 _down_rows(
                     p_inner,
                     p_mine,
+                    p_scales,
                     p_bias,
                     p_order,
                     p_out,
@@ -559,6 +639,7 @@ def _down(
                 _down_rows(
                     p_inner,
                     p_mine,
+                    p_scales,
                     p_bias,
                     p_order,
                     p_out,
@@ -607,8 +688,8 @@ def _weighted_sum(
 
 def experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | StoredExperts,
+    down: Tensor | StoredExperts,
     chosen: Tensor,
     weights: Tensor,
     kind: Expert = SWIGLU,
@@ -621,11 +702,11 @@ def experts(
     """`reference.experts`: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T,
     H], contiguous.
 
-    x (its rows a fixed distance apart), gate_up and down (each contiguous, or the transposed view of a contiguous one),
-    the biases and `shared` (contiguous) are all fp32, fp16 or bf16; chosen (contiguous, 0 to E - 1: the kernels do not
-    look), weights and shared_gate (contiguous, any float) come from the router. Nothing depends on the order in which
-    programs run: equal inputs give equal bits. For up to 64 tokens that choose different experts each, a chosen
-    expert's weights are read once.
+    x (its rows a fixed distance apart), gate_up and down (each contiguous, or the transposed view of a contiguous one,
+    or both MXFP4, which is dequantised in registers and rounded to x's dtype), the biases and `shared` (contiguous) are
+    all fp32, fp16 or bf16; chosen (contiguous, 0 to E - 1: the kernels do not look), weights and shared_gate
+    (contiguous, any float) come from the router. Nothing depends on the order in which programs run: equal inputs give
+    equal bits. For up to 64 tokens that choose different experts each, a chosen expert's weights are read once.
     """
     (tokens, size), (count, inner) = x.shape, (down.shape[0], down.shape[2])
     if gate_up.shape != (count, 2 * inner, size) or down.shape[1] != size:
@@ -655,12 +736,12 @@ def experts(
             )
     if shared_gate is not None and shared is None:
         raise ValueError("shared_gate gates what the shared expert gave: pass shared as well")
-    dtypes = {tensor.dtype for tensor in (x, gate_up, down, gate_up_bias, down_bias, shared) if tensor is not None}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; these, biases and shared must have one dtype"
-        )
-    turned_in, turned_out = _is_transposed(gate_up, "gate_up"), _is_transposed(down, "down")
+    (taken_in, turned_in), (taken_out, turned_out) = _taken(gate_up, "gate_up"), _taken(down, "down")
+    dense = [weight for weight, scales in (taken_in, taken_out) if scales is None]
+    dtypes = {tensor.dtype for tensor in (x, *dense, gate_up_bias, down_bias, shared) if tensor is not None}
+    if len(dtypes) > 1 or len(dense) == 1:
+        told = ", ".join(f"{name} {each[0].dtype}" for name, each in (("gate_up", taken_in), ("down", taken_out)))
+        raise ValueError(f"x is {x.dtype}, {told}; these, biases and shared must have one dtype, or both be MXFP4")
     choices, pairs = chosen.shape[1], chosen.numel()
     out = x.new_empty((tokens, size))
     if out.numel() == 0:
@@ -668,8 +749,8 @@ def experts(
     if tokens == 1 and not turned_in and not turned_out:
         return experts_row(
             x,
-            gate_up,
-            down,
+            taken_in,
+            taken_out,
             chosen,
             weights,
             kind,
@@ -712,7 +793,7 @@ def experts(
     parts_of_group = max(1, min(MOST_PARTS, pairs // (groups * launch.large)))
     _gate_up[(triton.cdiv(2 * inner, launch.tile), parts_of_group, groups)](
         rows,
-        gate_up,
+        *taken_in,
         gate_up_bias,
         weights,
         order,
@@ -737,7 +818,7 @@ def experts(
     )
     _down[(triton.cdiv(size, launch.tile), parts_of_group, groups)](
         activated,
-        down,
+        *taken_out,
         down_bias,
         order,
         expert,
@@ -768,6 +849,17 @@ def experts(
         **pdl,
     )
     return out
+
+
+def _taken(weight: Tensor | StoredExperts, name: str) -> tuple[tuple[Tensor, Tensor | None], bool]:
+    """A weight as the kernels take it: itself and None, or bytes and scales; and whether it is transposed."""
+    if isinstance(weight, Tensor):
+        return (weight, None), _is_transposed(weight, name)
+    lines = weight.lines
+    if lines.kind != MXFP4 or lines.block != (1, GROUP.value) or not lines.codes.is_contiguous():
+        told = f"{name} is {lines.kind} in blocks of {lines.block}"
+        raise ValueError(f"{told}; contiguous MXFP4 in groups of {GROUP.value} is accepted")
+    return (lines.codes, lines.scales.view(torch.uint8)), False
 
 
 def _is_transposed(weight: Tensor, name: str) -> bool:

@@ -16,13 +16,38 @@ from torch import Tensor
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.linear.reference import Expert
 from fastspec.kernels.linear.swiglu import gated
+from fastspec.kernels.quantised.mxfp4 import GROUP, e2m1, e8m0
 
 EACH = tl.constexpr(8)  # neighbours whose products a thread adds up first: 16 bytes of half precision
 
 
 @triton.jit
-def _sums(p_weight, o_row, m_row, p_x, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows o_row of a weight [., DEPTH] times x [DEPTH] -> [CHANNELS] fp32."""
+def _stored_sums(
+    p_weight, p_scales, o_row, m_row, p_x, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`_sums` of MXFP4 weights, two channels of a byte at once."""
+    HALF: tl.constexpr = BLOCK // 2
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    b_sums = tl.zeros([CHANNELS, HALF // EACH], tl.float32)
+    for start in tl.static_range(0, DEPTH // 2, HALF):
+        o_k = start + tl.arange(0, HALF)
+        m_k = o_k < DEPTH // 2
+        b_even = tl.load(p_x + 2 * o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_odd = tl.load(p_x + 2 * o_k + 1, mask=m_k, other=0.0).to(tl.float32)
+        m_all, o_line = m_k[None, :] & m_row[:, None], o_row.to(tl.int64)[:, None]
+        b_codes = tl.load(p_weight + o_line * (DEPTH // 2) + o_k[None, :], mask=m_all, other=0)
+        p_factors = p_scales + o_line * (DEPTH // GROUP) + (o_k // (GROUP // 2))[None, :]
+        b_factors = e8m0(tl.load(p_factors, mask=m_all, other=0))
+        b_low = (e2m1(b_codes & 15) * b_factors).to(DTYPE).to(tl.float32)
+        b_high = (e2m1(b_codes >> 4) * b_factors).to(DTYPE).to(tl.float32)
+        b_both = b_low * b_even[None, :] + b_high * b_odd[None, :]
+        b_sums += tl.sum(tl.reshape(b_both, [CHANNELS, HALF // EACH, EACH]), 2)
+    return tl.sum(b_sums, 1)
+
+
+@triton.jit
+def _dense_sums(p_weight, o_row, m_row, p_x, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """`_sums` of dense weights."""
     b_sums = tl.zeros([CHANNELS, BLOCK // EACH], tl.float32)
     for start in tl.static_range(0, DEPTH, BLOCK):
         o_k = start + tl.arange(0, BLOCK)
@@ -36,6 +61,16 @@ def _sums(p_weight, o_row, m_row, p_x, DEPTH: tl.constexpr, CHANNELS: tl.constex
 
 
 @triton.jit
+def _sums(p_weight, p_scales, o_row, m_row, p_x, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows o_row of a weight [., DEPTH] times x [DEPTH] -> [CHANNELS] fp32."""
+    if p_scales is None:
+        b_sums = _dense_sums(p_weight, o_row, m_row, p_x, DEPTH, CHANNELS, BLOCK)
+    else:
+        b_sums = _stored_sums(p_weight, p_scales, o_row, m_row, p_x, DEPTH, CHANNELS, BLOCK)
+    return b_sums
+
+
+@triton.jit
 def _with_bias(b_sum, p_bias, o_row, m_row, BIAS: tl.constexpr):
     if BIAS:
         b_sum += tl.load(p_bias + o_row, mask=m_row, other=0.0).to(tl.float32)
@@ -46,6 +81,7 @@ def _with_bias(b_sum, p_bias, o_row, m_row, BIAS: tl.constexpr):
 def _inner_row(
     p_x,
     p_weight,
+    p_scales,
     p_bias,
     p_shares,
     p_chosen,
@@ -67,7 +103,9 @@ def _inner_row(
     wait_for_previous(PDL)
     choice = tl.program_id(1)
     expert = tl.load(p_chosen + choice)
-    p_weight += expert * (2 * INNER * HIDDEN)
+    p_weight += expert * (2 * INNER * (HIDDEN if p_scales is None else HIDDEN // 2))
+    if p_scales is not None:
+        p_scales += expert * (2 * INNER * (HIDDEN // GROUP))
     if BIAS:
         p_bias += expert * (2 * INNER)
     share = 1.0
@@ -78,8 +116,8 @@ def _inner_row(
     dtype = p_out.dtype.element_ty
     o_gate = 2 * o_i if INTERLEAVED else o_i
     o_up = 2 * o_i + 1 if INTERLEAVED else INNER + o_i
-    b_gate = _sums(p_weight, o_gate, m_i, p_x, HIDDEN, CHANNELS, BLOCK) * share
-    b_up = _sums(p_weight, o_up, m_i, p_x, HIDDEN, CHANNELS, BLOCK) * share
+    b_gate = _sums(p_weight, p_scales, o_gate, m_i, p_x, HIDDEN, CHANNELS, BLOCK) * share
+    b_up = _sums(p_weight, p_scales, o_up, m_i, p_x, HIDDEN, CHANNELS, BLOCK) * share
     b_gate = _with_bias(b_gate, p_bias, o_gate, m_i, BIAS).to(dtype)
     b_up = _with_bias(b_up, p_bias, o_up, m_i, BIAS).to(dtype)
     tl.store(p_out + choice * INNER + o_i, gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT), mask=m_i)
@@ -89,6 +127,7 @@ def _inner_row(
 def _down_row(
     p_inner,
     p_weight,
+    p_scales,
     p_bias,
     p_shares,
     p_chosen,
@@ -117,7 +156,9 @@ def _down_row(
             b_sum *= 1.0 / (1.0 + tl.exp(-tl.load(p_gate).to(tl.float32)))
     for k in tl.static_range(CHOICES):
         expert = tl.load(p_chosen + k)
-        b_part = _sums(p_weight + expert * (HIDDEN * INNER), o_h, m_h, p_inner + k * INNER, INNER, CHANNELS, BLOCK)
+        p_mine = p_weight + expert * (HIDDEN * (INNER if p_scales is None else INNER // 2))
+        p_factors = None if p_scales is None else p_scales + expert * (HIDDEN * (INNER // GROUP))
+        b_part = _sums(p_mine, p_factors, o_h, m_h, p_inner + k * INNER, INNER, CHANNELS, BLOCK)
         b_part = (
             _with_bias(b_part, p_bias + expert * HIDDEN if BIAS else p_bias, o_h, m_h, BIAS)
             .to(p_out.dtype.element_ty)
@@ -146,8 +187,8 @@ def _block(launch: ExpertRowLaunch, depth: int) -> int:
 
 def experts_row(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: tuple[Tensor, Tensor | None],
+    down: tuple[Tensor, Tensor | None],
     chosen: Tensor,
     weights: Tensor,
     kind: Expert,
@@ -157,12 +198,14 @@ def experts_row(
     shared: Tensor | None,
     shared_gate: Tensor | None,
 ) -> Tensor:
-    """`experts` of checked arguments with T = 1, all contiguous: x [1, H] -> [1, H]."""
-    size, inner, choices = x.shape[1], down.shape[2], chosen.shape[1]
+    """`experts` of checked arguments with T = 1, all contiguous: x [1, H] -> [1, H]. A weight is itself and None, or
+    the bytes and the scales of MXFP4."""
+    size, choices = x.shape[1], chosen.shape[1]
+    inner = down[0].shape[-1] * (1 if down[1] is None else 2)
     activated, out, pdl = x.new_empty((choices, inner)), x.new_empty((1, size)), dependent(x.device)
     _inner_row[(triton.cdiv(inner, INNER.channels), choices)](
         x,
-        gate_up,
+        *gate_up,
         gate_up_bias,
         weights,
         chosen,
@@ -183,7 +226,7 @@ def experts_row(
     )
     _down_row[(triton.cdiv(size, DOWN.channels),)](
         activated,
-        down,
+        *down,
         down_bias,
         weights,
         chosen,

@@ -218,8 +218,8 @@ SWIGLU = Expert()
 
 def experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Sequence[Tensor],
+    down: Tensor | Sequence[Tensor],
     chosen: Tensor,
     weights: Tensor,
     kind: Expert = SWIGLU,
@@ -240,7 +240,7 @@ def experts(
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if shared is not None:
         out += shared.float() if shared_gate is None else shared.float() * shared_gate.float().sigmoid()
-    for expert in range(gate_up.shape[0]):
+    for expert in range(len(gate_up)):
         taken = chosen == expert  # no index is read back: a round waits for nothing
         share = (weights.float() * taken).sum(1, keepdim=True)
         given = x * share.to(x.dtype) if kind.scales_input else x

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fastspec.kernels.linear import reference as linear_reference
-from fastspec.kernels.linear.reference import Activation
+from fastspec.kernels.linear.reference import SWIGLU, Activation, Expert
 
 
 class Numbers(enum.IntEnum):
@@ -63,6 +64,9 @@ NF4 = Codes(4, Numbers.TABLE, high_first=True, table=_NF4)
 """4-bit NormalFloat (Dettmers et al., arXiv 2305.14314, appendix E)."""
 FP4 = Codes(4, Numbers.TABLE, high_first=True, table=_FP4)
 """Floating point of 2 exponent bits and 1 mantissa bit, as bitsandbytes has it."""
+_E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+MXFP4 = Codes(4, Numbers.TABLE, table=_E2M1)
+"""e2m1 of OCP Microscaling Formats 1.0, whose scales are powers of 2 (e8m0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,28 @@ class StoredWeight:
     def device(self) -> torch.device:
         """The codes'."""
         return self.codes.device
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """Weights [E, M, K] of E experts as stored."""
+
+    lines: StoredWeight
+    """[E * M, K], a scale for each group of a line."""
+    count: int
+    """E."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, M, K]."""
+        lines, depth = self.lines.shape
+        return torch.Size((self.count, lines // self.count, depth))
+
+    def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """One expert dequantised, [M, K]."""
+        lines, channels = self.lines, self.shape[1]
+        codes, factors = (each.narrow(0, expert * channels, channels) for each in (lines.codes, lines.scales))
+        return dequantised(replace(lines, codes=codes, scales=factors), dtype)
 
 
 def halves(codes: Tensor, kind: Codes) -> Tensor:
@@ -181,6 +207,52 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
         return F.linear(x, dequantised(weight, x.dtype), None if bias is None else bias.to(x.dtype))
     sums = F.linear(x.float(), numbers(weight)) * scales(weight)[:, 0]
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantised(Sequence[Tensor]):
+    """Some experts [M, K], each dequantised when it is asked for."""
+
+    weights: StoredExperts
+    chosen: Sequence[int]
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.weights.dense(self.chosen[at], self.dtype)
+
+
+def experts(
+    x: Tensor,
+    gate_up: StoredExperts,
+    down: StoredExperts,
+    chosen: Tensor,
+    weights: Tensor,
+    kind: Expert = SWIGLU,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """`linear_reference.experts` of stored weights. Only those of chosen experts are dequantised, one by one, for which
+    the choice is read back."""
+    used, places = chosen.unique(return_inverse=True)
+    held = used.tolist()
+    return linear_reference.experts(
+        x,
+        Dequantised(gate_up, held, x.dtype),
+        Dequantised(down, held, x.dtype),
+        places,
+        weights,
+        kind,
+        gate_up_bias=None if gate_up_bias is None else gate_up_bias[used],
+        down_bias=None if down_bias is None else down_bias[used],
+        shared=shared,
+        shared_gate=shared_gate,
+    )
 
 
 def linears(

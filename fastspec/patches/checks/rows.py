@@ -15,11 +15,22 @@ from torch import Tensor
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, Expert, Routing
-from fastspec.kernels.quantised.reference import E4M3, INT8, NF4, PACKED4, Codes, Nested, StoredWeight
+from fastspec.kernels.quantised.reference import (
+    E4M3,
+    INT8,
+    MXFP4,
+    NF4,
+    PACKED4,
+    Codes,
+    Nested,
+    StoredExperts,
+    StoredWeight,
+)
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.checks.inputs import Draw, LayoutArguments, layers, tree
 
+GPT_OSS = Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0)
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -326,6 +337,27 @@ def mixture(tokens: int, kind: Expert) -> Callable[[Draw], Inputs]:
     return make
 
 
+def stored_mixture(tokens: int, kind: Expert) -> Callable[[Draw], Inputs]:
+    """Four experts in MXFP4 with biases."""
+
+    def weights(draw: Draw, channels: int, depth: int) -> StoredExperts:
+        codes = draw.whole(256, 4 * channels, depth // 2).to(torch.uint8)
+        scales = (draw.whole(3, 4 * channels, depth // 32) + 121).to(torch.uint8).view(torch.float8_e8m0fnu)
+        return StoredExperts(StoredWeight(codes, MXFP4, scales, (1, 32), depth, None), 4)
+
+    def make(draw: Draw) -> Inputs:
+        size, inner = 96, 64
+        chosen = draw.order(4, tokens)[:, :2].contiguous()
+        shares, experts = (
+            draw.uniform(tokens, 2).to(draw.dtype),
+            (weights(draw, 2 * inner, size), weights(draw, size, inner)),
+        )
+        biases = {"gate_up_bias": draw.floats(4, 2 * inner), "down_bias": draw.floats(4, size)}
+        return (draw.floats(tokens, size), *experts, chosen, shares, kind), biases
+
+    return make
+
+
 SIZES = {"keys": 2, "values": 4, "key": 16, "value": 16}
 CHANNELS = 2 * SIZES["keys"] * SIZES["key"] + SIZES["values"] * SIZES["value"]
 
@@ -437,8 +469,10 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "experts",
         "40 tokens, interleaved",
-        mixture(40, Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0)),
+        mixture(40, GPT_OSS),
     ),
+    Check("stored_experts", "one token", stored_mixture(1, GPT_OSS)),
+    Check("stored_experts", "20 tokens", stored_mixture(20, GPT_OSS)),
     Check("kv_block_copy", "overlap", moves),
     Check("tree_input", "trees", places),
     Check("commit_slots", "two rows", commitment),

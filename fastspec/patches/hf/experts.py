@@ -18,6 +18,7 @@ from fastspec.patches.hf.config_fields import experts_name
 from fastspec.patches.hf.families import Adapter, Mixture
 from fastspec.patches.hf.modes import is_foreign
 from fastspec.patches.hf.parallel import ParallelStyle, parallel_style, share_of_experts, weights_of
+from fastspec.patches.hf.quantised import StoredMixture, read
 
 WEIGHTS = {"gate_up_proj", "down_proj"}
 BIASES = {"gate_up_proj_bias", "down_proj_bias"}
@@ -33,13 +34,13 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
     Of experts that several processes hold, each computes its channels, and the answers are added up once. A shared
     expert that all have whole is the first process's to add.
     """
-    compute = ops.experts
-    assert compute is not None
     router, held = getattr(mlp, row.router), mlp.experts
+    stored = isinstance(read(held), tuple)
+    compute = ops.stored_experts if stored else ops.experts
+    assert compute is not None
     routing, kind, weight = _routing(row, router), _expert(row, held), router.weight
     bias, correction = own_parameters(router).get("bias"), getattr(router, row.correction) if row.correction else None
-    *weights, group = _weights(held)
-    gate_up, down = (each.transpose(1, 2) if row.transposed else each for each in weights)
+    weights, group = (lambda: _stored(held), None) if stored else _dense(row, held)
     own = own_parameters(held)
     biases = {"gate_up_bias": own.get("gate_up_proj_bias"), "down_bias": own.get("down_proj_bias")}
     shared = _shared(getattr(mlp, row.shared), group, ops) if row.shared else None
@@ -51,7 +52,7 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
         chosen, shares = ops.route(logits, routing, correction)
         beside = joined(shared(flat)) if shared is not None else None
         opened = opening(flat) if opening is not None else None
-        mixed = compute(flat, gate_up, down, chosen, shares, kind, **biases, shared=beside, shared_gate=opened)
+        mixed = compute(flat, *weights(), chosen, shares, kind, **biases, shared=beside, shared_gate=opened)
         return mixed.view_as(x) if group is None else DeferredSum(mixed.view_as(x), group, ops.all_reduce)
 
     return run
@@ -61,6 +62,21 @@ def _weights(held: Any) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:
     """The weights that experts have here, and the processes that have the rest of them."""
     share = share_of_experts(held)
     return (held.gate_up_proj, held.down_proj, None) if share is None else (share.gate_up, share.down, share.group)
+
+
+def _dense(row: Mixture, held: Any) -> tuple[Callable[[], tuple[Tensor, Tensor]], dist.ProcessGroup | None]:
+    """`_weights` as [E, out, in]."""
+    gate_up, down, group = _weights(held)
+    weights = (gate_up.transpose(1, 2), down.transpose(1, 2)) if row.transposed else (gate_up, down)
+    return lambda: weights, group
+
+
+def _stored(held: Any) -> StoredMixture:
+    """The weights of experts as stored, read of the module as it is at the time."""
+    found = read(held)
+    if not isinstance(found, tuple):
+        raise RuntimeError(f"experts were changed while they were read as stored: {found}")
+    return found
 
 
 def _shared(side: Any, group: dist.ProcessGroup | None, ops: Ops) -> Product | None:
@@ -115,17 +131,21 @@ def are_plain(held: Any, *, act: bool = True) -> bool:
     return plain and len({weight.dtype for weight in weights.values()}) == 1 and weights["gate_up_proj"].dtype in FLOATS
 
 
-def is_mixture(row: Mixture, mlp: Any) -> bool:
+def is_mixture(row: Mixture, mlp: Any, *, stored: bool = False) -> bool:
     """True where a feed-forward is the mixture that a row describes, of plain weights or this process's part of them,
-    with nobody else having a say in it."""
+    or of weights that are read as `stored`, with nobody else having a say in it."""
     names = {name for name, _ in mlp.named_children()}
-    if names != {"experts", row.router, *filter(None, (row.shared, row.shared_gate))} or not is_own(mlp):
+    if names != {"experts", row.router, *filter(None, (row.shared, row.shared_gate))}:
+        return False
+    if not is_own(mlp, _are_stored if stored else is_linear):
         return False
     router = dict(getattr(mlp, row.router).named_parameters())
-    if not {"weight"} <= router.keys() <= {"weight", "bias"} or not are_plain(mlp.experts, act=not row.alpha):
+    fit = _are_stored(mlp.experts) if stored else are_plain(mlp.experts, act=not row.alpha)
+    if not {"weight"} <= router.keys() <= {"weight", "bias"} or not fit:
         return False
     # transformers 5.24 keeps wide routers in fp32
-    dtypes = {mlp.experts.gate_up_proj.dtype, *((torch.float32,) if row.wide else ())}
+    own = mlp.experts.gate_up_proj_bias if stored else mlp.experts.gate_up_proj
+    dtypes = {own.dtype, *((torch.float32,) if row.wide else ())}
     if any(type(weight) is not nn.Parameter or weight.dtype not in dtypes for weight in router.values()):
         return False
     side, opening = (getattr(mlp, name) if name else None for name in (row.shared, row.shared_gate))
@@ -135,6 +155,10 @@ def is_mixture(row: Mixture, mlp: Any) -> bool:
     ):
         return False
     return opening is None or is_plain(opening)
+
+
+def _are_stored(module: Any) -> bool:
+    return isinstance(read(module), tuple)
 
 
 def _is_addend(side: Any, cut: bool) -> bool:
@@ -158,6 +182,8 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
         return False
     beside = bool(parts.experts) and are_plain(holder.experts)
     if ops.experts is not None and (beside if parts.mixture is None else is_mixture(parts.mixture, holder)):
+        return False
+    if ops.stored_experts is not None and parts.mixture is not None and is_mixture(parts.mixture, holder, stored=True):
         return False
     weight = own_parameters(holder.experts).get("gate_up_proj")
     if weight is None or not weight.is_floating_point() or parallel_style(holder.experts) is not None:

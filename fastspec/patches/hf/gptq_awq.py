@@ -1,5 +1,5 @@
 """GPTQ and AWQ checkpoints, read without the packages that write them: `PackedLinear` holds a layer's tensors, and
-transformers' own loading builds a model of such layers by `PackedQuantizer`.
+transformers' own loading builds a model of such layers by `packed_loading.PackedQuantizer`.
 
 K input channels, M output channels, G groups of input channels, each with a scale and a zero point for every output
 channel; a weight is (code - zero point) * scale. Codes of 4 or 8 bits lie in words of 32, the first one lowest.
@@ -19,20 +19,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fastspec.errors import Unsupported
-from fastspec.files import parse_json
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.reference import PACKED4, PACKED8, StoredWeight, halves
 from fastspec.patches.hf.compat import change_count, names_of_weights
+from fastspec.patches.hf.packed_files import FLOATS, Header, MissingWeight, headers_of
 
 KINDS = {4: PACKED4, 8: PACKED8}
 ONES = {bits: sum(1 << at for at in range(0, 32, bits)) for bits in KINDS}
@@ -43,7 +39,6 @@ CHANNELS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output channels that these places hold."""
 TURNED = ("qweight", "qzeros", "scales")
 TENSORS = (*TURNED, "g_idx")
-FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +123,6 @@ def for_file(name: str, tensor: Tensor, layout: Layout, bits: int) -> Tensor:
         tensor = tensor - ONES[bits] if layout.one_less else tensor
         tensor = moved(tensor, CHANNELS) if layout.interleaved else tensor
     return tensor
-
-
-class MissingWeight(Unsupported, AttributeError):
-    """Error of who needs the dense weight of a packed layer; for `hasattr`, an attribute that is missing."""
 
 
 class NoWeight:
@@ -276,95 +267,10 @@ def layout_of(given: Mapping[str, Any]) -> Layout | None:
     return layout
 
 
-METHOD = "fastspec-packed"
-"""Name under which transformers knows `PackedQuantizer`."""
-
-
-@register_quantization_config(METHOD)
-class PackedConfig(QuantizationConfigMixin):
-    """The `quantization_config` that a checkpoint has, for transformers' loading."""
-
-    def __init__(self, quant_method: str, given: dict[str, Any]) -> None:
-        self.quant_method, self.given = quant_method, given  # type: ignore[assignment]
-
-
-@register_quantizer(METHOD)
-class PackedQuantizer(HfQuantizer):
-    """Loading of a model whose packed layers are `PackedLinear`."""
-
-    requires_calibration = True
-
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        _replace_layers(model, self.quantization_config.given, kwargs["checkpoint_files"])
-
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        model.config.quantization_config = self.quantization_config.given
-        for name, module in model.named_modules():
-            if isinstance(module, PackedLinear):
-                if any(each.is_meta for each in module.parameters()):
-                    raise Unsupported(f"{name} is offloaded, and packed layers are not: leave it on a device")
-                try:
-                    module.turn()
-                except Unsupported as error:
-                    raise Unsupported(f"{name}: {error}") from error
-
-    def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Its files are written as they were read."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Adapters beside its layers are."""
-        return True
-
-
-def take_over(config: Any, source: str, *, subfolder: str = "", **_: Any) -> bool:
-    """Let transformers load the model of `config` by `PackedQuantizer`, where its weights are GPTQ's or AWQ's. Raises
-    Unsupported for a format of theirs that is not read."""
-    given = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(decoder=True), "quantization_config", None
-    )
-    for name, method in OWN_FILES.items():
-        if given is None and (path := Path(source, subfolder, name)).is_file():
-            given = {"quant_method": method, **parse_json(path.read_text(encoding="utf-8"))}
-    if not isinstance(given, dict) or layout_of(given) is None:
-        return False
-    config.quantization_config = {"quant_method": METHOD, "given": given}
-    return True
-
-
-def refuse_missing(missing: Sequence[str]) -> None:
-    """Raise Unsupported where transformers did not find tensors of packed layers under their names."""
-    lost = sorted(key for key in missing if key.rpartition(".")[2] in TENSORS)
-    if lost:
-        raise Unsupported(f"transformers looks for {lost[0]} ({len(lost)} such), and its files name it otherwise")
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Shape and dtype of a tensor in a file."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def _headers(files: Sequence[str]) -> dict[str, Header]:
-    others = [Path(file).name for file in files if not file.endswith(".safetensors")]
-    if others:
-        raise Unsupported(f"its weights are in {others[0]}: packed weights are read of safetensors alone")
-    found = {}
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 -- no dictionary
-                tensor = opened.get_slice(key)
-                found[key] = Header(tuple(tensor.get_shape()), tensor.get_dtype())
-    return found
-
-
-def _replace_layers(model: Any, given: Mapping[str, Any], files: Sequence[str]) -> None:
+def replace_layers(model: Any, given: Mapping[str, Any], files: Sequence[str]) -> None:
     """Put a `PackedLinear` on the meta device in the place of every layer that the files pack. Raises Unsupported for a
     tensor that is not read, before any is."""
-    layout, headers = layout_of(given), _headers(files)
+    layout, headers = layout_of(given), headers_of(files)
     assert layout is not None
     unread = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]  # draft layers, above all
     headers = {key: each for key, each in headers.items() if not any(left.search(key) for left in unread)}

@@ -25,7 +25,7 @@ def projections(parts: Adapter, attn: Any) -> list[Any]:
 
 def product_slots(model: Any) -> list[Any]:
     """Modules of a decoder whose products `product_of` makes: projections of attention and of recurrent layers, dense
-    feed-forwards, and the LM head; of LoRA layers those inside."""
+    feed-forwards, experts that are read as stored, and the LM head; of LoRA layers those inside."""
     parts = adapter_for(model)
     if parts is None:
         return []
@@ -46,6 +46,8 @@ def products_of(parts: Adapter, layer: Any, dense: Callable[[Any], bool]) -> lis
         slots += [*projections(parts, attn), getattr(attn, parts.out)]
     if parts.gated_mlp and hasattr(mlp, "gate_proj") and dense(mlp):
         slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if parts.mixture is not None and is_mixture(parts.mixture, mlp, stored=True):
+        slots.append(mlp.experts)
     return slots
 
 
@@ -69,10 +71,10 @@ def reads_packed(model: Any) -> bool:
 
 def keeps_activations(model: Any) -> bool:
     """True of a model with quantised weights that are read as stored, none of which rounds activations in its own
-    forward."""
+    forward, or is in a format that was not timed."""
     held = [(row, module) for module in model.modules() if (row := format_of(module)) is not None]
     return any(not isinstance(read(module), str) for _, module in held) and not any(
-        row.rounds(each) for row, each in held
+        row.rounds(each) or not row.measured for row, each in held
     )
 
 

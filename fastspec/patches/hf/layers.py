@@ -399,8 +399,9 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         kind = gate_of(mlp, parts.act)
         if kind is not None:
             return gated_as_one(ops, getattr(mlp, parts.gate_up), mlp.down_proj, kind)
-    if parts.mixture is not None and ops.experts is not None and is_mixture(parts.mixture, mlp):
-        return mixture_of(parts.mixture, mlp, ops)
+    for compute, stored in ((ops.experts, False), (ops.stored_experts, True)):
+        if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=stored):
+            return mixture_of(parts.mixture, mlp, ops)
 
     def run(x: Tensor) -> Tensor:
         mixed = mlp(x)

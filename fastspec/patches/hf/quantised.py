@@ -25,12 +25,15 @@ from fastspec.kernels.quantised.reference import (
     PACKED8,
     Codes,
     Nested,
+    StoredExperts,
     StoredWeight,
 )
 from fastspec.patches.hf.compat import change_count, dequantised_method, hooks_of, is_capturing_hook
 
-Read = StoredWeight | str
-"""A weight, or why it is not read as stored."""
+StoredMixture = tuple[StoredExperts, StoredExperts]
+"""Weights of experts, of gate and up [E, 2 * I, H] and down [E, H, I]."""
+Read = StoredWeight | StoredMixture | str
+"""A weight, or that of experts, or why it is not read as stored."""
 PLAIN_CODES = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 PACKED_CODES = {4: PACKED4, 8: PACKED8}
 TABLE_CODES = {"nf4": NF4, "fp4": FP4}
@@ -50,6 +53,8 @@ class Format:
     """True where the library unpacks all weights of a model at its first forward pass."""
     rounds: Callable[[Any], bool] = lambda module: False
     """True of a module whose own forward rounds activations too."""
+    measured: bool = True
+    """False of a format whose kernel was not timed yet, so that it is read as stored where that is asked for alone."""
 
     def holds(self, module: nn.Module) -> bool:
         """True of a module in this format."""
@@ -210,6 +215,12 @@ def _gptq_awq(module: Any) -> Read:
     return whole(module.stored()) if module.turned else "its tensors are not loaded yet"
 
 
+def _mxfp4(module: Any) -> Read:
+    parts = module.stored("gate_up_proj"), module.stored("down_proj")
+    why = next((found for part in parts if isinstance(found := whole(part.lines), str)), None)
+    return parts if why is None else why
+
+
 def _rounded(module: Any) -> Read:
     return whole(module.weight)
 
@@ -252,11 +263,18 @@ FORMATS = (
     Format("GGUF", "transformers", "GgufLinear", _not_read("its blocks are not read")),
     Format("GGUF", "transformers", "GgufExperts", _not_read("experts are not read")),
     Format("fine-grained FP8", "transformers", "FP8Experts", _not_read("experts are not read"), rounds=_always),
-    Format("MXFP4", "transformers", "Mxfp4GptOssExperts", _not_read("experts are not read")),
+    Format("MXFP4", "fastspec", "PackedExperts", _mxfp4, measured=False),
+    Format(
+        "MXFP4",
+        "transformers",
+        "Mxfp4GptOssExperts",
+        _not_read("its experts are laid anew: those of fastspec.models.load_model(..., packed=True) are read"),
+    ),
 )
 KEPT = {
     "fp8": "; a GPU of compute capability 8.9 or later keeps them as they are",
-    "mxfp4": "; a GPU of compute capability 7.5 or later and the package kernels keep them as they are",
+    "mxfp4": "; fastspec.models.load_model(..., packed=True) keeps them as they are, and so do a GPU of compute "
+    "capability 7.5 or later and the package kernels",
 }
 """Method -> what keeps weights from being dequantised."""
 
@@ -301,7 +319,7 @@ class StoredLinear:
     def weight(self) -> StoredWeight:
         """[M, K]."""
         found = read(self.module)
-        if isinstance(found, str):
+        if not isinstance(found, StoredWeight):
             raise RuntimeError(f"a weight was changed while it was read as stored: {found}")
         return found
 
@@ -355,6 +373,6 @@ class AdaptedLinear:
 
 def stored_layers(modules: Sequence[Any]) -> tuple[StoredLinear, ...] | None:
     """Layers whose weights are read as stored, or None where one of them is not."""
-    if any(isinstance(read(module), str) for module in modules):
+    if not all(isinstance(read(module), StoredWeight) for module in modules):
         return None
     return tuple(map(StoredLinear, modules))

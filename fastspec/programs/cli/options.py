@@ -132,7 +132,8 @@ def patched_model(
     on = use_device(device)
     if draft_model:
         load_config(draft_model)  # a mistyped name is told before the target is loaded
-    target, tokenizer = load_model(name, on, getattr(torch, dtype) if dtype else None, **cut_over(processes))
+    kind, packed = getattr(torch, dtype) if dtype else None, stored if processes == 1 else None
+    target, tokenizer = load_model(name, on, kind, packed=packed, **cut_over(processes))
     resources: dict[str, Any] = dict(heads or {})
     if draft_model:
         resources["speculative"] = load_draft(draft_model, target, tokenizer)
