@@ -95,7 +95,8 @@ def load_model(
             "output_loading_info=True cannot be given here, since a model and its tokenizer are returned and nothing "
             "else: leave it out, or load the model by from_pretrained of its class in transformers"
         )
-    if packed and (others := {"quantization_config", "distributed_config", "tp_plan"} & set(options)):
+    others = {"quantization_config", "distributed_config", "tp_plan"} & set(options)
+    if packed and others:
         raise Unsupported(
             f"packed=True cannot be given with {min(others)}, since fastspec itself reads the packed experts, whole: "
             "leave one of them out"
@@ -120,7 +121,7 @@ def load_model(
             both = config is not None and config.is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
             reads = config is not None and "quantization_config" not in options
-            dense = reads and dequantises(config, device)
+            dense = reads and not others and dequantises(config, device)
             larger = None if config is None or placed else _why_larger(config, kind, device, dtype, dense)
             experts = dense and larger is not None if packed is None else packed
             ours = reads and take_over(config, source, experts=experts, **given)

@@ -86,7 +86,7 @@ class PackedExperts(nn.Module):
         return f"{self.num_experts} experts of {self.hidden_size} channels, MXFP4"
 
 
-def names(given: Mapping[str, Any]) -> bool:
+def is_mxfp4(given: Mapping[str, Any]) -> bool:
     """True of a `quantization_config` of MXFP4."""
     return str(given.get("quant_method", "")).lower() == "mxfp4"
 

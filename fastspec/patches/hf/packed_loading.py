@@ -37,7 +37,7 @@ class PackedQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         given = self.quantization_config.given
-        replace = mxfp4.replace_experts if mxfp4.names(given) else gptq_awq.replace_layers
+        replace = mxfp4.replace_experts if mxfp4.is_mxfp4(given) else gptq_awq.replace_layers
         replace(model, given, kwargs["checkpoint_files"])
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ def take_over(config: Any, source: str, *, experts: bool, subfolder: str = "", *
     for name, method in OWN_FILES.items():
         if given is None and (path := Path(source, subfolder, name)).is_file():
             given = {"quant_method": method, **parse_json(path.read_text(encoding="utf-8"))}
-    if not isinstance(given, dict) or not ((experts and mxfp4.names(given)) or layout_of(given) is not None):
+    if not isinstance(given, dict) or not ((experts and mxfp4.is_mxfp4(given)) or layout_of(given) is not None):
         return False
     config.quantization_config = {"quant_method": METHOD, "given": given}
     return True
@@ -79,7 +79,7 @@ def dequantises(config: Any, device: str) -> bool:
     """True of a model of `config` whose MXFP4 experts transformers dequantises when it loads them for a device."""
     given = quantisation_of(config)
     kept = is_kernels_available() and not device.startswith("cpu")
-    return isinstance(given, dict) and mxfp4.names(given) and not kept
+    return isinstance(given, dict) and mxfp4.is_mxfp4(given) and not kept
 
 
 def quantisation_of(config: Any) -> Any:

@@ -132,7 +132,7 @@ def patched_model(
     on = use_device(device)
     if draft_model:
         load_config(draft_model)  # a mistyped name is told before the target is loaded
-    kind, packed = getattr(torch, dtype) if dtype else None, stored if processes == 1 else None
+    kind, packed = getattr(torch, dtype) if dtype else None, True if stored and processes == 1 else None
     target, tokenizer = load_model(name, on, kind, packed=packed, **cut_over(processes))
     resources: dict[str, Any] = dict(heads or {})
     if draft_model:

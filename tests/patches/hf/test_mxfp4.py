@@ -89,7 +89,7 @@ def test_a_checkpoint_is_read_decoded_and_written_again(tmp_path):
     assert torch.equal(loaded(tmp_path / "saved").generate(**inputs, **OPTIONS), expected)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
 def test_they_are_multiplied_as_stored(tmp_path, backend):
     """Where that is asked for: tokens of assistants, the report, and `unpatch` bit for bit; the kernels in Triton's
     interpreter."""
