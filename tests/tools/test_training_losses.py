@@ -88,7 +88,7 @@ def test_summed_rows_weigh_them() -> None:
 
 def test_settings_that_a_kind_does_not_have_are_refused(tmp_path: Any) -> None:
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"kind": "medusa"}, 'accepted are "eagle3" and "eagle"'),
+        ({"kind": "medusa"}, r'accepted are "eagle3", "eagle" \(for eagle2 too\) and "mtp"'),
         ({"loss": "l2"}, "kl, tv, nla, hybrid"),
         ({"kind": "eagle"}, "leave out draft_vocab_size"),
         ({"decay": -1.0}, "decay is -1.0; it must be above 0"),

@@ -21,9 +21,9 @@ from fastspec.config import TreeShape
 
 Milliseconds = dict[int, dict[int, float]]
 """Milliseconds of a round by the length of its texts, as `bucket` counts it, and by the number of nodes."""
-GRANTED, GRANTED_COLD = 1.5, 8.0
+GRANTED, GRANTED_COLD = 1.2, 8.0
 """Target passes that drafts may lose at the start of a call, and where every other size has to be captured first."""
-CREDIT = 1.3
+CREDIT = 1.0
 """Target passes by which the first rounds with drafts of a call may overdraw their budget; later ones pay them back."""
 SHARE = 0.01
 """Target passes that every round adds to what drafts may lose."""

@@ -24,6 +24,7 @@ from fastspec.patches.hf.compat import device_of, dtype_of
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.layer_weights import keeps_activations
 from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.quantised import may_hold
 
 HINT = "leave out exact=True"
 ASK = "patch(model, exact=True) asks for it"
@@ -60,7 +61,9 @@ class Defaults:
         """Forget what was found of a model that has changed since, where it may be found on these kernels."""
         if unfit(ops, dtype_of(model)) is not None or not is_measured(model):
             return
-        if self._made_of is None or self._made_of.model is not model or self._made_of.changed():
+        if model.config.get_text_config().hidden_size < WIDE and not may_hold(model):  # a snapshot is not needed
+            self._made_of, self._stored = None, False
+        elif self._made_of is None or self._made_of.model is not model or self._made_of.changed():
             self._made_of, self._stored, self._why = Snapshot(model), None, {}
 
     def reads_stored(self, model: Any, ops: Ops) -> bool:
