@@ -23,6 +23,7 @@ from fastspec.errors import Unsupported
 from fastspec.models import load_model
 from fastspec.programs.bench import run_bench
 from fastspec.programs.bench.prompts import BUNDLED, read_rows
+from fastspec.programs.cli import options
 from fastspec.programs.cli.app import app
 
 
@@ -188,3 +189,15 @@ def test_an_encoder_decoder_model_is_benched_and_chatted_with(saved: Path) -> No
     assert done.exit_code == 0, done.output
     answers = json.loads(done.stdout)["turns"][0]["answers"]
     assert answers[1]["identical"] is True and len(answers[1]["tokens"]) == len(answers[0]["tokens"]) > 1
+
+
+@pytest.mark.parametrize(("asked", "processes", "packed"), [(True, 1, True), (None, 1, None), (True, 2, None)])
+def test_stored_keeps_experts_packed(monkeypatch, asked: bool | None, processes: int, packed: bool | None) -> None:
+    """But of a model that is cut over processes, whose experts transformers reads."""
+    told: list[dict[str, object]] = []
+    model = small_target()
+    monkeypatch.setattr("fastspec.models.cut_over", lambda _: {})
+    monkeypatch.setattr("fastspec.models.load_model", lambda *_, **options: (told.append(options), (model, None))[1])
+    patched, _ = options.patched_model("org/gpt-oss", "cpu", "torch", stored=asked, processes=processes)
+    fastspec.unpatch(patched)
+    assert patched is model and told == [{"packed": packed}]
