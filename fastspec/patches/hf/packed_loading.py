@@ -52,6 +52,13 @@ class PackedQuantizer(HfQuantizer):
                 except Unsupported as error:
                     raise Unsupported(f"{name}: {error}") from error
 
+    def dequantize(self, model: Any, dtype: Any = None) -> Any:
+        """Raises Unsupported: a packed model is not made dense in its place."""
+        raise Unsupported(
+            f"{type(model).__name__} has packed weights, which are not dequantised in their place: load a dense model "
+            "(of MXFP4 by load_model(..., packed=False))"
+        )
+
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Its files are written as they were read."""
         return True

@@ -145,6 +145,8 @@ def test_what_needs_a_dense_weight_is_refused_by_name(tmp_path):
         with pytest.raises(Unsupported, match=rf"MXFP4 have no dense weight \({name}\).*packed=False"):
             getattr(experts(model)[0], name)
         assert not hasattr(experts(model)[0], name)
+    with pytest.raises(Unsupported, match=r"GptOssForCausalLM has packed weights.*packed=False"):
+        model.dequantize()
     model.post_init()
     assert torch.equal(copy.deepcopy(model).generate(**inputs, **OPTIONS), before)
 
