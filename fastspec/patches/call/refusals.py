@@ -303,7 +303,7 @@ def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
             )
             for name in ("pad_token_id", "eos_token_id")
         )
-        mask = torch.ones_like(ids) if pad in torch.as_tensor(end).flatten().tolist() else ids != pad
+        mask = torch.ones_like(ids) if pad in torch.as_tensor(end, device="cpu").flatten().tolist() else ids != pad
     if mask.dim() == 2 and mask.shape[1] > int(cache.get_seq_length()):
         refuse_shown_padding(cache, mask.bool())
 
