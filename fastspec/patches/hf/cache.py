@@ -133,7 +133,10 @@ def shown_padding(cache: Any, keep: Tensor) -> list[int]:
     length = int(cache.get_seq_length())
     held = [layer for layer in cache.layers if not is_recurrent(layer) and layer.keys is not None]
     longest = max((layer.keys.shape[2] for layer in held), default=0)
-    blank = keep[:, :length].clone()
+    times, rest = divmod(held[0].keys.shape[0] if held else 0, len(keep))
+    if rest or not times:  # of another call, which refuses it itself
+        return []
+    blank = keep.repeat_interleave(times, 0)[:, :length]  # beams have one row each
     blank[:, : max(0, length - longest)] = False  # dropped by every layer
     for states in (each for layer in held for each in (layer.keys, layer.values)):
         if not bool(blank.any()):

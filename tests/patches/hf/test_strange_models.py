@@ -309,6 +309,24 @@ def test_a_plain_turn_that_shows_what_was_padding_is_refused_by_name(masked, def
         assert torch.equal(found.sequences, answer(model, {"input_ids": longer}, **options, pad_token_id=0).sequences)
 
 
+def test_beams_go_on_from_a_cache_with_padding_and_may_not_see_it():
+    model = fastspec.patch(shallow_model())
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    found = []
+    for assistant in (None, "nasd"):
+        first = model.generate(**PADDED, **options, assistant=assistant)
+        ids = torch.cat((first.sequences, prompts(3, 3, seed=2)["input_ids"]), 1)
+        mask = torch.cat((PADDED["attention_mask"], torch.ones_like(ids[:, 7:])), 1)
+        cache = kept_cache(first)
+        cache.batch_repeat_interleave(2)
+        turn = {"input_ids": ids, "num_beams": 2, **options, "assistant": None}
+        if assistant is not None:
+            with pytest.raises(Unsupported, match=UNPADDED.format("0, 1")):
+                model.generate(**turn, attention_mask=torch.ones_like(ids), **{CACHE: copy.deepcopy(cache)})
+        found.append(model.generate(**turn, attention_mask=mask, **{CACHE: cache}).sequences)
+    assert torch.equal(*found)
+
+
 def test_what_was_padding_is_found_where_a_cache_was_reordered_and_repeated():
     model = fastspec.patch(shallow_model())
     options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
