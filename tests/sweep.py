@@ -74,10 +74,10 @@ def row(mapping: str, kind: str) -> dict[str, Any]:
     try:
         try:
             fastspec.patch(model, **resources)
-        except fastspec.CheckpointError as error:
-            found["eagle3"] = f"refused: {_short(error)}"
-            del resources["eagle3"]
-            fastspec.patch(model, **resources)
+        except (fastspec.CheckpointError, fastspec.Unsupported) as error:
+            headless = {name: given for name, given in resources.items() if name != "eagle3"}
+            fastspec.patch(model, **headless)
+            found["eagle3"], resources = f"refused: {_short(error)}", headless
     except fastspec.Unsupported as error:
         return found | {"outcome": "refused", "at": "patch", "reason": _short(error)}
     texts = {"one text": _texts(12), "batch": _texts(12, 7, 10)}

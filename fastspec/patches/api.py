@@ -32,6 +32,7 @@ from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import check_supported, mode_for, not_patched
+from fastspec.patches.hf.tree_check import check_states
 from fastspec.patches.session import STATE, PatchSession, deep_copy, patched_session, session_of, state_before
 
 ASSISTANTS = tuple(NAMES)
@@ -140,6 +141,8 @@ def patch(
     if cascade is not None:
         resources["cascade"] = cascade_models(cascade, model)
     mode = mode_for(model)
+    for head in (each for each in resources.values() if isinstance(each, BoundHead) and mode.adapter is None):
+        check_states(model, head.config.taps)
     choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
     session = PatchSession(
         backend,

@@ -141,7 +141,9 @@ DAMAGE = {
     "disagrees with t2d": with_wrong_t2d,
     "it disagrees with t2d": with_one_more_in_t2d,
     r"missing layers\.0\.mlp\.gate_proj\.weight; unknown layers\.0\.mlp\.gate\.weight": misnamed,
-    r"missing d2t": lambda state: [state.pop(name) for name in ("d2t", "t2d")],
+    r"missing d2t, which says which \d+ of the target's 37 tokens .*target id - draft id": lambda state: [
+        state.pop(name) for name in ("d2t", "t2d")
+    ],
     r"missing layers\.0\.hidden_norm\.weight": lambda state: state.pop("midlayer.hidden_norm.weight"),
     r"norm\.weight has shape \[15\] where config.json wants \[16\]": lambda state: state.update(
         {"norm.weight": torch.ones(15)}
@@ -175,6 +177,16 @@ def test_rows_of_signals_that_drafting_does_not_use_are_cut_off(extra, written):
         return
     read = read_checkpoint(folder)
     assert torch.equal(read.state["fc.weight"], whole) and f"{extra} extra output row" in " ".join(read.notes)
+
+
+def test_scales_of_a_cache_alone_are_left_out(written):
+    """As llm-compressor and ModelOpt write them beside plain weights."""
+    folder, config, state = written
+    names = ["midlayer.self_attn.k_scale", "midlayer.self_attn.v_proj.v_scale"]
+    write(folder, config, state | {name: torch.ones(shape) for name, shape in zip(names, ((), (1,)), strict=True)})
+    read = read_checkpoint(folder)
+    assert not [name for name in read.state if "scale" in name]
+    assert "layers.0.self_attn.k_scale, layers.0.self_attn.v_proj.v_scale is left out" in " ".join(read.notes)
 
 
 def test_what_sections_rotation_by_images_leaves_no_trace(written):

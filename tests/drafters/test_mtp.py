@@ -242,6 +242,16 @@ def test_models_without_such_a_head_are_refused_by_name(tmp_path: Path) -> None:
         model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, use_mtp=True, assistant="autoregressive")
 
 
+def test_blocks_among_mtp_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    layer = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if "mtp." in name}
+    blocks = {f"mtp.{n}.{name.rpartition('layers.0.')[2]}": x.clone() for n in (0, 1) for name, x in layer.items()}
+    markov = {"mtp.1.markov_head.markov_w1.weight": torch.ones(8, 64)}
+    broken(tmp_path, **dict.fromkeys(layer), **blocks, **markov)
+    with pytest.raises(CheckpointError, match=r"DSpark blocks under mtp\. \(mtp\.1\.markov_head"):
+        fastspec.patch(model, mtp=True)
+
+
 def test_another_copy_has_what_a_conversion_lost(tmp_path: Path) -> None:
     """A directory of several files, read without those that hold nothing of the layer."""
     model, _ = loaded("qwen3_5_text", tmp_path / "whole")

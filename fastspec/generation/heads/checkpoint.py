@@ -92,6 +92,10 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     for name in sorted(skipped_by_vllm(files.config) & set(state)):
         del state[name]
         notes.append(f"{name} is left out, as vLLM leaves it out of EAGLE-1/2 heads without {SKIPPED[name]}: false")
+    if scales := [name for name in state if re.search(CACHE_SCALE, name)]:
+        notes.append(f"{some(scales)} is left out: the head's keys and values are kept in its own dtype")
+        for name in scales:
+            del state[name]
     _check_values(state, where)
     found = describe(files.config, published, state, where)
     _trim_spec_exit(found, state, notes)
@@ -181,8 +185,13 @@ def _take_vocabulary_map(config: HeadConfig, state: dict[str, Tensor], notes: li
         d2t = t2d.nonzero().flatten() - torch.arange(draft, device="cpu")
         notes.append("d2t is missing; the draft vocabulary is the tokens that t2d marks, in their order")
     if d2t is None:
-        if draft == vocab:
-            state["d2t"] = torch.zeros(draft, dtype=torch.int64, device="cpu")
+        if draft != vocab:
+            raise CheckpointError(
+                f"{where}: missing d2t, which says which {draft} of the target's {vocab} tokens the head drafts: take "
+                "it from the publisher's file, or from what the draft vocabulary was chosen with, and store it with "
+                f"the weights as integers [{draft}], target id - draft id of each draft id"
+            )
+        state["d2t"] = torch.zeros(draft, dtype=torch.int64, device="cpu")
         return
     if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
         raise CheckpointError(
@@ -242,6 +251,8 @@ def _check_keys(config: HeadConfig, state: dict[str, Tensor], where: str) -> Non
         raise CheckpointError(f"{where}: {'; '.join(wrong[:4])}; weights and config.json do not belong together")
 
 
+CACHE_SCALE = r"\.[kv]_scale$"
+"""Scales of an FP8 KV cache, of which a layer may hold some beside plain weights."""
 TRAIN = "train one with `fastspec train --kind eagle3`"
 HEADS = r"^(language_model\.|model\.|eagle_module\.)*(fc\.weight|d2t|pre_projection\.weight|.*\.hidden_norm\.weight)$"
 """Tensors of which drafting modules have one and language models none."""

@@ -100,6 +100,8 @@ FORMS = (
         final=False,
     ),
 )
+BLOCKS = re.compile(r"(^|\.)mtp\.\d+\.markov_head\.")
+"""Tensors that DSpark's blocks have, and MTP layers do not."""
 OUTSIDE = re.compile(r"^(?:token_norm|state_norm|fc|norm|lm_head|embed_tokens)\.")
 """Names of what is beside an MTP layer."""
 
@@ -193,6 +195,11 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
     Raises CheckpointError where there is none, or one for every draft."""
     found = _found(where, num_layers, revision)
     if found is None:
+        if blocks := sorted(key for _, keys, _ in _files(where, revision) for key in keys if BLOCKS.search(key)):
+            raise CheckpointError(
+                f"{where} holds DSpark blocks under mtp. ({some(blocks)}), which draft several tokens in one pass, and "
+                "no MTP layer: use 'nasd' or 'speculative'"
+            )
         raise CheckpointError(
             f"{where} holds no MTP weights: its publisher gave none, or a conversion lost them; fastspec.patch(model, "
             "mtp=PATH) takes those of another copy"

@@ -16,7 +16,7 @@ from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.plan import plan_call
 from fastspec.patches.call.ranks import LocalCall, SynchronizedCall, ranks_of, refuse_beside
-from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_prepared
+from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_plain_padding, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import (
     device_of,
@@ -54,6 +54,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
     if not named:
         assistant, named = chosen(given.get("generation_config"), self.generation_config, session.default)
     if assistant is None or assistant == "none" or (not named and given.get("custom_generate") is not None):
+        refuse_plain_padding(self, given)
         return original(*args, **kwargs)
     session.unpack(self)
     shared = is_shared_out(self)
@@ -63,7 +64,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
         )
         if named:
             raise apart
-        session.leave(apart)
+        _leave(self, given, session, apart)
         return original(*args, **kwargs)
     with SynchronizedCall(self) if shared else LocalCall() as step:
         try:
@@ -73,7 +74,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             step.agree(False)
             if named:
                 raise
-            session.leave(reason)
+            _leave(self, given, session, reason)
             return original(**{**given, "synced_gpus": in_step(self, given)}) if shared else original(*args, **kwargs)
         if isinstance(decoding, AdaptiveCascade):
             try:
@@ -81,7 +82,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             except Unsupported as reason:  # by a stage, when it is asked
                 if named:
                     raise
-                session.leave(reason)
+                _leave(self, given, session, reason)
                 return original(*args, **kwargs)
         with session.turn.taken(device_of(self)):
             decode = partial(_decode, session, decoding, given, named, step)
@@ -90,6 +91,13 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             finally:
                 if not session.captured:
                     drop_capturing_hooks(self)  # a model that has them cannot be pickled
+
+
+def _leave(model: Any, given: dict[str, Any], session: PatchSession, reason: Unsupported) -> None:
+    """Leave a call that a default assistant cannot serve to transformers, with a warning that says why. Raises
+    Unsupported for one that it would decode wrongly."""
+    refuse_plain_padding(model, given)
+    session.leave(reason)
 
 
 def _decode(
@@ -138,7 +146,7 @@ def _decode(
     )
     if named:
         raise refused
-    session.leave(refused)
+    _leave(model, given, session, refused)
     return plain_decoding(model, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 

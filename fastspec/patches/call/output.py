@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call.plan import Plan
-from fastspec.patches.hf.cache import CACHE, export_span, fill_cache, import_past, keep_hidden
+from fastspec.patches.hf.cache import CACHE, export_span, fill_cache, import_past, note_padding
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
 
@@ -43,7 +43,7 @@ def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
             target.export(text.cache, made)
         else:
             fill_cache(text.cache, text.past_length, made)
-            keep_hidden(text.cache, text.keep, text.past_length)
+            note_padding(text.cache, text.keep, text.past_length)
     if not returned:
         return sequences
     scores = steps.scores if steps is not None else _columns(outcome.scores, longest) if config.output_scores else None

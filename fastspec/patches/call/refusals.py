@@ -12,7 +12,16 @@ from torch import Tensor
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
 from fastspec.patches.call.prompts import given_inputs
-from fastspec.patches.hf.cache import CACHE, changing_part, held_layers, is_recurrent, records_past, shown_padding
+from fastspec.patches.hf.cache import (
+    CACHE,
+    PADDED,
+    changing_part,
+    given_cache,
+    held_layers,
+    is_recurrent,
+    records_past,
+    shown_padding,
+)
 from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3
 from fastspec.patches.hf.config_fields import kept_by, layer_shapes, position_limit
 from fastspec.patches.hf.limits import position_rows
@@ -275,6 +284,28 @@ def refuse_shown_padding(cache: Any, keep: Tensor) -> None:
             f"attention_mask shows tokens of rows {rows} that {CACHE} holds nothing of, since they were padding "
             "when it was filled: begin with the mask of that call, or pass the whole text without a cache"
         )
+
+
+def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
+    """The same for a call, of arguments `given` by name, that transformers decodes: without a mask it hides the padding
+    token, where that ends no text."""
+    cache, mask = given_cache(given), given.get("attention_mask")
+    if not getattr(cache, PADDED, False):
+        return
+    if mask is None:
+        ids = next((given[name] for name in ("input_ids", "inputs") if given.get(name) is not None), None)
+        if ids is None:
+            return
+        configs = (given.get("generation_config"), model.generation_config)
+        pad, end = (
+            next(
+                (each for each in (given.get(name), *(getattr(c, name, None) for c in configs)) if each is not None), -1
+            )
+            for name in ("pad_token_id", "eos_token_id")
+        )
+        mask = torch.ones_like(ids) if pad in torch.as_tensor(end, device="cpu").flatten().tolist() else ids != pad
+    if mask.dim() == 2 and mask.shape[1] > int(cache.get_seq_length()):
+        refuse_shown_padding(cache, mask.bool())
 
 
 def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:

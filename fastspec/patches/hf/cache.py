@@ -114,28 +114,35 @@ def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[Laye
     return [kind.export(layer, *(each.to(kind.device) for each in found)) for kind, layer in state.owned]
 
 
-HIDDEN = "fastspec_hidden"
-"""Attribute of a cache that an assisted call has filled: the columns of each row that its mask hid."""
+PADDED = "fastspec_padded"
+"""Attribute of a cache in which an assisted call has left zeros for what its mask hid."""
 
 
-def keep_hidden(cache: Any, keep: Tensor, past: int) -> None:
-    """Note on a cache what a mask keep [B, T] bool hides of the tokens behind the first `past`, which a call has added:
-    it holds zeros there."""
-    hidden = [(past + (~row[past:]).nonzero()[:, 0]).tolist() for row in keep]
-    before = _hidden(cache, len(keep), past)
-    setattr(cache, HIDDEN, [[*old, *new] for old, new in zip(before, hidden, strict=True)])
+def note_padding(cache: Any, keep: Tensor, past: int) -> None:
+    """Note on a cache that a mask keep [B, T] bool hides some of the tokens behind the first `past`, which a call has
+    added: it holds zeros there."""
+    if not bool(keep[:, past:].all()):
+        setattr(cache, PADDED, True)
 
 
 def shown_padding(cache: Any, keep: Tensor) -> list[int]:
-    """Rows of which a mask keep [B, T] bool shows columns that an earlier call's mask hid."""
-    columns = _hidden(cache, len(keep), int(cache.get_seq_length()))
-    return [row for row, hidden in enumerate(columns) if keep[row, hidden].any()]
-
-
-def _hidden(cache: Any, rows: int, length: int) -> list[list[int]]:
-    """What is noted of the first `length` columns of each row: a cache may have been cropped since."""
-    noted: list[list[int]] = getattr(cache, HIDDEN, [])
-    return [[column for column in row if column < length] for row in (noted if len(noted) == rows else [[]] * rows)]
+    """Rows of which a mask keep [B, T] bool shows columns that an earlier call's mask hid. The cache tells which: it
+    may have been cropped, reordered or repeated since."""
+    if not getattr(cache, PADDED, False):
+        return []
+    length = int(cache.get_seq_length())
+    held = [layer for layer in cache.layers if not is_recurrent(layer) and layer.keys is not None]
+    longest = max((layer.keys.shape[2] for layer in held), default=0)
+    times, rest = divmod(held[0].keys.shape[0] if held else 0, len(keep))
+    if rest or not times:  # of another call, which refuses it itself
+        return []
+    blank = keep.repeat_interleave(times, 0)[:, :length]  # beams have one row each
+    blank[:, : max(0, length - longest)] = False  # dropped by every layer
+    for states in (each for layer in held for each in (layer.keys, layer.values)):
+        if not bool(blank.any()):
+            break
+        blank &= ~_last(states, length).any(3).any(1).to(blank.device)
+    return blank.any(1).nonzero().flatten().tolist()
 
 
 def sequence_state(

@@ -70,7 +70,7 @@ def language_model(
             )
         check_trust(model, reads_source=source is not None)
         if taps is not None and source is None:
-            check_states(model)
+            check_states(model, taps)
         if before_norm:
             raise Unsupported(
                 "this head reads the last layer's output before the final norm, which fastspec's own loop over the "

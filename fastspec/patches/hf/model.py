@@ -440,24 +440,8 @@ class HFModel(Target):
         states = (
             {at: each.to(tokens.device) for at, each in enumerate(out.hidden_states)} if self.taps is not None else {}
         )
-        if self.taps is not None:
-            self._check_states(states, tokens)
         logits = out.logits.to(tokens.device)  # of a model over several devices they come from the last
         return logits if pick is None else logits[pick], self._features(states, states.get(self.depth, logits))
-
-    def _check_states(self, states: dict[int, Tensor], tokens: Tensor) -> None:
-        """Raise Unsupported for a model whose hidden states are not one per layer and token, as a head reads them."""
-        for tap in self.taps or (self.depth,):
-            found = (
-                f"hidden states of shape {list(states[tap].shape)}"
-                if tap in states
-                else f"no hidden state behind layer {tap}"
-            )
-            if tap not in states or states[tap].shape[:-1] != tokens.shape:
-                raise Unsupported(
-                    f"{type(self.model).__name__} gives {found} for tokens of shape {list(tokens.shape)}, where a head "
-                    'reads one for each layer and token: use "nasd" or "speculative"'
-                )
 
     def _features(self, kept: dict[int, Tensor], last: Tensor) -> Tensor:
         if self.taps is None:

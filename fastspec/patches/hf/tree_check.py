@@ -96,10 +96,10 @@ def reads_prompts_alike(model: Any, adapter: Adapter | None) -> bool:
     return _trusted(model, False, adapter).alike
 
 
-def check_states(model: Any) -> None:
-    """Raise Unsupported for a model that gives no hidden states when asked for them: looked at once per class,
-    configuration, dtype and versions where it does."""
-    key = "states", _key(model)
+def check_states(model: Any, taps: tuple[int, ...]) -> None:
+    """Raise Unsupported for a model that does not give a hidden state for each token behind the layers `taps`, or
+    behind its last where there are none: looked at once per class, configuration, dtype and versions where it does."""
+    key = "states", taps, _key(model)
     if key in _VERDICTS:
         return
     with _undisturbed(model), torch.no_grad():
@@ -110,6 +110,14 @@ def check_states(model: Any) -> None:
             f"{type(model).__name__} gives no hidden states when it is asked for them, and this assistant's "
             "drafter reads them"
         )
+    for tap in taps or (layer_count(model.config),):
+        shape = list(states[tap].shape) if tap < len(states) else None
+        if shape is None or shape[:-1] != list(two.shape):
+            found = f"no hidden state behind layer {tap}" if shape is None else f"hidden states of shape {shape}"
+            raise Unsupported(
+                f"{type(model).__name__} gives {found} for tokens of shape {list(two.shape)}, where a head reads one "
+                'for each layer and token: use "nasd" or "speculative"'
+            )
     _VERDICTS[key] = _Verdict(None)
 
 

@@ -4,7 +4,6 @@ refused by name."""
 from __future__ import annotations
 
 import pytest
-from helpers.generate import prompts
 from helpers.models import tiny_head
 from helpers.sweep import tiny
 from transformers import AutoModelForCausalLM
@@ -21,10 +20,13 @@ def test_a_head_must_be_as_wide_as_the_embedding_that_it_shares(kind: str, setti
         fastspec.patch(model, eagle3=tiny_head(model))
 
 
-def test_hidden_states_of_several_streams_are_refused_by_name() -> None:
-    model = tiny("gemma3n_text", AutoModelForCausalLM)
-    fastspec.patch(model, eagle3=tiny_head(model))
+@pytest.mark.parametrize(
+    "kind, told", [("gemma3n_text", "hidden states of shape"), ("longcat_flash", "no hidden state behind layer")]
+)
+def test_hidden_states_of_several_streams_or_of_fewer_layers_are_refused_by_name(kind: str, told: str) -> None:
+    model = tiny(kind, AutoModelForCausalLM)
     with pytest.raises(
-        fastspec.Unsupported, match=r"Gemma3nForCausalLM gives hidden states of shape .* for tokens of shape .*nasd"
+        fastspec.Unsupported, match=rf"{type(model).__name__} gives {told} .* for tokens of shape .*nasd"
     ):
-        model.generate(**prompts(5, 9), max_new_tokens=4, do_sample=False, assistant="eagle3")
+        fastspec.patch(model, eagle3=tiny_head(model))
+    fastspec.patch(model)

@@ -282,6 +282,71 @@ def test_a_turn_that_shows_a_hole_is_refused_by_name_until_it_is_cropped():
     model.generate(longer, attention_mask=torch.ones_like(longer), **options, **{CACHE: cache}, assistant="nasd")
 
 
+UNPADDED = r"shows tokens of rows \[{}\] that \w+ holds nothing of"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("default", [True, False])
+def test_a_plain_turn_that_shows_what_was_padding_is_refused_by_name(masked, default):
+    """Plain decoding would attend to the zeros that an assisted call leaves in place of padding, a padding token that
+    the first turn hid by itself among it."""
+    model = fastspec.patch(shallow_model(), assistant="nasd" if default else None)
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    ids = prompts(4, 7)["input_ids"].masked_fill(PADDED["attention_mask"] == 0, 0)
+    first = model.generate(ids, **options, pad_token_id=0, assistant="nasd")
+    longer = torch.cat((first.sequences, prompts(3, 3, seed=2)["input_ids"]), 1)
+    turn = {"input_ids": longer, **options, **({} if default else {"assistant": None})}
+    # a default leaves calls that choose by more than one text to transformers
+    turn |= {"num_beams": 2, "num_return_sequences": 1} if default else {}
+    shown = {"attention_mask": torch.ones_like(longer)} if masked else {"pad_token_id": 95}
+    cache = kept_cache(first)
+    if default:
+        cache.batch_repeat_interleave(1)
+    with pytest.raises(Unsupported, match=UNPADDED.format(0)):
+        model.generate(**turn, **shown, **{CACHE: cache})
+    if not default:  # and as the first turn was
+        found = model.generate(**turn, pad_token_id=0, **{CACHE: cache})
+        assert torch.equal(found.sequences, answer(model, {"input_ids": longer}, **options, pad_token_id=0).sequences)
+
+
+def test_beams_go_on_from_a_cache_with_padding_and_may_not_see_it():
+    model = fastspec.patch(shallow_model())
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    found = []
+    for assistant in (None, "nasd"):
+        first = model.generate(**PADDED, **options, assistant=assistant)
+        ids = torch.cat((first.sequences, prompts(3, 3, seed=2)["input_ids"]), 1)
+        mask = torch.cat((PADDED["attention_mask"], torch.ones_like(ids[:, 7:])), 1)
+        cache = kept_cache(first)
+        cache.batch_repeat_interleave(2)
+        turn = {"input_ids": ids, "num_beams": 2, **options, "assistant": None}
+        if assistant is not None:
+            with pytest.raises(Unsupported, match=UNPADDED.format("0, 1")):
+                model.generate(**turn, attention_mask=torch.ones_like(ids), **{CACHE: copy.deepcopy(cache)})
+        found.append(model.generate(**turn, attention_mask=mask, **{CACHE: cache}).sequences)
+    assert torch.equal(*found)
+
+
+def test_what_was_padding_is_found_where_a_cache_was_reordered_and_repeated():
+    model = fastspec.patch(shallow_model())
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    first = model.generate(**PADDED, **options, assistant="nasd")
+    order = torch.tensor([1, 0, 1])
+    cache, ids = kept_cache(first), first.sequences[order]
+    cache.batch_select_indices(order)
+    cache.batch_repeat_interleave(2)
+    ids = torch.cat((ids, prompts(3, 3, 3, seed=2)["input_ids"]), 1).repeat_interleave(2, 0)
+    ones = torch.ones_like(ids)
+    for assistant in ("nasd", None):
+        with pytest.raises(Unsupported, match=UNPADDED.format("2, 3")):
+            model.generate(ids, attention_mask=ones, **options, **{CACHE: cache}, assistant=assistant)
+    mask = ones.clone()
+    mask[:, :7] = PADDED["attention_mask"][order].repeat_interleave(2, 0)
+    two = model.generate(ids, attention_mask=mask, **options, **{CACHE: cache}, assistant="nasd")
+    expected = answer(model, {"input_ids": ids, "attention_mask": mask}, **options)
+    assert torch.equal(two.sequences, expected.sequences)
+
+
 def test_what_a_later_turn_hides_may_be_shown_again():
     model = fastspec.patch(shallow_model())
     options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
