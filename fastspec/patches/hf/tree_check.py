@@ -104,7 +104,15 @@ def check_states(model: Any, taps: tuple[int, ...]) -> None:
         return
     with _undisturbed(model), torch.no_grad():
         two = torch.tensor([[1, 2]], device=device_of(model))
-        states = model(input_ids=two, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
+        try:
+            states = model(input_ids=two, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise Unsupported(
+                f"{type(model).__name__} fails over two tokens with output_hidden_states=True, and a head reads hidden "
+                f"states ({type(error).__name__}: {error}): call it so to see why"
+            ) from error
     if states is None:
         raise Unsupported(
             f"{type(model).__name__} gives no hidden states when it is asked for them, and this assistant's "

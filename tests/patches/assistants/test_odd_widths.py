@@ -4,6 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import pytest
+import torch
 from helpers.models import tiny_head
 from helpers.sweep import tiny
 from transformers import AutoModelForCausalLM
@@ -30,3 +31,11 @@ def test_hidden_states_of_several_streams_or_of_fewer_layers_are_refused_by_name
     ):
         fastspec.patch(model, eagle3=tiny_head(model))
     fastspec.patch(model)
+
+
+def test_a_head_for_a_model_that_fails_is_refused_by_name() -> None:
+    model = tiny("gpt2", AutoModelForCausalLM)
+    model.transformer.h[0].mlp.c_fc.bias.data = torch.ones(3)
+    with pytest.raises(fastspec.Unsupported, match=r"GPT2LMHeadModel fails over two tokens .*RuntimeError"):
+        fastspec.patch(model, eagle3=tiny_head(model))
+    assert "generate" not in vars(model)
