@@ -492,7 +492,7 @@ class Continuous:
             if ranks is not None:
                 ranks.order.take(ranks)
             with self._changed:
-                gone = tuple([single.number for single in self._prompts() if single.let_go()])
+                gone = tuple([single.number for single in self._prompts() if single.is_unwanted and single.let_go()])
                 came, self._unsent = tuple(self._unsent), []
                 told = tuple((act.name, act.given) for act in self._acts)
                 news = News(came, gone, told, self._suspect, self._failed is not None, self._closing)

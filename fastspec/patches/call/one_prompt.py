@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -234,6 +235,12 @@ class PreparedPrompt:
         self.handed: Sequence[int] = ()
         self.measured: AnswerMeasures | None = None
         """Takes the measures of all tokens, where they are asked for."""
+        self.stop: Callable[[list[int]], bool] | None = None
+        """Criteria besides length and end tokens."""
+        if ending is not None and ending.stop is not None:
+            self.stop = partial(ending.stop, 0)
+        self.keeps_tree = self.rounds is not None and self.rounds.trees
+        """True where the streamer asks for draft trees."""
 
     def move(self, device: torch.device) -> None:
         """Bring the prompt to where it is read."""
@@ -244,22 +251,9 @@ class PreparedPrompt:
         self.future.cached_tokens = count
 
     @property
-    def stop(self) -> Callable[[list[int]], bool] | None:
-        """True where criteria besides length and end tokens end the answer."""
-        return None if self.ending is None or self.ending.stop is None else self._stop
-
-    def _stop(self, answer: list[int]) -> bool:
-        return self.ending is not None and self.ending.stop is not None and self.ending.stop(0, answer)
-
-    @property
     def keeps_logits(self) -> bool:
         """True where the streamer asks for log-probabilities, or somebody for measures."""
         return self.measured is not None or (self.rounds is not None and self.rounds.logprobs is not None)
-
-    @property
-    def keeps_tree(self) -> bool:
-        """True where the streamer asks for draft trees."""
-        return self.rounds is not None and self.rounds.trees
 
     def observe(self, drafted: int, logits: Tensor | None, tree: DraftTree | None) -> None:
         """Keep what the streamer is told with the round's tokens."""
@@ -279,7 +273,7 @@ class PreparedPrompt:
         try:
             if self.rounds is not None:
                 self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found, tree, self.future.cached_tokens))
-            if self.streaming is not None:
+            elif self.streaming is not None:
                 self.streaming.emit(0, tokens, accepted, done)
         except BaseException as error:  # SystemExit, too, which would end the thread and nobody's waiting
             self.failed = error
@@ -303,9 +297,14 @@ class PreparedPrompt:
         else:
             self.future.set_result(torch.cat((self.shown, self.shown.new_tensor([tokens])), 1))
 
+    @property
+    def is_unwanted(self) -> bool:
+        """True where its future was cancelled or its streamer failed."""
+        return self.future.gone or self.failed is not None
+
     def let_go(self) -> bool:
         """Let it leave where its future was cancelled or its streamer failed -> True where that is new."""
-        new = not self.is_cancelled and (self.failed is not None or self.future.gone)
+        new = not self.is_cancelled and self.is_unwanted
         self.is_cancelled = self.is_cancelled or new
         return new
 
