@@ -15,6 +15,10 @@ Nodes = tuple[list[list[int]], list[list[int]]]
 """Tokens and parents of the nodes of each row's tree."""
 
 
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as a number has."""
+
+
 class Constraint(Protocol):
     """Constraint on the tokens of one answer, whose state it holds. A mask has 32 tokens to a word."""
 
@@ -34,8 +38,8 @@ class Constraint(Protocol):
 
     @staticmethod
     def fill_rows(states: Sequence[tuple[Any, int]], masks: Tensor) -> None:
-        """Write the masks of constraints of this class that stand behind their answers, each with its place in masks [R,
-        words]. `check` says what went wrong."""
+        """Write the masks of constraints of this class that stand behind their answers, each to its place in masks
+        [B, words]. `check` says what went wrong."""
 
     def check(self) -> None:
         """Raise what went wrong in `fill_rows`."""
@@ -116,7 +120,8 @@ class Masks:
     def masked(self, logits: Tensor) -> Tensor:
         """logits [B, N, V] with -inf at the tokens that masks forbid, and at those past a mask's last bit. Rows without
         a constraint stay as they are."""
-        if self.device.type == "cpu":
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
             bits = numpy.unpackbits((~self.words).numpy().view(numpy.uint8), axis=-1, bitorder="little")
             forbidden, constrained = torch.from_numpy(bits).view(torch.bool), self.constrained
         else:
@@ -131,4 +136,13 @@ class Masks:
         if lacking > 0:
             rest = constrained.bool()[:, None, None].expand(-1, forbidden.shape[1], lacking)
             forbidden = torch.cat((forbidden, rest), -1)
-        return logits.masked_fill(forbidden[..., : logits.shape[-1]], -torch.inf)
+        forbidden = forbidden[..., : logits.shape[-1]]
+        return _without(logits, forbidden) if on_cpu else logits.masked_fill(forbidden, -torch.inf)
+
+
+def _without(logits: Tensor, forbidden: Tensor) -> Tensor:
+    """Logits on the CPU with -inf where they are forbidden, in half the time of torch's `masked_fill`."""
+    kept, bits = logits.clone(), INTEGERS[logits.element_size()]
+    least = torch.tensor(-torch.inf, dtype=logits.dtype, device="cpu").view(bits).item()
+    numpy.copyto(kept.view(bits).numpy(), least, where=forbidden.numpy())
+    return kept

@@ -181,7 +181,8 @@ class Continuous:
         number, ids, seed, asked, drafts, given, (handed, measured) = self._mail.read(sent)
         config, streamer = given.pop("generation_config"), None if asked is None else SilentRounds(*asked)
         single = self.prepared(ids, config, streamer, seed, given, drafts)
-        single.number, single.handed, single.measured = number, handed, AnswerMeasures() if measured else None
+        single.number, single.handed = number, handed
+        single.measure(AnswerMeasures() if measured else None)
         return single
 
     def prepared(
@@ -492,7 +493,7 @@ class Continuous:
             if ranks is not None:
                 ranks.order.take(ranks)
             with self._changed:
-                gone = tuple([single.number for single in self._prompts() if single.is_unwanted and single.let_go()])
+                gone = tuple([single.number for single in self._prompts() if single.let_go()])
                 came, self._unsent = tuple(self._unsent), []
                 told = tuple((act.name, act.given) for act in self._acts)
                 news = News(came, gone, told, self._suspect, self._failed is not None, self._closing)

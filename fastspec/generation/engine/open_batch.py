@@ -230,7 +230,7 @@ class OpenBatch(Batch):
     @property
     def asks_logits(self) -> bool:
         """True where a prompt that holds a row asks for the logits of its tokens."""
-        return any([held is not None and held.keeps_logits for held in self.prompts])
+        return any(held is not None and held.keeps_logits for held in self.prompts)
 
     def keeps_logits(self, prompt: int) -> bool:
         """True where the prompt in this row asks for the logits of its tokens."""
@@ -260,7 +260,9 @@ class OpenBatch(Batch):
     def goes_on(self, longest: int) -> bool:
         """True where a round may be launched before the one in front of it is read, of which nobody asks for more than
         tokens."""
-        if self.asks_logits or any([self.keeps_tree(row) and self.drafts_for(row) for row in self.places]):
+        if any(
+            held is not None and (held.keeps_logits or (held.keeps_tree and held.rule.drafts)) for held in self.prompts
+        ):
             return False
         return super().goes_on(longest)
 

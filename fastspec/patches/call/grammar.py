@@ -19,7 +19,6 @@ from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.constraint import Masks, roots_of
 from fastspec.patches.call.grammar_text import FORMS, library, refusal, text_of
 
-
 TOGETHER = 4
 """Masks of a round from which on threads fill them."""
 

@@ -130,9 +130,10 @@ def test_what_comes_after_the_end_of_a_grammar_counts_for_nothing() -> None:
         masks_of(state, [9], [0], [0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [90, 128, 150])
-def test_masked_logits_lack_what_a_mask_forbids_and_what_it_has_no_bit_for(size: int) -> None:
-    logits = torch.randn(3, 4, size)
+def test_masked_logits_lack_what_a_mask_forbids_and_what_it_has_no_bit_for(size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 4, size, dtype=dtype)
     mask = torch.randint(-(2**31), 2**31 - 1, (4, 4), dtype=torch.int32)
     masks = Masks(logits.device)
     masks.fill(([[0] * 4] * 3,) * 2, [(1, Drawn(mask), [])])
