@@ -142,7 +142,7 @@ class Masks:
 
 def _without(logits: Tensor, forbidden: Tensor) -> Tensor:
     """Logits on the CPU with -inf where they are forbidden, in half the time of torch's `masked_fill`."""
-    kept, bits = logits.clone(), INTEGERS[logits.element_size()]
+    kept, bits = logits.detach().clone(), INTEGERS[logits.element_size()]
     least = torch.tensor(-torch.inf, dtype=logits.dtype, device="cpu").view(bits).item()
     numpy.copyto(kept.view(bits).numpy(), least, where=forbidden.numpy())
     return kept
