@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -72,6 +71,9 @@ class Masks:
         self.device = device
         self.memory = torch.empty(0, dtype=torch.int32, device="cpu")
         """Masks of all nodes, and behind them a word for each row, which is not 0 where the row is constrained."""
+        unset = [sum((~byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)]
+        self.unset = torch.tensor(unset, dtype=torch.int64, device="cpu").to(device)
+        """Of each byte of a mask eight bytes, which are 1 where its bits are 0."""
         self.copied: torch.cuda.Event | None = None
         """Passed when the device has read the memory."""
 
@@ -111,38 +113,36 @@ class Masks:
         count = rows * nodes * words
         if self.copied is not None:
             self.copied.synchronize()
-        if len(self.memory) != count + rows:
+        if len(self.memory) < count + rows:
             pinned = self.device.type == "cuda"
             self.memory = torch.empty(count + rows, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.words = self.memory[:count].view(rows, nodes, words).fill_(-1)
-        self.constrained = self.memory[count:].zero_()
+        self.constrained = self.memory[count : count + rows].zero_()
 
     def masked(self, logits: Tensor) -> Tensor:
         """logits [B, N, V] with -inf at the tokens that masks forbid, and at those past a mask's last bit. Rows without
         a constraint stay as they are."""
-        on_cpu = self.device.type == "cpu"
-        if on_cpu:
-            bits = numpy.unpackbits((~self.words).numpy().view(numpy.uint8), axis=-1, bitorder="little")
-            forbidden, constrained = torch.from_numpy(bits).view(torch.bool), self.constrained
-        else:
-            memory = self.memory.to(self.device, non_blocking=True)
-            if self.device.type == "cuda":
-                self.copied = torch.cuda.Event()
-                self.copied.record()
-            words, constrained = memory[: self.words.numel()].view(self.words.shape), memory[self.words.numel() :]
-            shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
-            forbidden = ((words.view(torch.uint8)[..., None] >> shifts) & 1 == 0).flatten(-2)
+        words, constrained = self.words, self.constrained
+        if self.device.type != "cpu":
+            count = words.numel()
+            memory = self.memory[: count + len(constrained)].to(self.device, non_blocking=self.device.type == "cuda")
+            words, constrained = memory[:count].view(words.shape), memory[count:]
+        if self.device.type == "cuda":
+            self.copied = torch.cuda.Event()
+            self.copied.record(torch.cuda.current_stream(self.device))
+        forbidden = self.unset.index_select(0, words.view(torch.uint8).flatten().int())
+        forbidden = forbidden.view(torch.bool).view(*words.shape[:2], -1)
         lacking = logits.shape[-1] - forbidden.shape[-1]
         if lacking > 0:
             rest = constrained.bool()[:, None, None].expand(-1, forbidden.shape[1], lacking)
             forbidden = torch.cat((forbidden, rest), -1)
         forbidden = forbidden[..., : logits.shape[-1]]
-        return _without(logits, forbidden) if on_cpu else logits.masked_fill(forbidden, -torch.inf)
+        return _without(logits, forbidden) if logits.device.type == "cpu" else logits.masked_fill(forbidden, -torch.inf)
 
 
 def _without(logits: Tensor, forbidden: Tensor) -> Tensor:
     """Logits on the CPU with -inf where they are forbidden, in half the time of torch's `masked_fill`."""
     kept, bits = logits.detach().clone(), INTEGERS[logits.element_size()]
     least = torch.tensor(-torch.inf, dtype=logits.dtype, device="cpu").view(bits).item()
-    numpy.copyto(kept.view(bits).numpy(), least, where=forbidden.numpy())
+    kept.view(bits).numpy()[forbidden.numpy()] = least
     return kept

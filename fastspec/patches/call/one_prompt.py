@@ -226,7 +226,7 @@ class PreparedPrompt:
         streamer: Any,
         ending: Ending | None = None,
     ) -> None:
-        self.shown, self.ids, self.limit, self.ends, self.rule, self.ending = shown, ids, limit, ends, rule, ending
+        self.shown, self.ids, self.limit, self.ends, self.rule = shown, ids, limit, ends, rule
         self.text = ids[0].cpu()
         self.rounds = streamer if isinstance(streamer, RoundStreamer) else None
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None and self.rounds is None else None
