@@ -7,7 +7,6 @@ import pickle
 import socket
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,20 +58,14 @@ class Wire:
 
     def __init__(self, connection: Connection, beside: Callable[[], Any] = lambda: None) -> None:
         self.connection, self.beside = connection, beside
-        self._posted: deque[Any] = deque()
-        self._calls: SimpleQueue[None] = SimpleQueue()
-        self._called = False
-        """True where the thread is on its way to what was posted: to wake it costs more than to post."""
+        self._posted: SimpleQueue[Any] = SimpleQueue()
         self._over = object()
         self._thread = threading.Thread(target=self._write, name="fastspec-wire", daemon=True)
         self._thread.start()
 
     def post(self, message: Any) -> None:
         """From any thread. Where the other end has gone nothing happens: `parcels` ends there."""
-        self._posted.append(message)
-        if not self._called:
-            self._called = True
-            self._calls.put(None)
+        self._posted.put(message)
 
     def parcels(self) -> Iterator[tuple[list[Any], Any]]:
         """(messages, what goes beside them) as they come, until the other end has gone."""
@@ -86,7 +79,7 @@ class Wire:
 
     def end(self) -> None:
         """Post nothing more: the thread ends when all that was posted is sent."""
-        self.post(self._over)
+        self._posted.put(self._over)
 
     def flush(self) -> None:
         """Return when all that was posted is sent, behind `end`."""
@@ -112,10 +105,9 @@ class Wire:
 
     def _waiting(self) -> list[Any]:
         """All that waits; nothing where for a while nothing is posted."""
-        with suppress(Empty):
-            self._calls.get(timeout=LOOK)
-        self._called = False  # who posts from here on calls again
         messages: list[Any] = []
-        while self._posted and messages[-1:] != [self._over]:
-            messages.append(self._posted.popleft())
+        with suppress(Empty):
+            messages.append(self._posted.get(timeout=LOOK))
+            while messages[-1] is not self._over:
+                messages.append(self._posted.get_nowait())
         return messages
