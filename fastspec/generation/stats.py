@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -191,21 +191,25 @@ class Stats:
         rounds = sum(self.lengths)
         return [sum(self.lengths[position:]) / rounds for position in range(1, len(self.lengths))]
 
-    def count_round(self, emitted: int, accepted: int, drafted: int, has_drafts: bool) -> None:
-        """Count one round of one running row, which `emitted` so many of its `accepted` drafts and bonus token before
-        its answer ended; `has_drafts` says whether any row had drafts."""
-        accepted = min(accepted, emitted)
-        self.row_rounds += 1
-        self.drafted += drafted
-        self.draft_rounds += has_drafts
-        self.accepted += accepted
-        self.count_accepted(accepted)
-        self.round_tokens += emitted
+    def count_rows(self, rows: Sequence[tuple[int, int, int]], has_drafts: bool) -> None:
+        """Count a round of running rows, by row: how many of its accepted drafts and its bonus token it emitted before
+        its answer ended, its accepted drafts, and its drafts. `has_drafts` says whether any row had drafts."""
+        self.row_rounds += len(rows)
+        self.draft_rounds += has_drafts * len(rows)
+        for emitted, accepted, drafted in rows:
+            if accepted > emitted:
+                accepted = emitted
+            self.drafted += drafted
+            self.accepted += accepted
+            self.round_tokens += emitted
+            self.count_accepted(accepted)
 
     def count_accepted(self, accepted: int) -> None:
         """Count how many drafts a round of one row accepted."""
-        self.lengths += [0] * (accepted + 1 - len(self.lengths))
-        self.lengths[accepted] += 1
+        lengths = self.lengths
+        if accepted >= len(lengths):
+            lengths += [0] * (accepted + 1 - len(lengths))
+        lengths[accepted] += 1
 
     @property
     def tokens_per_second(self) -> float:

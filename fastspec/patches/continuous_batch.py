@@ -181,7 +181,8 @@ class Continuous:
         number, ids, seed, asked, drafts, given, (handed, measured) = self._mail.read(sent)
         config, streamer = given.pop("generation_config"), None if asked is None else SilentRounds(*asked)
         single = self.prepared(ids, config, streamer, seed, given, drafts)
-        single.number, single.handed, single.measured = number, handed, AnswerMeasures() if measured else None
+        single.number, single.handed = number, handed
+        single.measure(AnswerMeasures() if measured else None)
         return single
 
     def prepared(

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from helpers.grammars import END, TOKENIZER, terse
 from helpers.models import tiny_model
 from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts, told
 from hypothesis import given
@@ -19,6 +20,7 @@ from transformers.generation import utils
 
 import fastspec
 from fastspec import FastSpecError, Unsupported
+from fastspec.patches.call.grammar import GrammarState
 from fastspec.patches.call.one_prompt import PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.processors import Streaming
 from fastspec.patches.session import session_of
@@ -341,3 +343,26 @@ def test_an_open_batch_answers_as_before_and_streams_rounds() -> None:
                 assert [token for part in streamer.rounds for token in part] == answer[len(each) :]
         assert len(batch._settled.known) == 1
     assert session_of(model).batches == 0
+
+
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 20}], ids=str)
+def test_generate_prepares_settings_beside_a_grammar_once(how: dict[str, Any]) -> None:
+    """Each prompt has its own grammar, which begins anew; without one, or with more, these are other settings."""
+    pytest.importorskip("llguidance")
+    model = fastspec.patch(terse())
+    known, original = SettingsCache(), Counted(model)
+    words, numbers = (fastspec.Grammar(TOKENIZER, regex=form) for form in ("[ab]{40}", "[0-9]{40}"))
+    for step, grammar in enumerate((words, numbers, words)):
+        config = GenerationConfig(max_new_tokens=3 + step, eos_token_id=END, **how)
+        given = asked(texts(5)[0], config, logits_processor=[grammar])
+        mine = prepare(model, original, given, 5, known)
+        like(mine, prepare(model, Counted(model), given, 5))
+        assert isinstance(mine.rule.constraint, GrammarState) and mine.rule.constraint.grammar is grammar
+        assert original.calls == 1
+        mine.rule.constraint.follow([TOKENIZER.convert_tokens_to_ids("1" if grammar is numbers else "a")])
+    for count, more in enumerate(
+        ({}, {"logits_processor": [words, TopPLogitsWarper(0.5)]}, {"logits_processor": []}), 2
+    ):
+        given = asked(texts(5)[0], config, **more)
+        like(prepare(model, original, given, 5, known), prepare(model, Counted(model), given, 5))
+        assert original.calls == min(count, 3)

@@ -63,6 +63,6 @@ def test_nodes_beyond_the_first_word_of_ancestors_are_seen() -> None:
 @given(accepted=st.integers(0, 9), rejected=st.integers(0, 9))
 def test_the_rate_is_accepted_over_drafted(accepted: int, rejected: int) -> None:
     stats = Stats()
-    stats.count_round(emitted=accepted + 1, accepted=accepted, drafted=accepted + rejected, has_drafts=True)
+    stats.count_rows([(accepted + 1, accepted, accepted + rejected)], has_drafts=True)
     assert stats.acceptance_rate == (accepted / (accepted + rejected) if accepted + rejected else 0.0)
     assert stats.acceptance_length == accepted + 1

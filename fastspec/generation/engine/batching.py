@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,8 +42,8 @@ class Batch:
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
         self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
         self.uncounted: list[tuple[Stats, int, int, int, int, int, bool]] = []
-        """Rounds of answers that go on until each of them was stopped, whose common end is not known yet: what `count`
-        was called with."""
+        """Rounds of answers that go on until each of them was stopped, whose common end is not known yet: prompt,
+        tokens of its answer before and after, and the rest of what `count` was called with."""
         self.measures: list[list[Tensor]] = [[] for _ in range(rows)]
         self.reads_together = True
         """True where one pass may read several of the prompts that wait; not where one could not."""
@@ -95,6 +97,11 @@ class Batch:
         """A prompt could not join: it is the call that fails."""
         raise error
 
+    @property
+    def asks_logits(self) -> bool:
+        """True where the logits of some prompt's tokens are asked for."""
+        return self.request.keep_logits
+
     def keeps_logits(self, prompt: int) -> bool:
         """True where the logits of a prompt's tokens are asked for."""
         return self.request.keep_logits
@@ -141,17 +148,17 @@ class Batch:
         if request.steps is not None:
             self._take_steps(request.steps, prompt, tokens, accepted)
             return
-        count = 0
+        count, ends, stops = 0, self.ends[prompt], self.has_stop(prompt)
         for token in tokens:
             if token == NO_TOKEN:
                 break
             answer.append(token)
             count += 1
-            stopped = self.stopped(prompt, answer)
+            stopped = stops and self.stopped(prompt, answer)
             if stopped and not self.alone:
                 self._wait(prompt)
                 stopped = False
-            if token in self.ends[prompt] or len(answer) >= self.limits[prompt] or stopped:
+            if token in ends or len(answer) >= self.limits[prompt] or stopped:
                 self.active[prompt] = False
                 break
         if scores is not None:
@@ -184,6 +191,10 @@ class Batch:
         """Rows that have ended and are padded, in lockstep."""
         steps = self.request.steps
         return [False] * len(self.places) if steps is None else [length is not None for length in steps.lengths]
+
+    def has_stop(self, prompt: int) -> bool:
+        """True where `stop` is asked of a prompt."""
+        return self.request.stop is not None
 
     def stopped(self, prompt: int, answer: list[int]) -> bool:
         """True where `stop` ends a prompt at this answer; it is asked once, by the walk or after it."""
@@ -225,19 +236,22 @@ class Batch:
             self.limits = [common] * len(self.limits)
             self.active = [len(answer) < common for answer in self.out.tokens]
 
-    def count(self, prompt: int, begin: int, accepted: int, drafted: int, has_drafts: bool) -> None:
-        """Count a round, which found `begin` tokens in a prompt's answer, and which `take` has taken."""
-        end = len(self.out.tokens[prompt])
+    def count(self, rows: Sequence[tuple[int, int, int, int]], has_drafts: bool) -> None:
+        """Count a round that `take` has taken, by prompt: its number, how many tokens the round found in its answer,
+        accepted drafts and drafts."""
+        answers = self.out.tokens
         if self.alone:
-            self.stats.count_round(end - begin, accepted, drafted, has_drafts)
-        else:
-            self.uncounted.append((self.stats, prompt, begin, end, accepted, drafted, has_drafts))
+            told = [(len(answers[prompt]) - begin, accepted, drafted) for prompt, begin, accepted, drafted in rows]
+            self.stats.count_rows(told, has_drafts)
+            return
+        for prompt, begin, accepted, drafted in rows:
+            self.uncounted.append((self.stats, prompt, begin, len(answers[prompt]), accepted, drafted, has_drafts))
 
     def finish(self) -> None:
         """Cut what a row emitted beyond the common end, and count."""
         for stats, prompt, begin, end, accepted, drafted, has_drafts in self.uncounted:
             if begin < self.limits[prompt]:
-                stats.count_round(min(end, self.limits[prompt]) - begin, accepted, drafted, has_drafts)
+                stats.count_rows([(min(end, self.limits[prompt]) - begin, accepted, drafted)], has_drafts)
         for prompt, limit in enumerate(self.limits):
             del self.out.tokens[prompt][limit:], self.out.scores[prompt][limit:], self.out.logits[prompt][limit:]
         self.stats.emitted = sum(map(len, self.out.tokens))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol
 
@@ -46,16 +46,15 @@ class Rule:
     constraint: Constraint | None = None
     drafts: bool = True
     """False where no draft may be accepted; the tokens are the same without."""
+    is_greedy: bool = field(init=False, repr=False, compare=False)
+    """True where it is the likeliest token that the constraint allows."""
+    is_plain: bool = field(init=False, repr=False, compare=False)
+    """True where it is the likeliest token, of scores that nothing changes."""
 
-    @property
-    def is_greedy(self) -> bool:
-        """True where it is the likeliest token that the constraint allows."""
-        return not self.sample and self.process is None and self.process_at is None
-
-    @property
-    def is_plain(self) -> bool:
-        """True where it is the likeliest token, of scores that nothing changes."""
-        return self.is_greedy and self.constraint is None
+    def __post_init__(self) -> None:
+        greedy = not self.sample and self.process is None and self.process_at is None
+        object.__setattr__(self, "is_greedy", greedy)  # rounds ask it of every row
+        object.__setattr__(self, "is_plain", greedy and self.constraint is None)
 
 
 class Prompt(Protocol):
@@ -146,7 +145,14 @@ class OpenBatch(Batch):
         """Rows without a prompt, as many as there are prompts that wait, and those that kept a text longest first."""
         return self._free()[: len(self.queue)] if self.queue else []
 
+    @property
+    def running(self) -> list[bool]:
+        """Rows of the rounds that go on."""
+        return self.active.copy()
+
     def _free(self) -> list[int]:
+        if None not in self.prompts:
+            return []
         oldest = self.prefixes.oldest(self.prefixes.current, len(self.prompts))
         return [row for row in oldest if self.prompts[row] is None]
 
@@ -221,6 +227,11 @@ class OpenBatch(Batch):
         if self.prompts[prompt] is not None:
             self._leave(prompt, error)
 
+    @property
+    def asks_logits(self) -> bool:
+        """True where a prompt that holds a row asks for the logits of its tokens."""
+        return any(held is not None and held.keeps_logits for held in self.prompts)
+
     def keeps_logits(self, prompt: int) -> bool:
         """True where the prompt in this row asks for the logits of its tokens."""
         held = self.prompts[prompt]
@@ -239,14 +250,21 @@ class OpenBatch(Batch):
     @property
     def drafting(self) -> bool:
         """True unless rows go on, none of which takes drafts."""
-        going = [row for row, on in enumerate(self.active) if on]
-        return not going or any(map(self.drafts_for, going))
+        going = False
+        for on, held in zip(self.active, self.prompts, strict=True):
+            if on and (held is None or held.rule.drafts):
+                return True
+            going = going or on
+        return not going
 
     def goes_on(self, longest: int) -> bool:
         """True where a round may be launched before the one in front of it is read, of which nobody asks for more than
         tokens."""
-        asked = any(self.keeps_logits(row) or (self.keeps_tree(row) and self.drafts_for(row)) for row in self.places)
-        return super().goes_on(longest) and not asked
+        if any(
+            held is not None and (held.keeps_logits or (held.keeps_tree and held.rule.drafts)) for held in self.prompts
+        ):
+            return False
+        return super().goes_on(longest)
 
     def take(
         self,
@@ -265,8 +283,7 @@ class OpenBatch(Batch):
                 held.observe(drafted, logits, tree)
             super().take(prompt, tokens, accepted, None, None)
         except BaseException as error:
-            self.escalate(error)
-            self.errors.setdefault(prompt, error)
+            self.end_later(prompt, error)
         if prompt in self.errors or not self.active[prompt]:
             self._leave(prompt, self.errors.pop(prompt, None))
 
@@ -274,10 +291,14 @@ class OpenBatch(Batch):
         """None: prompts are submitted one by one, and no caller has a number for one."""
         return None
 
-    def stopped(self, prompt: int, answer: list[int]) -> bool:
-        """True where a prompt's criteria end its answer; an answer whose criteria raise is over."""
+    def has_stop(self, prompt: int) -> bool:
+        """True where a prompt has criteria; an answer whose criteria raise is over."""
         held = self.prompts[prompt]
-        return held is not None and held.stop is not None and super().stopped(prompt, answer)
+        return held is not None and held.stop is not None
+
+    def stopped(self, prompt: int, answer: list[int]) -> bool:
+        """True where a prompt's criteria end its answer."""
+        return self.has_stop(prompt) and super().stopped(prompt, answer)
 
     @contextmanager
     def guarded(self, row: int) -> Iterator[None]:
@@ -285,8 +306,12 @@ class OpenBatch(Batch):
         try:
             yield
         except BaseException as error:
-            self.escalate(error)
-            self.errors.setdefault(row, error)
+            self.end_later(row, error)
+
+    def end_later(self, row: int, error: BaseException) -> None:
+        """End the prompt of a row with an error once its round is over."""
+        self.escalate(error)
+        self.errors.setdefault(row, error)
 
     def cancel(self) -> None:
         """Let go of prompts that nobody waits for any more. What a row emits in a round that was launched is not

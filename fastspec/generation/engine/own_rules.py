@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.generation.constraint import masked, nodes_of
+from fastspec.generation.constraint import Masks, nodes_of, roots_of
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.open_batch import OpenBatch, Rule
@@ -35,6 +35,7 @@ class OwnRules(Verifier):
 
     def __init__(self, batch: OpenBatch, target: Target, ops: Ops) -> None:
         self.batch, self.target, self.ops = batch, target, ops
+        self.masks = Masks(target.lengths.device)
 
     @property
     def place(self) -> Place:  # type: ignore[override]
@@ -59,7 +60,8 @@ class OwnRules(Verifier):
         assert held is not None
         rule, scores = held.rule, logits.float()
         if rule.constraint is not None:
-            scores = masked(scores[None], {0: rule.constraint.masks([], [0], [0])})[0]
+            self.masks.fill(roots_of(1), [(0, rule.constraint, [])])
+            scores = self.masks.masked(scores[None])[0]
         if rule.process_at is not None:
             assert rule.history is not None
             scores = rule.process_at([0], rule.history[None], scores)
@@ -68,7 +70,7 @@ class OwnRules(Verifier):
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The choice in a scored tree, row by row where a rule asks for it."""
         tree, ruled = scored.tree, self._ruled()
-        logits = masked(scored.logits, self._masks(tree, ruled))
+        logits = self._masked(scored, ruled)
         picks = choose(logits, None, self.ops)
         if not ruled:
             return VerifiedTree(scored, walk(tree, picks, self.ops), None)
@@ -98,15 +100,14 @@ class OwnRules(Verifier):
     def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
         """Nothing: a rule's numbers are those of its positions."""
 
-    def _masks(self, tree: TokenTree, ruled: list[tuple[int, Rule]]) -> dict[int, Tensor]:
-        """The masks of the rows that have a constraint."""
-        masks: dict[int, Tensor] = {}
-        held = [(row, rule.constraint) for row, rule in ruled if rule.constraint is not None]
-        tokens, parents = nodes_of(tree) if held else ([], [])
-        for row, constraint in held:
-            with self.batch.guarded(row):
-                masks[row] = constraint.masks(self.batch.out.tokens[row], tokens[row], parents[row])
-        return masks
+    def _masked(self, scored: Scored, ruled: list[tuple[int, Rule]]) -> Tensor:
+        """The logits, with -inf at what the constraints of rows forbid."""
+        answers = self.batch.out.tokens
+        held = [(row, rule.constraint, answers[row]) for row, rule in ruled if rule.constraint is not None]
+        if not held:
+            return scored.logits
+        self.masks.fill(nodes_of(scored.tree), held, self.batch.end_later)
+        return self.masks.masked(scored.logits)
 
     def _picks(self, rule: Rule, scores: Tensor, positions: Tensor) -> Tensor:
         """Tokens [1, N] of one prompt, of scores [1, N, V] and the positions [1, N] of the tokens that are chosen

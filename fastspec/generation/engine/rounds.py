@@ -304,10 +304,8 @@ class Rounds(Generic[TargetT]):
 
 
 def read_row(row: list[int]) -> list[int]:
-    """Tokens that a row emitted, as `Ops.emit` tells of them, with NO_TOKEN where none could be drawn behind the
-    accepted drafts."""
-    if row[0] >= 0:
-        return row
+    """Tokens of a row for which none could be drawn behind the accepted drafts, as `Ops.emit` tells of them, with
+    NO_TOKEN in its place."""
     accepted = -1 - row[0]
     return [accepted, *row[1 : 1 + accepted], NO_TOKEN, *row[2 + accepted :]]
 
@@ -315,36 +313,41 @@ def read_row(row: list[int]) -> list[int]:
 def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> None:
     """Hand a round's tokens to the prompts that its rows hold."""
     request, stats, last = batch.request, batch.stats, engine.last
-    emitted = [read_row(row) for row in emitted]
+    emitted = [row if row[0] >= 0 else read_row(row) for row in emitted]
     if request.watch is not None:
         request.watch(last.tree, last.verdict, last.logits)
     # the next replay writes over them
     measures = None if last.committed.measures is None else last.committed.measures.clone()
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
-    asked = request.keep_scores or any(map(batch.keeps_logits, batch.places))
-    paths = [last.verdict.path[row, : accepted + 1] for row, (accepted, *_) in enumerate(emitted)] if asked else []
+    asked = batch.asks_logits
+    kept = asked or request.keep_scores
+    paths = [last.verdict.path[row, : told[0] + 1] for row, told in enumerate(emitted)] if kept else []
     scores = (
         [last.scores_along(row, path) for row, path in enumerate(paths)]
         if request.keep_scores
         else [None] * len(emitted)
     )
-    for row, (prompt, (accepted, *tokens)) in enumerate(zip(batch.places, emitted, strict=True)):
+    answers, padded, counted = batch.out.tokens, engine.state.padded, list[tuple[int, int, int, int]]()
+    for row, (prompt, told) in enumerate(zip(batch.places, emitted, strict=True)):
         if not batch.active[prompt]:
             continue
-        if engine.state.padded[row]:
-            batch.take(prompt, tokens[: accepted + 1], accepted, None, None)
+        accepted = told[0]
+        tokens = told[1 : accepted + 2]
+        if padded[row]:
+            batch.take(prompt, tokens, accepted, None, None)
             continue
-        logits = last.logits[row, paths[row]].float() if batch.keeps_logits(prompt) else None
+        logits = last.logits[row, paths[row]].float() if asked and batch.keeps_logits(prompt) else None
         if measures is not None:
             batch.measures[prompt].append(measures[row, : accepted + 1])
-        begin, drafts = len(batch.out.tokens[prompt]), batch.drafts_for(prompt)
-        own = 0 if not drafts else nodes if drafted is None else drafted[row]
-        asked_tree = drafts and nodes > 0 and batch.keeps_tree(prompt)
-        tree = last.tree_of(row, own, accepted) if asked_tree else None
-        batch.take(prompt, tokens[: accepted + 1], accepted, scores[row], logits, own, tree)
-        batch.count(prompt, begin, accepted, own, nodes > 0)
+        own, tree = 0, None
+        if nodes and batch.drafts_for(prompt):
+            own = nodes if drafted is None else drafted[row]
+            tree = last.tree_of(row, own, accepted) if batch.keeps_tree(prompt) else None
+        counted.append((prompt, len(answers[prompt]), accepted, own))
+        batch.take(prompt, tokens, accepted, scores[row], logits, own, tree)
+    batch.count(counted, nodes > 0)
     follows = engine.main.longest if engine.in_flight else 0
-    batch.grow([accepted + 1 for accepted, *_ in emitted], engine.state.running, follows)
+    batch.grow([told[0] + 1 for told in emitted], engine.state.running, follows)
     stats.rounds += 1
 
 

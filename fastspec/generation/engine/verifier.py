@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.generation.constraint import Constraint, masked, nodes_of
+from fastspec.generation.constraint import Constraint, Masks, Nodes, nodes_of, roots_of
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
@@ -215,11 +215,12 @@ class Constrained(Verifier):
 
     def __init__(self, choice: Choice, constraint_of: Callable[[int], Constraint], batch: Batch) -> None:
         self.choice, self.constraint_of, self.batch = choice, constraint_of, batch
+        self.masks: Masks | None = None
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """First tokens of prompts, among those that an answer may begin with."""
-        masks = {row: self.constraint_of(prompt).masks([], [0], [0]) for row, prompt in enumerate(prompts)}
-        return self.choice.first(masked(logits[:, None], masks)[:, 0], text, prompts)
+        held = [(row, self.constraint_of(prompt), list[int]()) for row, prompt in enumerate(prompts)]
+        return self.choice.first(self._masked(logits[:, None], roots_of(len(held)), held)[:, 0], text, prompts)
 
     def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
         """Rows draw for these prompts."""
@@ -227,14 +228,21 @@ class Constrained(Verifier):
 
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The choice at all nodes of the tree at once, from masked logits."""
-        batch, (tokens, parents) = self.batch, nodes_of(scored.tree)
-        masks = {
-            row: self.constraint_of(prompt).masks(batch.out.tokens[prompt], tokens[row], parents[row])
+        batch, nodes = self.batch, nodes_of(scored.tree)
+        held = [
+            (row, self.constraint_of(prompt), batch.out.tokens[prompt])
             for row, prompt in enumerate(batch.places)
             if batch.active[prompt]
-        }
-        judged = self.choice(replace(scored, logits=masked(scored.logits, masks)))
+        ]
+        judged = self.choice(replace(scored, logits=self._masked(scored.logits, nodes, held)))
         return replace(judged, scored=scored)
+
+    def _masked(self, logits: Tensor, nodes: Nodes, held: Sequence[tuple[int, Constraint, list[int]]]) -> Tensor:
+        if not held:
+            return logits
+        self.masks = self.masks or Masks(logits.device)
+        self.masks.fill(nodes, held)
+        return self.masks.masked(logits)
 
 
 class InLockstep(Verifier):

@@ -4,9 +4,10 @@ matched by llguidance."""
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +16,11 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from fastspec.errors import NoDistribution, Unsupported
-from fastspec.generation.constraint import masked
+from fastspec.generation.constraint import Masks, roots_of
 from fastspec.patches.call.grammar_text import FORMS, library, refusal, text_of
+
+TOGETHER = 4
+"""Masks of a round from which on threads fill them."""
 
 
 class Grammar(LogitsProcessor):  # type: ignore[misc]
@@ -57,6 +61,8 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
         self.tokens = _tokens_of(tokenizer, end_tokens)
         self.size: int = self.tokens.vocab_size
         """Tokens of the tokenizer."""
+        self.words = -(-self.size // 32)
+        """Words of a mask."""
         self._matcher = _compiled(self.tokens, self.form, value)
         self._plain = threading.local()
 
@@ -119,12 +125,12 @@ class GrammarOfCall(LogitsProcessor):  # type: ignore[misc]
         processors have left nothing that the grammar allows."""
         answers = input_ids[:, self.length :].tolist()
         states = [self.state(row) for row in self.rows]
-        masks = {
-            place: state.masks(answer, [0], [0])
-            for place, (state, answer) in enumerate(zip(states, answers, strict=True))
-            if state.follows(answer)
-        }
-        found = masked(scores[:, None], masks)[:, 0]
+        texts = zip(states, answers, strict=True)
+        held = [(place, state, answer) for place, (state, answer) in enumerate(texts) if state.follows(answer)]
+        found, masks = scores, Masks(scores.device)
+        if held:
+            masks.fill(roots_of(len(answers)), held)
+            found = masks.masked(scores[:, None])[:, 0]
         for place, empty in enumerate((found == -torch.inf).all(-1).tolist()):
             if empty:
                 raise NoDistribution.after(len(answers[place]), self.rows[place])
@@ -155,12 +161,36 @@ class GrammarState:
             count += 1
         return count == len(answer) or self._is_over()
 
-    def masks(self, answer: list[int], tokens: list[int], parents: list[int]) -> Tensor:
-        """Masks of a tree behind an answer. Raises Unsupported for an answer that the grammar does not allow, and for a
-        grammar that grows past llguidance's bounds."""
+    @property
+    def words(self) -> int:
+        """Words of a mask."""
+        return self.grammar.words
+
+    def follow(self, answer: list[int]) -> None:
+        """Go to the end of an answer. Raises Unsupported for one that the grammar does not allow."""
         if not self.follows(answer):
             raise Unsupported(f"the grammar does not allow token {answer[len(self.taken)]} of this answer")
-        masks = torch.full((len(tokens), -(-self.grammar.size // 32)), -1, dtype=torch.int32, device="cpu")
+
+    @staticmethod
+    def fill_rows(states: Sequence[tuple[GrammarState, int]], masks: Tensor) -> None:
+        """Masks of many answers, by threads that hold no lock of the interpreter."""
+        matchers = [(state.matcher, row) for state, row in states]
+        if len(matchers) < TOGETHER:
+            for matcher, row in matchers:
+                matcher.unsafe_compute_mask_ptr(masks[row].data_ptr(), masks[row].nbytes)
+        else:
+            size = masks.stride(0) * masks.element_size()
+            _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.data_ptr(), size, len(masks))
+
+    def check(self) -> None:
+        """Raise Unsupported for a grammar that grows past llguidance's bounds."""
+        if self.matcher.is_error():
+            raise Unsupported(f"the grammar cannot be followed any further: {self.matcher.get_error()[:400]}")
+
+    def fill(self, masks: Tensor, answer: list[int], tokens: list[int], parents: list[int]) -> None:
+        """Masks of a tree behind an answer. Raises Unsupported as `follow` and `check`."""
+        self.follow(answer)
+        masks.fill_(-1)
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(len(tokens) - 1, 0, -1):
             children[parents[node]].append(node)
@@ -184,7 +214,6 @@ class GrammarState:
             if parents[node] in ended:
                 masks[node] = masks[parents[node]]
                 ended.add(node)
-        return masks
 
     def _takes(self, token: int) -> bool:
         return token < self.grammar.size and bool(self.matcher.try_consume_tokens([token]))
@@ -194,8 +223,13 @@ class GrammarState:
 
     def _fill(self, mask: Tensor) -> None:
         self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-        if self.matcher.is_error():
-            raise Unsupported(f"the grammar cannot be followed any further: {self.matcher.get_error()[:400]}")
+        self.check()
+
+
+@cache
+def _executor(process: int) -> Any:
+    """Threads of this process that fill masks."""
+    return library().LLExecutor()
 
 
 _known: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

@@ -3,8 +3,8 @@ settings.
 
 A server hands an open batch many prompts a second, nearly all with the settings of earlier ones, and preparing one
 takes `generate` milliseconds of Python. What it makes of settings is kept where nothing of it depends on the prompt but
-the length: no processors, or temperature, top-k, top-p and min-p, and no criteria but the length and end tokens.
-Anything else goes through `generate` each time.
+the length: no processors, or temperature, top-k, top-p and min-p, behind a grammar or not, and no criteria but the
+length and end tokens. Anything else goes through `generate` each time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -29,7 +30,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.engine.open_batch import Rule
 from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import drawn_seed, measure, top_logprobs
-from fastspec.kernels.verification.reference import SamplingSettings
+from fastspec.patches.call.grammar import Grammar, GrammarState
 from fastspec.patches.call.processors import (
     FILTERS,
     Ending,
@@ -38,6 +39,7 @@ from fastspec.patches.call.processors import (
     Streaming,
     are_known,
     read_processors,
+    read_settings,
     unknown_types,
     whole_limit,
 )
@@ -55,8 +57,9 @@ from fastspec.patches.hf.compat import device_of, own_stop_strings
 from fastspec.patches.hf.limits import dropped_spans, position_rows
 
 KEPT = 16
-GIVEN = frozenset({"input_ids", "generation_config", "attention_mask", "streamer", "tokenizer"})
-"""Arguments of `generate` that settings are kept beside; the tokenizer is read for stop strings alone."""
+GIVEN = frozenset({"input_ids", "generation_config", "attention_mask", "streamer", "tokenizer", "logits_processor"})
+"""Arguments of `generate` that settings are kept beside; the tokenizer is read for stop strings alone, and of
+processors a grammar is taken."""
 METHODS = {
     name: getattr(GenerationMixin, name)
     for name, value in vars(GenerationMixin).items()
@@ -81,8 +84,8 @@ REFUSED_PROCESSORS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedSettings:
-    """Settings as `generate` prepared them: end tokens, and the rule by which tokens are chosen, whose seed is each
-    prompt's own; `positions` counts those that the model has, None where it has any."""
+    """Settings as `generate` prepared them: end tokens, and the rule by which tokens are chosen, whose seed and grammar
+    are each prompt's own; `positions` counts those that the model has, None where it has any."""
 
     asked: str
     ends: frozenset[int]
@@ -133,11 +136,15 @@ def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
         or not given.keys() <= GIVEN
     ):
         return None
+    processors = given.get("logits_processor") or ()
+    if not isinstance(processors, (list, tuple)) or [type(each) for each in processors] not in ([], [Grammar]):
+        return None
     if type(config.max_new_tokens) is not int or config.max_new_tokens < 1 or not _is_transformers_own(model, original):
         return None
     asked = (
         {name: value for name, value in vars(config).items() if name != "max_new_tokens"},
         vars(model.generation_config),
+        len(processors),
     )
     return repr(asked) if _is_text(asked) else None
 
@@ -163,11 +170,11 @@ def _is_text(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def settles(processors: Sequence[Any], criteria: Iterable[Any], settings: SamplingSettings | None) -> bool:
-    """True where nothing of what `generate` made is the prompt's own but the length; `settings` are all that processors
-    do, None if more."""
+def settles(processors: LogitsProcessorList, criteria: Iterable[Any]) -> bool:
+    """True where nothing of what `generate` made is the prompt's own but the length and a grammar's state."""
+    rest = LogitsProcessorList(processors[1:] if processors and type(processors[0]) is Grammar else processors)
     lengths = (MaxLengthCriteria, EosTokenCriteria)
-    return (settings is not None or not processors) and all(type(each) in lengths for each in criteria)
+    return (not rest or read_settings(rest) is not None) and all(type(each) in lengths for each in criteria)
 
 
 log = logging.getLogger("fastspec")
@@ -219,7 +226,7 @@ class PreparedPrompt:
         streamer: Any,
         ending: Ending | None = None,
     ) -> None:
-        self.shown, self.ids, self.limit, self.ends, self.rule, self.ending = shown, ids, limit, ends, rule, ending
+        self.shown, self.ids, self.limit, self.ends, self.rule = shown, ids, limit, ends, rule
         self.text = ids[0].cpu()
         self.rounds = streamer if isinstance(streamer, RoundStreamer) else None
         self.streaming = Streaming(streamer, 1, 0) if streamer is not None and self.rounds is None else None
@@ -234,6 +241,14 @@ class PreparedPrompt:
         self.handed: Sequence[int] = ()
         self.measured: AnswerMeasures | None = None
         """Takes the measures of all tokens, where they are asked for."""
+        self.keeps_logits = self.rounds is not None and self.rounds.logprobs is not None
+        """True where the streamer asks for log-probabilities, or somebody for measures."""
+        self.stop: Callable[[list[int]], bool] | None = None
+        """Criteria besides length and end tokens."""
+        if ending is not None and ending.stop is not None:
+            self.stop = partial(ending.stop, 0)
+        self.keeps_tree = self.rounds is not None and self.rounds.trees
+        """True where the streamer asks for draft trees."""
 
     def move(self, device: torch.device) -> None:
         """Bring the prompt to where it is read."""
@@ -243,23 +258,10 @@ class PreparedPrompt:
         """So many tokens of the prompt are not read."""
         self.future.cached_tokens = count
 
-    @property
-    def stop(self) -> Callable[[list[int]], bool] | None:
-        """True where criteria besides length and end tokens end the answer."""
-        return None if self.ending is None or self.ending.stop is None else self._stop
-
-    def _stop(self, answer: list[int]) -> bool:
-        return self.ending is not None and self.ending.stop is not None and self.ending.stop(0, answer)
-
-    @property
-    def keeps_logits(self) -> bool:
-        """True where the streamer asks for log-probabilities, or somebody for measures."""
-        return self.measured is not None or (self.rounds is not None and self.rounds.logprobs is not None)
-
-    @property
-    def keeps_tree(self) -> bool:
-        """True where the streamer asks for draft trees."""
-        return self.rounds is not None and self.rounds.trees
+    def measure(self, measured: AnswerMeasures | None) -> None:
+        """Let the measures of all tokens be taken, where they are asked for."""
+        self.measured = measured
+        self.keeps_logits = self.keeps_logits or measured is not None
 
     def observe(self, drafted: int, logits: Tensor | None, tree: DraftTree | None) -> None:
         """Keep what the streamer is told with the round's tokens."""
@@ -279,7 +281,7 @@ class PreparedPrompt:
         try:
             if self.rounds is not None:
                 self.rounds.put_round(StreamedRound(tokens, accepted, drafted, found, tree, self.future.cached_tokens))
-            if self.streaming is not None:
+            elif self.streaming is not None:
                 self.streaming.emit(0, tokens, accepted, done)
         except BaseException as error:  # SystemExit, too, which would end the thread and nobody's waiting
             self.failed = error
@@ -376,7 +378,9 @@ def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -
     ids, streamer = given["input_ids"].clone(), given.get("streamer")
     if streamer is not None:
         streamer.put(ids)  # as generate does
-    rule = replace(settled.rule, seed=_seed(settled.rule.sample, seed))
+    grammars = given.get("logits_processor") or ()
+    constraint = GrammarState(grammars[0]) if grammars else None
+    rule = replace(settled.rule, seed=_seed(settled.rule.sample, seed), constraint=constraint)
     return PreparedPrompt(ids, ids, given["generation_config"].max_new_tokens, settled.ends, rule, streamer)
 
 
@@ -455,13 +459,8 @@ def prepare(
         refuse_dropped(model, None, 0, generation_config, dropped)
         rule = single.rule
         fits = asked is not None and given["generation_config"].max_new_tokens == single.limit
-        if (
-            known is not None
-            and asked is not None
-            and fits
-            and settles(logits_processor, stopping_criteria, rule.settings)
-        ):
-            known.keep(PreparedSettings(asked, single.ends, rule, position_rows(model)))
+        if known is not None and asked is not None and fits and settles(logits_processor, stopping_criteria):
+            known.keep(PreparedSettings(asked, single.ends, replace(rule, constraint=None), position_rows(model)))
         return single
 
     made = original(**{**own_stop_strings(model, given), "custom_generate": custom})

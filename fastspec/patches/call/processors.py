@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -333,8 +333,7 @@ class Streaming:
         self.streamer.end()
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedRound:
+class StreamedRound(NamedTuple):
     """Tokens that a round gave to one prompt, of its `drafted` draft tokens those that are among them, and the
     log-probabilities and the draft tree where they are asked for; a prompt that takes no drafts has no tree, nor has
     its first token. `cached` are the prompt's tokens that were not read, since a row had read them."""

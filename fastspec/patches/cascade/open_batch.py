@@ -64,7 +64,8 @@ class StageBatch(Continuous):
         """The future of the answer to a prompt, which is `submit`'s."""
         row = torch.tensor([prompt], device="cpu")
         single = self.prompt(row, streamer, seed, options)
-        single.handed, single.measured = handed[: single.limit], measured
+        single.handed = handed[: single.limit]
+        single.measure(measured)
         return self.send(single, row, streamer, True, {"generation_config": None, **_unpadded(row, options)})
 
     def prompt(self, row: Tensor, streamer: Any, seed: int, options: dict[str, Any]) -> PreparedPrompt:

@@ -32,17 +32,18 @@ class Rate:
         self.lock = threading.Lock()
 
     def add(self, count: int) -> None:
+        now = time.monotonic()
         with self.lock:
-            self.seen.append((time.monotonic(), count))
-            self._forget()
+            self.seen.append((now, count))
+            self._forget(now)
 
     def value(self) -> float:
         with self.lock:
-            self._forget()
+            self._forget(time.monotonic())
             return sum(count for _, count in self.seen) / WINDOW
 
-    def _forget(self) -> None:
-        while self.seen and self.seen[0][0] < time.monotonic() - WINDOW:
+    def _forget(self, now: float) -> None:
+        while self.seen and self.seen[0][0] < now - WINDOW:
             self.seen.popleft()
 
 

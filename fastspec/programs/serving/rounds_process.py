@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastspec.cascade.decisions import Visit
 from fastspec.patches.call.processors import StreamedRound
@@ -37,8 +37,7 @@ class Ready:
     info: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """A round of one prompt, a stage's part in its answer, or a part of a text that was scored."""
 
     number: int
@@ -156,7 +155,8 @@ class BatchEnd:
         self.closed = True
 
     def _posts(self, number: int) -> PutRound:
-        return lambda round: self.wire.post(Tokens(number, round))
+        post = self.wire.post
+        return lambda round: post(Tokens(number, round))
 
     def _is_taken(self, number: int, answer: Future[Any]) -> None:
         self.wire.post(Settled(number, False))

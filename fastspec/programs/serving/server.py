@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,8 @@ LONG = 16
 takes a tokenizer seconds."""
 STALLED = 30.0
 """Seconds without the end of a turn of the rounds, while requests are there, from which on a server is unhealthy."""
+Posted = list[Event] | Callable[[], list[Event]] | BaseException
+"""Events of an answer, or what reads them, or its error."""
 log = logging.getLogger("fastspec.serve")
 
 
@@ -102,6 +105,11 @@ class Row:
     visits: list[Visit] = field(default_factory=list)
     called: bool = False
     first: float | None = None
+    waiting: list[StreamedRound | Visit] = field(default_factory=list)
+    """Of a streamed answer what is not read into events yet."""
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    failed: Exception | None = None
+    """Error of reading it."""
 
     def __post_init__(self) -> None:
         self.asked, self.metrics = self.answers.asked, self.answers.metrics
@@ -110,43 +118,80 @@ class Row:
 
     def put_round(self, round: StreamedRound | Visit) -> None:
         """Take a round, or a stage's part in the answer."""
+        first = False
         if isinstance(round, Visit):
             self.visits.append(round)
             self.metrics.add_visit(round)
-            if self.rounds is not None and self.asked.stream:
-                self._post([stage_of(round)])
-            elif self.rounds is not None:
-                self.named.append(stage_of(round))
-            return
-        tokens = round.tokens
-        self.tokens += tokens
-        self.accepted += round.accepted
-        self.drafted += round.drafted
-        self.cached = round.cached
-        self.metrics.tokens.inc(len(tokens))
-        self.metrics.rate.add(len(tokens))
-        first = self.first is None
-        if self.first is None:
-            self.first = time.perf_counter() - self.asked.arrived
-            self.metrics.first_token.observe(self.first)
-        named: list[Event] = [] if self.rounds is None else [self.rounds.named(round)]
-        if self.asked.stream:
-            self._post([*named, *self.reader.add(tokens, round.logprobs)], urgent=first)
+            if self.rounds is None:
+                return
         else:
-            self.named += named
+            self.tokens += round.tokens
+            self.accepted += round.accepted
+            self.drafted += round.drafted
+            self.cached = round.cached
+            self.metrics.tokens.inc(len(round.tokens))
+            self.metrics.rate.add(len(round.tokens))
+            first = self.first is None
+            if self.first is None:
+                self.first = time.perf_counter() - self.asked.arrived
+                self.metrics.first_token.observe(self.first)
+        if self.asked.stream:
+            self._wait(round, first)
+            return
+        if self.rounds is not None:
+            self.named.append(stage_of(round) if isinstance(round, Visit) else self.rounds.named(round))
+        if isinstance(round, StreamedRound):
             self.logprobs += round.logprobs or ()
 
-    def _post(self, events: list[Event], urgent: bool = False) -> None:
+    def _wait(self, round: StreamedRound | Visit, urgent: bool) -> None:
+        """Let a round wait until the reader of the stream fetches all that do, for a text is decoded in one go at the
+        cost of a token."""
+        with self.reading:
+            told = bool(self.waiting)
+            self.waiting.append(round)
+        if not told:
+            self.answers.post(self.index, self.read, urgent)
+
+    def read(self) -> list[Event]:
+        """The events of what waits."""
+        events: list[Event] = []
+        with self.reading:
+            waiting, self.waiting = self.waiting, []
+            try:
+                if self.rounds is None and self.asked.logprobs is None:
+                    tokens = [token for each in waiting if isinstance(each, StreamedRound) for token in each.tokens]
+                    events += self.reader.add(tokens) if tokens else ()
+                else:
+                    for each in waiting:
+                        events += self._read(each)
+            except Exception as error:
+                self.failed = error
+                raise
+            self._note(events)
+        return events
+
+    def _read(self, round: StreamedRound | Visit) -> list[Event]:
+        """The events of a round by itself."""
+        if isinstance(round, Visit):
+            return [stage_of(round)]
+        named = [] if self.rounds is None else [self.rounds.named(round)]
+        return [*named, *self.reader.add(round.tokens, round.logprobs)]
+
+    def _note(self, events: list[Event]) -> None:
         self.called = self.called or any(isinstance(event, ToolCall) for event in events)
+
+    def _post(self, events: list[Event]) -> None:
+        self._note(events)
         if events:
-            self.answers.post(self.index, events, urgent)
+            self.answers.post(self.index, events)
 
     def over(self, future: Future[Any]) -> None:
         """The batch is done with it, however it ended."""
-        error = None if future.cancelled() else future.exception()
-        outcome = "cancelled" if future.cancelled() else "error" if error is not None else self._reason()
+        cancelled = future.cancelled() and self.failed is None
+        error = self.failed or (None if cancelled else future.exception())
+        outcome = "cancelled" if cancelled else "error" if error is not None else self._reason()
         try:
-            if future.cancelled():
+            if cancelled:
                 error = Refused("the server stops", 503)
             elif isinstance(error, Unsupported):  # of a grammar that leads nowhere, say
                 error = Refused(str(error))
@@ -171,7 +216,9 @@ class Row:
 
     def end(self) -> None:
         """Post what is left, and the end."""
-        if not self.asked.stream:
+        if self.asked.stream:
+            self._post(self.read())
+        else:
             scored = self.logprobs if self.asked.logprobs is not None else None
             self._post([*self.named, *self.echo, *self.reader.add(self.tokens, scored)])
         self._post(self.reader.finish())
@@ -190,11 +237,11 @@ class ServedAnswers:
     prompt_tokens: int
     metrics: Metrics
     mail: Mail
-    queue: asyncio.Queue[tuple[int, list[Event] | BaseException]] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[tuple[int, Posted]] = field(default_factory=asyncio.Queue)
     sent: list[Sent] = field(default_factory=list)
 
-    def post(self, index: int, item: list[Event] | BaseException, urgent: bool = False) -> None:
-        """Hand on the events of one answer, or its error."""
+    def post(self, index: int, item: Posted, urgent: bool = False) -> None:
+        """Hand on the events of one answer, or what reads them, or its error."""
         self.mail.post(self.queue, (index, item), urgent)
 
     def cancel(self) -> None:
@@ -208,10 +255,16 @@ class ServedAnswers:
         while left:
             parts: dict[int, list[Event]] = {}
             error: BaseException | None = None
-            for index, item in await all_of(self.queue):
+            for index, posted in await all_of(self.queue):
+                item = posted
+                if callable(item) and error is None:
+                    try:
+                        item = item()
+                    except Exception as raised:
+                        item = raised
                 if isinstance(item, BaseException):
                     error = error or item
-                elif error is None:
+                elif error is None and item and not callable(item):
                     parts.setdefault(index, []).extend(item)
             if parts:
                 yield [(index, event) for index, events in parts.items() for event in merged(events)]

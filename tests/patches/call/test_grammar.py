@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 
 import fastspec
 from fastspec.errors import NoDistribution, Unsupported
-from fastspec.generation.constraint import masked
+from fastspec.generation.constraint import Masks, roots_of
 from fastspec.patches.call.grammar import GrammarState
 from fastspec.patches.cascade.settings import refuse
 
@@ -43,6 +43,23 @@ def said(tokens: list[int]) -> str:
 def allowed(mask: Tensor) -> list[int]:
     words = mask.tolist()
     return [token for token in range(SIZE) if words[token // 32] >> (token % 32) & 1]
+
+
+def masks_of(state: GrammarState, answer: list[int], tokens: list[int], parents: list[int]) -> Tensor:
+    """Masks [N, W] of a tree behind an answer."""
+    masks = torch.zeros(len(tokens), state.words, dtype=torch.int32)
+    state.fill(masks, answer, tokens, parents)
+    return masks
+
+
+class Drawn:
+    """A constraint whose masks are given."""
+
+    def __init__(self, masks: Tensor) -> None:
+        self.masks, self.words = masks, masks.shape[1]
+
+    def fill(self, masks: Tensor, answer: list[int], tokens: list[int], parents: list[int]) -> None:
+        masks.copy_(self.masks)
 
 
 class Guided(LogitsProcessor):
@@ -89,14 +106,14 @@ def test_masks_of_trees_are_those_of_each_node_by_itself(grammar: fastspec.Gramm
         for parent in parents[1:]:
             alone = GrammarState(grammar)
             fits = alone.follows(texts[parent]) and rng.random() < 0.8
-            token = rng.choice(allowed(alone.masks(texts[parent], [0], [0])[0])) if fits else rng.randrange(SIZE)
+            token = rng.choice(allowed(masks_of(alone, texts[parent], [0], [0])[0])) if fits else rng.randrange(SIZE)
             tokens.append(token)
             texts.append([*texts[parent], token])
-        masks = state.masks(answer, tokens, parents)
+        masks = masks_of(state, answer, tokens, parents)
         for text, mask in zip(texts, masks, strict=True):
             alone = GrammarState(grammar)
             if alone.follows(text):
-                assert torch.equal(mask, alone.masks(text, [0], [0])[0])
+                assert torch.equal(mask, masks_of(alone, text, [0], [0])[0])
                 answers.append(text)
             else:
                 assert mask.eq(-1).all()
@@ -105,24 +122,63 @@ def test_masks_of_trees_are_those_of_each_node_by_itself(grammar: fastspec.Gramm
 def test_what_comes_after_the_end_of_a_grammar_counts_for_nothing() -> None:
     state = GrammarState(fastspec.Grammar(TOKENIZER, choice=["12"]))
     token = TOKENIZER.convert_tokens_to_ids("12")
-    masks = state.masks([], [0, token, 5, 5, token, 6], [0, 0, 1, 2, 3, 0])
+    masks = masks_of(state, [], [0, token, 5, 5, token, 6], [0, 0, 1, 2, 3, 0])
     assert [allowed(mask) for mask in masks[1:5]] == [[END]] * 4
     assert masks[5].eq(-1).all() and token in allowed(masks[0])
-    assert allowed(state.masks([token, 5, 5, 7], [0], [0])[0]) == [5]
+    assert allowed(masks_of(state, [token, 5, 5, 7], [0], [0])[0]) == [5]
     with pytest.raises(Unsupported, match="does not allow token 9"):
-        state.masks([9], [0], [0])
+        masks_of(state, [9], [0], [0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [90, 128, 150])
-def test_masked_logits_lack_what_a_mask_forbids_and_what_it_has_no_bit_for(size: int) -> None:
-    logits = torch.randn(3, 4, size)
+def test_masked_logits_lack_what_a_mask_forbids_and_what_it_has_no_bit_for(size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 4, size, dtype=dtype)
     mask = torch.randint(-(2**31), 2**31 - 1, (4, 4), dtype=torch.int32)
-    found = masked(logits, {1: mask})
+    masks = Masks(logits.device)
+    masks.fill(([[0] * 4] * 3,) * 2, [(1, Drawn(mask), [])])
+    found = masks.masked(logits)
     assert torch.equal(found[[0, 2]], logits[[0, 2]])
     for node in range(4):
         kept = [token for token in allowed(mask[node]) if token < size]
         assert torch.equal(found[1, node, kept], logits[1, node, kept])
         assert int((found[1, node] == -torch.inf).sum()) == size - len(kept)
+
+
+@pytest.mark.parametrize("size", [90, 128, 150])
+def test_masks_of_unequal_width_are_those_of_each_by_itself(size: int) -> None:
+    """Also where the memory held masks of another round."""
+    logits, masks = torch.randn(4, 2, size), Masks(torch.device("cpu"))
+    for _ in range(3):
+        drawn = [torch.randint(-(2**31), 2**31 - 1, (2, words), dtype=torch.int32) for words in (3, 4)]
+        masks.fill(([[0] * 2] * 4,) * 2, [(row, Drawn(each), []) for row, each in zip((0, 2), drawn, strict=True)])
+        found = masks.masked(logits)
+        for row, each in zip((0, 2), drawn, strict=True):
+            alone = Masks(torch.device("cpu"))
+            alone.fill(([[0] * 2],) * 2, [(0, Drawn(each), [])])
+            assert torch.equal(found[row], alone.masked(logits[row : row + 1])[0])
+        assert torch.equal(found[[1, 3]], logits[[1, 3]])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_masks_of_many_answers_are_those_of_each_by_itself(grammar: fastspec.Grammar, rows: int) -> None:
+    """Of rows with a grammar and without; one whose answer the grammar does not allow is told of alone."""
+    rng, masks, logits = random.Random(rows), Masks(torch.device("cpu")), torch.randn(rows + 3, 1, SIZE + 40)
+    answers: list[list[int]] = [[] for _ in range(rows)]
+    states, failed = [GrammarState(grammar) for _ in range(rows)], list[tuple[int, str]]()
+    bad, last = GrammarState(grammar), rows + 2
+    wrong = next(token for token in range(SIZE) if not GrammarState(grammar).follows([token]))
+    for _ in range(12):
+        held: list[Any] = [*zip(range(1, rows + 1), states, answers, strict=True), (last, bad, [wrong])]
+        failed.clear()
+        masks.fill(roots_of(rows + 3), held, lambda row, error: failed.append((row, str(error))))
+        assert [row for row, _ in failed] == [last] and "does not allow" in failed[0][1]
+        found = masks.masked(logits)
+        for row, answer in enumerate(answers, 1):
+            alone = allowed(masks_of(GrammarState(grammar), answer, [0], [0])[0])
+            assert (found[row, 0] > -torch.inf).nonzero()[:, 0].tolist() == alone
+            answer.append(rng.choice(alone))
+        assert torch.equal(found[[0, rows + 1]], logits[[0, rows + 1]])
 
 
 def test_plain_decoding_is_that_of_a_matcher_a_row(pair: tuple[Any, Any], grammar: fastspec.Grammar) -> None:
@@ -366,7 +422,7 @@ def test_drawn_schemas_hold_whatever_tokens_are_chosen(seed: int) -> None:
     state, answer = GrammarState(fastspec.Grammar(TOKENIZER, json_schema=schema)), [*range(0)]
     while END not in answer:
         tokens = [0, *rng.choices(range(6, SIZE), k=4)]
-        may = allowed(state.masks(answer, tokens, [0, 0, 1, 1, 0])[0])
+        may = allowed(masks_of(state, answer, tokens, [0, 0, 1, 1, 0])[0])
         answer.append(END if END in may else rng.choice(may))
         assert len(answer) < 2000
     assert fits(json.loads(said(answer)), schema), (schema, said(answer))

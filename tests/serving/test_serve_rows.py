@@ -1,0 +1,105 @@
+"""Rows of a server: rounds that wait until a stream's reader fetches them, and the events that they are read into."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastspec.cascade.decisions import Visit
+from fastspec.patches.call.processors import StreamedRound
+from fastspec.programs.serving.answers import Content, End, NamedRound
+from fastspec.programs.serving.batch import Sent
+from fastspec.programs.serving.cascade import stage_of
+from fastspec.programs.serving.mail import Mail
+from fastspec.programs.serving.server import Row, ServedAnswers
+
+
+class Letters:
+    """A reader whose tokens are letters; token 0 raises."""
+
+    def __init__(self) -> None:
+        self.added: list[list[int]] = []
+        self.cut = SimpleNamespace(found=None)
+
+    def add(self, tokens: list[int], scored: Any = None) -> list[Any]:
+        self.added.append(tokens)
+        if 0 in tokens:
+            raise ValueError("no such letter")
+        return [Content("".join(map(chr, tokens)))]
+
+    def finish(self) -> list[Any]:
+        return []
+
+
+def row_of(rounds: bool = False) -> tuple[Row, Letters, Future[Any]]:
+    """The row of a stream that a batch decodes, its reader, and the answer's future; a loop runs."""
+    asked: Any = SimpleNamespace(stream=True, logprobs=None, count=1, arrived=0.0, request_id="r", rounds=rounds)
+    metrics, sent, reader = MagicMock(), Sent(), Letters()
+    answers = ServedAnswers(asked, 3, metrics, Mail(asyncio.get_running_loop()), sent=[sent])
+    reason: Any = SimpleNamespace(of=lambda tokens, cut: "length")
+    names: Any = SimpleNamespace(named=lambda round: NamedRound({"tokens": round.tokens})) if rounds else None
+    row = Row(answers, 0, 3, reason, reader, [], names)  # type: ignore[arg-type]
+    sent.answer.add_done_callback(row.over)
+    return row, reader, sent.answer
+
+
+async def told(row: Row) -> list[Any]:
+    return [event async for part in row.answers.events() for _, event in part]
+
+
+def test_rounds_that_wait_are_read_in_one_go_and_say_the_same() -> None:
+    async def run() -> None:
+        row, reader, answer = row_of()
+        events = asyncio.ensure_future(told(row))
+        for part in ([97, 98, 99], [100], [101, 102]):
+            for token in part:
+                row.put_round(StreamedRound([token], drafted=2))
+            await asyncio.sleep(0.05)
+        row.put_round(StreamedRound([103, 104]))
+        answer.set_result(None)
+        *texts, end = await asyncio.wait_for(events, 30)
+        assert reader.added == [[97, 98, 99], [100], [101, 102], [103, 104]]
+        assert "".join(text.text for text in texts) == "abcdefgh" and texts[0] == Content("abc")
+        assert isinstance(end, End) and (end.tokens, end.drafted, end.reason) == (8, 12, "length")
+
+    asyncio.run(run())
+
+
+def test_rounds_and_stages_that_are_told_of_keep_their_order() -> None:
+    """Also where what waits is read later than the next of them comes."""
+
+    async def run() -> None:
+        row, _, answer = row_of(rounds=True)
+        row.metrics.batch.loads = {"small": (1, 0)}
+        expected: list[Any] = []
+        for token in range(97, 107):
+            visit = Visit(0, "small", "sent on", token)
+            row.put_round(StreamedRound([token]))
+            row.put_round(visit)
+            expected += [NamedRound({"tokens": [token]}), Content(chr(token)), stage_of(visit)]
+        answer.set_result(None)
+        found = await asyncio.wait_for(told(row), 30)
+        assert found[:-1] == expected and isinstance(found[-1], End)
+        row.metrics.requests.labels.assert_called_once_with("length")
+
+    asyncio.run(run())
+
+
+def test_what_reading_raises_ends_the_answer_and_counts_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        row, _, answer = row_of()
+        row.put_round(StreamedRound([97]))
+        row.put_round(StreamedRound([0]))
+        with pytest.raises(ValueError, match="no such letter"):
+            await asyncio.wait_for(told(row), 30)
+        assert answer.cancelled()  # the batch decodes it no further
+        row.metrics.requests.labels.assert_called_once_with("error")
+
+    asyncio.run(run())
