@@ -36,7 +36,7 @@ class Cost:
     """The host's milliseconds for encoding a round's text anew for a draft model, and its drafts back; estimated."""
     asynchronous: bool = False
     """True where rounds without look-ups are asynchronous, and so do not wait for the host."""
-    row: float = 0.15
+    row: float = 0.0
     """The host's milliseconds for looking up and counting one row's tokens, beside those of the first."""
 
     def of(self, nodes: int, weight_bytes: int, rows: int = 1) -> float:
@@ -60,7 +60,15 @@ class Cost:
 COSTS = {
     "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
     "cuda": Cost(
-        32, 4.4e9, host=0.42, one=0.35, several=(0.35, 0.0), each=(0.0013, 0.0017), drafted=0.15, asynchronous=True
+        nodes=32,
+        bytes_per_ms=4.4e9,
+        host=0.42,
+        one=0.35,
+        several=(0.35, 0.0),
+        each=(0.0013, 0.0017),
+        drafted=0.15,
+        asynchronous=True,
+        row=0.15,
     ),
 }
 """By device type. "cpu" is fitted to cpu_tree.jsonl (tag `laboratory`), its host to the `draft` and `commit` of `nasd`
