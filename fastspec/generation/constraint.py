@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,13 @@ def raised(row: int, error: BaseException) -> None:
     raise error
 
 
+@cache
+def unset_bits(device: torch.device) -> Tensor:
+    """Of each byte of a mask eight bytes [256] int64, which are 1 where its bits are 0."""
+    unset = [sum((~byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)]
+    return torch.tensor(unset, dtype=torch.int64, device="cpu").to(device)
+
+
 class Masks:
     """Masks of the rows of one round after another, filled on the host and brought to a device by one copy, which the
     host does not wait for."""
@@ -71,9 +79,7 @@ class Masks:
         self.device = device
         self.memory = torch.empty(0, dtype=torch.int32, device="cpu")
         """Masks of all nodes, and behind them a word for each row, which is not 0 where the row is constrained."""
-        unset = [sum((~byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)]
-        self.unset = torch.tensor(unset, dtype=torch.int64, device="cpu").to(device)
-        """Of each byte of a mask eight bytes, which are 1 where its bits are 0."""
+        self.unset = unset_bits(device)
         self.copied: torch.cuda.Event | None = None
         """Passed when the device has read the memory."""
 
