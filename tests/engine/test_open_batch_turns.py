@@ -37,7 +37,7 @@ def test_what_one_prompt_raises_ends_that_one_alone(monkeypatch):
     streaming, gate = Gate(OSError("gone")), Gate()
     streaming.go.release(9)
 
-    def raising(self: Any, *rest: Any) -> Any:
+    def raising(*given: Any) -> Any:
         raise ArithmeticError("no")
 
     prefill = HFModel.prefill
@@ -58,8 +58,8 @@ def test_what_one_prompt_raises_ends_that_one_alone(monkeypatch):
             batch.submit(ids[5], max_new_tokens=12, **GREEDY),
         ]
         for held in (*batch._arrived, *batch._batch.queue, *batch._batch.prompts):
-            if held is not None and held.ending.stop is not None:
-                held.ending.others[0] = raising
+            if held is not None and held.stop is not None:
+                held.stop = raising
             if held is not None and held.rule.process_at is not None:
                 object.__setattr__(held.rule, "process_at", raising)
         gate.go.release(99)

@@ -115,28 +115,32 @@ def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[Laye
 
 
 PADDED = "fastspec_padded"
-"""Attribute of a cache in which an assisted call has left zeros for what its mask hid."""
+"""Attribute of a cache in which an assisted call has left zeros for what its mask hid: the columns, of any row."""
 
 
 def note_padding(cache: Any, keep: Tensor, past: int) -> None:
     """Note on a cache that a mask keep [B, T] bool hides some of the tokens behind the first `past`, which a call has
     added: it holds zeros there."""
-    if not bool(keep[:, past:].all()):
-        setattr(cache, PADDED, True)
+    hidden: list[int] = (~keep[:, past:]).any(0).nonzero().flatten().tolist()
+    if hidden:
+        setattr(cache, PADDED, getattr(cache, PADDED, frozenset()) | {past + column for column in hidden})
 
 
 def shown_padding(cache: Any, keep: Tensor) -> list[int]:
     """Rows of which a mask keep [B, T] bool shows columns that an earlier call's mask hid. The cache tells which: it
     may have been cropped, reordered or repeated since."""
-    if not getattr(cache, PADDED, False):
-        return []
     length = int(cache.get_seq_length())
+    columns: frozenset[int] = getattr(cache, PADDED, frozenset())
+    if not columns:
+        return []
     held = [layer for layer in cache.layers if not is_recurrent(layer) and layer.keys is not None]
     longest = max((layer.keys.shape[2] for layer in held), default=0)
     times, rest = divmod(held[0].keys.shape[0] if held else 0, len(keep))
     if rest or not times:  # of another call, which refuses it itself
         return []
     blank = keep.repeat_interleave(times, 0)[:, :length]  # beams have one row each
+    others = sorted(set(range(length)) - columns)
+    blank[:, others] = False  # whatever is read there
     blank[:, : max(0, length - longest)] = False  # dropped by every layer
     for states in (each for layer in held for each in (layer.keys, layer.values)):
         if not bool(blank.any()):

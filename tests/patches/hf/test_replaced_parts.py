@@ -56,8 +56,13 @@ def test_a_decoder_that_gives_no_hidden_states_is_left_to_transformers():
             out.hidden_states = None
             return out
 
+    whole = type(model.model)
     model.model.__class__ = Silent
+    with pytest.raises(Unsupported, match="gives no hidden states"):
+        fastspec.patch(model, eagle3=head)
+    model.model.__class__ = whole
     fastspec.patch(model, eagle3=head, assistant="eagle3")
+    model.model.__class__ = Silent
     with pytest.warns(UserWarning, match="gives no hidden states"):
         assert model.generate(**prompts(6), **OPTIONS).tolist() == plain.generate(**prompts(6), **OPTIONS).tolist()
     with pytest.raises(Unsupported, match="gives no hidden states"):
