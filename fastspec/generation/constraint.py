@@ -134,7 +134,7 @@ class Masks:
             memory = self.memory[: count + len(constrained)].to(self.device, non_blocking=self.device.type == "cuda")
             words, constrained = memory[:count].view(words.shape), memory[count:]
         if self.device.type == "cuda":
-            self.copied = torch.cuda.Event()
+            self.copied = self.copied or torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(self.device))
         forbidden = self.unset.index_select(0, words.view(torch.uint8).flatten().int())
         forbidden = forbidden.view(torch.bool).view(*words.shape[:2], -1)

@@ -111,10 +111,10 @@ def patch(
     fast kernels, and None is True where that was measured to cost little: on an H100 or H200, from 1,536 channels on.
     With `stored` assisted calls multiply quantised weights as they are stored, where their format is read
     (docs/guide/quantised.md); else such layers run by their own forward. None is True where that was measured to be
-    faster and no layer's own forward rounds activations: in 16 bits on an H100 or H200. With `head_bits` 8 the weights
+    faster and no layer's own forward rounds activations: in 16 bits on an H200. With `head_bits` 8 the weights
     of `eagle`, `eagle2`, `eagle3` and `mtp` heads are rounded to 8 bits, a scale for each line, and multiplied so:
     drafts may differ, and the output is as with any drafts; 16 keeps their dtype, and None is 8 for heads of 2,560
-    channels or more on an H100 or H200. Only this instance is changed, and nothing in its forward pass; without an
+    channels or more on an H200. Only this instance is changed, and nothing in its forward pass; without an
     assistant it does what it did. On CUDA and with "cpp" the weights of layers that read one input (query, key and
     value; gate and up) are laid one after another: the parameters become views, and their values, names and shapes
     stay.

@@ -246,7 +246,7 @@ def test_wide_heads_are_read_in_8_bits_by_themselves_where_that_was_measured(mon
 def test_devices_without_figures_round_no_head_by_themselves(monkeypatch) -> None:
     model = shallow_model().bfloat16()
     assert not head_bits.may_round(model, "auto")
-    monkeypatch.setattr(head_bits, "is_measured", lambda model: True)
+    monkeypatch.setattr(head_bits, "is_timed", lambda model: True)
     monkeypatch.setattr(head_bits, "named", lambda backend, *given: backend)
     assert head_bits.may_round(model, "auto") and head_bits.may_round(model, "triton")
     assert not head_bits.may_round(model, "torch") and not head_bits.may_round(model.float(), "auto")

@@ -13,7 +13,7 @@ from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.rounded import is_rounded, rounded
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.compat import device_of, dtype_of
-from fastspec.patches.hf.exact import is_measured
+from fastspec.patches.hf.exact import is_timed
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.on_cpu import named
@@ -45,7 +45,7 @@ def may_round(model: Any, backend: str) -> bool:
     where that was measured to be faster."""
     kernels = named(backend, device_of(model), dtype_of(model), mode_for(model).adapter is not None)
     halves = dtype_of(model) in (torch.bfloat16, torch.float16)
-    return halves and kernels in ("auto", "triton") and group_of(model) is None and is_measured(model)
+    return halves and kernels in ("auto", "triton") and group_of(model) is None and is_timed(model)
 
 
 def in_bits(head: Any, bits: HeadBits | None, name: str, model: Any, backend: str) -> Any:
@@ -87,7 +87,7 @@ def ops_of(head: BoundHead, ops: Ops) -> Ops:
 def refuse_fused(head: BoundHead) -> None:
     """Raise Unsupported for a head in 8 bits whose draft phase is to be one launch."""
     if is_rounded(head.module):
-        raise Unsupported(f"fused=True reads weights of 16 bits, and this model was patched with head_bits=8: {HINT}")
+        raise Unsupported(f"fused=True reads weights of 16 bits, and this head is read in 8: {HINT}")
 
 
 def _on_cpp() -> Unsupported:
