@@ -167,8 +167,9 @@ class Chat:
 
     def change(self, fields: dict[str, Any], **others: Any) -> None:
         """Change fields of the assistants' configs, and settings. Raises Unsupported, and changes nothing, where one of
-        the assistants cannot answer with them."""
+        the assistants cannot answer with them, or is not known."""
         settings = self.settings.replace(**others).with_fields(fields)
+        self.check_own(settings)
         for name in settings.assistants:
             self.check(name, settings)
         self.settings = settings

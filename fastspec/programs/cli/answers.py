@@ -101,7 +101,7 @@ def chat(
             backend=backend,
         )
         changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
-        settings = settings.with_fields(changes).at_temperature(temperature)
+        settings = settings.with_fields(changes).replace(**settings.at_temperature(temperature))
     else:
         names = [each.name for each in context.command.params if each.name and each.name not in WITH_LOAD]
         sources = {
