@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import AssistantName, BackendName, HeadBits
+from fastspec.config import AssistantName, BackendName
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported, accepted
 from fastspec.models import SHIPPED, SMOLLM2
@@ -91,24 +90,14 @@ def chosen_beside(
 
 
 def model_of(
-    name: str,
-    chosen: Chosen,
-    device: str | None,
-    backend: BackendName,
-    cascade: Cascade | None = None,
-    stored: bool | None = None,
-    head_bits: HeadBits | None = None,
-    processes: int = 1,
+    name: str, chosen: Chosen, device: str | None = None, backend: BackendName = "auto", **options: Any
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a command, patched with its head and its cascade, cut over so many processes. Without a
-    device it is that of the process."""
+    """(model, tokenizer) of a command, patched with its head; `options` are those of `patched_model`. Without a device
+    it is that of the process."""
     from fastspec.programs.bulk import own_device
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
-    on = own_device() if device is None else device
-    return patched_model(
-        name, on, backend, cascade=cascade, heads=heads, stored=stored, head_bits=head_bits, processes=processes
-    )
+    return patched_model(name, own_device() if device is None else device, backend, heads=heads, **options)
 
 
 def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> None:
@@ -168,19 +157,20 @@ def generate(
     if rank == 0:
         read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    target, tokenizer = model_of(source, chosen, device, backend, config, stored, head_bits, processes)
+    as_read: dict[str, Any] = {"stored": stored, "head_bits": head_bits, "processes": processes}
+    target, tokenizer = model_of(source, chosen, device, backend, cascade=config, **as_read)
+    decodes = chosen.assistant if config is None else config.name
     if rank > 0:
-        follow_file(target, chosen.assistant if config is None else config.name, rows, max_length)
+        follow_file(target, decodes, rows, max_length)
         return
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=share[0] > 0) as bar:
-        task = bar.add_task("answers", total=None)
+    silent = share[0] > 0 or not console.is_terminal
+    with counting("answers", Console(stderr=True, quiet=True) if silent else console) as tell:
         done = answer_file(
             target,
             tokenizer,
             prompts,
             out,
-            assistant=chosen.assistant if config is None else config.name,
+            assistant=decodes,
             rows=rows,
             max_new_tokens=max_new_tokens,
             max_length=max_length,
@@ -191,7 +181,7 @@ def generate(
             share=share,
             name=source,
             cascade=config,
-            tell=lambda total, failed: bar.update(task, total=total, advance=1),
+            tell=tell,
         )
     console.print(
         f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed", markup=False
@@ -206,25 +196,19 @@ def opened(
     rows: int = 8,
     max_length: int | None = None,
     prefill_chunk: int | None = None,
-    device: str | None = None,
-    backend: BackendName = "auto",
     warmup: int | None = None,
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
-    stored: bool | None = None,
-    head_bits: HeadBits | None = None,
-    processes: int = 1,
+    **options: Any,
 ) -> tuple[PromptBatch, Any]:
     """(an open batch, its tokenizer) of `fastspec serve`, in a process that its rounds run in; warmed up for texts of
-    so many tokens."""
+    so many tokens. `options` are those of `model_of`."""
     from fastspec.patches.continuous import continuous
 
-    target, tokenizer = model_of(model, chosen, device, backend, cascade, stored, head_bits, processes)
-    chunk: int | Literal["auto"] = prefill_chunk or "auto"
+    target, tokenizer = model_of(model, chosen, cascade=cascade, **options)
     assistant: AssistantName = chosen.assistant if cascade is None else "cascade"
-    batch = continuous(
-        target, assistant, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching
-    )
+    held: dict[str, Any] = {"max_length": max_length, "prefix_caching": prefix_caching}
+    batch = continuous(target, assistant, rows, prefill_chunk=prefill_chunk or "auto", **held)
     if warmup is not None and batch.alive:
         with counting("calls") as told:
             seconds = batch.warmup(warmup, told)
@@ -309,14 +293,14 @@ def serve(
         rows,
         max_length,
         prefill_chunk,
-        device,
-        backend,
         warmup_length if warmup else None,
         prefix_caching,
         config,
-        stored,
-        head_bits,
-        processes,
+        device=device,
+        backend=backend,
+        stored=stored,
+        head_bits=head_bits,
+        processes=processes,
     )
     if rank > 0:
         follow(build()[0])
