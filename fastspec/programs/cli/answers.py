@@ -75,7 +75,7 @@ def chat(
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
     docs/guide/chat.md."""
     name = options.model_name(model, model_option, SMOLLM2) if load is None else ""
-    from fastspec.programs.chat import run_chat
+    from fastspec.programs.chat.loop import run_chat
     from fastspec.programs.chat.session import read_saved
     from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings, heads_of
 

@@ -72,17 +72,25 @@ def cascade_of(
                 "NAME=MODEL"
             )
         return None
-    config = (
-        Cascade.from_yaml(path)
-        if path is not None
-        else _of_stages(model, stages or [], heads, predictor, backend, cut or ())
-    )
+    from fastspec.cascade.predictor import Predictor
+
+    if path is not None:
+        config = Cascade.from_yaml(path)
+    elif predictor is None:
+        raise Unsupported("--stage needs --predictor FILE, which `fastspec cascade train` writes")
+    else:
+        label = Predictor.load(predictor).stages[-1]  # the large model's name is the predictor's
+        models, _, drafts = check_names(stages or [], f"{label}={model}", heads)
+        processes = dict(_processes(text, [name for name, _ in models]) for text in cut or ())
+        below = [
+            replace(stage_of(source, None, name, drafts, backend), tensor_parallel=processes.get(name))
+            for name, source in models
+        ]
+        config = Cascade(stages=below, label=label, predictor=str(predictor))
     if config.mode != "adaptive":
         if price is not None:
             raise Unsupported(f"--price is of the mode 'adaptive': mode={config.mode!r} goes on from no answer")
         return config
-    from fastspec.cascade.predictor import Predictor
-
     if isinstance(config.predictor, (str, Path)) and config.label is not None:
         Predictor.load(config.predictor).check((*(stage.label for stage in config.stages), config.label))
     if price is not None and config.thresholds is not None:
@@ -90,30 +98,6 @@ def cascade_of(
             "--price: this cascade decides by its thresholds, which no price changes: leave out one of them"
         )
     return config if price is None else replace(config, price=price)
-
-
-def _of_stages(
-    model: str,
-    stages: list[str],
-    heads: list[str],
-    predictor: Path | None,
-    backend: BackendName,
-    cut: Sequence[str],
-) -> Cascade:
-    """The cascade of --stage, --head, --stage-tensor-parallel and --predictor; its last stage's name is the
-    predictor's."""
-    from fastspec.cascade.predictor import Predictor
-
-    if predictor is None:
-        raise Unsupported("--stage needs --predictor FILE, which `fastspec cascade train` writes")
-    label = Predictor.load(predictor).stages[-1]
-    models, _, drafts = check_names(stages, f"{label}={model}", heads)
-    processes = dict(_processes(text, [name for name, _ in models]) for text in cut)
-    below = [
-        replace(stage_of(source, None, name, drafts, backend), tensor_parallel=processes.get(name))
-        for name, source in models
-    ]
-    return Cascade(stages=below, label=label, predictor=str(predictor))
 
 
 def _processes(text: str, names: Sequence[str]) -> tuple[str, int]:
