@@ -218,7 +218,6 @@ class Answers:
         self.tell(done)
 
     def close(self) -> None:
-        """No more answers come."""
         os.close(self.file)
 
 

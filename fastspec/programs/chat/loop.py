@@ -63,7 +63,6 @@ def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool
 
 
 def take(chat: Chat, line: str, console: Console) -> None:
-    """One line: run the command, or answer the prompt."""
     if not line.startswith("/"):
         respond(chat, line.strip(), console)
         return

@@ -206,11 +206,9 @@ class Chat:
 
     @property
     def dtype(self) -> str:
-        """The model's dtype by name."""
         return str(self.model.dtype).removeprefix("torch.")
 
     def strategies(self) -> list[str]:
-        """Strategies that answer a prompt, in turn."""
         return [*self.settings.assistants, *([BEAMS] if self.settings.beams > 1 else [])]
 
     def known(self) -> list[str]:
@@ -230,7 +228,6 @@ class Chat:
                 raise Unsupported(f"{kind} {name!r} of your own is unknown: {known}")
 
     def check_name(self, name: str) -> None:
-        """Raise Unsupported for an assistant that is unknown."""
         if name not in self.known():
             raise Unsupported(f"assistant {name!r} is unknown: {accepted(name, self.known())}")
 
@@ -373,7 +370,6 @@ class Chat:
         return dataclasses.replace(config, n=None, storage=self._storage)
 
     def _cascade(self, strategy: str) -> fastspec.Cascade | None:
-        """The cascade that a strategy is, or None."""
         given = self.own.get(strategy, strategy)
         from fastspec.patches.api import cascade_of
 

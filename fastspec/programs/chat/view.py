@@ -124,14 +124,13 @@ def _without_copies(found: RoundTree) -> RoundTree:
 
 def legend() -> Text:
     """One line that says what the colours mean."""
-    return Text("; ").join(
-        [
-            Text.assemble((ACCEPTED, STYLES[ACCEPTED] or ""), " drafts"),
-            Text.assemble((RECOVERED, STYLES[RECOVERED] or ""), ": the target's own token in a rejected draft's place"),
-            Text.assemble((BONUS, STYLES[BONUS] or ""), ": its own after a path that was accepted to the end"),
-            Text("plain: no draft"),
-        ]
-    )
+    said = {
+        ACCEPTED: " drafts",
+        RECOVERED: ": the target's own token in a rejected draft's place",
+        BONUS: ": its own after a path that was accepted to the end",
+    }
+    coloured = [Text.assemble((mark, STYLES[mark] or ""), what) for mark, what in said.items()]
+    return Text("; ").join([*coloured, Text("plain: no draft")])
 
 
 def turn_table(turn: ChatTurn) -> Table:

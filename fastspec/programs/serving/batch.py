@@ -95,7 +95,6 @@ class TokenStreamer(RoundStreamer):
         self.told(visit)
 
     def flush(self) -> None:
-        """Hand on what is gathered."""
         if self.gathered.tokens:
             gathered, self.gathered = self.gathered, StreamedRound([])
             self.told(gathered)
@@ -188,7 +187,6 @@ class TextScorer:
             settle(scored, None)
 
     def close(self) -> None:
-        """Let go of all texts."""
         for scored in list(self.held):
             scored.cancel()
         self.threads.shutdown(wait=True, cancel_futures=True)

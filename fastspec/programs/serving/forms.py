@@ -143,7 +143,6 @@ class Choices(Form):
         return True
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
-        """The answers that the chunks come to."""
         choices = []
         for index, answer in enumerate(answers):
             events: list[Event] = []
@@ -180,7 +179,6 @@ class ChatForm(Choices):
         return {}
 
     def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
-        """Each token as text and bytes, with the likeliest in its place."""
         return {"content": [named_token(token) for token in tokens], "refusal": None}
 
     def joined(self, events: list[Event], index: int) -> JsonObject:
@@ -222,7 +220,6 @@ class CompletionForm(Choices):
         return {"text": "".join(each.text for each in events if isinstance(each, Content))}
 
     def begin(self) -> list[JsonObject]:
-        """Nothing."""
         return []
 
 
@@ -260,7 +257,6 @@ class ResponseForm(Form):
     """Log-probabilities of the last item's text so far."""
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
-        """The response that a stream ends with."""
         for event in merged(answers[0]):
             messages = self.add(event)
         response: JsonObject = messages[-1]["response"]
@@ -294,7 +290,6 @@ class ResponseForm(Form):
         return [*messages, self._within("output_text.delta", content_index=0, delta=event.text, logprobs=scored)]
 
     def failed(self, message: str, status: int) -> list[JsonObject]:
-        """The error, and the response with it."""
         error = {"code": "server_error", "message": message}
         self.sent += 1
         first = {"type": "error", "sequence_number": self.sent - 1, "param": None, **error}

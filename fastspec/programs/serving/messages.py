@@ -205,7 +205,6 @@ class MessageForm(Form):
     """Kind of the text that the last block is still given."""
 
     def message(self, **more: Any) -> JsonObject:
-        """The message so far."""
         return {
             **{"id": f"msg_{self.asked.request_id}", "type": "message", "role": "assistant", "model": self.model},
             **{"content": list(self.content), "stop_reason": None, "stop_sequence": None},
@@ -214,7 +213,6 @@ class MessageForm(Form):
         }
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
-        """The message that a stream comes to."""
         for event in merged(answers[0]):
             messages = self.add(event)
         *_, ended, _ = messages

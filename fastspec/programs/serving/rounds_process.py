@@ -130,7 +130,6 @@ class BatchEnd:
         self._is_sent(number, self.here.send(prompt, lambda round: self.wire.post(Tokens(number, round))))
 
     def score(self, number: int, ids: list[int], count: int) -> None:
-        """Score a text, each token with the `count` likeliest in its place."""
         self._is_sent(number, self.here.score(ids, count, lambda round: self.wire.post(Tokens(number, round))))
 
     def cancel(self, number: int) -> None:
@@ -143,7 +142,6 @@ class BatchEnd:
         keep_criterion(self.here.tokenizer, strings, criterion)
 
     def close(self) -> None:
-        """Let go of all prompts, and end."""
         self.here.close()
         self.closed = True
 

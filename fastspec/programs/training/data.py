@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,12 @@ def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterat
         judged[:, 1:-1] = answer[:, 2:]
         first = int(judged.any(0).argmax()) if judged.any() else 0
         yield TextBatch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)), texts=group, first=first)
+
+
+def differing(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Settings whose kept values differ from those of now, named with both; empty where none does."""
+    other = [name for name in now if kept.get(name) != now[name]]
+    return ", ".join(f"{name} {kept.get(name)!r} (now {now[name]!r})" for name in other)
 
 
 MakeTexts = Callable[[], tuple[Texts, dict[str, Any]]]
