@@ -72,6 +72,8 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "patches.hf.cache.CACHE",
     "patches.hf.cache.kept_cache",
     "patches.hf.compat.stack_of",
+    "patches.hf.config_fields.layer_shapes",
+    "patches.hf.config_fields.position_limit",
     "patches.hf.ends",
     "patches.scoring.text_logprobs",
     "patches.tuning.store",

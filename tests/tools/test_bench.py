@@ -19,7 +19,8 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.session import session_of
-from fastspec.programs.bench import device, run, run_bench
+from fastspec.programs import compare as device
+from fastspec.programs.bench import run, run_bench
 from fastspec.programs.bench.methods import Method
 from fastspec.programs.bench.prompts import BenchPrompt
 from fastspec.programs.bench.report import print_differences, print_texts, quantiles, summarise

@@ -45,7 +45,9 @@ def encode_rows(
 ) -> list[BenchPrompt]:
     """The first `each` prompts of every category that the model has positions for, categories in the order of their
     first prompt."""
-    bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    from fastspec.patches.hf.config_fields import position_limit
+
+    bound = position_limit(model.config)
     found: dict[str, list[BenchPrompt]] = {}
     left = 0
     for row in rows:

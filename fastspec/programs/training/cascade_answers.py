@@ -22,7 +22,7 @@ from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeModels, StageA
 from fastspec.patches.cascade.settings import left_padded
 from fastspec.patches.hf.changes import weights_digest
 from fastspec.programs import texts
-from fastspec.programs.bench.device import environment
+from fastspec.programs.compare import environment
 from fastspec.programs.texts import read_jsonl
 
 Judged = Mapping[tuple[str, str], tuple[float, str]]

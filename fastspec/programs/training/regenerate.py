@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from fastspec.config import ContinuousBatch
 from fastspec.errors import Unsupported
 from fastspec.patches.api import is_patched, patched
+from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.ends import end_tokens as ends_of
 from fastspec.programs.texts import first_turn, padded_inputs, until_end
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
@@ -147,12 +148,9 @@ def _rows(target: Any, length: int) -> int:
     rows = ROWS.get(target.device.type, ROWS["cpu"])
     if target.device.type != "cuda":
         return rows
-    c, device = target.config.get_text_config(), target.device
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    device, kept = target.device, sum(heads * (key + value) for heads, key, value in layer_shapes(target.config))
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    row = 2 * c.num_hidden_layers * heads * width * target.dtype.itemsize * length
-    return max(1, min(rows, int(free // 4 // row)))
+    return max(1, min(rows, int(free // 4 // (kept * target.dtype.itemsize * length))))
 
 
 @dataclass(slots=True, kw_only=True)
