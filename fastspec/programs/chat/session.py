@@ -277,7 +277,7 @@ class Chat:
         with Stopwatch(ids.device) as watch, contextlib.suppress(KeyboardInterrupt):
             output = self.model.generate(**inputs, **options)
         if output is None:
-            tokens, stats = list(streamer.ids), streamer if streamer.rounds else None
+            tokens, stats = list(streamer.ids), streamer.stats if streamer.stats.row_rounds else None
         else:
             tokens = output.sequences[0, prompt_width(self.model, ids) :].tolist()
             stats = getattr(output, "fastspec", None)
