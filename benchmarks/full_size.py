@@ -127,15 +127,14 @@ def as_mxfp4(model: Any) -> None:
         if type(experts) is GptOssExperts:
             made = PackedExperts(experts)
             for key in TENSORS:
-                sizes = getattr(made, key).shape
-                held = torch.full(sizes, 120, dtype=torch.uint8, device=model.device)
-                held = held.random_(0, 256) if key.endswith("blocks") else held
+                low, high = (0, 256) if key.endswith("blocks") else (120, 121)
+                held = torch.randint(low, high, getattr(made, key).shape, dtype=torch.uint8, device=model.device)
                 setattr(made, key, torch.nn.Parameter(held, requires_grad=False))
             model.set_submodule(name, made)
 
 
 STORED = {"dense": lambda model: None, "fp8": as_fp8, "int8": as_int8, "nf4": as_nf4, "gptq": as_gptq}
-STORED |= {"mxfp4": as_mxfp4}
+STORED["mxfp4"] = as_mxfp4
 """Weights of the decoder layers, as quantisers store them."""
 
 

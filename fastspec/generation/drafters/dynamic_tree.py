@@ -128,6 +128,8 @@ class DynamicDecoding(Decoding):
     """The tree on the C++ kernels of the CPU; None: `shape` there too."""
     default: bool = False
     """True where the trees are the device's own, which are shallower in calls that sample."""
+    left: TreeSteps | None = None
+    """The same as `steps` of a GPU's own trees, for calls that take them where nothing else was asked for."""
 
     def sampled(self: DecodingT, temperature: float) -> DecodingT:
         """The same for calls that sample at this temperature."""
@@ -157,10 +159,12 @@ def trees_of(config: Any, device_type: str) -> tuple[dict[str, Any], int]:
     """The fields of a decoding by a config with the sizes of `Eagle3`, on a device of this type, and the most children
     of a node."""
     shape, batched = config.shape(device_type), config.batched(device_type)
+    steps = TreeSteps(config, device_type)
     fields = {
         "name": config.name,
         "shape": shape,
-        "steps": TreeSteps(config, device_type) if config.total_tokens == "auto" else None,
+        "steps": steps if config.total_tokens == "auto" else None,
+        "left": steps if config.is_default and device_type == "cuda" and not config.fused else None,
         "batched": batched,
         "default": config.depth is None and config.top_k is None and not isinstance(config.total_tokens, int),
     }
