@@ -97,27 +97,31 @@ def patch(
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
     `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
 
-    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of
-    a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format. `mtp` is the
-    draft layer that a model's own checkpoint brings: True reads the files that the model was loaded from, now and not
-    when the assistant is first asked for, a directory or hub id those of another copy; or it is a Gemma 4 assistant
-    (`google/gemma-4-*-it-assistant`), also as a module. `speculative` is a smaller transformers model with the target's
-    tokenizer, on its device, or with another tokenizer a tuple `(draft_model, draft_tokenizer, tokenizer)`, the
-    target's tokenizer last; `cascade` names the smaller models of a cascade whose last stage is this one: they are
-    patched, where they are not yet, when a call first needs them. `assistant` is the default of every `generate` call
-    that names none: a call that it cannot serve runs transformers' own, with a warning. `backend` is "auto", "triton",
-    "cpp" or "torch". With `exact` every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by
-    kernels that sum in a fixed order (see docs/guide/output.md); True refuses by name what has none, False takes the
-    fast kernels, and None is True where that was measured to cost little: on an H100 or H200, from 1,536 channels on.
-    With `stored` assisted calls multiply quantised weights as they are stored, where their format is read
-    (docs/guide/quantised.md); else such layers run by their own forward. None is True where that was measured to be
-    faster and no layer's own forward rounds activations: in 16 bits on an H200. With `head_bits` 8 the weights
-    of `eagle`, `eagle2`, `eagle3` and `mtp` heads are rounded to 8 bits, a scale for each line, and multiplied so:
-    drafts may differ, and the output is as with any drafts; 16 keeps their dtype, and None is 8 for heads of 2,560
-    channels or more on an H200. Only this instance is changed, and nothing in its forward pass; without an
-    assistant it does what it did. On CUDA and with "cpp" the weights of layers that read one input (query, key and
-    value; gate and up) are laid one after another: the parameters become views, and their values, names and shapes
-    stay.
+    - `eagle`, `eagle2`, `eagle3`: the heads of the assistants of these names: a directory, a hub id, the name of a head
+      of an installed package ("smollm2-135m-instruct") or an EagleHead. The first two share a format.
+    - `mtp`: the draft layer that a model's own checkpoint brings. True reads the files that the model was loaded from,
+      at once; a directory or hub id is another copy. Or a Gemma 4 assistant (`google/gemma-4-*-it-assistant`), also as
+      a module.
+    - `speculative`: a smaller transformers model with the target's tokenizer, on its device; with another tokenizer a
+      tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last.
+    - `cascade`: the smaller models of a cascade whose last stage is this model. They are patched when a call first
+      needs them.
+    - `assistant`: the default of every `generate` call that names none. A call that it cannot serve runs transformers'
+      own, with a warning.
+    - `backend`: "auto", "triton", "cpp" or "torch".
+    - `exact`: every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a
+      fixed order (docs/guide/output.md). True refuses by name what has none, False takes the fast kernels, and None is
+      True where that was measured to cost little: on an H100 or H200, from 1,536 channels on.
+    - `stored`: assisted calls multiply quantised weights as they are stored, where their format is read
+      (docs/guide/quantised.md); else such layers run by their own forward. None is True where that was measured to be
+      faster and no layer's own forward rounds activations: in 16 bits on an H200.
+    - `head_bits`: with 8 the weights of `eagle`, `eagle2`, `eagle3` and `mtp` heads are rounded to 8 bits, a scale for
+      each line, and multiplied so. Drafts may differ, and the output is as with any drafts. 16 keeps their dtype; None
+      is 8 for heads of 2,560 channels or more on an H200.
+
+    Only this instance is changed, and nothing in its forward pass; without an assistant it does what it did. On CUDA
+    and with "cpp" the weights of layers that read one input (query, key and value; gate and up) are laid one after
+    another: the parameters become views, and their values, names and shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
