@@ -172,7 +172,6 @@ class FullAttention(SequenceMixer):
     """True where neighbouring channels are rotated with each other, as in `rope_cache`."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
-        """Read of the text by attention, after the nodes' keys and values are written."""
         k, v = self.state.k[self.index], self.state.v[self.index]
         qkv, (cos, sin, factor) = self.qkv(x), nodes.rotary[self.rotary]
         written = (k, v) if self.owns else (k[:, :0], v[:, :0])
@@ -204,7 +203,6 @@ class GatedDelta(SequenceMixer):
     """Activation after the convolution; None: SiLU."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
-        """Output of the gated delta rule along every node's ancestors."""
         ops, kept, at, count = self.ops, self.state, self.index, x.shape[1]
         _, heads, _, size = kept.s[at].shape
         qkv, gate, b, a = self.project(x).split((len(self.conv), heads * size, heads, heads), -1)

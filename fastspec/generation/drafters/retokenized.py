@@ -87,7 +87,6 @@ class RetokenizingDrafter(Drafter):
         self.draft.open(self.room)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Take the text ids [B, T] with counts [B] real tokens, and its first new token root [B]."""
         self.history = [
             [*row[:count], first]
             for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)

@@ -86,7 +86,6 @@ class StageRounds(RoundStreamer):
         self.kept: list[StreamedRound] = []
 
     def put_round(self, round: StreamedRound) -> None:
-        """Keep a round."""
         self.kept.append(round)
 
 

@@ -432,15 +432,12 @@ class ModelLayers(LayerFamily):
     parts: Adapter
 
     def layer(self, module: Any, ops: Ops, state: FullAttentionState) -> LayerParts:
-        """A layer, the first of a state."""
         return layer_parts(self.parts, module, ops, state, 0)
 
     def norm(self, module: Any, ops: Ops) -> Norm:
-        """A norm."""
         return norm_of(module, ops, self.parts)
 
     def tables(self, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of full attention."""
         kind = "full_attention" if self.parts.rotary_by_kind else None
         found = rotary_tables(self.model, self.parts, (kind,), count)[kind]
         return found.cos, found.sin
@@ -450,9 +447,7 @@ class ModelLayers(LayerFamily):
         return products_of(self.parts, module, is_own)
 
     def pack(self, module: Any) -> None:
-        """Lay the weights of a layer together."""
         pack_layer(self.parts, module)
 
     def forward(self, module: Any, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """A layer by its own forward, with the caller's attention."""
         return run_layer(self.model, self.parts, module, hidden, positions, attend)
