@@ -56,13 +56,9 @@ def prepare_with(prepare: Prepare) -> None:
 _capturing = threading.Lock()
 
 
-def _stream() -> torch.cuda.Stream:
-    """The current device's stream for captures; torch's own is on that of the first, which it would make current."""
-    return _stream_on(torch.cuda.current_device())
-
-
 @cache
-def _stream_on(device: int) -> torch.cuda.Stream:
+def _stream(device: int) -> torch.cuda.Stream:
+    """A device's stream for captures; torch's own is on the first device, which it would make current."""
     return torch.cuda.Stream(device)
 
 
@@ -77,7 +73,8 @@ def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         collecting = gc.isenabled()
         gc.disable()  # a collection may free CUDA memory, which ends a capture
         try:
-            with torch.cuda.graph(graph, stream=_stream(), capture_error_mode="thread_local"):
+            stream = _stream(torch.cuda.current_device())
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 yield
         finally:
             if collecting:
@@ -108,9 +105,10 @@ class Captured(Generic[Result]):
                     _prepare(program)
                 return program()
         if self.graph is None:
-            with SPENT.on("captures"):
-                self._capture(program)
-        assert self.graph is not None
+            graph = torch.cuda.CUDAGraph()
+            with SPENT.on("captures"), recorded(graph):
+                self.result = program()
+            self.graph = graph
         self.graph.replay()
         self.replays += 1
         return self.result  # type: ignore[return-value]
@@ -118,12 +116,6 @@ class Captured(Generic[Result]):
     def ready(self, key: Hashable) -> bool:
         """True where a call with this key is a replay."""
         return key == self.key and self.graph is not None
-
-    def _capture(self, program: Callable[[], Result]) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with recorded(graph):
-            self.result = program()
-        self.graph = graph
 
 
 class CapturedByShape(Generic[Result]):

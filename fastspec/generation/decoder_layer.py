@@ -425,11 +425,6 @@ def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Activation =
     return Gated(product(ops, (gate, up)), out, kind)
 
 
-def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Activation = SILU) -> Product:
-    """The same where gate and up are one linear layer, the gates first."""
-    return Gated(product(ops, (gate_up,)), product(ops, (down,), parts=True), kind)
-
-
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """True where a module is torch's own class of this kind, and its forward neither hooked nor replaced."""
     hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__

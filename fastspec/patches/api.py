@@ -144,6 +144,9 @@ def patch(
     for head in (each for each in resources.values() if isinstance(each, BoundHead) and mode.adapter is None):
         check_states(model, head.config.taps)
     choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
+    assistant = None if assistant == "none" else assistant
+    if assistant is not None:
+        resolve(assistant, resources, model)  # refuses one that no call could have
     session = PatchSession(
         backend,
         resources,
@@ -151,7 +154,7 @@ def patch(
         stored,
         bits,
         has_capturing_hooks(model),
-        default=_default(assistant, resources, model),
+        default=assistant,
     )
     try:
         session.set(model, STATE, session)
@@ -169,14 +172,6 @@ def patch(
         session.undo(force=True)
         raise
     return given
-
-
-def _default(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
-    """The default assistant. Raises Unsupported for one that no call could have."""
-    if assistant is None or assistant == "none":
-        return None
-    resolve(assistant, resources, model)
-    return assistant
 
 
 def cascade_models(config: Any, model: Any) -> CascadeModels:

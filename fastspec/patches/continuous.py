@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
@@ -101,6 +102,17 @@ class PromptBatch(Protocol):
 BatchT = TypeVar("BatchT", bound=Continuous)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Settings of an open batch, as `continuous` takes them."""
+
+    rows: int
+    max_length: int | None
+    prefill_chunk: int | Literal["auto"] | None
+    narrows: bool
+    prefix_caching: bool | None
+
+
 def continuous(
     model: Any,
     assistant: Assistant = "eagle3",
@@ -151,32 +163,18 @@ def continuous(
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
-    options: dict[str, Any] = {
-        "max_length": max_length,
-        "prefill_chunk": prefill_chunk,
-        "narrows": narrows,
-        "prefix_caching": prefix_caching,
-    }
+    settings = BatchSettings(rows, max_length, prefill_chunk, narrows, prefix_caching)
     if assistant == Cascade.name or isinstance(assistant, Cascade):
         model = unwrapped(model)
         found: Any = resolve(assistant, patched_session(model, FIRST).resources, model)
         if not isinstance(found, Decoding):  # in the modes 'token' and 'lossless' it is one
-            opened: PromptBatch = found.continuous(rows, **options)
+            opened: PromptBatch = found.continuous(settings)
             return opened
-    return open_batch(Continuous, model, assistant, rows, **options)
+    return open_batch(Continuous, model, assistant, settings)
 
 
 def open_batch(
-    kind: type[BatchT],
-    model: Any,
-    assistant: Any,
-    rows: int,
-    *,
-    max_length: int | None,
-    prefill_chunk: int | Literal["auto"] | None,
-    narrows: bool,
-    prefix_caching: bool | None,
-    order: TurnOrder | None = None,
+    kind: type[BatchT], model: Any, assistant: Any, settings: BatchSettings, order: TurnOrder | None = None
 ) -> BatchT:
     """An open batch of this class, as `continuous` makes it; `order` is that of its turns and others', where the model
     is cut over processes."""
@@ -189,20 +187,20 @@ def open_batch(
             refuse_beside(group, "continuous")
         named = re.sub("0x[0-9a-f]+", "", repr(assistant))
         tuned = sorted(map(repr, installed(name_of(device_of(model))).items()))
-        ranks.check_opened(named, rows, max_length, prefill_chunk, narrows, prefix_caching, tuned)
+        ranks.check_opened(named, settings, tuned)
     if is_shared_out(model):
         raise Unsupported(
             f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts "
             "come to each at a time of its own; generate takes an assistant there, in all processes at once"
         )
-    if prefill_chunk == "auto":
-        prefill_chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"])
-    whole = isinstance(prefill_chunk, Integral) and not isinstance(prefill_chunk, bool) and prefill_chunk >= 1
-    if prefill_chunk is not None and not whole:
-        raise Unsupported(f'continuous: prefill_chunk={prefill_chunk!r} must be at least 1, None or "auto"')
+    chunk = settings.prefill_chunk
+    chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"]) if chunk == "auto" else chunk
+    whole = isinstance(chunk, Integral) and not isinstance(chunk, bool) and chunk >= 1
+    if chunk is not None and not whole:
+        raise Unsupported(f'continuous: prefill_chunk={chunk!r} must be at least 1, None or "auto"')
 
     def resolved() -> Decoding:
-        found: Decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
+        found: Decoding = resolve(ContinuousBatch(assistant, settings.rows), session.resources, model).decoding
         return found
 
     decoding = resolved()
@@ -211,5 +209,6 @@ def open_batch(
         raise Unsupported(
             f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
         )
-    caches = narrows if prefix_caching is None else prefix_caching
-    return kind(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches, ranks)
+    caches = settings.narrows if settings.prefix_caching is None else settings.prefix_caching
+    sizes = settings.rows, settings.max_length, chunk, settings.narrows
+    return kind(model, session, decoding, resolved, *sizes, caches, ranks)

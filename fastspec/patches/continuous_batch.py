@@ -37,7 +37,7 @@ from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing, RoundStreamer
 from fastspec.patches.call.ranks import closes, opens
 from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.hf.changes import Snapshots, WeightSample
+from fastspec.patches.hf.changes import Snapshot, WeightSample
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, own_stop_strings
 from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.ends import end_tokens
@@ -445,7 +445,7 @@ class Continuous:
                 if self._stale and not batch.held and ready:
                     self._renew(ready)
                 elif ready and not self._stale:
-                    self._stale = self._anywhere(self._suspect or self._snapshot.changed())
+                    self._stale = self._anywhere(self._suspect or any(map(Snapshot.changed, self._snapshots)))
                 with self._changed:
                     for _ in range(0 if self._stale else min(ready, len(self._arrived))):
                         self._take(self._arrived.popleft())
@@ -548,7 +548,7 @@ class Continuous:
 
     def _look(self) -> None:
         """See whether the model is another, in the middle of a turn that makes something of it."""
-        self._suspect = self._suspect or self._stale or self._snapshot.changed()
+        self._suspect = self._suspect or self._stale or any(map(Snapshot.changed, self._snapshots))
 
     def _take(self, single: PreparedPrompt) -> None:
         """Let a prompt that has arrived wait for a row; one that cannot be brought to the model's device ends."""
@@ -634,7 +634,8 @@ class Continuous:
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)
         drafts = (each for each in self.decoding.modules if isinstance(each, PreTrainedModel))
-        self._snapshot = Snapshots(dict.fromkeys((self.model, *drafts)))
+        self._snapshots = [Snapshot(each) for each in dict.fromkeys((self.model, *drafts))]
+        """Of the model and of draft models."""
         self._weights = self._sampled()
 
     def _sampled(self) -> WeightSample:
@@ -652,9 +653,9 @@ class Continuous:
         made of."""
         if other is None:
             return self._rounds(rows, None)
-        differs = self._anywhere(self._stale or self._suspect or self._snapshot.differs())
+        differs = self._anywhere(self._stale or self._suspect or any(map(Snapshot.differs, self._snapshots)))
         made = None if differs else self._rounds(rows, other)
-        if made is None or self._anywhere(self._snapshot.differs()):
+        if made is None or self._anywhere(any(map(Snapshot.differs, self._snapshots))):
             self._stale = True
             return None
         return made

@@ -43,11 +43,6 @@ def why_uncallable(method: Callable[..., object], positions: Sequence[str], name
     return None
 
 
-def is_size(value: object) -> bool:
-    """True where a value can be a number of nodes."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def check_taps(taps: object, layers: int, name: str) -> None:
     """Raise Unsupported for what are no hidden states of a model of so many layers."""
     if taps is None:
@@ -400,14 +395,8 @@ class AdoptedDecoding(Decoding):
     """A third party's decoding, each of whose drafters is checked when it is made."""
 
     theirs: PlainDecoding
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.theirs.name
-
-    @property
-    def taps(self) -> tuple[int, ...] | None:  # type: ignore[override]
-        return self.theirs.taps
+    name: str
+    taps: tuple[int, ...] | None
 
     def drafter(
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
@@ -425,7 +414,8 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
     kind = type(drafter).__name__
     methods = {name: getattr(drafter, name, None) for name in METHODS}
     missing = [f"{name}({', '.join(METHODS[name])})" for name, method in methods.items() if not callable(method)]
-    missing += [f"{name} (int, at least 1)" for name in NUMBERS if not is_size(getattr(drafter, name, None))]
+    numbers = {name: getattr(drafter, name, None) for name in NUMBERS}
+    missing += [f"{name} (int, at least 1)" for name, size in numbers.items() if type(size) is not int or size < 1]
     if missing:
         raise Unsupported(f"{kind} is no drafter: it lacks {', '.join(missing)}; see fastspec.Drafter")
     if isinstance(drafter, Drafter):
@@ -485,4 +475,4 @@ def adopt_decoding(decoding: object) -> Decoding | None:
     theirs = cast(PlainDecoding, decoding)
     if (why := why_uncallable(theirs.drafter, (), ("rows", "capacity", "device", "ops", "process"))) is not None:
         raise Unsupported(f"assistant {name!r} cannot make a drafter: {why}; see fastspec.Decoding")
-    return AdoptedDecoding(theirs)
+    return AdoptedDecoding(theirs, name, tuple(theirs.taps) if isinstance(theirs.taps, list) else theirs.taps)

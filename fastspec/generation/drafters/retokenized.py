@@ -78,7 +78,10 @@ class RetokenizingDrafter(Drafter):
         self.draft, self.length, self.room, self.device, self.known = draft, length, room, device, known
         self.draft_vocab = draft_vocab
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
-        self.opening = _opening(draft_tokenizer)
+        first = getattr(draft_tokenizer, "bos_token_id", None)
+        opening: list[int] = [] if first is None else [first]
+        self.opening = opening if opening and list(draft_tokenizer("")["input_ids"])[:1] == opening else []
+        """The begin token, where the draft model's tokenizer puts it before a text."""
         self.nodes = self.max_path = length.most + 1
         self.passes = Passes(draft)
 
@@ -191,12 +194,6 @@ class RetokenizingDrafter(Drafter):
 def room_for(capacity: int, length: Length) -> int:
     """Room in the draft model's tokens, in which a text may be twice as long as in the target's."""
     return 2 * capacity + length.most + 2
-
-
-def _opening(tokenizer: Tokenizer) -> list[int]:
-    """The begin token, if the tokenizer puts it before a text."""
-    first = getattr(tokenizer, "bos_token_id", None)
-    return [first] if first is not None and list(tokenizer("")["input_ids"])[:1] == [first] else []
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -25,6 +25,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.assistants.speculative import MixedDecoding, StagedDecoding
 from fastspec.patches.call.prompts import refuse_holes
+from fastspec.patches.call.refusals import setting
 from fastspec.patches.cascade.settings import (
     ends_of,
     left_padded,
@@ -32,7 +33,6 @@ from fastspec.patches.cascade.settings import (
     pad_of,
     read_prompts,
     refuse,
-    setting,
     stage_options,
 )
 from fastspec.patches.cascade.stages import (
@@ -218,9 +218,9 @@ class AdaptiveCascade:
     assistant: Any = None
     reuse: bool = True
 
-    def continuous(self, rows: int, **options: Any) -> Any:
-        """The `ContinuousCascade` of these arguments of `fastspec.continuous`."""
-        return self.models.opens(self, rows, **options)
+    def continuous(self, settings: Any) -> Any:
+        """The `ContinuousCascade` of these settings of `fastspec.continuous`."""
+        return self.models.opens(self, settings)
 
     def check(self, large: Any, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs; in all of the
@@ -277,9 +277,8 @@ class AdaptiveCascade:
         handed)` runs a stage."""
         pending = rows = [CascadeRow(number, prompt) for number, prompt in enumerate(prompts)]
         for index in range(len(self.models.stages)):
-            pending = self._visit(index, pending, given, limit, run)
-            if not pending:
-                break
+            if pending:
+                pending = self._visit(index, pending, given, limit, run)
         told = tuple(Explanation(tuple(row.visits)) for row in rows)
         return [self.answer(row, given) for row in rows], told
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,16 +24,11 @@ from fastspec.generation.verify import drawn_seed
 from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.call.ranks import refuse_beside
+from fastspec.patches.call.refusals import setting
 from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow
-from fastspec.patches.cascade.settings import (
-    new_tokens,
-    read_prompts,
-    refuse,
-    setting,
-    stage_options,
-)
+from fastspec.patches.cascade.settings import new_tokens, read_prompts, refuse, stage_options
 from fastspec.patches.cascade.stages import StageModel
-from fastspec.patches.continuous import open_batch
+from fastspec.patches.continuous import BatchSettings, open_batch
 from fastspec.patches.continuous_batch import Continuous
 from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.parallel import group_of
@@ -136,16 +131,7 @@ class ContinuousCascade:
     have the batches of cut stages, which take turns, and run them with it, as `fastspec.continuous` says.
     """
 
-    def __init__(
-        self,
-        decides: AdaptiveCascade,
-        rows: int,
-        *,
-        max_length: int | None = None,
-        prefill_chunk: int | Literal["auto"] | None = "auto",
-        narrows: bool = True,
-        prefix_caching: bool | None = None,
-    ) -> None:
+    def __init__(self, decides: AdaptiveCascade, settings: BatchSettings) -> None:
         self.decides, self.models, self.config = decides, decides.models, decides.config
         self.model, stages = self.models.large, self.models.stages
         if self.models.memory is not None:
@@ -173,18 +159,10 @@ class ContinuousCascade:
 
         def opened(stage: StageModel) -> None:
             bound = None if stage is stages[-1] else position_limit(stage.model.config)
-            batch = open_batch(
-                StageBatch,
-                stage.model,
-                stage.stage.assistant,
-                rows,
-                max_length=max_length if max_length is None or bound is None else min(max_length, bound),
-                prefill_chunk=prefill_chunk,
-                narrows=narrows,
-                prefix_caching=prefix_caching,
-                order=order if stage.cut else None,
-            )
-            self.batches.append(batch)
+            most = settings.max_length
+            own = replace(settings, max_length=most if most is None or bound is None else min(most, bound))
+            turns = order if stage.cut else None
+            self.batches.append(open_batch(StageBatch, stage.model, stage.stage.assistant, own, turns))
 
         try:
             for stage in stages:
@@ -225,12 +203,14 @@ class ContinuousCascade:
         prompts, keep = read_prompts(self.model, given)
         if len(prompts) > 1:
             raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(prompts)}")
+        if price is not None and self.config.thresholds is not None:
+            raise Unsupported(f"price={price}: this cascade decides by its thresholds, which no price changes")
         request = CascadeRequest(
             CascadeRow(0, prompts[0][keep[0]].tolist()),
             prompts,
             given,
             new_tokens(self.model, given, ids.shape[1]),
-            replace(self.decides, config=self._priced(price)),
+            self.decides if price is None else replace(self.decides, config=replace(self.config, price=price)),
             streamer,
             self._seed(given, seed),
         )
@@ -248,11 +228,6 @@ class ContinuousCascade:
             request.future.cancel()
             raise
         return request.future
-
-    def _priced(self, price: float | None) -> Cascade:
-        if price is not None and self.config.thresholds is not None:
-            raise Unsupported(f"price={price}: this cascade decides by its thresholds, which no price changes")
-        return self.config if price is None else replace(self.config, price=price)
 
     def _seed(self, given: dict[str, Any], seed: int | None) -> int:
         if seed is None and setting("do_sample", given, self.model.generation_config):

@@ -16,6 +16,7 @@ from fastspec.generation.decoder_layer import (
     FULL_LAYOUT,
     Attend,
     FullAttention,
+    Gated,
     GatedDelta,
     LayerFamily,
     LayerParts,
@@ -29,7 +30,6 @@ from fastspec.generation.decoder_layer import (
     StoredLinears,
     Summed,
     gated,
-    gated_as_one,
     is_plain,
     product,
 )
@@ -291,12 +291,14 @@ def rotary_kinds(parts: Adapter, layers: Sequence[Any], config: Any) -> list[str
     """Rotary tables that each layer takes, as `rotary_tables` names them."""
     kinds = config.layer_types[: len(layers)] if parts.rotary_by_kind else [None] * len(layers)
     attention = [getattr(layer, parts.attention, None) for layer in layers]
-    turning = [attn is None or not parts.rotates or _rotates(parts, attn) for attn in attention]
+    turning = [
+        attn is None
+        or not parts.rotates
+        or bool(getattr(attn, parts.rotates))
+        or (parts.rotates_all != "" and getattr(attn, parts.rotates_all) is None)
+        for attn in attention
+    ]
     return [kind if turns else NO_ROTATION for kind, turns in zip(kinds, turning, strict=True)]
-
-
-def _rotates(parts: Adapter, attn: Any) -> bool:
-    return bool(getattr(attn, parts.rotates)) or bool(parts.rotates_all and getattr(attn, parts.rotates_all) is None)
 
 
 @overload
@@ -394,13 +396,16 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
             return gated(ops, inner[0], inner[1], product_of((mlp.down_proj,), ops, parts=True), kind)
         return _gated_apart(parts, mlp, ops)
     if dense and ops.stored_linears is not None and holds_stored(mlp):
-        return _stored_mlp(parts, mlp, ops)
+        kind, stored = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
+        if kind is None or stored is None:
+            return _gated_apart(parts, mlp, ops)
+        return StoredGated(StoredLinears(ops, stored, kind), product_of((mlp.down_proj,), ops, parts=True))
     if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
         kind = gate_of(mlp, parts.act)
         if kind is not None:
-            return gated_as_one(ops, getattr(mlp, parts.gate_up), mlp.down_proj, kind)
-    for compute, stored in ((ops.experts, False), (ops.stored_experts, True)):
-        if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=stored):
+            return Gated(product(ops, (getattr(mlp, parts.gate_up),)), product(ops, (mlp.down_proj,), parts=True), kind)
+    for compute, is_stored in ((ops.experts, False), (ops.stored_experts, True)):
+        if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=is_stored):
             return mixture_of(parts.mixture, mlp, ops)
 
     def run(x: Tensor) -> Tensor:
@@ -408,13 +413,6 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         return mixed[0].view_as(x) if isinstance(mixed, tuple) else mixed
 
     return run
-
-
-def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
-    kind, inner = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
-    if kind is None or inner is None or ops.stored_linears is None:
-        return _gated_apart(parts, mlp, ops)
-    return StoredGated(StoredLinears(ops, inner, kind), product_of((mlp.down_proj,), ops, parts=True))
 
 
 def _gated_apart(parts: Adapter, mlp: Any, ops: Ops) -> Product:
