@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
@@ -23,7 +22,7 @@ from fastspec.patches.call.one_prompt import AnswerFuture
 from fastspec.patches.call.prompts import sees_ahead
 from fastspec.patches.call.ranks import refuse_beside
 from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.continuous_batch import Continuous
+from fastspec.patches.continuous_batch import BatchSettings, Continuous
 from fastspec.patches.hf.compat import device_of, is_shared_out, unwrapped
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.parallel import group_of
@@ -100,17 +99,6 @@ class PromptBatch(Protocol):
 
 
 BatchT = TypeVar("BatchT", bound=Continuous)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """Settings of an open batch, as `continuous` takes them."""
-
-    rows: int
-    max_length: int | None
-    prefill_chunk: int | Literal["auto"] | None
-    narrows: bool
-    prefix_caching: bool | None
 
 
 def continuous(
@@ -209,6 +197,4 @@ def open_batch(
         raise Unsupported(
             f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
         )
-    caches = settings.narrows if settings.prefix_caching is None else settings.prefix_caching
-    sizes = settings.rows, settings.max_length, chunk, settings.narrows
-    return kind(model, session, decoding, resolved, *sizes, caches, ranks)
+    return kind(model, session, decoding, resolved, settings, chunk, ranks)

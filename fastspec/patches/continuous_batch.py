@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +54,17 @@ AGREED_EVERY = 64
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Settings of an open batch, as `continuous` takes them."""
+
+    rows: int
+    max_length: int | None
+    prefill_chunk: int | Literal["auto"] | None
+    narrows: bool
+    prefix_caching: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class Act:
     """Work between two turns, by its name and arguments, and who waits for it."""
 
@@ -80,17 +91,14 @@ class Continuous:
         session: PatchSession,
         decoding: Decoding,
         resolved: Callable[[], Decoding],
-        rows: int,
-        max_length: int | None,
+        settings: BatchSettings,
         chunk: int | None,
-        narrows: bool,
-        prefix_caching: bool,
         ranks: OpenRanks | None = None,
     ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
-        self._resolved = resolved
+        self._resolved, rows, narrows = resolved, settings.rows, settings.narrows
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
-        self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)
+        self.max_length = settings.max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
         """Counts since the batch was opened."""
         self._original = session.original(model, "generate")
@@ -122,7 +130,8 @@ class Continuous:
                 lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows
             )
         drafter, target = self._widths.current.engine.drafter, self._widths.current.engine.target
-        if prefix_caching and (drafter is None or drafter.resumes or decoding.taps is None):
+        caches = narrows if settings.prefix_caching is None else settings.prefix_caching
+        if caches and (drafter is None or drafter.resumes or decoding.taps is None):
             self._prefixes.least = LEAST_CAPTURED if target.captures else LEAST
         session.batches += 1
         if ranks is not None:

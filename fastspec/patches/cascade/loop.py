@@ -77,10 +77,12 @@ class StageAnswer:
 
 @dataclass(slots=True)
 class CascadeRow:
-    """A request on its way up."""
+    """A request on its way up: row `number` of a call with the arguments `given`, of up to `limit` new tokens."""
 
     number: int
     ids: list[int]
+    given: dict[str, Any]
+    limit: int
     visits: list[Visit] = field(default_factory=list)
     answer: list[int] | None = None
     giver: int = 0
@@ -275,39 +277,34 @@ class AdaptiveCascade:
     ) -> tuple[list[list[int]], tuple[Explanation, ...]]:
         """The answers to prompts in the large model's tokens, and how they were made, where `run(index, prompts,
         handed)` runs a stage."""
-        pending = rows = [CascadeRow(number, prompt) for number, prompt in enumerate(prompts)]
+        pending = rows = [CascadeRow(number, prompt, given, limit) for number, prompt in enumerate(prompts)]
         for index in range(len(self.models.stages)):
             if pending:
-                pending = self._visit(index, pending, given, limit, run)
+                pending = self._visit(index, pending, run)
         told = tuple(Explanation(tuple(row.visits)) for row in rows)
-        return [self.answer(row, given) for row in rows], told
+        return [self.answer(row) for row in rows], told
 
-    def _visit(
-        self, index: int, rows: list[CascadeRow], given: dict[str, Any], limit: int, run: Callable[..., Outcome]
-    ) -> list[CascadeRow]:
+    def _visit(self, index: int, rows: list[CascadeRow], run: Callable[..., Outcome]) -> list[CascadeRow]:
         """Let a stage answer the rows -> those that go on to the next."""
         stage, last = self.models.stages[index], index == len(self.models.stages) - 1
         bound = position_limit(stage.model.config)
         asked: list[tuple[CascadeRow, list[int], list[int]]] = []  # row, prompt, answer that was handed over
         for row in rows:
             prompt = stage.read_prompt(row.ids)
-            if last or (prompt and (bound is None or len(prompt) + limit <= bound)):
-                asked.append((row, prompt, self.handed(row, index, given) if self.reuse else []))
+            if last or (prompt and (bound is None or len(prompt) + row.limit <= bound)):
+                asked.append((row, prompt, self.handed(row, index) if self.reuse else []))
             else:
-                told = f" and {limit} of an answer, and its positions end at {bound}" if prompt else " of this stage"
+                told = (
+                    f" and {row.limit} of an answer, and its positions end at {bound}" if prompt else " of this stage"
+                )
                 why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
                 row.visits.append(Visit(index, stage.label, why))
         if asked:
-            self._ask(index, asked, given, limit, run)
+            self._ask(index, asked, run)
         return [] if last else [row for row in rows if not row.done]
 
     def _ask(
-        self,
-        index: int,
-        asked: list[tuple[CascadeRow, list[int], list[int]]],
-        given: dict[str, Any],
-        limit: int,
-        run: Callable[..., Outcome],
+        self, index: int, asked: list[tuple[CascadeRow, list[int], list[int]]], run: Callable[..., Outcome]
     ) -> None:
         """Let a stage answer rows that fit, and judge its answers."""
         handed = [answer for _, _, answer in asked]
@@ -319,9 +316,9 @@ class AdaptiveCascade:
         last = index == len(self.models.stages) - 1
         for at, (row, prompt, _) in enumerate(asked):
             answer = outcome.tokens[at]
-            visit, ended = self.take(row, index, answer, kept[at], len(handed[at]), share, given, limit)
+            visit, ended = self.take(row, index, answer, kept[at], len(handed[at]), share)
             if not last or self.on_answer is not None:
-                told = self.features(row, outcome.measures[at], len(prompt), limit, ended)
+                told = self.features(row, outcome.measures[at], len(prompt), ended)
                 if self.on_answer is not None:
                     visit = replace(visit, why="heard")
                     times = _times(outcome.stats, len(asked))
@@ -331,39 +328,31 @@ class AdaptiveCascade:
             row.visits.append(replace(visit, cost=self.models.cost(self.config, visit)))
 
     def take(
-        self,
-        row: CascadeRow,
-        index: int,
-        answer: list[int],
-        kept: int,
-        handed: int,
-        milliseconds: float,
-        given: dict[str, Any],
-        limit: int,
+        self, row: CascadeRow, index: int, answer: list[int], kept: int, handed: int, milliseconds: float
     ) -> tuple[Visit, bool]:
         """Give a row a stage's answer, which took over `kept` of `handed` tokens -> its visit, and whether it reached
         an end token."""
         stage = self.models.stages[index]
         row.answer, row.giver = answer, index
-        ended = answer[-1] in stage.ends(ends_of(stage, given))
-        counts, cut = (len(answer) - kept, kept, handed), len(answer) >= limit and not ended
+        ended = answer[-1] in stage.ends(ends_of(stage, row.given))
+        counts, cut = (len(answer) - kept, kept, handed), len(answer) >= row.limit and not ended
         visit = Visit(index, stage.label, "answered: it is the last", *counts, milliseconds=milliseconds, cut=cut)
         return visit, ended
 
-    def features(self, row: CascadeRow, measures: Tensor, prompt_tokens: int, limit: int, ended: bool) -> Tensor:
+    def features(self, row: CascadeRow, measures: Tensor, prompt_tokens: int, ended: bool) -> Tensor:
         """Features [F] of the answer that a row has."""
         assert row.answer is not None
         stage, stages = row.giver, len(self.models.stages)
-        about = {"prompt_tokens": prompt_tokens, "limit": limit, "stage": stage, "stages": stages}
+        about = {"prompt_tokens": prompt_tokens, "limit": row.limit, "stage": stage, "stages": stages}
         return features(measures, row.answer, ended=ended, **about)
 
-    def handed(self, row: CascadeRow, index: int, given: dict[str, Any]) -> list[int]:
+    def handed(self, row: CascadeRow, index: int) -> list[int]:
         """The answer that a row has already, in a stage's tokens."""
         if row.answer is None:
             return []
         giver, taker = self.models.stages[row.giver], self.models.stages[index]
-        ends = taker.ends(ends_of(taker, given))
-        return hand_over(row.answer, giver, taker, giver.ends(ends_of(giver, given)), ends[0] if ends else None)
+        ends = taker.ends(ends_of(taker, row.given))
+        return hand_over(row.answer, giver, taker, giver.ends(ends_of(giver, row.given)), ends[0] if ends else None)
 
     def _run(
         self, given: dict[str, Any], limit: int, index: int, prompts: list[list[int]], handed: list[list[int]] | None
@@ -401,11 +390,11 @@ class AdaptiveCascade:
         why = f"{'answered' if stop else 'went on'}: {why}"
         return replace(visit, why=why, quality=scores.quality, stop_value=values[0], go_on_value=values[1]), stop
 
-    def answer(self, row: CascadeRow, given: dict[str, Any]) -> list[int]:
+    def answer(self, row: CascadeRow) -> list[int]:
         """The answer of a row that is done, in the large model's tokens."""
         last = len(self.models.stages) - 1
         assert row.answer is not None
-        return row.answer if row.giver == last else self.handed(row, last, given)
+        return row.answer if row.giver == last else self.handed(row, last)
 
     def _output(
         self, ids: Tensor, answers: list[list[int]], large: Any, given: dict[str, Any], stats: Stats, streamer: Any

@@ -28,8 +28,8 @@ from fastspec.patches.call.refusals import setting
 from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow
 from fastspec.patches.cascade.settings import new_tokens, read_prompts, refuse, stage_options
 from fastspec.patches.cascade.stages import StageModel
-from fastspec.patches.continuous import BatchSettings, open_batch
-from fastspec.patches.continuous_batch import Continuous
+from fastspec.patches.continuous import open_batch
+from fastspec.patches.continuous_batch import BatchSettings, Continuous
 from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, TurnOrder
@@ -92,12 +92,10 @@ class CascadeFuture(AnswerFuture):
 
 @dataclass(slots=True)
 class CascadeRequest:
-    """A prompt on its way up: the arguments of its call, by `decides`, the cascade at its own price."""
+    """A prompt on its way up, by `decides`, the cascade at its own price."""
 
     row: CascadeRow
     shown: Tensor
-    given: dict[str, Any]
-    limit: int
     decides: AdaptiveCascade
     streamer: Any
     seed: int
@@ -206,16 +204,14 @@ class ContinuousCascade:
         if price is not None and self.config.thresholds is not None:
             raise Unsupported(f"price={price}: this cascade decides by its thresholds, which no price changes")
         request = CascadeRequest(
-            CascadeRow(0, prompts[0][keep[0]].tolist()),
+            CascadeRow(0, prompts[0][keep[0]].tolist(), given, new_tokens(self.model, given, ids.shape[1])),
             prompts,
-            given,
-            new_tokens(self.model, given, ids.shape[1]),
             self.decides if price is None else replace(self.decides, config=replace(self.config, price=price)),
             streamer,
             self._seed(given, seed),
         )
         # what the large model refuses is told now, and not when it is asked
-        large = stage_options(self.models.stages[-1], given, request.limit)
+        large = stage_options(self.models.stages[-1], given, request.row.limit)
         self.batches[-1].prompt(torch.tensor([request.row.ids], device="cpu"), None, request.seed, large)
         with self._changed:
             if self._closing:
@@ -236,23 +232,23 @@ class ContinuousCascade:
 
     def _ask(self, request: CascadeRequest, index: int) -> None:
         """Ask a stage, or the first one behind it with room, for its answer."""
-        stages, row, given = self.models.stages, request.row, request.given
+        stages, row = self.models.stages, request.row
         last = index == len(stages) - 1
         stage, batch = stages[index], self.batches[index]
         prompt = stage.read_prompt(row.ids)
-        if not last and not (prompt and len(prompt) + request.limit <= batch.max_length):
-            room = f"and {request.limit} of an answer, and its rows have room for {batch.max_length}"
+        if not last and not (prompt and len(prompt) + row.limit <= batch.max_length):
+            room = f"and {row.limit} of an answer, and its rows have room for {batch.max_length}"
             told = room if prompt else "of this stage"
             self._visited(
                 request, Visit(index, stage.label, f"left out: the prompt has {len(prompt) or 'no'} tokens {told}")
             )
             self._ask(request, index + 1)
             return
-        handed = request.decides.handed(row, index, given)
+        handed = request.decides.handed(row, index)
         trees = isinstance(request.streamer, RoundStreamer) and request.streamer.trees and not stage.rewrites
         call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds(trees))
         seed = (request.seed + index * NEXT_SEED + 2**63) % 2**64 - 2**63
-        options = stage_options(stage, given, request.limit)
+        options = stage_options(stage, row.given, row.limit)
         streamer = request.streamer if last else call.rounds
         request.answer = batch.ask(prompt, handed, call.measured, streamer, seed, options)
         if request.future.cancelled():  # meanwhile, when nobody knew of this answer
@@ -279,18 +275,18 @@ class ContinuousCascade:
 
     def _decide(self, request: CascadeRequest, call: StageCall, answer: Tensor) -> None:
         """Take a stage's answer: it is the cascade's, or the next stage is asked."""
-        row, decides, limit = request.row, request.decides, request.limit
+        row, decides = request.row, request.decides
         tokens, spent = answer[0, len(call.prompt) :].tolist(), 1000 * (time.perf_counter() - call.began)
         kept = common_length(torch.tensor(tokens, device="cpu"), torch.tensor(call.handed, device="cpu"))
-        visit, ended = decides.take(row, call.index, tokens, kept, len(call.handed), spent, request.given, limit)
+        visit, ended = decides.take(row, call.index, tokens, kept, len(call.handed), spent)
         if call.measured is not None:
-            told = decides.features(row, call.measured.whole(), len(call.prompt), limit, ended)
+            told = decides.features(row, call.measured.whole(), len(call.prompt), ended)
             visit, row.done = decides.judged(visit, row, told)
         self._visited(request, replace(visit, cost=self.models.cost(self.config, visit)))
         if call.measured is not None and not row.done:
             self._ask(request, call.index + 1)
             return
-        final = decides.answer(row, request.given)
+        final = decides.answer(row)
         if call.measured is not None:
             self._stream(request, final, call)
         future = request.future
