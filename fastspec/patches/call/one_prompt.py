@@ -41,7 +41,6 @@ from fastspec.patches.call.processors import (
     read_processors,
     read_settings,
     unknown_types,
-    whole_limit,
 )
 from fastspec.patches.call.prompts import (
     besides_tokens,
@@ -342,7 +341,7 @@ def _made(
     return PreparedPrompt(
         ids,
         compact(ids, keep)[0],
-        whole_limit(ending.limit),
+        ending.limit,
         ending.ends,
         rule,
         streamer,
