@@ -192,20 +192,8 @@ class WindowState(FullAttentionState):
 
     ring: int
 
-    def __init__(
-        self,
-        layers: int,
-        rows: int,
-        kv_heads: int,
-        size: int,
-        value_size: int | None = None,
-        *,
-        span: Span,
-        ring: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(layers, rows, kv_heads, size, value_size, dtype=dtype, device=device)
+    def __init__(self, *sizes: int, span: Span, ring: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(*sizes, dtype=dtype, device=device)
         self.span, self.ring = span, ring
 
     def bytes(self, slots: int) -> int:

@@ -57,9 +57,8 @@ ANEW, TRIES = 64, 8
 class RetokenizingDrafter(Drafter):
     """The texts of a call's rows, and a draft model with a cache of its own, `room` tokens a row and a tail of one.
 
-    Texts are read with `tokenizer`, the target's, and `draft_tokenizer`. `known` are the draft model's ids of target
-    tokens that mean the same. A text that does not encode, outgrows `room` or has a token that the draft model lacks,
-    of its `draft_vocab`, is not drafted for.
+    Texts are read with `tokenizer`, the target's, and `draft_tokenizer`; the models have `vocab` and `draft_vocab`
+    tokens. A text that does not encode, outgrows `room` or has a token that the draft model lacks is not drafted for.
     """
 
     traits = Traits(reusable=True, reads_logits=False)
@@ -68,16 +67,19 @@ class RetokenizingDrafter(Drafter):
         self,
         draft: Target,
         length: Length,
+        *,
         room: int,
         tokenizer: Tokenizer,
         draft_tokenizer: Tokenizer,
+        vocab: int,
         draft_vocab: int,
-        known: dict[int, int],
         device: torch.device,
     ) -> None:
-        self.draft, self.length, self.room, self.device, self.known = draft, length, room, device, known
-        self.draft_vocab = draft_vocab
+        self.draft, self.length, self.room, self.device = draft, length, room, device
+        self.vocab, self.draft_vocab = vocab, draft_vocab
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
+        self.known: dict[int, int] = {}
+        """The draft model's ids of target tokens that mean the same."""
         first = getattr(draft_tokenizer, "bos_token_id", None)
         opening: list[int] = [] if first is None else [first]
         self.opening = opening if opening and list(draft_tokenizer("")["input_ids"])[:1] == opening else []
@@ -211,11 +213,7 @@ OVERLAP = 8
 
 class TextDrafter(RetokenizingDrafter):
     """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones, up to
-    one that the target lacks, of its `vocab`."""
-
-    def __init__(self, draft: Target, length: Length, *, vocab: int, **texts: Any) -> None:
-        super().__init__(draft, length, known={}, **texts)
-        self.vocab = vocab
+    one that the target lacks."""
 
     def propose(self, extent: int) -> TokenTree:
         """One chain per row, filled up with token 0. The root alone where no row can be drafted for."""
@@ -282,21 +280,16 @@ class SharedDrafter(RetokenizingDrafter):
         length: Length,
         shared: Sequence[tuple[int, int]],
         *,
-        room: int,
-        tokenizer: Tokenizer,
-        draft_tokenizer: Tokenizer,
-        vocab: int,
-        draft_vocab: int,
         ops: Ops,
         process: Process,
-        device: torch.device,
+        **texts: Any,
     ) -> None:
-        pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]
-        super().__init__(draft, length, room, tokenizer, draft_tokenizer, draft_vocab, dict(pairs), device)
-        self.ops, self.process = ops, process
-        self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
-        self.own_id = torch.zeros(vocab, dtype=torch.long, device=device).scatter(0, self.ours, self.theirs)
-        self.foreign = torch.ones(vocab, dtype=torch.bool, device=device).scatter(0, self.ours, False)
+        super().__init__(draft, length, **texts)
+        pairs = [(ours, theirs) for ours, theirs in shared if ours < self.vocab and theirs < self.draft_vocab]
+        self.ops, self.process, self.known = ops, process, dict(pairs)
+        self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=self.device).view(-1, 2).unbind(1)
+        self.own_id = torch.zeros(self.vocab, dtype=torch.long, device=self.device).scatter(0, self.ours, self.theirs)
+        self.foreign = torch.ones(self.vocab, dtype=torch.bool, device=self.device).scatter(0, self.ours, False)
 
     def propose(self, extent: int) -> TokenTree:
         """A chain of drafts below the root; the root alone where no row can be drafted for."""
