@@ -4,21 +4,15 @@ one. `continuous` opens such a batch; `continuous_batch.py` runs it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from numbers import Integral
-from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from fastspec.cascade.config import Cascade
 from fastspec.config import Assistant, ContinuousBatch
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.generation.stats import Stats
 from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
-from fastspec.patches.call.one_prompt import AnswerFuture
 from fastspec.patches.call.prompts import sees_ahead
 from fastspec.patches.call.ranks import refuse_beside
 from fastspec.patches.call.refusals import refuse_overrides
@@ -28,76 +22,20 @@ from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, TurnOrder
 from fastspec.patches.session import patched_session
-from fastspec.patches.warmup import WARM_LENGTH
 
 CHUNKS = {"cuda": 1024, "cpu": 256}
 """Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
 pass."""
 
 
+if TYPE_CHECKING:
+    from fastspec.patches.cascade.open_batch import ContinuousCascade
+
 FIRST = "fastspec.patch(model) comes before fastspec.continuous"
 
 
-class PromptBatch(Protocol):
-    """Open batch as programs use it: a model's (`Continuous`), or one of every stage of a cascade
-    (`ContinuousCascade`)."""
-
-    @property
-    def model(self) -> Any:
-        """The patched model."""
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a prompt and its answer at most."""
-
-    @property
-    def info(self) -> dict[str, str]:
-        """Settings that it decodes with."""
-
-    @property
-    def stats(self) -> Stats:
-        """Counts since it was opened."""
-
-    @property
-    def turns(self) -> int:
-        """Turns of the rounds that have ended."""
-
-    @property
-    def running(self) -> int:
-        """Rows that hold a prompt."""
-
-    @property
-    def waiting(self) -> int:
-        """Prompts that wait for a row."""
-
-    @property
-    def alive(self) -> bool:
-        """True where it takes prompts."""
-
-    def submit(
-        self,
-        ids: Tensor,
-        generation_config: Any = None,
-        streamer: Any = None,
-        *,
-        seed: int | None = None,
-        **options: Any,
-    ) -> AnswerFuture:
-        """Ask for the answer to one prompt."""
-
-    def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
-        """Compile and capture before prompts come -> the seconds that it took."""
-
-    def close(self, *, cancel: bool = False) -> None:
-        """Take no more prompts, and return when all answers are there."""
-
-    def __enter__(self) -> PromptBatch: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
+PromptBatch: TypeAlias = "Continuous | ContinuousCascade"
+"""Open batch: a model's, or one of every stage of a cascade."""
 BatchT = TypeVar("BatchT", bound=Continuous)
 
 
