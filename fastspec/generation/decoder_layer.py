@@ -129,16 +129,12 @@ class Nodes:
     counts: Tensor | None = None
 
 
-class SequenceMixer(ABC):
-    """The part of a layer that looks at other tokens."""
-
-    @abstractmethod
-    def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
-        """A normed input x [B, N, H] -> [B, N, H]."""
+SequenceMixer: TypeAlias = Callable[[Tensor, Nodes], Summed]
+"""The part of a layer that looks at other tokens: a normed input x [B, N, H] -> [B, N, H]."""
 
 
 @dataclass(frozen=True, slots=True)
-class FullAttention(SequenceMixer):
+class FullAttention:
     """Attention over committed tokens and a node's ancestors, or those within a span; layer `index` of `state` takes
     the nodes' keys and values."""
 
@@ -184,7 +180,7 @@ class FullAttention(SequenceMixer):
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDelta(SequenceMixer):
+class GatedDelta:
     """Gated DeltaNet: a convolution over the last inputs, a state per head, a gated norm; layer `index` of `state`."""
 
     ops: Ops
@@ -307,19 +303,12 @@ def one_by_one(
     return change, total
 
 
-class Normed(Protocol):
-    """A norm: weight [H]."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """A root-mean-square norm by the backend's `Ops.rms_norm`, with the weight that its module has at the time."""
+    """A root-mean-square norm by the backend's `Ops.rms_norm`, with the weight [H] that its module has at the time."""
 
     ops: Ops
-    module: Normed
+    module: Any
     eps: float
     offset: float | None = None
 
