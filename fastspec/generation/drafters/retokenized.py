@@ -48,6 +48,12 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
+def opening_of(tokenizer: Tokenizer) -> list[int]:
+    """The begin token, where a tokenizer puts it before a text."""
+    first = getattr(tokenizer, "bos_token_id", None)
+    return [] if first is None or list(tokenizer("")["input_ids"])[:1] != [first] else [first]
+
+
 LONGEST_CHARACTER = 4
 """Bytes of the longest character in UTF-8, and so the most tokens that may end in the middle of one."""
 ANEW, TRIES = 64, 8
@@ -80,10 +86,7 @@ class RetokenizingDrafter(Drafter):
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.known: dict[int, int] = {}
         """The draft model's ids of target tokens that mean the same."""
-        first = getattr(draft_tokenizer, "bos_token_id", None)
-        opening: list[int] = [] if first is None else [first]
-        self.opening = opening if opening and list(draft_tokenizer("")["input_ids"])[:1] == opening else []
-        """The begin token, where the draft model's tokenizer puts it before a text."""
+        self.opening = opening_of(draft_tokenizer)
         self.nodes = self.max_path = length.most + 1
         self.passes = Passes(draft)
 

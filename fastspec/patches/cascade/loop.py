@@ -37,6 +37,7 @@ from fastspec.patches.cascade.settings import (
 )
 from fastspec.patches.cascade.stages import (
     Patching,
+    StageModel,
     check_kept,
     check_room,
     hand_over,
@@ -294,11 +295,7 @@ class AdaptiveCascade:
             if last or (prompt and (bound is None or len(prompt) + row.limit <= bound)):
                 asked.append((row, prompt, self.handed(row, index) if self.reuse else []))
             else:
-                told = (
-                    f" and {row.limit} of an answer, and its positions end at {bound}" if prompt else " of this stage"
-                )
-                why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
-                row.visits.append(Visit(index, stage.label, why))
+                row.visits.append(left_out(stage, index, row, prompt, f"its positions end at {bound}"))
         if asked:
             self._ask(index, asked, run)
         return [] if last else [row for row in rows if not row.done]
@@ -403,16 +400,27 @@ class AdaptiveCascade:
         longest = max(map(len, answers))
         new = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], device=ids.device)
         if streamer is not None:  # the prompt too is put now, when no stage can refuse the call any more
-            streamer.put(ids.cpu())
-            for token in answers[0]:
-                streamer.put(torch.tensor([token], device="cpu"))
-            streamer.end()
+            put_answer(streamer, ids, answers[0])
         sequences = torch.cat((ids, new), 1)
         if not setting("return_dict_in_generate", given, large.generation_config):
             return sequences
         out = GenerateDecoderOnlyOutput(sequences=sequences)
         out.fastspec = stats
         return out
+
+
+def left_out(stage: StageModel, index: int, row: CascadeRow, prompt: Sequence[int], bound: str) -> Visit:
+    """The visit to a stage that has no tokens for a prompt, or no room for it and its answer."""
+    told = f"and {row.limit} of an answer, and {bound}" if prompt else "of this stage"
+    return Visit(index, stage.label, f"left out: the prompt has {len(prompt) or 'no'} tokens {told}")
+
+
+def put_answer(streamer: Any, ids: Tensor, answer: Sequence[int]) -> None:
+    """Hand a streamer a prompt [1, T] and its whole answer, token by token."""
+    streamer.put(ids.cpu())
+    for token in answer:
+        streamer.put(torch.tensor([token], device="cpu"))
+    streamer.end()
 
 
 def _times(stats: Stats, rows: int) -> tuple[float, float]:

@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +24,7 @@ from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, Prepa
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.call.ranks import refuse_beside
 from fastspec.patches.call.refusals import setting
-from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow
+from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow, left_out, put_answer
 from fastspec.patches.cascade.settings import new_tokens, read_prompts, refuse, stage_options
 from fastspec.patches.cascade.stages import StageModel
 from fastspec.patches.continuous import open_batch
@@ -237,11 +236,7 @@ class ContinuousCascade:
         stage, batch = stages[index], self.batches[index]
         prompt = stage.read_prompt(row.ids)
         if not last and not (prompt and len(prompt) + row.limit <= batch.max_length):
-            room = f"and {row.limit} of an answer, and its rows have room for {batch.max_length}"
-            told = room if prompt else "of this stage"
-            self._visited(
-                request, Visit(index, stage.label, f"left out: the prompt has {len(prompt) or 'no'} tokens {told}")
-            )
+            self._visited(request, left_out(stage, index, row, prompt, f"its rows have room for {batch.max_length}"))
             self._ask(request, index + 1)
             return
         handed = request.decides.handed(row, index)
@@ -313,10 +308,7 @@ class ContinuousCascade:
             for round in rounds:
                 streamer.put_round(round)
         elif streamer is not None:
-            streamer.put(request.shown.cpu())
-            for token in answer:
-                streamer.put(torch.tensor([token], device="cpu"))
-            streamer.end()
+            put_answer(streamer, request.shown, answer)
 
     def _ended(self, request: CascadeRequest, future: Future[Tensor]) -> None:
         """A request is over, or nobody waits for it any more."""
@@ -400,7 +392,5 @@ class ContinuousCascade:
     def __enter__(self) -> ContinuousCascade:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(cancel=kind is not None)

@@ -18,7 +18,7 @@ from fastspec.cascade.config import Cascade, Stage
 from fastspec.cascade.decisions import Rates
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported, accepted
-from fastspec.generation.drafters.retokenized import decoded, encoded
+from fastspec.generation.drafters.retokenized import decoded, encoded, opening_of
 from fastspec.generation.engine.call import Outcome
 from fastspec.models import cut_over, load_model, source_of, token_table
 from fastspec.patches.assistants.registry import NAMES, Continued
@@ -310,9 +310,7 @@ class StageModel:
                 f"the prompt function of the cascade's stage {self.label!r} gave {text!r}: it must give text"
             )
         writer = self.tokenizer or reader
-        start = writer("", add_special_tokens=True)["input_ids"][:1]
-        begins = [writer.bos_token_id] if writer.bos_token_id is not None and start == [writer.bos_token_id] else []
-        return begins + encoded(writer, text)
+        return opening_of(writer) + encoded(writer, text)
 
 
 def hand_over(
