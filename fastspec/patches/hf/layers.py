@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import (
@@ -43,7 +44,6 @@ from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own,
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.layer_weights import holds_stored, pack_layer, products_of, projections
 from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
-from fastspec.patches.hf.own_forward import run_layer
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
 from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
@@ -448,4 +448,33 @@ class ModelLayers(LayerFamily):
         pack_layer(self.parts, module)
 
     def forward(self, module: Any, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return run_layer(self.model, self.parts, module, hidden, positions, attend)
+        """By the layer's own forward. Raises Unsupported for attention of another form than softmax over all keys."""
+        ALL_ATTENTION_FUNCTIONS[CALLERS] = _attended
+        getattr(module, self.parts.attention).config._attn_implementation = CALLERS  # a configuration of its own
+        rotary = getattr(decoder_of(self.model), self.parts.rotary)
+        out = module(
+            hidden,
+            attention_mask=None,
+            position_ids=positions,
+            position_embeddings=rotary(hidden, positions),
+            fastspec_attend=attend,
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+
+CALLERS = "fastspec_callers"
+"""The caller's attention among transformers' own: a name that no configuration has by itself."""
+
+
+def _attended(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, fastspec_attend: Attend, **more: Any
+) -> tuple[Tensor, None]:
+    scaling, size = more.get("scaling"), query.shape[-1]
+    odd = [name for name in ("sliding_window", "s_aux", "softcap") if more.get(name) is not None]
+    if scaling is not None and abs(scaling * size**0.5 - 1) > 1e-4:
+        odd.append(f"scaling={scaling:g}")
+    if odd or value.shape[-1] != size:
+        told = ", ".join(odd) or f"values of {value.shape[-1]} channels beside keys of {size}"
+        raise Unsupported(f"a layer like those of {type(module).__name__} cannot be trained: its attention has {told}")
+    return fastspec_attend(0, *(x.transpose(1, 2) for x in (query, key, value))), None
