@@ -27,7 +27,6 @@ from fastspec.patches.backends import choose_backend
 from fastspec.patches.call.generate import generate, generate_batch, init_continuous_batching
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
-from fastspec.patches.cascade.open_batch import ContinuousCascade
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
@@ -178,7 +177,7 @@ def cascade_models(config: Any, model: Any) -> CascadeModels:
     """The stages of a cascade whose last one is `model`. Raises Unsupported for what is no Cascade."""
     if not isinstance(config, Cascade):
         raise Unsupported(f"cascade={config!r} must be a fastspec.Cascade(stages=[...], ...)")
-    return CascadeModels(config, model, Patching(patch, unpatch), ContinuousCascade)
+    return CascadeModels(config, model, Patching(patch, unpatch))
 
 
 def unpatch(model: Model, *, force: bool = False) -> Model:

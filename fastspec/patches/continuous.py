@@ -3,40 +3,19 @@ one. `continuous` opens such a batch; `continuous_batch.py` runs it."""
 
 from __future__ import annotations
 
-import re
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import Assistant, ContinuousBatch
-from fastspec.errors import Unsupported
+from fastspec.config import Assistant
 from fastspec.generation.drafters.base import Decoding
-from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
-from fastspec.patches.call.prompts import sees_ahead
-from fastspec.patches.call.ranks import refuse_beside
-from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.continuous_batch import BatchSettings, Continuous
-from fastspec.patches.hf.compat import device_of, is_shared_out, unwrapped
-from fastspec.patches.hf.modes import adapter_for
-from fastspec.patches.hf.parallel import group_of
-from fastspec.patches.open_ranks import OpenRanks, TurnOrder
+from fastspec.patches.cascade.open_batch import ContinuousCascade
+from fastspec.patches.continuous_batch import FIRST, BatchSettings, Continuous, open_batch
+from fastspec.patches.hf.compat import unwrapped
 from fastspec.patches.session import patched_session
 
-CHUNKS = {"cuda": 1024, "cpu": 256}
-"""Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
-pass."""
-
-
-if TYPE_CHECKING:
-    from fastspec.patches.cascade.open_batch import ContinuousCascade
-
-FIRST = "fastspec.patch(model) comes before fastspec.continuous"
-
-
-PromptBatch: TypeAlias = "Continuous | ContinuousCascade"
+PromptBatch: TypeAlias = Continuous | ContinuousCascade
 """Open batch: a model's, or one of every stage of a cascade."""
-BatchT = TypeVar("BatchT", bound=Continuous)
 
 
 def continuous(
@@ -94,45 +73,5 @@ def continuous(
         model = unwrapped(model)
         found: Any = resolve(assistant, patched_session(model, FIRST).resources, model)
         if not isinstance(found, Decoding):  # in the modes 'token' and 'lossless' it is one
-            opened: PromptBatch = found.continuous(settings)
-            return opened
+            return ContinuousCascade(found, settings)
     return open_batch(Continuous, model, assistant, settings)
-
-
-def open_batch(
-    kind: type[BatchT], model: Any, assistant: Any, settings: BatchSettings, order: TurnOrder | None = None
-) -> BatchT:
-    """An open batch of this class, as `continuous` makes it; `order` is that of its turns and others', where the model
-    is cut over processes."""
-    model = unwrapped(model)
-    session = patched_session(model, FIRST)
-    group = group_of(model)
-    ranks = None if group is None else OpenRanks(group, order)
-    if ranks is not None:
-        if order is None:
-            refuse_beside(group, "continuous")
-        named = re.sub("0x[0-9a-f]+", "", repr(assistant))
-        tuned = sorted(map(repr, installed(name_of(device_of(model))).items()))
-        ranks.check_opened(named, settings, tuned)
-    if is_shared_out(model):
-        raise Unsupported(
-            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts "
-            "come to each at a time of its own; generate takes an assistant there, in all processes at once"
-        )
-    chunk = settings.prefill_chunk
-    chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"]) if chunk == "auto" else chunk
-    whole = isinstance(chunk, Integral) and not isinstance(chunk, bool) and chunk >= 1
-    if chunk is not None and not whole:
-        raise Unsupported(f'continuous: prefill_chunk={chunk!r} must be at least 1, None or "auto"')
-
-    def resolved() -> Decoding:
-        found: Decoding = resolve(ContinuousBatch(assistant, settings.rows), session.resources, model).decoding
-        return found
-
-    decoding = resolved()
-    refuse_overrides(model)
-    if sees_ahead(model, adapter_for(model)):
-        raise Unsupported(
-            f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
-        )
-    return kind(model, session, decoding, resolved, settings, chunk, ranks)

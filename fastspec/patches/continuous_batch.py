@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections import deque
@@ -11,13 +12,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from numbers import Integral
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
+from fastspec.config import ContinuousBatch
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
@@ -30,24 +33,39 @@ from fastspec.generation.engine.own_rules import OwnRules, rules_of
 from fastspec.generation.engine.prefix_cache import LEAST, LEAST_CAPTURED, PrefixCache
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
+from fastspec.kernels.tuned_launches import installed, name_of
+from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.call.assembly import entry, new_engine
 from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing, RoundStreamer
-from fastspec.patches.call.ranks import closes, opens
+from fastspec.patches.call.prompts import sees_ahead
+from fastspec.patches.call.ranks import closes, opens, refuse_beside
 from fastspec.patches.call.refusals import refuse_overrides
 from fastspec.patches.hf.changes import Snapshot, WeightSample
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, own_stop_strings
+from fastspec.patches.hf.compat import (
+    device_of,
+    drop_capturing_hooks,
+    dtype_of,
+    is_shared_out,
+    own_stop_strings,
+    unwrapped,
+)
 from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import mode_for
-from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds
-from fastspec.patches.session import PatchSession
+from fastspec.patches.hf.modes import adapter_for, mode_for
+from fastspec.patches.hf.parallel import group_of
+from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds, TurnOrder
+from fastspec.patches.session import PatchSession, patched_session
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
+FIRST = "fastspec.patch(model) comes before fastspec.continuous"
+CHUNKS = {"cuda": 1024, "cpu": 256}
+"""Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
+pass."""
 AGREED_EVERY = 64
 """Turns after which processes choose the sizes of trees by newer times."""
 
@@ -665,3 +683,45 @@ class Continuous:
             self._stale = True
             return None
         return made
+
+
+BatchT = TypeVar("BatchT", bound=Continuous)
+
+
+def open_batch(
+    kind: type[BatchT], model: Any, assistant: Any, settings: BatchSettings, order: TurnOrder | None = None
+) -> BatchT:
+    """An open batch of this class, as `continuous` makes it; `order` is that of its turns and others', where the model
+    is cut over processes."""
+    model = unwrapped(model)
+    session = patched_session(model, FIRST)
+    group = group_of(model)
+    ranks = None if group is None else OpenRanks(group, order)
+    if ranks is not None:
+        if order is None:
+            refuse_beside(group, "continuous")
+        named = re.sub("0x[0-9a-f]+", "", repr(assistant))
+        tuned = sorted(map(repr, installed(name_of(device_of(model))).items()))
+        ranks.check_opened(named, settings, tuned)
+    if is_shared_out(model):
+        raise Unsupported(
+            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts "
+            "come to each at a time of its own; generate takes an assistant there, in all processes at once"
+        )
+    chunk = settings.prefill_chunk
+    chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"]) if chunk == "auto" else chunk
+    whole = isinstance(chunk, Integral) and not isinstance(chunk, bool) and chunk >= 1
+    if chunk is not None and not whole:
+        raise Unsupported(f'continuous: prefill_chunk={chunk!r} must be at least 1, None or "auto"')
+
+    def resolved() -> Decoding:
+        found: Decoding = resolve(ContinuousBatch(assistant, settings.rows), session.resources, model).decoding
+        return found
+
+    decoding = resolved()
+    refuse_overrides(model)
+    if sees_ahead(model, adapter_for(model)):
+        raise Unsupported(
+            f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
+        )
+    return kind(model, session, decoding, resolved, settings, chunk, ranks)

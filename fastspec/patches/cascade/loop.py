@@ -93,13 +93,12 @@ class CascadeRow:
 class CascadeModels:
     """The stages of a patched model's cascade, the model itself last, and what is kept between calls."""
 
-    def __init__(self, config: Cascade, large: Any, patching: Patching, opens: Callable[..., Any]) -> None:
-        """`opens` is `ContinuousCascade`, which lies above."""
+    def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
         if large.config.is_encoder_decoder:
             raise Unsupported(
                 f"a cascade takes decoder-only models, and {type(large).__name__} is an encoder-decoder model"
             )
-        self.config, self.large, self.opens = config, large, opens
+        self.config, self.large = config, large
         self.stages = stage_models(config, large, patching)
         self.memory = None if config.memory is None else CacheManager(config.memory, host_budget=config.host_memory)
         for stage in self.stages if self.memory is not None else ():
@@ -220,10 +219,6 @@ class AdaptiveCascade:
     on_answer: Callable[[StageAnswer], None] | None = None
     assistant: Any = None
     reuse: bool = True
-
-    def continuous(self, settings: Any) -> Any:
-        """The `ContinuousCascade` of these settings of `fastspec.continuous`."""
-        return self.models.opens(self, settings)
 
     def check(self, large: Any, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs; in all of the
