@@ -1,5 +1,5 @@
 """Open-ended continuous batching: prompts of many callers join the running rows as they come, and leave them one by
-one. `continuous` opens such a batch; `continuous_batch.py` runs it."""
+one. `continuous` says which; `continuous_batch.py` opens and runs a model's."""
 
 from __future__ import annotations
 
