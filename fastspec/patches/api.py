@@ -27,7 +27,6 @@ from fastspec.patches.backends import choose_backend
 from fastspec.patches.call.generate import generate, generate_batch, init_continuous_batching
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
-from fastspec.patches.cascade.open_batch import ContinuousCascade
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
@@ -148,6 +147,9 @@ def patch(
     for head in (each for each in resources.values() if isinstance(each, BoundHead) and mode.adapter is None):
         check_states(model, head.config.taps)
     choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
+    assistant = None if assistant == "none" else assistant
+    if assistant is not None:
+        resolve(assistant, resources, model)  # refuses one that no call could have
     session = PatchSession(
         backend,
         resources,
@@ -155,7 +157,7 @@ def patch(
         stored,
         bits,
         has_capturing_hooks(model),
-        default=_default(assistant, resources, model),
+        default=assistant,
     )
     try:
         session.set(model, STATE, session)
@@ -175,19 +177,11 @@ def patch(
     return given
 
 
-def _default(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
-    """The default assistant. Raises Unsupported for one that no call could have."""
-    if assistant is None or assistant == "none":
-        return None
-    resolve(assistant, resources, model)
-    return assistant
-
-
 def cascade_models(config: Any, model: Any) -> CascadeModels:
     """The stages of a cascade whose last one is `model`. Raises Unsupported for what is no Cascade."""
     if not isinstance(config, Cascade):
         raise Unsupported(f"cascade={config!r} must be a fastspec.Cascade(stages=[...], ...)")
-    return CascadeModels(config, model, Patching(patch, unpatch), ContinuousCascade)
+    return CascadeModels(config, model, Patching(patch, unpatch))
 
 
 def unpatch(model: Model, *, force: bool = False) -> Model:

@@ -209,7 +209,7 @@ def test_a_gpus_own_trees_have_sizes_that_pay_where_these_change_no_bit_and_in_m
         return assembly.sized(Asked(decoding, model, replace(TORCH, exact=exact), how)).decoding.steps
 
     dense, mixture = tiny_model(), tiny_model("qwen3_moe")
-    assert steps(config, dense, True)(8) == steps(config, mixture, False, temperature=1.0)(8) == config.steps("cuda", 8)
+    assert steps(config, dense, True) == steps(config, mixture, False, temperature=1.0) == (config, "cuda")
     assert steps(config, dense, False) is None and steps(config, mixture, False, "cpu") is None
     for given in ({"total_tokens": 60}, {"depth": 3}, {"top_k": 4}):
         assert steps(replace(config, **given), dense, True) is None
