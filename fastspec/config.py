@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
-from fastspec.errors import Unsupported, accepted
+from fastspec.errors import Unsupported, accepted, check_whole
 
 AssistantName = Literal["autoregressive", "eagle", "eagle2", "eagle3", "mtp", "nasd", "speculative", "cascade"]
 """Names of the assistants that come with fastspec."""
@@ -53,12 +53,6 @@ class Storage(Protocol):
         (0, []) where none is known."""
 
 
-def _whole(where: str, least: int, **values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise Unsupported(f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
-
-
 @dataclass(frozen=True, slots=True)
 class TreeShape:
     """Size of a dynamic draft tree (EAGLE-2, section 4; EAGLE-3 keeps it).
@@ -72,8 +66,8 @@ class TreeShape:
     top_k: int = 10
 
     def __post_init__(self) -> None:
-        _whole("TreeShape", 1, total_tokens=self.total_tokens, top_k=self.top_k)
-        _whole("TreeShape", 0, depth=self.depth)
+        check_whole("TreeShape", 1, total_tokens=self.total_tokens, top_k=self.top_k)
+        check_whole("TreeShape", 0, depth=self.depth)
         if not 2 <= self.total_tokens <= min(256, self.candidates + 1):
             raise Unsupported(
                 f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and {min(256, self.candidates + 1)}: "
@@ -163,8 +157,10 @@ class Speculative:
     early_exit: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("Speculative", 1, gamma=1 if self.gamma is None else self.gamma, most=self.most, branches=self.branches)
-        _whole("Speculative", 1, early_exit=1 if self.early_exit is None else self.early_exit)
+        check_whole(
+            "Speculative", 1, gamma=1 if self.gamma is None else self.gamma, most=self.most, branches=self.branches
+        )
+        check_whole("Speculative", 1, early_exit=1 if self.early_exit is None else self.early_exit)
         nodes = 1 + (self.most if self.gamma is None else self.gamma) * self.branches
         if nodes > 256:
             raise Unsupported(
@@ -198,9 +194,9 @@ class Nasd:
     total_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("Nasd", 1, gamma=self.gamma, top_k_filler=self.top_k_filler)
+        check_whole("Nasd", 1, gamma=self.gamma, top_k_filler=self.top_k_filler)
         given = {"n": self.n, "total_tokens": self.total_tokens}
-        _whole("Nasd", 2, **{name: value for name, value in given.items() if value is not None})
+        check_whole("Nasd", 2, **{name: value for name, value in given.items() if value is not None})
         most = {"gamma": (self.gamma, 255), "total_tokens": (self.total_tokens or 2, 256), "n": (self.n or 2, 64)}
         for field, (value, bound) in most.items():
             if value > bound:
@@ -231,7 +227,7 @@ class ContinuousBatch:
     rows: int = 8
 
     def __post_init__(self) -> None:
-        _whole("ContinuousBatch", 1, rows=self.rows)
+        check_whole("ContinuousBatch", 1, rows=self.rows)
         if isinstance(self.assistant, ContinuousBatch):
             raise Unsupported(
                 "ContinuousBatch: assistant is a ContinuousBatch itself: name what its rows are decoded with"
@@ -281,8 +277,8 @@ class _DynamicTree:
         rest = TreeShape()
         depth = rest.depth if self.depth is None else self.depth
         top_k = rest.top_k if self.top_k is None else self.top_k
-        _whole(type(self).__name__, 1, top_k=top_k)
-        _whole(type(self).__name__, 0, depth=depth)
+        check_whole(type(self).__name__, 1, top_k=top_k)
+        check_whole(type(self).__name__, 0, depth=depth)
         grown = top_k + depth * top_k**2 + 1
         assert not isinstance(self.total_tokens, str)
         total = min(rest.total_tokens, grown) if self.total_tokens is None else self.total_tokens
@@ -307,8 +303,8 @@ class _DynamicTree:
 @dataclass(frozen=True, slots=True)
 class Eagle3(_DynamicTree):
     """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole (on the C++
-    kernels of the CPU a smaller one, in calls that sample a shallower one) or, where one is given, the published values
-    (depth 7, top_k 10, total_tokens 60) for the rest.
+    kernels of the CPU a smaller one, in calls that sample a shallower one; on a GPU "auto" in calls of exact models and
+    of mixtures) or, where one is given, the published values (depth 7, top_k 10, total_tokens 60) for the rest.
 
     total_tokens="auto" lets every round have as many nodes as pay, by the measured times of rounds and what was
     accepted so far, down to none (docs/guide/assistants.md); depth and top_k then bound the trees where they are given.
@@ -344,7 +340,7 @@ class Mtp(_DynamicTree):
     def __post_init__(self) -> None:
         _DynamicTree.__post_init__(self)
         if isinstance(self.draft_vocab, int):
-            _whole("Mtp", 256, draft_vocab=self.draft_vocab)
+            check_whole("Mtp", 256, draft_vocab=self.draft_vocab)
         elif self.draft_vocab is not None and not isinstance(self.draft_vocab, str):
             raise Unsupported(
                 f'Mtp: draft_vocab={self.draft_vocab!r}; accepted are a number of tokens, a file, "full" and None'
@@ -403,7 +399,7 @@ def _checked_paths(paths: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
         if not path:
             raise Unsupported("Eagle1: paths contains an empty path, which is the root: leave it out")
         for rank in path:
-            _whole(f"Eagle1: the path {list(path)}", 0, rank=rank)
+            check_whole(f"Eagle1: the path {list(path)}", 0, rank=rank)
     known = set(nodes)
     for path in nodes:
         if len(path) > 1 and path[:-1] not in known:

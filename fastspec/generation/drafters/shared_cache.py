@@ -149,7 +149,6 @@ class SharedCacheDrafter(Drafter):
         self.root.copy_(torch.where(active, verdict.bonus, self.root))
 
     def propose(self, extent: int) -> TokenTree:
-        """Grow the next tree from the root and the state before it; `extent` bounds the committed tokens of any row."""
         extent, ops, program = self.reserve(extent), self.ops, self.program
         hidden, readout = program.step(self.root[:, None], self.last[:, None], self._nodes(1, extent))
         nodes, words = self._nodes(self.shape.top_k, extent), self.growth.no_words

@@ -101,7 +101,6 @@ class FusedDrafter(EagleDrafter):
         return packed
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows."""
         super().open(capacity)
         self.pair_counts.zero_()
 

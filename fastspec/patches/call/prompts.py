@@ -23,7 +23,7 @@ from fastspec.patches.hf.limits import LAYER_KINDS, counts_padding, layer_spans
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import is_wrapped, may_see_ahead
 from fastspec.patches.hf.replaced import where_defined
-from fastspec.patches.hf.tree_check import reads_prompts_alike
+from fastspec.patches.hf.tree_check import check_trust
 
 
 def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past: int) -> Tensor:
@@ -79,7 +79,7 @@ def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
     prompt. Raises Unsupported as `check_trust`."""
     besides = is_wrapped(model) or may_see_ahead(model)
     checked = besides if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
-    return checked and not reads_prompts_alike(model, adapter)
+    return checked and not check_trust(model, adapter=adapter)
 
 
 def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:

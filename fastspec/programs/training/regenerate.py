@@ -18,9 +18,10 @@ from transformers import GenerationConfig
 from fastspec.config import ContinuousBatch
 from fastspec.errors import Unsupported
 from fastspec.patches.api import is_patched, patched
+from fastspec.patches.cascade.settings import left_padded
 from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.ends import end_tokens as ends_of
-from fastspec.programs.texts import first_turn, padded_inputs, until_end
+from fastspec.programs.texts import first_turn, until_end
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
 from fastspec.programs.training.data import Row, Shards, Texts, TimeLimit, encode_prompts
 
@@ -138,9 +139,10 @@ def _call(
     asked = GenerationConfig(
         max_new_tokens=config.new_tokens, do_sample=draws, eos_token_id=list(ends) or None, pad_token_id=0, **how
     )
-    inputs = padded_inputs(prompts, asked, target.device)
-    out = target.generate(**inputs, generation_config=asked, assistant=ContinuousBatch("autoregressive", rows))
-    return [until_end(tokens, ends) for tokens in out[:, inputs["input_ids"].shape[1] :].tolist()]
+    ids, mask = left_padded(prompts, asked.pad_token_id, target.device)
+    assistant = ContinuousBatch("autoregressive", rows)
+    out = target.generate(input_ids=ids, attention_mask=mask, generation_config=asked, assistant=assistant)
+    return [until_end(tokens, ends) for tokens in out[:, ids.shape[1] :].tolist()]
 
 
 def _rows(target: Any, length: int) -> int:
