@@ -309,6 +309,21 @@ def test_a_plain_turn_that_shows_what_was_padding_is_refused_by_name(masked, def
         assert torch.equal(found.sequences, answer(model, {"input_ids": longer}, **options, pad_token_id=0).sequences)
 
 
+def test_weights_of_attention_may_not_show_padding_that_a_cache_lacks():
+    """Falcon leaves SDPA for them and adds its mask as numbers, so that padding is seen whatever the mask hides."""
+    model = fastspec.patch(shallow_model("falcon"))
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    first = model.generate(**PADDED, **options, assistant="nasd")
+    ids = torch.cat((first.sequences, prompts(3, 3, seed=2)["input_ids"]), 1)
+    mask = torch.cat((PADDED["attention_mask"], torch.ones_like(ids[:, 7:])), 1)
+    turn = {"input_ids": ids, "attention_mask": mask, **options, "output_attentions": True, "assistant": None}
+    with pytest.raises(Unsupported, match=r"output_attentions=True.*FalconForCausalLM.*beside padding"):
+        model.generate(**turn, **{CACHE: copy.deepcopy(kept_cache(first))})
+    model.config._attn_implementation = "eager"  # which hides it; Falcon has no other way once it is loaded
+    found = model.generate(**turn, **{CACHE: kept_cache(first)})
+    assert torch.equal(found.sequences, model.generate(**turn).sequences)
+
+
 def test_beams_go_on_from_a_cache_with_padding_and_may_not_see_it():
     model = fastspec.patch(shallow_model())
     options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
