@@ -172,3 +172,19 @@ def test_a_cache_that_records_windows_or_recurrent_states_is_refused_and_one_tha
         return
     with pytest.raises(fastspec.Unsupported, match=r"records what its windows.*\(activate_past_recording"):
         ask(patched, recording(patched, first=first), assistant="nasd")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("assistant", ["nasd", TREE], ids=["nasd", "eagle3"])
+def test_a_cache_of_padding_alone_holds_no_token(kind: str, assistant: Any) -> None:
+    """Columns that a mask hides in every row, filled before the texts begin."""
+    model = shallow_model(kind, **({"sliding_window": 8} if kind == "mistral" else {}))
+    inputs = prompts(3, 4)
+    inputs = {name: torch.nn.functional.pad(value, (2, 0)) for name, value in inputs.items()}
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**{name: value[:, :2] for name, value in inputs.items()}, use_cache=True, **{CACHE: cache})
+    options = OPTIONS | {"max_new_tokens": 20, "eos_token_id": None}
+    expected = model.generate(**inputs, **options, **{CACHE: copy.deepcopy(cache)})
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        assert torch.equal(model.generate(**inputs, **options, **{CACHE: cache}, assistant=assistant), expected)
