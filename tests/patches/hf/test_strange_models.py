@@ -156,6 +156,26 @@ def test_layers_that_are_numbered_otherwise_are_refused_by_name(family, numbers,
         model.generate(**PADDED, **OPTIONS, assistant="nasd")
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("assistant", ["nasd", "eagle3"])
+def test_layers_in_another_order_keep_their_places_in_a_cache(family, assistant):
+    """Caches go by a layer's number, and hidden states by its place."""
+    model = shallow_model(family)
+    keep_layers(model, 2, 0, 1)
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    more = prompts(3, 3, seed=2)["input_ids"]
+    first = answer(model, PADDED, **options)
+    ids = torch.cat((first.sequences, more), 1)
+    turn = {"input_ids": ids, "attention_mask": torch.cat((PADDED["attention_mask"], torch.ones_like(ids[:, 7:])), 1)}
+    second = answer(model, turn, **options).sequences
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        found = model.generate(**PADDED, **options, assistant=assistant)
+        assert torch.equal(found.sequences, first.sequences)
+        for cache, named in ((kept_cache(found), None), (kept_cache(first), assistant)):
+            given = {CACHE: copy.deepcopy(cache)}
+            assert torch.equal(model.generate(**turn, **options, **given, assistant=named).sequences, second)
+
+
 def test_a_decoder_of_more_layers_than_its_configuration_says_is_refused_by_name():
     """T5 runs all of them."""
     model = fastspec.patch(tiny_seq2seq("t5"))
