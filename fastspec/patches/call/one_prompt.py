@@ -49,6 +49,7 @@ from fastspec.patches.call.prompts import (
     real_tokens,
     refuse_dropped,
     refuse_holes,
+    refuse_seen_padding,
 )
 from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts, setting
 from fastspec.patches.hf.cache import CACHE, given_cache
@@ -448,6 +449,7 @@ def prepare(
         single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config, agreed)
         dropped = dropped_spans(model)
         refuse_holes(model, keep, 0, single.limit, dropped)
+        refuse_seen_padding(model, keep, 0, None, generation_config)
         refuse_dropped(model, None, 0, generation_config, dropped)
         rule = single.rule
         fits = asked is not None and given["generation_config"].max_new_tokens == single.limit

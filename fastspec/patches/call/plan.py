@@ -38,6 +38,7 @@ from fastspec.patches.call.prompts import (
     real_tokens,
     refuse_dropped,
     refuse_holes,
+    refuse_seen_padding,
     sees_ahead,
 )
 from fastspec.patches.call.ranks import Ranks, ranks_of
@@ -281,6 +282,7 @@ def _refuse_padding(
         past = text.past_length if text.own is None else text.keep.shape[1]
         refuse_holes(model, text.keep, past, limit, dropped)
         if text.own is None:
+            refuse_seen_padding(model, text.keep, past, text.past, config)
             refuse_dropped(model, text.cache, text.past_length, config, dropped)
     for exact in (model, *((decoding.draft,) if isinstance(decoding, MixedDecoding) else ())):
         check_padding(exact, int((~text.keep).sum(1).max()), text.keep.shape[1] + limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,16 +159,23 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
             "cache_implementation='paged' cannot be combined with assistant=: it is transformers' own continuous "
             "batching"
         )
-
-    def named(name: str) -> Any:  # an argument of None too
-        return given[name] if name in given else setting(name, given, model.generation_config)
-
-    _refuse_settings(named)
-    if named("output_attentions") and "output_attentions" in inspect.signature(type(model).forward).parameters:
+    _refuse_settings(partial(_setting, model, given))
+    if _attends_otherwise(model, given):
         raise Unsupported(
             f"output_attentions=True cannot be combined with assistant= on {type(model).__name__}, which attends in "
             "another way where it is asked for weights: leave it out"
         )
+
+
+def _setting(model: Any, given: dict[str, Any], name: str) -> Any:
+    """What a call of arguments `given` by name decodes by: an argument of None too."""
+    return given[name] if name in given else setting(name, given, model.generation_config)
+
+
+def _attends_otherwise(model: Any, given: dict[str, Any]) -> bool:
+    """True where a call asks for weights of attention, and the model takes another way to them."""
+    reads = inspect.signature(type(model).forward).parameters
+    return bool(_setting(model, given, "output_attentions")) and "output_attentions" in reads
 
 
 def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: bool = False) -> None:
@@ -298,8 +306,17 @@ def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
             return
         pad, end = (setting(name, given, model.generation_config) for name in ("pad_token_id", "eos_token_id"))
         mask = torch.ones_like(ids) if pad is None or pad in listed(end) else ids != pad
-    if mask.dim() == 2 and mask.shape[1] > int(cache.get_seq_length()):
-        refuse_shown_padding(cache, mask.bool())
+    if mask.dim() != 2 or mask.shape[1] <= int(cache.get_seq_length()):
+        return
+    refuse_shown_padding(cache, mask.bool())
+    adds_mask = model.config._attn_implementation == "sdpa" and _attends_otherwise(model, given)
+    if adds_mask and shown_padding(cache, torch.ones_like(mask, dtype=torch.bool)):
+        raise Unsupported(
+            f"output_attentions=True cannot be combined on {type(model).__name__} with a {CACHE} that an assisted call "
+            "filled beside padding: with SDPA the model adds its mask to scores as numbers, which hides nothing, and "
+            'the cache holds nothing there: load the model with attn_implementation="eager", or pass the whole text '
+            "without a cache"
+        )
 
 
 def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:

@@ -97,7 +97,7 @@ def import_past(state: SequenceState, past: list[LayerCache], keep: Tensor) -> N
     """Copy what a user's cache holds of each layer into slots from 0; keep [B, T] bool drops padded slots of keys and
     values."""
     counts = keep.sum(1)
-    width = int(counts.max())
+    width = max(1, int(counts.max()))  # of padding alone too, a window has a column to point at
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
     state.reserve(width)
     for (kind, layer), held in zip(state.owned, past, strict=True):

@@ -306,6 +306,10 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     layers = list(getattr(decoder_of(model), adapter.layers))
     if len(set(layers)) < len(layers):
         return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
+    keepers = [layer._modules.get(name) for layer in layers for name in (adapter.attention, adapter.recurrent)]
+    numbers = [each.layer_idx for each in keepers if isinstance(getattr(each, "layer_idx", None), int)]
+    if numbers != sorted(numbers):
+        return "its layers do not run in the order of the numbers (layer_idx) by which caches hold what they keep"
     attentions = [each for layer in layers if (each := layer._modules.get(adapter.attention)) is not None]
     if any(vars(each).get("rotary_ndims", 0) % 2 for each in attentions):
         return "its rotation turns an odd number of channels of a head, which its own forward makes one more"
