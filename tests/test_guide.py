@@ -122,6 +122,13 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     ]
     held("assistants.md", "{:.0f} % slower than without drafts, eight rows {:.0f} %, of a 1.5B".format(*slower))
     held("assistants.md", "of a 1.5B shape {:.0f} and {:.0f} %".format(*slower[2:]))
+    for shape, said in (
+        ("llama-8b", "{:.2f} times as fast as without drafts, and {:.2f} times"),
+        ("qwen2-1.5b", "{:.2f} and {:.2f} times"),
+    ):
+        kinds = {"shape": shape, "rows": 8, "way": "generate", "survival": [0.93, 0.8, 0.66, 0.58, 0.44, 0.39, 0.24]}
+        pair = [one("oracle_h200.jsonl", "over_plain", tree=tree, **kinds) for tree in ("auto", "default")]
+        held("../performance/batches.md", said.format(*pair))
     mixture = {"shape": "qwen3-30b-a3b", "method": "eagle3", "rows": 1}
     fixed, chosen = (one("oracle_h200.jsonl", "over_plain", tree=tree, **mixture) for tree in ("default", "auto"))
     held("assistants.md", f"{chosen:.2f} times as fast as without drafts, where 60 nodes made it {fixed:.2f} times")
