@@ -204,7 +204,7 @@ class ContinuousCascade:
         request = CascadeRequest(
             CascadeRow(0, prompts[0][keep[0]].tolist(), given, new_tokens(self.model, given, ids.shape[1])),
             prompts,
-            self.decides if price is None else replace(self.decides, config=replace(self.config, price=price)),
+            replace(self.decides, config=self.config if price is None else replace(self.config, price=price)),
             streamer,
             self._seed(given, seed),
         )
