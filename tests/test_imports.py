@@ -19,7 +19,7 @@ GROUPS = "attention", "cache", "drafting", "layer", "linear", "quantised", "recu
 REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
-    "generation": ({"torch", "safetensors"}, ("config", "errors", "files", "generation", *REFERENCE)),
+    "generation": ({"torch", "safetensors"}, ("config", "default_trees", "errors", "files", "generation", *REFERENCE)),
     "cascade": (
         {"torch", "safetensors"},
         ("cascade", "config", "distribution", "errors", "files", "generation", *REFERENCE),
@@ -29,6 +29,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
         (
             "cascade",
             "config",
+            "default_trees",
             "devices",
             "distribution",
             "errors",
@@ -42,6 +43,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
 }
 PUBLIC = (  # modules of the library that programs may import, or names of a module that they may import alone
     "config",
+    "default_trees",
     "devices",
     "distribution",
     "errors",

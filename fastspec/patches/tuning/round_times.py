@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastspec import files
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
 from fastspec.generation.drafters.policy import COSTS

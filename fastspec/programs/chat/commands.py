@@ -16,7 +16,8 @@ from rich.text import Text
 
 import fastspec
 from fastspec import Eagle3
-from fastspec.config import CPP_TREE, STORAGES
+from fastspec.config import STORAGES
+from fastspec.default_trees import CPP_TREE
 from fastspec.errors import FastSpecError, Unsupported, accepted, meant
 from fastspec.files import parse_json
 from fastspec.programs.chat.session import Chat, read_saved
