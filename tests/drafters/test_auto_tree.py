@@ -415,6 +415,13 @@ def test_processors_that_look_at_the_history_and_lockstep(fresh, forced):
         same(fresh, AUTO, prompts(9, 3), max_new_tokens=30, **options)
 
 
+def test_a_row_that_has_ended_leaves_room_for_what_others_emit_without_drafts(fresh, monkeypatch):
+    """The head reads it at the end, more pairs than the row that has ended has room for."""
+    monkeypatch.setattr(TreeSizes, "_affords", lambda self, size: False)
+    batch = fastspec.ContinuousBatch(Eagle3(total_tokens="auto"), rows=2)
+    same(fresh, batch, prompts(4, 5, 4, 5, 4), max_new_tokens=16, eos_token_id=NEVER, pad_token_id=0)
+
+
 def test_a_past_is_read_and_left_alone(fresh):
     plain, model = fresh
     inputs, options = (

@@ -124,7 +124,7 @@ class HeadDrafter(Drafter):
             part = slice(start, start + width)
             inputs = tokens[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:
-                self._extend(*inputs, before + start + width)
+                self._extend(*inputs, min(before + start + width, self.state.slots))
             else:
                 self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
 
