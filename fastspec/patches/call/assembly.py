@@ -28,8 +28,8 @@ def sized(plan: Plan) -> Plan:
     decoding = plan.decoding
     if not isinstance(decoding, DynamicDecoding):
         return plan
-    if decoding.left is not None and (plan.ops.exact or experts_share(plan.model) < 1):
-        decoding = replace(decoding, steps=decoding.left)
+    if decoding.device_steps is not None and (plan.ops.exact or experts_share(plan.model) < 1):
+        decoding = replace(decoding, steps=decoding.device_steps)
     if plan.processing.sample:
         decoding = decoding.sampled(plan.processing.temperature)
     return plan if decoding is plan.decoding else replace(plan, decoding=decoding)

@@ -54,7 +54,7 @@ class Format:
     rounds: Callable[[Any], bool] = lambda module: False
     """True of a module whose own forward rounds activations too."""
     measured: bool = True
-    """False of a format whose kernel was not timed yet, so that it is read as stored where that is asked for alone."""
+    """False of a format whose kernel was not timed or is slower, and runs only where that is asked for."""
 
     def holds(self, module: nn.Module) -> bool:
         """True of a module in this format."""
