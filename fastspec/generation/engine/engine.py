@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.capture import SPENT
+from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, RootsOnly
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.call import Fallback, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
-from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
+from fastspec.generation.engine.schedule import Emitted, Schedule, place_of, schedule_of
 from fastspec.generation.engine.verifier import Choice, ChoiceRule, Draws, MixedChoice, Verifier
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Clock, Stats
@@ -47,6 +48,8 @@ class Engine(Generic[TargetT]):
         sizes: TreeSizes | None = None,
     ) -> None:
         self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
+        self.masks = Masks(self.state.root.device)
+        """Of rows that are constrained."""
         draws = Draws(ops, self.state.streams, target.lengths) if rule.sample else None
         self.choice = Choice(ops, rule, draws)
         if isinstance(drafter, MixingDrafter):
@@ -218,7 +221,7 @@ class Engine(Generic[TargetT]):
     def _step(
         self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
     ) -> Emitted:
-        key = program, verifier.place
+        key = program, place_of(program, verifier)
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
         self.last, emitted = schedule.step(verifier, longest, stats, asynchronous)
         return emitted

@@ -4,6 +4,8 @@ captured  draft   verify  schedule
 no        any     any     Eager           one phase after another
 yes       DEVICE  DEVICE  WholeGraph      one graph, asynchronous where nothing is read but tokens
 yes       DEVICE  HOST    SplitGraph      a graph on either side of the host's decision
+yes       DEVICE  FED     FedGraph        a graph that scores, and one of what follows, which reads what the host has
+                                          brought meanwhile; of trees with drafts as HOST, since the host reads these
 yes       HOST    DEVICE  GraphFromScore  the host drafts; what follows is a graph for each shape of the tree
 yes       HOST    HOST    GraphOfScore    the host drafts and decides, and scoring alone is a graph; so too where
                                           drafts bring distributions, which a larger graph would have to copy
@@ -12,7 +14,7 @@ yes       HOST    HOST    GraphOfScore    the host drafts and decides, and scori
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -23,7 +25,7 @@ from torch import Tensor
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.engine.round_program import Committed, Marked, Round, RoundProgram, Scored, rounded
-from fastspec.generation.engine.verifier import Verifier
+from fastspec.generation.engine.verifier import FedVerifier, Verifier
 from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -203,6 +205,27 @@ class SplitGraph(Schedule):
         return held
 
 
+class FedGraph(Schedule):
+    """A graph that scores roots, and a graph of what follows: the host prepares the verdict while the device scores."""
+
+    def __init__(self, program: RoundProgram) -> None:
+        super().__init__(program)
+        self.front: Captured[Marked[Scored]] = Captured()
+        self.back: Captured[Marked[Round]] = Captured()
+
+    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
+        assert isinstance(verifier, FedVerifier)
+        program = self.program
+        program.open(longest)
+        with timed(stats, "draft and score"):
+            scored = _run(self.front, program, program.to_scores, stats)
+        with timed(stats, "choose"):
+            verifier.feed(scored)
+        with timed(stats, "commit"):
+            done = _run(self.back, program, partial(program.from_scores, verifier.fed, scored), stats, verifier.key)
+            return done, done.committed.emitted.tolist()
+
+
 class GraphOfScore(Eager):
     """The host drafts and decides; a graph for each shape of the tree scores it."""
 
@@ -234,21 +257,37 @@ class GraphFromScore(Schedule):
             return done, program.observe_read(done, emitted, extent)
 
 
+def place_of(program: RoundProgram, verifier: Verifier) -> Place:
+    """Place of the verdict in a program's rounds."""
+    place = verifier.place
+    fed = program.place is Place.DEVICE and program.longest == 1
+    return Place.HOST if place is Place.FED and not fed else place
+
+
 def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
     """Schedule of a program's rounds with a verifier: the table above."""
     if not program.target.captures:
         return Eager(program)
+    decides = place_of(program, verifier)
     if program.place is Place.DEVICE:
-        return WholeGraph(program) if verifier.place is Place.DEVICE else SplitGraph(program)
-    return GraphFromScore(program) if verifier.place is Place.DEVICE and not program.draws else GraphOfScore(program)
+        kinds: dict[Place, Callable[[RoundProgram], Schedule]]
+        kinds = {Place.DEVICE: WholeGraph, Place.FED: FedGraph, Place.HOST: SplitGraph}
+        return kinds[decides](program)
+    return GraphFromScore(program) if decides is Place.DEVICE and not program.draws else GraphOfScore(program)
 
 
 def _run(
-    graph: Captured[Marked[Value]], program: RoundProgram, phases: Callable[[], Value], stats: Stats | None = None
+    graph: Captured[Marked[Value]],
+    program: RoundProgram,
+    phases: Callable[[], Value],
+    stats: Stats | None = None,
+    more: Hashable = None,
 ) -> Value:
-    """Phases from their graph; what they leave lies where the graph has it."""
+    """Phases from their graph, which depends on `more` than the program's key; what they leave lies where the graph has
+    it."""
     before = graph.replays
-    value, marks = graph(partial(program.marked, phases), program.key)
+    key = program.key if more is None else (program.key, more)
+    value, marks = graph(partial(program.marked, phases), key)
     if stats is not None:
         stats.replays += graph.replays - before
     if program.clock is not None:

@@ -21,6 +21,9 @@ from transformers import LogitsProcessor
 import fastspec
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.constraint import Masks, roots_of
+from fastspec.generation.tree import TokenTree
+from fastspec.generation.verify import pick_allowed, walk
+from fastspec.patches.backends import TORCH
 from fastspec.patches.call.grammar import GrammarState
 from fastspec.patches.cascade.settings import refuse
 
@@ -54,6 +57,8 @@ def masks_of(state: GrammarState, answer: list[int], tokens: list[int], parents:
 
 class Drawn:
     """A constraint whose masks are given."""
+
+    allows: Any = None
 
     def __init__(self, masks: Tensor) -> None:
         self.masks, self.words = masks, masks.shape[1]
@@ -136,7 +141,7 @@ def test_masked_logits_lack_what_a_mask_forbids_and_what_it_has_no_bit_for(size:
     logits = torch.randn(3, 4, size, dtype=dtype)
     mask = torch.randint(-(2**31), 2**31 - 1, (4, 4), dtype=torch.int32)
     masks = Masks(logits.device)
-    masks.fill(([[0] * 4] * 3,) * 2, [(1, Drawn(mask), [])])
+    masks.fill(([[0] * 4] * 3,) * 2, size, [(1, Drawn(mask), [])])
     found = masks.masked(logits)
     assert torch.equal(found[[0, 2]], logits[[0, 2]])
     for node in range(4):
@@ -151,13 +156,46 @@ def test_masks_of_unequal_width_are_those_of_each_by_itself(size: int) -> None:
     logits, masks = torch.randn(4, 2, size), Masks(torch.device("cpu"))
     for _ in range(3):
         drawn = [torch.randint(-(2**31), 2**31 - 1, (2, words), dtype=torch.int32) for words in (3, 4)]
-        masks.fill(([[0] * 2] * 4,) * 2, [(row, Drawn(each), []) for row, each in zip((0, 2), drawn, strict=True)])
+        held = [(row, Drawn(each), list[int]()) for row, each in zip((0, 2), drawn, strict=True)]
+        masks.fill(([[0] * 2] * 4,) * 2, size, held)
         found = masks.masked(logits)
         for row, each in zip((0, 2), drawn, strict=True):
             alone = Masks(torch.device("cpu"))
-            alone.fill(([[0] * 2],) * 2, [(0, Drawn(each), [])])
+            alone.fill(([[0] * 2],) * 2, size, [(0, Drawn(each), [])])
             assert torch.equal(found[row], alone.masked(logits[row : row + 1])[0])
         assert torch.equal(found[[1, 3]], logits[[1, 3]])
+
+
+def test_picks_along_walks_are_those_under_masks_of_all_nodes(grammar: fastspec.Grammar) -> None:
+    """In trees that may hold a draft twice, of rows with a grammar and without; logits often have equals."""
+    rng, generator, masks = random.Random(0), torch.Generator().manual_seed(0), Masks(torch.device("cpu"))
+    rows, answers, accepted = 5, [list[int]() for _ in range(5)], 0
+    states = [GrammarState(grammar) for _ in range(rows)]
+    for _ in range(25):
+        logits = torch.randint(0, 9, (rows, 7, SIZE + 20), generator=generator).float()
+        held: list[Any] = [(row, states[row], answers[row]) for row in range(1, rows)]
+        parents = [[0, *(rng.randrange(node) for node in range(1, 7))] for _ in range(rows)]
+        tokens = [[rng.randrange(SIZE) for _ in range(7)] for _ in range(rows)]
+        for row, _, answer in held:
+            texts = [answer]
+            for node in range(1, 7):
+                parent = parents[row][node]
+                alone = GrammarState(grammar)
+                if rng.random() < 0.8 and alone.follows(texts[parent]):  # drafts are often what is picked
+                    kept = allowed(masks_of(alone, texts[parent], [0], [0])[0])
+                    tokens[row][node] = kept[int(logits[row, parent, kept].argmax())]
+                texts.append([*texts[parent], tokens[row][node]])
+                logits[row, node] = logits[row, texts.index(texts[node])]
+        tree = TokenTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
+        masks.fill((tokens, parents), SIZE + 20, held)
+        wanted = walk(tree, masks.masked(logits).argmax(-1), TORCH)
+        found = walk(tree, pick_allowed(tree, logits, logits.argmax(-1), held, masks, TORCH), TORCH)
+        assert torch.equal(found.accepted, wanted.accepted) and torch.equal(found.bonus, wanted.bonus)
+        accepted += int(found.accepted.sum())
+        for row, _, answer in held:
+            path = found.path[row, 1 : 1 + int(found.accepted[row])]
+            answer += tree.tokens[row, path].tolist()[:1]  # a part of it: the next answers go back, too
+    assert accepted > 50
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
@@ -171,7 +209,7 @@ def test_masks_of_many_answers_are_those_of_each_by_itself(grammar: fastspec.Gra
     for _ in range(12):
         held: list[Any] = [*zip(range(1, rows + 1), states, answers, strict=True), (last, bad, [wrong])]
         failed.clear()
-        masks.fill(roots_of(rows + 3), held, lambda row, error: failed.append((row, str(error))))
+        masks.fill(roots_of(rows + 3), SIZE + 40, held, lambda row, error: failed.append((row, str(error))))
         assert [row for row, _ in failed] == [last] and "does not allow" in failed[0][1]
         found = masks.masked(logits)
         for row, answer in enumerate(answers, 1):
