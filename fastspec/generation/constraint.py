@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, TypeAlias
 
@@ -46,6 +47,30 @@ class Constraint(Protocol):
 
     def check(self) -> None:
         """Raise what went wrong in `fill_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnyToken:
+    """Constraint that allows every token, by masks of so many words."""
+
+    words: int
+
+    def fill(self, masks: Tensor, answer: list[int], tokens: list[int], parents: list[int]) -> None:
+        masks.fill_(-1)
+
+    def follow(self, answer: list[int]) -> None:
+        """Nothing depends on the answer."""
+
+    def allows(self, answer: list[int], token: int) -> bool:
+        return False  # so that masks are made
+
+    @staticmethod
+    def fill_rows(states: Sequence[tuple[AnyToken, int]], masks: Tensor) -> None:
+        for _, row in states:
+            masks[row] = -1
+
+    def check(self) -> None:
+        """Nothing goes wrong."""
 
 
 Held: TypeAlias = Sequence[tuple[int, Constraint, list[int]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.captured import stand_in
+from helpers.captured import stand_in, what_no_graph_served
 from helpers.devices import ON_CUDA
 from helpers.generate import TREE, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, terse
@@ -90,6 +90,22 @@ def test_masks_of_greedy_rows_are_filled_together(assistant: Any, monkeypatch: p
         assert isinstance(schedule, FedGraph if assistant == "autoregressive" else SplitGraph)
         replays.append(schedule.back.replays)
     assert max(replays) > 3
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
+def test_constrained_rounds_behind_a_warm_up_find_everything_captured(
+    assistant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    ran, model = what_no_graph_served(monkeypatch), terse()
+    grammar = fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)
+    options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [grammar]}
+    with fastspec.patched(model, eagle3=seer(model)), fastspec.continuous(model, assistant, rows=2) as batch:
+        batch.warmup(length=60)
+        ran.clear()
+        for prompts in (texts(9, 3), texts(7), texts(4, 5, 6)):
+            told([batch.submit(ids, **options) for ids in prompts])
+    assert not ran
 
 
 def test_what_a_grammar_raises_ends_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
