@@ -108,6 +108,30 @@ def test_constrained_rounds_behind_a_warm_up_find_everything_captured(
     assert not ran
 
 
+def test_roots_are_scored_before_the_host_has_read_the_round_in_front_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows without a grammar, while prompts join and rows end, after which other graphs take over."""
+    stand_in(monkeypatch)
+    plain, model, begun = terse(), terse(), list[bool]()
+    launch = FedGraph._launch
+    monkeypatch.setattr(
+        FedGraph, "_launch", lambda self, *call: begun.append(self.begun is not None) or launch(self, *call)
+    )
+    grammar = fastspec.Grammar(TOKENIZER, regex="[a-f0-9]{40}")
+    held = {"eos_token_id": END, "do_sample": False, "logits_processor": [grammar]}
+    free = {"eos_token_id": SIZE + 1, "do_sample": False}
+    asked = [(40 - 3 * place, held if place % 3 else free) for place in range(9)]
+    prompts = texts(*range(4, 13))
+    with fastspec.patched(model), fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
+        futures = [
+            batch.submit(ids, max_new_tokens=count, **options)
+            for ids, (count, options) in zip(prompts, asked, strict=True)
+        ]
+        found = told(futures)
+    wanted = [alone(plain, ids, count, **how) for ids, (count, how) in zip(prompts, asked, strict=True)]
+    assert found == wanted
+    assert sum(begun) > 30 and not all(begun)
+
+
 def test_what_a_grammar_raises_ends_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model, prompts = terse(), terse(), texts(4, 5)
     grammar = fastspec.Grammar(TOKENIZER, regex="[ab]{40}")

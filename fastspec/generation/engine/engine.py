@@ -126,6 +126,7 @@ class Engine(Generic[TargetT]):
         (None: their only one). root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to
         leave. No round may be in flight."""
         self.settle()
+        self._leave()
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
             if source is None:
@@ -223,8 +224,15 @@ class Engine(Generic[TargetT]):
     ) -> Emitted:
         key = program, place_of(program, verifier)
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
+        self._leave(schedule)
         self.last, emitted = schedule.step(verifier, longest, stats, asynchronous)
         return emitted
+
+    def _leave(self, schedule: Schedule | None = None) -> None:
+        """Forget what schedules, but for this one, have begun of the next round."""
+        for each in self.schedules.values():
+            if each is not schedule:
+                each.leave()
 
     @contextmanager
     def verifying(self, texts: Sequence[Sequence[int]]) -> Iterator[GivenText]:

@@ -65,6 +65,9 @@ class Schedule(ABC):
     def drain(self) -> None:  # noqa: B027
         """Wait for a round that is in flight, and drop its result."""
 
+    def leave(self) -> None:  # noqa: B027
+        """Forget what was begun of a round whose rows change, or that another schedule runs."""
+
     @property
     def whole(self) -> torch.cuda.CUDAGraph | None:
         """The graph of a whole round, where there is one; what it reads is left as the last round left it."""
@@ -146,13 +149,8 @@ class WholeGraph(Schedule):
         emitted = done.committed.emitted
         if not self.spare:
             self.spare = [torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda) for _ in range(2)]
-        # before the next replay writes over it: they follow each other
-        host = self.spare.pop(0).copy_(emitted, non_blocking=True)
-        self.spare.append(host)
-        landed = torch.cuda.Event() if emitted.is_cuda else None
-        if landed is not None:
-            landed.record()
-        return InFlightRound(done, host, landed)
+        self.spare.append(self.spare.pop(0))
+        return _landing(done, self.spare[-1])
 
     @property
     def in_flight(self) -> bool:
@@ -168,11 +166,8 @@ class WholeGraph(Schedule):
         return self.graph.graph
 
     def _ready(self, longest: int) -> bool:
-        """True where a round can be launched without a wait: from its graph, in the buffers as they are."""
-        program = self.program
-        return (
-            program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest + program.longest))
-        )
+        """True where a round can be launched without a wait."""
+        return _is_ready(self.graph, self.program, longest)
 
 
 class SplitGraph(Schedule):
@@ -213,17 +208,53 @@ class FedGraph(Schedule):
         self.front: Captured[Marked[Scored]] = Captured()
         self.back: Captured[Marked[Round]] = Captured()
 
+        self.begun: tuple[Hashable, Scored] | None = None
+        """The next round's scores, launched already, and the key of what they were made with."""
+        self.host: Tensor | None = None
+        """Where the host reads such a round's tokens."""
+
+    def step(self, verifier: Verifier, longest: int, stats: Stats, asynchronous: bool) -> tuple[Round, Emitted]:
+        """With `asynchronous` the next round's roots are scored while the host reads this round and does its work."""
+        if not (asynchronous and self._ready(longest + self.program.longest)):
+            return super().step(verifier, longest, stats, asynchronous)
+        done = self._launch(verifier, longest, stats)
+        with timed(stats, "commit"):
+            emitted = done.committed.emitted
+            if self.host is None:
+                self.host = torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda)
+            this = _landing(done, self.host)
+            scored = _run(self.front, self.program, self.program.to_scores, stats)
+            self.begun = self.program.key, scored
+            return done, this.wait()
+
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
+        done = self._launch(verifier, longest, stats)
+        with timed(stats, "commit"):
+            return done, done.committed.emitted.tolist()
+
+    def _launch(self, verifier: Verifier, longest: int, stats: Stats) -> Round:
         assert isinstance(verifier, FedVerifier)
         program = self.program
         program.open(longest)
         with timed(stats, "draft and score"):
-            scored = _run(self.front, program, program.to_scores, stats)
+            begun, self.begun = self.begun, None
+            if begun is not None and begun[0] == program.key:
+                scored = begun[1]
+            else:
+                scored = _run(self.front, program, program.to_scores, stats)
         with timed(stats, "choose"):
             verifier.feed(scored)
         with timed(stats, "commit"):
-            done = _run(self.back, program, partial(program.from_scores, verifier.fed, scored), stats, verifier.key)
-            return done, done.committed.emitted.tolist()
+            return _run(self.back, program, partial(program.from_scores, verifier.fed, scored), stats, verifier.key)
+
+    def leave(self) -> None:
+        self.begun = None
+
+    drain = leave
+
+    def _ready(self, longest: int) -> bool:
+        """True where the next round's roots can be scored without a wait."""
+        return _is_ready(self.front, self.program, longest)
 
 
 class GraphOfScore(Eager):
@@ -255,6 +286,21 @@ class GraphFromScore(Schedule):
             emitted: Emitted = done.committed.emitted.tolist()
         with timed(stats, "observe"):
             return done, program.observe_read(done, emitted, extent)
+
+
+def _landing(done: Round, host: Tensor) -> InFlightRound:
+    """A launched round, of which the host reads a copy: the next replay, which writes over it, follows that."""
+    emitted = done.committed.emitted
+    host.copy_(emitted, non_blocking=True)
+    landed = torch.cuda.Event() if emitted.is_cuda else None
+    if landed is not None:
+        landed.record()
+    return InFlightRound(done, host, landed)
+
+
+def _is_ready(graph: Captured[Marked[Value]], program: RoundProgram, longest: int) -> bool:
+    """True where a graph of a round can be launched without a wait, in the buffers as they are."""
+    return program.clock is None and graph.ready(program.key) and program.fits(rounded(longest + program.longest))
 
 
 def place_of(program: RoundProgram, verifier: Verifier) -> Place:
