@@ -139,7 +139,8 @@ class Masks:
         together: list[tuple[Constraint, int]] = []
         for row, constraint, answer in held:
             try:
-                here[row, :, constraint.words :] = 0
+                if constraint.words < here.shape[2]:
+                    here[row, :, constraint.words :] = 0
                 if alike and len(tokens[0]) == 1:
                     constraint.follow(answer)
                     together.append((constraint, row))
