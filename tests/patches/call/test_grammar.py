@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.captured import stand_in
 from helpers.generate import TREE, prompts, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, is_valid, terse
 from helpers.tokenizers import TARGET
@@ -21,11 +22,13 @@ from transformers import LogitsProcessor
 import fastspec
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.constraint import Masks, roots_of
+from fastspec.generation.engine.schedule import FedGraph
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import pick_allowed, walk
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.grammar import GrammarState
 from fastspec.patches.cascade.settings import refuse
+from fastspec.patches.session import session_of
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -225,6 +228,32 @@ def test_plain_decoding_is_that_of_a_matcher_a_row(pair: tuple[Any, Any], gramma
         options = {**prompts(3, 9, 6, seed=seed), "max_new_tokens": 40, "do_sample": False}
         expected = pair[0].generate(**options, logits_processor=[Guided(grammar)])
         assert torch.equal(pair[0].generate(**options, logits_processor=[grammar]), expected)
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_captured_calls_are_those_of_the_cpu(assistant: Any, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several calls with what the first has captured, of other prompts and with scores or without; rounds without
+    drafts are launched by two graphs."""
+    grammar, how = fastspec.Grammar(TOKENIZER, regex="[a-f0-9]{25}"), {"do_sample": sampled, "max_new_tokens": 40}
+    calls = [{**how, **prompts(3, 9, 6, seed=seed), "output_scores": seed == 1} for seed in (1, 2, 3)]
+
+    def told() -> list[list[list[int]]]:
+        model, found = terse(), []
+        with fastspec.patched(model, eagle3=seer(model)):
+            for seed, options in enumerate(calls):
+                torch.manual_seed(seed)
+                more = {"assistant": assistant, "return_dict_in_generate": True, "logits_processor": [grammar]}
+                found.append(model.generate(**options, **more).sequences.tolist())
+            held = list(session_of(model).engines.held.values())
+            fed = [each for engine in held for each in engine.schedules.values() if isinstance(each, FedGraph)]
+            assert bool(fed) == (assistant == "autoregressive" and bool(held))
+            assert all(each.back.replays > 10 for each in fed)
+        return found
+
+    eager = told()
+    stand_in(monkeypatch)
+    assert told() == eager
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
