@@ -9,6 +9,7 @@ tests/kernels/test_conversions.py runs the programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -123,6 +124,7 @@ def _known(kind: Codes, dtype: torch.dtype) -> bool:
     return kind.bits == 8 or (kind.numbers == Numbers.TABLE and kind.high_first)
 
 
+@lru_cache
 def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
     """The program that makes numbers of 16 bits of four bytes of codes, or None where there is none: `$0` and `$1` of
     the word `$2` in their order, or of 4 bits `$0` to `$3` of `$4`, first those of the bytes' first halves."""
@@ -133,6 +135,7 @@ def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
     return _program(_table4(kind, dtype) if kind.table else _whole4(dtype, kind.less))
 
 
+@lru_cache
 def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
     """The program of units of two neighbouring codes, or None where there is none: the word `$0` of two numbers from
     the low bits of `$1`; with zeros less what the word `$2` has twice, a code's base and its zero point, negative. With
@@ -157,6 +160,26 @@ def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
             f"fma.rn.{TWO_HALVES[dtype]} $0, a, o, n;",
         ]
     )
+
+
+@lru_cache
+def group_assembly(dtype: torch.dtype) -> str | None:
+    """The program of a word of eight e2m1 codes, or None where there is none: words `$0` to `$3` of the numbers of
+    codes four apart, from the bits of `$4` times the two numbers of 16 bits in `$5` and `$6` (`mxfp4.factors`)."""
+    if dtype not in BASE:
+        return None
+    lines = ["mov.b32 n, 0x80008000;", "shr.u32 w, $4, 8;"]
+    for out, word in enumerate(("$4", "$4", "w", "w")):
+        shift = 4 * (out % 2)
+        if dtype == torch.bfloat16:  # a sum of two shifts, which share no bit
+            up = (1 << 12 | 1 << 6) >> shift
+            lines += [f"and.b32 a, {word}, {_twice(15 << shift)};", f"mul.lo.u32 a, a, {up};"]
+            lines += ["and.b32 a, a, 0x81C081C0;"]
+        else:
+            lines += [f"and.b32 a, {word}, {_twice(7 << shift)};", f"mul.lo.u32 a, a, {1 << 9 >> shift};"]
+            lines += [f"mul.lo.u32 b, {word}, {1 << 12 >> shift};", "lop3.b32 a, b, 0x80008000, a, 0xEA;"]
+        lines += [f"fma.rn.{TWO_HALVES[dtype]} a, a, $5, n;", f"fma.rn.{TWO_HALVES[dtype]} ${out}, a, $6, n;"]
+    return _program(lines)
 
 
 def table_words(kind: Codes, dtype: torch.dtype) -> tuple[int, ...]:

@@ -1,5 +1,11 @@
 """Numbers of MXFP4 in registers, for the kernels of experts: e2m1 codes, two in a byte, the low half first, and a power
-of 2 (e8m0) for each group of GROUP."""
+of 2 (e8m0) for each group of GROUP.
+
+A thread takes a whole group, four words of eight codes each, from which it makes pairs of numbers that are four
+channels apart: so the channels of a BLOCK change places, those of rows as well. r word of a group, i pair of a word, t
+group of a block, h half of a pair: channel 32 t + 8 r + 4 h + i stands at place 32 r + 8 i + 2 t + h, which is where
+tensor cores read what a thread holds.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,21 @@ import triton
 import triton.language as tl
 
 GROUP = tl.constexpr(32)
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def channel_of(o_place):
+    """Channels that stand at places."""
+    o_in = o_place % 128
+    return o_place - o_in + o_in // 2 % 4 * 32 + o_in // 32 * 8 + o_in % 2 * 4 + o_in // 8 % 4
+
+
+@triton.jit
+def place_of(o_channel):
+    """Places of channels."""
+    o_in = o_channel % 128
+    return o_channel - o_in + o_in // 8 % 4 * 32 + o_in % 4 * 8 + o_in // 32 * 2 + o_in // 4 % 2
 
 
 @triton.jit
@@ -18,5 +39,91 @@ def e2m1(b_code):
 
 @triton.jit
 def e8m0(b_scale):
-    """Powers of 2, fp32; that of 0 has no exponent of its own."""
-    return tl.maximum(b_scale.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    """Powers of 2, fp32; that of 0 has no exponent of its own, and 255 is NaN."""
+    b_power = b_scale.to(tl.int32)
+    return (tl.maximum(b_power << 23, 1 << 22) | _bit_of_nan(b_power, 22)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bit_of_nan(b_power, AT: tl.constexpr):
+    """The bit AT of scales 255, none of others."""
+    return (b_power + 1 << AT) >> 8 & 1 << AT
+
+
+@triton.jit
+def factors(b_scale, DTYPE: tl.constexpr):
+    """Two numbers of 16 bits, each twice in a word, by which one after the other a code's bits are multiplied."""
+    b_power = b_scale.to(tl.int32)
+    if DTYPE == tl.bfloat16:
+        b_first = tl.full(b_scale.shape, 0x7E80, tl.int32)  # 2^126
+        b_second = tl.maximum(b_power << 7, 0x40) | _bit_of_nan(b_power, 6)
+    else:  # 2^15 at most, then the rest; what no code but 0 is finite with is taken for two numbers that overflow
+        b_float = (tl.minimum(b_power, 128) + 14 << 23).to(tl.float32, bitcast=True)
+        b_first = b_float.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        b_first = tl.where(b_power > 143, 0x7BFF, b_first)
+        b_second = tl.minimum(tl.maximum(b_power - 113, 15) << 10, 0x7BFF) | _bit_of_nan(b_power, 10)
+    return b_first * 0x10001, b_second * 0x10001
+
+
+@triton.jit
+def halves(b_words, b_scales, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Numbers of words [M, W] of eight codes, whose scales are [M, W / 4]: of those of codes four apart, in order, the
+    first ones and the second ones, [M, W] four times each."""
+    M: tl.constexpr = b_words.shape[0]
+    W: tl.constexpr = b_words.shape[1]
+    if ASSEMBLY is not None:
+        b_first, b_second = factors(b_scales, DTYPE)
+        b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
+            ASSEMBLY,
+            "=r,=r,=r,=r,r,r,r",
+            [b_words, _of_words(b_first, M, W), _of_words(b_second, M, W)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        b_low = _low(b_0, DTYPE), _low(b_1, DTYPE), _low(b_2, DTYPE), _low(b_3, DTYPE)
+        b_high = _low(b_0 >> 16, DTYPE), _low(b_1 >> 16, DTYPE), _low(b_2 >> 16, DTYPE), _low(b_3 >> 16, DTYPE)
+    else:
+        b_power = _of_words(e8m0(b_scales), M, W)
+        b_low = (
+            (e2m1(b_words & 15) * b_power).to(DTYPE),
+            (e2m1((b_words >> 4) & 15) * b_power).to(DTYPE),
+            (e2m1((b_words >> 8) & 15) * b_power).to(DTYPE),
+            (e2m1((b_words >> 12) & 15) * b_power).to(DTYPE),
+        )
+        b_high = (
+            (e2m1((b_words >> 16) & 15) * b_power).to(DTYPE),
+            (e2m1((b_words >> 20) & 15) * b_power).to(DTYPE),
+            (e2m1((b_words >> 24) & 15) * b_power).to(DTYPE),
+            (e2m1((b_words >> 28) & 15) * b_power).to(DTYPE),
+        )
+    return b_low, b_high
+
+
+@triton.jit
+def _of_words(b_groups, M: tl.constexpr, W: tl.constexpr):
+    return tl.reshape(tl.broadcast_to(b_groups[:, :, None], (M, W // 4, 4)), (M, W))
+
+
+@triton.jit
+def _low(b_word, DTYPE: tl.constexpr):
+    return b_word.to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def numbers(b_words, b_scales, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Numbers [M, 8 W], in their places, of words [M, W] of eight codes and scales [M, W / 4]."""
+    M: tl.constexpr = b_words.shape[0]
+    W: tl.constexpr = b_words.shape[1]
+    b_low, b_high = halves(b_words, b_scales, DTYPE, ASSEMBLY)
+    b_all = tl.join(_joined(b_low), _joined(b_high))  # t and r are a word's, then i, h
+    b_all = tl.permute(tl.reshape(b_all, (M, W // 16, 4, 4, 4, 2)), (0, 1, 3, 4, 2, 5))
+    return tl.reshape(b_all, (M, 8 * W))
+
+
+@triton.jit
+def _joined(b_four):
+    return tl.reshape(
+        tl.join(tl.join(b_four[0], b_four[2]), tl.join(b_four[1], b_four[3])),
+        (b_four[0].shape[0], b_four[0].shape[1], 4),
+    )
