@@ -825,7 +825,8 @@ def experts(
         "ASSEMBLY": group_assembly(x.dtype) if stored and runs_ptx(x.device) else None,
         "num_warps": launch.warps,
     }
-    line, row = launch.depth * (x.element_size() if not stored else 1) // (2 if stored else 1), launch.depth * x.element_size()
+    row = launch.depth * x.element_size()
+    line = launch.depth // 2 if stored else row
     same["SMALL_STAGES"] = stages_within(launch.small_stages, launch.tile * line + launch.small * row, x.device)
     same["LARGE_STAGES"] = stages_within(launch.large_stages, launch.tile * line + launch.large * row, x.device)
     parts_of_group = max(1, min(MOST_PARTS, pairs // (groups * launch.large)))

@@ -189,13 +189,13 @@ EXPERTS_STORED: dict[bool, tuple[tuple[int, ExpertsLaunch], ...]] = {
     True: ((16, ExpertsLaunch(32, 128, 16, 16, 16, 4, 3, 3)), (0, ExpertsLaunch(32, 128, 16, 16, 32, 4, 3, 3))),
     False: (
         (16, ExpertsLaunch(64, 128, 16, 16, 16, 4, 5, 5)),
-        (64, ExpertsLaunch(128, 128, 16, 16, 32, 4, 4, 3)),
+        (64, ExpertsLaunch(128, 128, 16, 16, 32, 8, 5, 4)),
         (0, ExpertsLaunch(128, 128, 32, 64, 128, 8, 4, 3)),
     ),
 }
 EXPERTS_STORED_HOPPER = ExpertsLaunch(128, 128, 32, 128, 256, 8, 4, 3)
-"""The same of experts in MXFP4, whose numbers are made in registers: a tall tile of few pairs spends the fewest
-instructions a weight (counted, not timed). The depth is a multiple of `mxfp4.BLOCK`."""
+"""The same of experts in MXFP4, whose numbers are made in registers: by the instructions a weight, registers and what
+is read of the rows (counted, not timed). The depth is a multiple of `mxfp4.BLOCK`."""
 
 MULTIPROCESSORS = 132
 """Of the GPU that the launches were measured on; a program's stages take most of one's shared memory."""

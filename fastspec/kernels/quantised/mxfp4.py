@@ -66,14 +66,14 @@ def factors(b_scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def halves(b_words, b_scales, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+def halves(b_words, b_scales, DTYPE: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Numbers of words [M, W] of eight codes, whose scales are [M, W / 4]: of those of codes four apart, in order, the
-    first ones and the second ones, [M, W] four times each."""
+    first ones and the second ones, [M, W] four times each, in DTYPE, or with WIDE rounded to it and in fp32."""
     M: tl.constexpr = b_words.shape[0]
     W: tl.constexpr = b_words.shape[1]
     if ASSEMBLY is not None:
         b_first, b_second = factors(b_scales, DTYPE)
-        b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
+        b_pairs = tl.inline_asm_elementwise(
             ASSEMBLY,
             "=r,=r,=r,=r,r,r,r",
             [b_words, _of_words(b_first, M, W), _of_words(b_second, M, W)],
@@ -81,23 +81,27 @@ def halves(b_words, b_scales, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-        b_low = _low(b_0, DTYPE), _low(b_1, DTYPE), _low(b_2, DTYPE), _low(b_3, DTYPE)
-        b_high = _low(b_0 >> 16, DTYPE), _low(b_1 >> 16, DTYPE), _low(b_2 >> 16, DTYPE), _low(b_3 >> 16, DTYPE)
+        b_low, b_high = (), ()
+        for at in tl.static_range(4):
+            b_low += (_half(b_pairs[at], False, DTYPE, WIDE),)
+            b_high += (_half(b_pairs[at], True, DTYPE, WIDE),)
     else:
         b_power = _of_words(e8m0(b_scales), M, W)
-        b_low = (
-            (e2m1(b_words & 15) * b_power).to(DTYPE),
-            (e2m1((b_words >> 4) & 15) * b_power).to(DTYPE),
-            (e2m1((b_words >> 8) & 15) * b_power).to(DTYPE),
-            (e2m1((b_words >> 12) & 15) * b_power).to(DTYPE),
-        )
-        b_high = (
-            (e2m1((b_words >> 16) & 15) * b_power).to(DTYPE),
-            (e2m1((b_words >> 20) & 15) * b_power).to(DTYPE),
-            (e2m1((b_words >> 24) & 15) * b_power).to(DTYPE),
-            (e2m1((b_words >> 28) & 15) * b_power).to(DTYPE),
-        )
+        b_low, b_high = (), ()
+        for at in tl.static_range(4):
+            b_low += ((e2m1((b_words >> 4 * at) & 15) * b_power).to(DTYPE),)
+            b_high += ((e2m1((b_words >> 4 * at + 16) & 15) * b_power).to(DTYPE),)
     return b_low, b_high
+
+
+@triton.jit
+def _half(b_word, HIGH: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """One number of a word's two."""
+    if WIDE and DTYPE == tl.bfloat16:
+        b_out = (b_word & -65536 if HIGH else b_word << 16).to(tl.float32, bitcast=True)
+    else:
+        b_out = (b_word >> 16 if HIGH else b_word).to(tl.int16).to(DTYPE, bitcast=True)
+    return b_out
 
 
 @triton.jit
@@ -106,16 +110,11 @@ def _of_words(b_groups, M: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _low(b_word, DTYPE: tl.constexpr):
-    return b_word.to(tl.int16).to(DTYPE, bitcast=True)
-
-
-@triton.jit
 def numbers(b_words, b_scales, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Numbers [M, 8 W], in their places, of words [M, W] of eight codes and scales [M, W / 4]."""
     M: tl.constexpr = b_words.shape[0]
     W: tl.constexpr = b_words.shape[1]
-    b_low, b_high = halves(b_words, b_scales, DTYPE, ASSEMBLY)
+    b_low, b_high = halves(b_words, b_scales, DTYPE, False, ASSEMBLY)
     b_all = tl.join(_joined(b_low), _joined(b_high))  # t and r are a word's, then i, h
     b_all = tl.permute(tl.reshape(b_all, (M, W // 16, 4, 4, 4, 2)), (0, 1, 3, 4, 2, 5))
     return tl.reshape(b_all, (M, 8 * W))
@@ -127,3 +126,13 @@ def _joined(b_four):
         tl.join(tl.join(b_four[0], b_four[2]), tl.join(b_four[1], b_four[3])),
         (b_four[0].shape[0], b_four[0].shape[1], 4),
     )
+
+
+@triton.jit
+def wide_numbers(b_words, b_scales, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Numbers [M, 8 W], in the order of their channels, rounded to DTYPE, fp32."""
+    M: tl.constexpr = b_words.shape[0]
+    W: tl.constexpr = b_words.shape[1]
+    b_low, b_high = halves(b_words, b_scales, DTYPE, True, ASSEMBLY)
+    b_all = tl.permute(tl.join(_joined(b_low), _joined(b_high)), (0, 1, 3, 2))
+    return tl.reshape(b_all, (M, 8 * W)).to(tl.float32)
