@@ -891,13 +891,14 @@ def experts(
 
 
 def _taken(weight: Tensor | StoredExperts, name: str) -> tuple[tuple[Tensor, Tensor | None], bool]:
-    """A weight as the kernels take it: itself and None, or bytes and scales; and whether it is transposed."""
+    """A weight as the kernels take it: itself and None, or words and scales; and whether it is transposed."""
     if isinstance(weight, Tensor):
         return (weight, None), _is_transposed(weight, name)
     lines = weight.lines
-    if lines.kind != MXFP4 or lines.block != (1, GROUP.value) or not lines.codes.is_contiguous():
-        told = f"{name} is {lines.kind} in blocks of {lines.block}"
-        raise ValueError(f"{told}; contiguous MXFP4 in groups of {GROUP.value} is accepted")
+    whole = lines.codes.is_contiguous() and lines.codes.data_ptr() % 4 == 0
+    if lines.kind != MXFP4 or lines.block != (1, GROUP.value) or not whole:
+        told = f"{name} is {lines.kind} in blocks of {lines.block}, strides {lines.codes.stride()}"
+        raise ValueError(f"{told}; contiguous MXFP4 in groups of {GROUP.value} at whole words is accepted: clone it")
     return (lines.codes.view(torch.int32), lines.scales.view(torch.uint8)), False
 
 

@@ -193,9 +193,8 @@ EXPERTS_STORED: dict[bool, tuple[tuple[int, ExpertsLaunch], ...]] = {
         (0, ExpertsLaunch(128, 128, 32, 64, 128, 8, 4, 3)),
     ),
 }
-EXPERTS_STORED_HOPPER = ExpertsLaunch(128, 128, 32, 128, 256, 8, 4, 3)
 """The same of experts in MXFP4, whose numbers are made in registers: by the instructions a weight, registers and what
-is read of the rows (counted, not timed). The depth is a multiple of `mxfp4.BLOCK`."""
+is read of the rows (counted, not timed). The depth is a multiple of `mxfp4.BLOCK`. A tile of 256 pairs would spill."""
 
 MULTIPROCESSORS = 132
 """Of the GPU that the launches were measured on; a program's stages take most of one's shared memory."""
@@ -235,8 +234,8 @@ def experts_launch_for(
 ) -> ExpertsLaunch:
     """The launch of experts for so many tokens of a dtype; `turned`: weights lie with their outputs side by side;
     `hopper`: on that GPU; `stored`: in MXFP4."""
-    if hopper and tokens > 64 and dtype != torch.float32:
-        return EXPERTS_STORED_HOPPER if stored else EXPERTS_HOPPER
+    if hopper and tokens > 64 and dtype != torch.float32 and not stored:
+        return EXPERTS_HOPPER
     whole = EXPERTS_STORED if stored else EXPERTS
     table = EXPERTS_TURNED if turned and dtype != torch.float32 else whole[dtype == torch.float32]
     return next(launch for most, launch in table if tokens <= most or not most)

@@ -92,21 +92,21 @@ def _whole4(dtype: torch.dtype, less: int) -> list[str]:
 
 
 def _chosen(low: Sequence[str], high: Sequence[str]) -> list[str]:
-    """Low bytes `a` and high bytes `o` of what four places `w` of a table without their top bits stand for, and these
-    `b`: a byte permutation of eight bytes each, between whose two halves the top bits choose."""
-    lines = ["prmt.b32 m, 0x0000FF00, 0, b;"]
+    """Low bytes `a` and high bytes `o` of what four places `w` of a table without their top bits stand for: a byte
+    permutation of eight bytes each, and one that takes from the two what places `b` of four bytes each say."""
+    lines = []
     for words, into in ((low, "a"), (high, "o")):
         lines += [
-            f"prmt.b32 {into}, {words[0]}, {words[1]}, w;",
+            f"prmt.b32 m, {words[0]}, {words[1]}, w;",
             f"prmt.b32 n, {words[2]}, {words[3]}, w;",
-            f"lop3.b32 {into}, m, n, {into}, 0xCA;",
+            f"prmt.b32 {into}, m, n, b;",
         ]
     return lines
 
 
 def _table4(kind: Codes, dtype: torch.dtype) -> list[str]:
     names = [f"{name}{i}" for name in "lh" for i in range(4)]
-    lines = ["and.b32 w, $4, 0x77777777;", "shr.u32 b, $4, 3;", "and.b32 b, b, 0x11111111;"]
+    lines = [*_places("$4", 0x11111111), "and.b32 w, $4, 0x77777777;"]
     words = table_words(kind, dtype)
     lines += [f"mov.b32 {name}, {word & 0xFFFFFFFF:#010x};" for name, word in zip(names, words, strict=True)]
     for out in (0, 1):
@@ -114,6 +114,12 @@ def _table4(kind: Codes, dtype: torch.dtype) -> list[str]:
         lines += _chosen(names[:4], names[4:])
         lines += [f"prmt.b32 ${out}, a, o, 0x7351;", f"prmt.b32 ${out + 2}, a, o, 0x6240;"]
     return lines
+
+
+def _places(word: str, ones: int) -> list[str]:
+    """Places `b` of bytes, by the top bits of a word's codes: in turn in the first four of eight, or in the others."""
+    turn = 0x32103210 & 15 * ones
+    return [f"mov.b32 m, {turn:#x};", f"shr.u32 b, {word}, 1;", f"lop3.b32 b, b, {4 * ones:#x}, m, 0xEA;"]
 
 
 def _known(kind: Codes, dtype: torch.dtype) -> bool:
@@ -146,7 +152,7 @@ def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
         return _program(_eight(kind, dtype, "$1", ((0, 1),)))
     if kind.table:
         tables = [f"${4 + 2 * at}" for at in range(8)]
-        lines = ["prmt.b32 w, $2, $3, 0x5540;", "shr.u32 b, w, 3;", "and.b32 b, b, 0x1111;", "and.b32 w, w, 0x7777;"]
+        lines = ["prmt.b32 w, $2, $3, 0x5540;", *_places("w", 0x1111), "and.b32 w, w, 0x7777;"]
         lines += _chosen(tables[:4], tables[4:])
         return _program([*lines, "prmt.b32 $0, a, o, 0x4051;", "prmt.b32 $1, a, o, 0x6273;"])
     base = 128.0 if dtype == torch.bfloat16 else 1024.0

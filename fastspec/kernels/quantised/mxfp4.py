@@ -54,7 +54,7 @@ def _bit_of_nan(b_power, AT: tl.constexpr):
 def factors(b_scale, DTYPE: tl.constexpr):
     """Two numbers of 16 bits, each twice in a word, by which one after the other a code's bits are multiplied."""
     b_power = b_scale.to(tl.int32)
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         b_first = tl.full(b_scale.shape, 0x7E80, tl.int32)  # 2^126
         b_second = tl.maximum(b_power << 7, 0x40) | _bit_of_nan(b_power, 6)
     else:  # 2^15 at most, then the rest; what no code but 0 is finite with is taken for two numbers that overflow
@@ -73,7 +73,7 @@ def halves(b_words, b_scales, DTYPE: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY:
     W: tl.constexpr = b_words.shape[1]
     if ASSEMBLY is not None:
         b_first, b_second = factors(b_scales, DTYPE)
-        b_pairs = tl.inline_asm_elementwise(
+        b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
             ASSEMBLY,
             "=r,=r,=r,=r,r,r,r",
             [b_words, _of_words(b_first, M, W), _of_words(b_second, M, W)],
@@ -81,23 +81,45 @@ def halves(b_words, b_scales, DTYPE: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY:
             is_pure=True,
             pack=1,
         )
-        b_low, b_high = (), ()
-        for at in tl.static_range(4):
-            b_low += (_half(b_pairs[at], False, DTYPE, WIDE),)
-            b_high += (_half(b_pairs[at], True, DTYPE, WIDE),)
+        b_low = (
+            _half(b_0, False, DTYPE, WIDE),
+            _half(b_1, False, DTYPE, WIDE),
+            _half(b_2, False, DTYPE, WIDE),
+            _half(b_3, False, DTYPE, WIDE),
+        )
+        b_high = (
+            _half(b_0, True, DTYPE, WIDE),
+            _half(b_1, True, DTYPE, WIDE),
+            _half(b_2, True, DTYPE, WIDE),
+            _half(b_3, True, DTYPE, WIDE),
+        )
     else:
         b_power = _of_words(e8m0(b_scales), M, W)
-        b_low, b_high = (), ()
-        for at in tl.static_range(4):
-            b_low += ((e2m1((b_words >> 4 * at) & 15) * b_power).to(DTYPE),)
-            b_high += ((e2m1((b_words >> 4 * at + 16) & 15) * b_power).to(DTYPE),)
+        b_low = (
+            _one(b_words, 0, b_power, DTYPE),
+            _one(b_words, 1, b_power, DTYPE),
+            _one(b_words, 2, b_power, DTYPE),
+            _one(b_words, 3, b_power, DTYPE),
+        )
+        b_high = (
+            _one(b_words, 4, b_power, DTYPE),
+            _one(b_words, 5, b_power, DTYPE),
+            _one(b_words, 6, b_power, DTYPE),
+            _one(b_words, 7, b_power, DTYPE),
+        )
     return b_low, b_high
+
+
+@triton.jit
+def _one(b_words, AT: tl.constexpr, b_power, DTYPE: tl.constexpr):
+    """A number of words' eight."""
+    return (e2m1((b_words >> 4 * AT) & 15) * b_power).to(DTYPE)
 
 
 @triton.jit
 def _half(b_word, HIGH: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
     """One number of a word's two."""
-    if WIDE and DTYPE == tl.bfloat16:
+    if WIDE and tl.bfloat16 == DTYPE:
         b_out = (b_word & -65536 if HIGH else b_word << 16).to(tl.float32, bitcast=True)
     else:
         b_out = (b_word >> 16 if HIGH else b_word).to(tl.int16).to(DTYPE, bitcast=True)
