@@ -47,10 +47,9 @@ import fastspec
 from fastspec.generation.stats import Stats
 from fastspec.models import SMOLLM2, load_model
 from fastspec.patches.hf.ends import end_tokens
-from fastspec.programs.bench.device import environment
 from fastspec.programs.bench.methods import twin
 from fastspec.programs.bench.report import quantiles
-from fastspec.programs.compare import first_difference
+from fastspec.programs.compare import environment, first_difference
 from fastspec.programs.texts import padded_inputs, until_end
 from fastspec.programs.training.data import encode_prompts, read_prompts
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fastspec
-from fastspec.programs.bench.device import device_name, versions
+from fastspec.programs.compare import device_name, versions
 
 Row = dict[str, Any]
 

@@ -26,6 +26,7 @@ import torch
 from common import device_here, free_memory, milliseconds, parser_of, place, timed, tree_of, write
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import fastspec
 from fastspec.generation.heads.module import EagleHead, HeadConfig
@@ -35,6 +36,7 @@ from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.config_fields import delta_shape, layer_shapes, recurrent_layers
 from fastspec.patches.hf.gptq_awq import GPTQ_V2, PackedLinear
 from fastspec.patches.hf.limits import layer_spans
+from fastspec.patches.hf.mxfp4 import TENSORS, PackedExperts
 from fastspec.patches.hf.parallel import local_part
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
@@ -119,7 +121,20 @@ def as_gptq(layer: torch.nn.Linear) -> torch.nn.Module:
     return PackedLinear(GPTQ_V2, 4, 128, depth, lines, {"qweight": words, "qzeros": middle, "scales": scales})
 
 
+def as_mxfp4(model: Any) -> None:
+    """Experts as gpt-oss' checkpoints have them: random codes, the power of 2 of every group the same."""
+    for name, experts in list(model.named_modules()):
+        if type(experts) is GptOssExperts:
+            made = PackedExperts(experts)
+            for key in TENSORS:
+                low, high = (0, 256) if key.endswith("blocks") else (120, 121)
+                held = torch.randint(low, high, getattr(made, key).shape, dtype=torch.uint8, device=model.device)
+                setattr(made, key, torch.nn.Parameter(held, requires_grad=False))
+            model.set_submodule(name, made)
+
+
 STORED = {"dense": lambda model: None, "fp8": as_fp8, "int8": as_int8, "nf4": as_nf4, "gptq": as_gptq}
+STORED["mxfp4"] = as_mxfp4
 """Weights of the decoder layers, as quantisers store them."""
 
 

@@ -30,7 +30,7 @@ from transformers.generation import logits_process as lp
 import fastspec
 from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2, load_model
-from fastspec.programs.bench.device import environment
+from fastspec.programs.compare import environment
 from fastspec.programs.texts import encode
 
 OPTIONS = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}

@@ -24,9 +24,10 @@ import torch
 from common import Row, device_here, free_memory, parser_of, place, timed, tree_of, write
 from full_size import CALLS, EMBEDDED, SHAPES, make_head, make_model, numbers
 from torch import Tensor
+from transformers import GenerationConfig
 
 import fastspec
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.target import Target
@@ -36,6 +37,8 @@ from fastspec.patches.assistants.registry import EagleDecoding, resolve
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
 
+WARM = 4
+"""Calls before those that are timed: sizes of trees are captured in the first ones."""
 QWEN_MTP = (0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24)
 
 
@@ -149,28 +152,28 @@ def steady(model: Any) -> Any:
 
 
 def whole_calls(model: Any, prompts: Tensor, assistant: Any, tokens: int, calls: int) -> tuple[Tensor, list[float]]:
-    """Answers of `generate`, and the seconds of each of so many calls, behind two that compile and capture."""
+    """Answers of `generate`, and the seconds of each of so many calls, after some that compile and capture."""
     options = {"do_sample": False, "attention_mask": torch.ones_like(prompts), "max_new_tokens": tokens}
 
     def run() -> Tensor:
         found: Tensor = model.generate(prompts, assistant=assistant, **options)
         return found
 
-    answers = [run() for _ in range(2)][-1]
+    answers = [run() for _ in range(WARM)][-1]
     return answers, [timed(run) for _ in range(calls)]
 
 
 def in_flight(model: Any, prompts: Tensor, assistant: Any, rows: int, tokens: int, calls: int) -> list[float]:
     """Seconds in which an open batch of so many rows answers all prompts, given at once."""
-    length = prompts.shape[1] + tokens
+    length, config = prompts.shape[1] + tokens, GenerationConfig(max_new_tokens=tokens, do_sample=False)
+    rows_of = [(row[None], torch.ones_like(row[None])) for row in prompts.cpu()]  # as a server has them
     with fastspec.continuous(model, assistant, rows, max_length=length, prefix_caching=False) as batch:
 
         def run() -> None:
-            options = {"max_new_tokens": tokens, "do_sample": False}
-            for future in [batch.submit(row, **options) for row in prompts]:
+            for future in [batch.submit(ids, config, attention_mask=mask) for ids, mask in rows_of]:
                 future.result()
 
-        for _ in range(2):
+        for _ in range(WARM):
             run()
         return [timed(run) for _ in range(calls)]
 
@@ -219,6 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
                     found, seconds = whole_calls(model, ids, decoding, args.tokens, args.calls)
                     last, count = fastspec.report(model).last, found[:, args.prefix :].numel()
                     told = {"acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds}
+                    told["phases_ms"] = {name: round(1e3 * spent, 2) for name, spent in last.phases.items()}
                     told["drafted"] = round(last.drafted / last.row_rounds, 1)
                     told["equal"] = round(float((found == plain).all(1).float().mean()), 3)
                     tell(here | {"method": "eagle3", "tree": text}, seconds, count, first, **told)

@@ -22,7 +22,7 @@ from typing import Any
 import typer
 from common import Row, read
 
-from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
+from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.cli.app import app
 from fastspec.programs.cli.train import FIELD_OF
 from fastspec.programs.training import TrainConfig
@@ -394,9 +394,8 @@ def stored() -> str:
     cells = []
     for weights, said in STORED.items():
         ways = (("autoregressive", None), ("eagle3", 16), ("eagle3", 8))
-        times = [stored_row(weights, *way)["round_ms"] for way in (ways[:1] if weights == "nf4" else ways)]
         first = shown(stored_row(weights, "autoregressive")["prefill_ms"], 0)
-        cells.append([said, first, *(shown(ms, 2) for ms in times), *["not timed"] * (3 - len(times))])
+        cells.append([said, first, *(shown(stored_row(weights, *way)["round_ms"], 2) for way in ways)])
     return markdown(["", "the prompt", "a token", "a round of `eagle3`", "with `head_bits=8`"], cells)
 
 

@@ -34,6 +34,8 @@ COMMANDS = "<!-- commands -->"
 """The line of reference/cli.md that the commands take the place of."""
 OUTSIDE = "repository"
 """Folder of the site that holds what pages link to and docs/ does not have."""
+PICTURE = re.compile(r'<picture>.*?srcset="([^"]*)".*?alt="([^"]*)" src="([^"]*)".*?</picture>', re.DOTALL)
+LISTED = re.compile(r"\n\nCommands:\n.*", re.DOTALL)
 LINK = re.compile(r"""(\]\(|\bsrc(?:set)?=")([^)\s"#]*)(#[^)\s"]*)?(?=[)"])""")
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
@@ -48,11 +50,18 @@ def undocumented(module: str) -> list[str]:
     return [f"{module}.{name}" for name, value in public.items() if callable(value) and not inspect.getdoc(value)]
 
 
-def named(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words that name a command, and those of its subcommands."""
-    yield words
+def named(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The words that name a command, and the command; then those of its subcommands."""
+    yield words, command
     for name, sub in getattr(command, "commands", {}).items():
         yield from named(sub, (*words, name))
+
+
+def listed(words: tuple[str, ...], command: Any) -> str:
+    """The subcommands of a command as a list of links to their sections; `--help` cuts what it says of each."""
+    subs = getattr(command, "commands", {})
+    lines = [f"- [{name}](#{'-'.join(('fastspec', *words, name))}): {sub.help}" for name, sub in subs.items()]
+    return "".join(("\n\n", "\n".join(lines))) if lines else ""
 
 
 def commands() -> str:
@@ -61,11 +70,12 @@ def commands() -> str:
 
     plain = {**os.environ, "TYPER_USE_RICH": "0", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
     parts = []
-    for words in named(typer.main.get_command(app)):
+    for words, command in named(typer.main.get_command(app)):
         told = subprocess.run(
             [sys.executable, "-m", "fastspec", *words, "--help"], env=plain, capture_output=True, text=True, check=True
         )
-        parts.append(f"## {' '.join(('fastspec', *words))}\n\n```text\n{told.stdout.strip()}\n```")
+        text = LISTED.sub("", told.stdout.strip())
+        parts.append(f"## {' '.join(('fastspec', *words))}\n\n```text\n{text}\n```{listed(words, command)}")
     return "\n\n".join(parts)
 
 
@@ -86,6 +96,12 @@ def source_of(uri: str) -> str:
 def links(text: str) -> Iterator[str]:
     """The targets of a page's links, without those in blocks of code."""
     return (match[2] for match in LINK.finditer(FENCED.sub("", text)))
+
+
+def of_each_scheme(text: str) -> str:
+    """A page whose pictures are two images each, of which the theme shows the one of the scheme that the reader chose;
+    `<picture>` knows the system's alone."""
+    return PICTURE.sub(r'<img alt="\2" src="\3#only-light"><img alt="\2" src="\1#only-dark">', text)
 
 
 def on_config(config: Any) -> Any:
@@ -130,5 +146,5 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
         uri = f"{OUTSIDE}/{path}" if outside(source, link) else posixpath.relpath(path, "docs")
         return f"{before}{posixpath.relpath(uri, posixpath.dirname(here) or '.')}{anchor}"
 
-    kept = LINK.sub(moved, markdown)
+    kept = of_each_scheme(LINK.sub(moved, markdown))
     return kept.replace(COMMANDS, commands()) if COMMANDS in kept else kept

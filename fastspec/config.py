@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
-from fastspec.errors import Unsupported, accepted
+from fastspec.default_trees import (
+    BATCH_TREES,
+    DEFAULT_TREES,
+    MOST_NODES,
+    MOST_STEPS,
+    TREE_STEPS,
+    TreeShape,
+    for_rows,
+)
+from fastspec.errors import Unsupported, accepted, check_whole
 
 AssistantName = Literal["autoregressive", "eagle", "eagle2", "eagle3", "mtp", "nasd", "speculative", "cascade"]
 """Names of the assistants that come with fastspec."""
@@ -53,91 +62,6 @@ class Storage(Protocol):
         (0, []) where none is known."""
 
 
-def _whole(where: str, least: int, **values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise Unsupported(f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """Size of a dynamic draft tree (EAGLE-2, section 4; EAGLE-3 keeps it).
-
-    `total_tokens` counts the root. `top_k` children are drawn from each of the `top_k` best nodes of a level, and
-    `depth` levels are grown below the root's children: a path holds at most depth + 1 draft tokens.
-    """
-
-    total_tokens: int = 60
-    depth: int = 7
-    top_k: int = 10
-
-    def __post_init__(self) -> None:
-        _whole("TreeShape", 1, total_tokens=self.total_tokens, top_k=self.top_k)
-        _whole("TreeShape", 0, depth=self.depth)
-        if not 2 <= self.total_tokens <= min(256, self.candidates + 1):
-            raise Unsupported(
-                f"TreeShape: total_tokens={self.total_tokens} must lie between 2 and {min(256, self.candidates + 1)}: "
-                f"depth={self.depth} and top_k={self.top_k} grow {self.candidates} candidates besides the root, and a "
-                "tree holds at most 256 nodes"
-            )
-
-    @property
-    def candidates(self) -> int:
-        """Number of nodes grown before the re-ranking, the root not counted."""
-        return self.top_k + self.depth * self.top_k**2
-
-    @property
-    def max_path(self) -> int:
-        """Longest path in nodes, the root included; a round emits at most this many tokens."""
-        return min(self.depth + 2, self.total_tokens)
-
-    def limited(self, nodes: int) -> TreeShape:
-        """The same with fewer nodes, grown no further than these reach."""
-        top_k = min(self.top_k, nodes - 1)
-        return TreeShape(total_tokens=nodes, depth=min(self.depth, nodes - 2), top_k=top_k)
-
-
-# (device type) -> tree used when the caller names none; chosen by measurement, see docs/performance/batches.md.
-DEFAULT_TREES = {
-    "cpu": TreeShape(total_tokens=16, depth=3, top_k=4),
-    "cuda": TreeShape(total_tokens=60, depth=7, top_k=10),
-}
-# The same of EAGLE-3 on the C++ kernels of the CPU, whose products of 8 rows cost less than those of 16.
-CPP_TREE = TreeShape(total_tokens=8, depth=3, top_k=2)
-# (device type) -> the same in batches of so many rows and more, ascending: 256 nodes in all and, at 128 rows,
-# 512, beyond which arithmetic binds a pass (measured on an H100).
-BATCH_TREES = {
-    "cuda": (
-        (8, TreeShape(total_tokens=32, depth=6, top_k=8)),
-        (16, TreeShape(total_tokens=16, depth=5, top_k=4)),
-        (32, TreeShape(total_tokens=8, depth=5, top_k=2)),
-        (128, TreeShape(total_tokens=4, depth=3, top_k=1)),
-    ),
-}
-# (temperature, depth) -> the depth of the device's trees at the most in calls that sample at this temperature and
-# above, where fewer levels are accepted than a greedy call's.
-SAMPLED_DEPTHS = ((0.8, 3), (0.0, 5))
-# (device type) -> trees that total_tokens="auto" chooses from, ascending, beside the device's own: MOST_STEPS of them.
-TREE_STEPS = {
-    "cpu": (TreeShape(2, 0, 1), TreeShape(4, 2, 1), TreeShape(8, 3, 2), TreeShape(16, 3, 4)),
-    "cuda": (TreeShape(2, 0, 1), TreeShape(4, 2, 1), TreeShape(8, 5, 2), TreeShape(16, 5, 4), TreeShape(60, 7, 10)),
-}
-MOST_STEPS = 5
-# (device type) -> nodes of the trees of all rows at the most, where the device's own have fewer.
-MOST_NODES = {"cpu": 64, "cuda": 512}
-
-
-def for_rows(shape: TreeShape, batched: Iterable[tuple[int, TreeShape]], rows: int) -> TreeShape:
-    """The tree in a batch of so many rows: the last of `batched` for as few, else `shape`."""
-    return next((each for least, each in reversed(tuple(batched)) if rows >= least), shape)
-
-
-def sampled(shape: TreeShape, temperature: float) -> TreeShape:
-    """The device's tree, for calls that sample at this temperature."""
-    depth = next(depth for least, depth in SAMPLED_DEPTHS if temperature >= least)
-    return shape if shape.depth <= depth else replace(shape, depth=depth)
-
-
 @dataclass(frozen=True, slots=True)
 class Autoregressive:
     """One token per forward pass, through the same engine as every assistant."""
@@ -163,8 +87,10 @@ class Speculative:
     early_exit: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("Speculative", 1, gamma=1 if self.gamma is None else self.gamma, most=self.most, branches=self.branches)
-        _whole("Speculative", 1, early_exit=1 if self.early_exit is None else self.early_exit)
+        check_whole(
+            "Speculative", 1, gamma=1 if self.gamma is None else self.gamma, most=self.most, branches=self.branches
+        )
+        check_whole("Speculative", 1, early_exit=1 if self.early_exit is None else self.early_exit)
         nodes = 1 + (self.most if self.gamma is None else self.gamma) * self.branches
         if nodes > 256:
             raise Unsupported(
@@ -198,9 +124,9 @@ class Nasd:
     total_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("Nasd", 1, gamma=self.gamma, top_k_filler=self.top_k_filler)
+        check_whole("Nasd", 1, gamma=self.gamma, top_k_filler=self.top_k_filler)
         given = {"n": self.n, "total_tokens": self.total_tokens}
-        _whole("Nasd", 2, **{name: value for name, value in given.items() if value is not None})
+        check_whole("Nasd", 2, **{name: value for name, value in given.items() if value is not None})
         most = {"gamma": (self.gamma, 255), "total_tokens": (self.total_tokens or 2, 256), "n": (self.n or 2, 64)}
         for field, (value, bound) in most.items():
             if value > bound:
@@ -231,7 +157,7 @@ class ContinuousBatch:
     rows: int = 8
 
     def __post_init__(self) -> None:
-        _whole("ContinuousBatch", 1, rows=self.rows)
+        check_whole("ContinuousBatch", 1, rows=self.rows)
         if isinstance(self.assistant, ContinuousBatch):
             raise Unsupported(
                 "ContinuousBatch: assistant is a ContinuousBatch itself: name what its rows are decoded with"
@@ -281,8 +207,8 @@ class _DynamicTree:
         rest = TreeShape()
         depth = rest.depth if self.depth is None else self.depth
         top_k = rest.top_k if self.top_k is None else self.top_k
-        _whole(type(self).__name__, 1, top_k=top_k)
-        _whole(type(self).__name__, 0, depth=depth)
+        check_whole(type(self).__name__, 1, top_k=top_k)
+        check_whole(type(self).__name__, 0, depth=depth)
         grown = top_k + depth * top_k**2 + 1
         assert not isinstance(self.total_tokens, str)
         total = min(rest.total_tokens, grown) if self.total_tokens is None else self.total_tokens
@@ -307,8 +233,8 @@ class _DynamicTree:
 @dataclass(frozen=True, slots=True)
 class Eagle3(_DynamicTree):
     """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole (on the C++
-    kernels of the CPU a smaller one, in calls that sample a shallower one) or, where one is given, the published values
-    (depth 7, top_k 10, total_tokens 60) for the rest.
+    kernels of the CPU a smaller one, in calls that sample a shallower one; on a GPU "auto" in calls of exact models and
+    of mixtures) or, where one is given, the published values (depth 7, top_k 10, total_tokens 60) for the rest.
 
     total_tokens="auto" lets every round have as many nodes as pay, by the measured times of rounds and what was
     accepted so far, down to none (docs/guide/assistants.md); depth and top_k then bound the trees where they are given.
@@ -344,7 +270,7 @@ class Mtp(_DynamicTree):
     def __post_init__(self) -> None:
         _DynamicTree.__post_init__(self)
         if isinstance(self.draft_vocab, int):
-            _whole("Mtp", 256, draft_vocab=self.draft_vocab)
+            check_whole("Mtp", 256, draft_vocab=self.draft_vocab)
         elif self.draft_vocab is not None and not isinstance(self.draft_vocab, str):
             raise Unsupported(
                 f'Mtp: draft_vocab={self.draft_vocab!r}; accepted are a number of tokens, a file, "full" and None'
@@ -403,7 +329,7 @@ def _checked_paths(paths: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
         if not path:
             raise Unsupported("Eagle1: paths contains an empty path, which is the root: leave it out")
         for rank in path:
-            _whole(f"Eagle1: the path {list(path)}", 0, rank=rank)
+            check_whole(f"Eagle1: the path {list(path)}", 0, rank=rank)
     known = set(nodes)
     for path in nodes:
         if len(path) > 1 and path[:-1] not in known:

@@ -55,5 +55,12 @@ class NoDistribution(FastSpecError):
         )
 
 
+def check_whole(where: str, least: int, /, **values: object) -> None:
+    """Raise Unsupported for values, by name, that are no whole numbers of at least `least`."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise Unsupported(f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
+
+
 class CheckpointError(FastSpecError):
     """A head that cannot be read, is damaged, or does not fit its target."""

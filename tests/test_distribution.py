@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from fastspec import distribution
-from fastspec.patches.assistants.heads import HEADS
+from fastspec.patches.assistants.heads import DISTRIBUTION, HEADS, PACKAGE
 
 ROOT = Path(__file__).parent.parent
 SUFFIXES = (".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".cfg")
@@ -228,16 +228,11 @@ def test_a_heads_card_says_its_licence_and_its_model(card: Path) -> None:
     assert "GSM8K's training split" in text  # its data are named
 
 
-def test_heads_are_in_packages_of_their_own_under_the_names_that_find_them() -> None:
+def test_heads_are_in_a_package_of_their_own_under_the_names_that_find_them() -> None:
     assert not list((ROOT / "fastspec").rglob("*.safetensors"))  # the library's wheel has none of their megabytes
-    for package in set(HEADS.values()):
-        folder = ROOT / "packages" / package.replace("_", "-")
-        text = (folder / "pyproject.toml").read_text(encoding="utf-8")
-        assert f'name = "{folder.name}"' in text and f'packages = ["{package}"]' in text
-        patterns = re.findall(r'"([^"]+)"', text.partition("[tool.setuptools.package-data]")[2])
-        packed = {
-            path.relative_to(folder / package) for pattern in patterns for path in (folder / package).glob(pattern)
-        }
-        named = {name for name, its in HEADS.items() if its == package}
-        files = ("README.md", "config.json", "model.safetensors")
-        assert packed == {Path(name, file) for name in named for file in files}
+    folder = ROOT / "packages" / DISTRIBUTION
+    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'name = "{DISTRIBUTION}"' in text and f'packages = ["{PACKAGE}"]' in text
+    patterns = re.findall(r'"([^"]+)"', text.partition("[tool.setuptools.package-data]")[2])
+    packed = {path.relative_to(folder / PACKAGE) for pattern in patterns for path in (folder / PACKAGE).glob(pattern)}
+    assert packed == {Path(name, file) for name in HEADS for file in ("README.md", "config.json", "model.safetensors")}

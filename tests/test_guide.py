@@ -12,7 +12,7 @@ from helpers.pages import FENCE, ROOT
 
 import fastspec
 from fastspec import errors
-from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
+from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.chat.commands import COMMANDS
 
 CONFIGS = (
@@ -87,6 +87,11 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     )
     held("quantised.md", "in {:.2f} ms instead of {:.2f} in bf16".format(*eight))
     held("quantised.md", "32 rows in {:.2f} instead of {:.2f}".format(*many))
+    most = [of("round_ms", **beside, weights=weights, batch=128, prefix=512) for weights in ("fp8", "dense")]
+    held("quantised.md", "({:.2f} and {:.2f} ms with 512 tokens before)".format(*most))
+    experts = {"shape": "gpt-oss-20b", "method": "autoregressive"}
+    packed, dense = (of("round_ms", **experts, weights=weights) for weights in ("mxfp4", "dense"))
+    held("quantised.md", f"{packed:.2f} ms a token of the 20B shape on an H200, {dense:.2f} dense")
     rounds = [
         of("round_ms", shape=shape, weights="dense", method="eagle3", head_bits=bits)
         for shape in ("llama-8b", "qwen3-4b", "qwen2-1.5b")
@@ -109,9 +114,24 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
         one("parallel_four_h200.jsonl", "round_ms", shape=f"llama-{size}", **four) for size in ("8b", "70b")
     )
     held("parallel.md", f"four make {1000 / small:.0f} and {1000 / large:.0f}")
-    rejected = {"shape": "llama-8b", "method": "eagle3", "survival": [0.0]}
-    slower = [100 - 100 * one("oracle_h200.jsonl", "over_plain", rows=count, **rejected) for count in (1, 8)]
-    held("assistants.md", f"accepted none were {slower[0]:.0f} % slower", f"eight rows together {slower[1]:.0f} %")
+    of_auto = {"way": "generate", "method": "eagle3", "tree": "auto"}
+    slower = [
+        100 - 100 * one("oracle_h200.jsonl", "over_plain", shape=shape, rows=count, survival=[0.0], **of_auto)
+        for shape in ("llama-8b", "qwen2-1.5b")
+        for count in (1, 8)
+    ]
+    held("assistants.md", "{:.0f} % slower than without drafts, eight rows {:.0f} %, of a 1.5B".format(*slower))
+    held("assistants.md", "of a 1.5B shape {:.0f} and {:.0f} %".format(*slower[2:]))
+    for shape, said in (
+        ("llama-8b", "{:.2f} times as fast as without drafts, and {:.2f} times"),
+        ("qwen2-1.5b", "{:.2f} and {:.2f} times"),
+    ):
+        kinds = {"shape": shape, "rows": 8, "way": "generate", "survival": [0.93, 0.8, 0.66, 0.58, 0.44, 0.39, 0.24]}
+        pair = [one("oracle_h200.jsonl", "over_plain", tree=tree, **kinds) for tree in ("auto", "default")]
+        held("../performance/batches.md", said.format(*pair))
+    mixture = {"shape": "qwen3-30b-a3b", "method": "eagle3", "rows": 1}
+    fixed, chosen = (one("oracle_h200.jsonl", "over_plain", tree=tree, **mixture) for tree in ("default", "auto"))
+    held("assistants.md", f"{chosen:.2f} times as fast as without drafts, where 60 nodes made it {fixed:.2f} times")
 
 
 def test_figures_of_the_cascade_are_those_of_its_rows() -> None:

@@ -19,7 +19,7 @@ GROUPS = "attention", "cache", "drafting", "layer", "linear", "quantised", "recu
 REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("errors", "kernels")),
-    "generation": ({"torch", "safetensors"}, ("config", "errors", "files", "generation", *REFERENCE)),
+    "generation": ({"torch", "safetensors"}, ("config", "default_trees", "errors", "files", "generation", *REFERENCE)),
     "cascade": (
         {"torch", "safetensors"},
         ("cascade", "config", "distribution", "errors", "files", "generation", *REFERENCE),
@@ -29,6 +29,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
         (
             "cascade",
             "config",
+            "default_trees",
             "devices",
             "distribution",
             "errors",
@@ -42,6 +43,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
 }
 PUBLIC = (  # modules of the library that programs may import, or names of a module that they may import alone
     "config",
+    "default_trees",
     "devices",
     "distribution",
     "errors",
@@ -72,6 +74,8 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "patches.hf.cache.CACHE",
     "patches.hf.cache.kept_cache",
     "patches.hf.compat.stack_of",
+    "patches.hf.config_fields.layer_shapes",
+    "patches.hf.config_fields.position_limit",
     "patches.hf.ends",
     "patches.scoring.text_logprobs",
     "patches.tuning.store",

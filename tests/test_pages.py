@@ -226,8 +226,11 @@ def test_the_reference_has_every_public_name_with_a_docstring(site: Any) -> None
 
 
 def test_the_command_lines_reference_names_every_command(site: Any) -> None:
-    commands = {" ".join(words) for words in site.named(program())}
-    assert {"", "bench", "cascade train", "serve"} <= commands
+    commands = {" ".join(words): command for words, command in site.named(program())}
+    assert {"", "bench", "cascade train", "serve"} <= commands.keys()
+    assert f"- [train](#fastspec-cascade-train): {commands['cascade train'].help}" in site.listed(
+        ("cascade",), commands["cascade"]
+    )
 
 
 def test_the_sites_contents_name_every_page() -> None:
@@ -254,6 +257,17 @@ def test_the_sites_contents_name_every_page() -> None:
 def test_the_site_leads_links_to_where_files_are(site: Any, here: str, text: str, moved: str) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri=here))
     assert site.on_page_markdown(text, page) == moved
+
+
+def test_the_site_shows_the_picture_of_the_scheme_that_a_reader_chose(site: Any) -> None:
+    shown = site.on_page_markdown(
+        (ROOT / "docs/index.md").read_text(encoding="utf-8"), SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    )
+    assert "<picture" not in shown
+    assert re.findall(r'src="([^"]*)"', shown) == [
+        "assets/speed_light.svg#only-light",
+        "assets/speed_dark.svg#only-dark",
+    ]
 
 
 @pytest.mark.slow

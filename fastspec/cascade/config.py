@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastspec.config import Assistant, ContinuousBatch
-from fastspec.errors import Unsupported, accepted, meant
+from fastspec.errors import Unsupported, accepted, check_whole, meant
 from fastspec.files import read_yaml
 
 MODES = ("adaptive", "token", "lossless")
@@ -176,11 +176,8 @@ class Cascade:
         _check_choices(self, mode=MODES, rule=RULES)
         self._check_decisions()
         self._check_rule()
-        for name in ("gamma", "memory", "host_memory"):
-            value, least = getattr(self, name), 0 if name == "host_memory" else 1
-            absent = value is None and name == "memory"
-            if not absent and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise Unsupported(f"Cascade: {name} must be a whole number of at least {least}, not {value!r}")
+        check_whole("Cascade", 1, gamma=self.gamma, memory=1 if self.memory is None else self.memory)
+        check_whole("Cascade", 0, host_memory=self.host_memory)
         if self.gamma > 255:
             raise Unsupported(f"Cascade: gamma must be at most 255, not {self.gamma}")
         if not isinstance(self.explain, bool):

@@ -170,7 +170,10 @@ class Solver:
         stop = price * (1 - scores.quality[0])
         if stage == self.stages - 1:
             return Decision(True, stop, math.inf)
-        near = self._near_point(stage, scores.point)
+        # squared distances, less what all items share
+        at = torch.tensor(scores.point, dtype=torch.float64, device="cpu").div_(self._spread[stage])
+        distances = torch.addmv(self._squares[stage], self._points[stage], at, alpha=-2)
+        near = distances.topk(self.neighbours, largest=False, sorted=False).indices
         values = self._costs[:, stage + 1] if stage == self.stages - 2 else self._values(price)[stage + 1]
         go_on = float(values[near].mean())
         if stage == self.stages - 2:
@@ -185,12 +188,6 @@ class Solver:
         means: list[Operator] = [partial(_mean, self._near[k]) for k in inner[:-1]]
         values = backward(losses, [self._ahead[k] for k in inner], [*means, _same])
         return {k: self._costs[:, k] + value for k, value in zip(inner, values[:-1], strict=True)}
-
-    def _near_point(self, stage: int, point: Sequence[float]) -> Tensor:
-        """The nearest items of a point -> [neighbours]: squared distances, less what all items share."""
-        at = torch.tensor(point, dtype=torch.float64, device="cpu").div_(self._spread[stage])
-        distances = torch.addmv(self._squares[stage], self._points[stage], at, alpha=-2)
-        return distances.topk(self.neighbours, largest=False, sorted=False).indices
 
     def _all_near(self, stage: int) -> Tensor:
         """Every item's nearest other items -> [n, neighbours]."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, check_whole
 from fastspec.generation.drafters.retokenized import common_prefix
 
 DROPPED = 64
@@ -58,9 +58,8 @@ class CacheManager:
     """
 
     def __init__(self, budget: int, *, host_budget: int = 0, least: int = 16) -> None:
-        for name, value, smallest in (("budget", budget, 1), ("host_budget", host_budget, 0), ("least", least, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise Unsupported(f"CacheManager: {name} must be a whole number of at least {smallest}, not {value!r}")
+        check_whole("CacheManager", 1, budget=budget, least=least)
+        check_whole("CacheManager", 0, host_budget=host_budget)
         self.budget, self.host_budget, self.least = budget, host_budget, least
         self._lock = Lock()
         self._entries: list[_Entry] = []  # the least recently used first

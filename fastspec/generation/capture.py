@@ -108,9 +108,10 @@ class Captured(Generic[Result]):
                     _prepare(program)
                 return program()
         if self.graph is None:
-            with SPENT.on("captures"):
-                self._capture(program)
-        assert self.graph is not None
+            graph = torch.cuda.CUDAGraph()
+            with SPENT.on("captures"), recorded(graph):
+                self.result = program()
+            self.graph = graph
         self.graph.replay()
         self.replays += 1
         return self.result  # type: ignore[return-value]
@@ -118,12 +119,6 @@ class Captured(Generic[Result]):
     def ready(self, key: Hashable) -> bool:
         """True where a call with this key is a replay."""
         return key == self.key and self.graph is not None
-
-    def _capture(self, program: Callable[[], Result]) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with recorded(graph):
-            self.result = program()
-        self.graph = graph
 
 
 class CapturedByShape(Generic[Result]):

@@ -129,16 +129,12 @@ class Nodes:
     counts: Tensor | None = None
 
 
-class SequenceMixer(ABC):
-    """The part of a layer that looks at other tokens."""
-
-    @abstractmethod
-    def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
-        """A normed input x [B, N, H] -> [B, N, H]."""
+SequenceMixer: TypeAlias = Callable[[Tensor, Nodes], Summed]
+"""The part of a layer that looks at other tokens: a normed input x [B, N, H] -> [B, N, H]."""
 
 
 @dataclass(frozen=True, slots=True)
-class FullAttention(SequenceMixer):
+class FullAttention:
     """Attention over committed tokens and a node's ancestors, or those within a span; layer `index` of `state` takes
     the nodes' keys and values."""
 
@@ -172,7 +168,6 @@ class FullAttention(SequenceMixer):
     """True where neighbouring channels are rotated with each other, as in `rope_cache`."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
-        """Read of the text by attention, after the nodes' keys and values are written."""
         k, v = self.state.k[self.index], self.state.v[self.index]
         qkv, (cos, sin, factor) = self.qkv(x), nodes.rotary[self.rotary]
         written = (k, v) if self.owns else (k[:, :0], v[:, :0])
@@ -185,7 +180,7 @@ class FullAttention(SequenceMixer):
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDelta(SequenceMixer):
+class GatedDelta:
     """Gated DeltaNet: a convolution over the last inputs, a state per head, a gated norm; layer `index` of `state`."""
 
     ops: Ops
@@ -204,7 +199,6 @@ class GatedDelta(SequenceMixer):
     """Activation after the convolution; None: SiLU."""
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
-        """Output of the gated delta rule along every node's ancestors."""
         ops, kept, at, count = self.ops, self.state, self.index, x.shape[1]
         _, heads, _, size = kept.s[at].shape
         qkv, gate, b, a = self.project(x).split((len(self.conv), heads * size, heads, heads), -1)
@@ -309,19 +303,12 @@ def one_by_one(
     return change, total
 
 
-class Normed(Protocol):
-    """A norm: weight [H]."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """A root-mean-square norm by the backend's `Ops.rms_norm`, with the weight that its module has at the time."""
+    """A root-mean-square norm by the backend's `Ops.rms_norm`, with the weight [H] that its module has at the time."""
 
     ops: Ops
-    module: Normed
+    module: Any
     eps: float
     offset: float | None = None
 
@@ -425,11 +412,6 @@ def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Line
 def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Activation = SILU) -> Product:
     """The gated feed-forward of plain linear layers, or of parts of them, with the product `out`."""
     return Gated(product(ops, (gate, up)), out, kind)
-
-
-def gated_as_one(ops: Ops, gate_up: nn.Linear, down: nn.Linear, kind: Activation = SILU) -> Product:
-    """The same where gate and up are one linear layer, the gates first."""
-    return Gated(product(ops, (gate_up,)), product(ops, (down,), parts=True), kind)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:

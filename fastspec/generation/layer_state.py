@@ -139,13 +139,11 @@ class FullAttentionState(LayerState):
             mine[:, row, :, count:reached].zero_()
 
     def load(self, layer: int, held: LayerCache, order: Tensor, counts: Tensor) -> None:
-        """Take keys and values [B, Hkv, T, D] of one layer's first tokens."""
         row = torch.arange(len(order), device=order.device)[:, None]
         for buffer, states in zip((self.k, self.v), held, strict=True):
             buffer[layer][:, :, : order.shape[1]] = states.transpose(1, 2)[row, order].transpose(1, 2)
 
     def export(self, layer: int, slots: Tensor, real: Tensor, lengths: Tensor) -> LayerCache:
-        """Keys and values [B, Hkv, T, D] of one layer at slots [B, T]; zeros where `real` [B, T] is false."""
         row = torch.arange(len(slots), device=slots.device)[:, None]
         kept = real[:, :, None, None].bool()
         found = (buffer[layer].transpose(1, 2)[row, slots].where(kept, 0) for buffer in (self.k, self.v))
@@ -194,20 +192,8 @@ class WindowState(FullAttentionState):
 
     ring: int
 
-    def __init__(
-        self,
-        layers: int,
-        rows: int,
-        kv_heads: int,
-        size: int,
-        value_size: int | None = None,
-        *,
-        span: Span,
-        ring: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(layers, rows, kv_heads, size, value_size, dtype=dtype, device=device)
+    def __init__(self, *sizes: int, span: Span, ring: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(*sizes, dtype=dtype, device=device)
         self.span, self.ring = span, ring
 
     def bytes(self, slots: int) -> int:
@@ -290,7 +276,6 @@ class DeltaState(LayerState):
         """Nothing grows."""
 
     def clear(self, reached: int) -> None:
-        """Begin with an empty text."""
         self.s.zero_()
         self.held.zero_()
 

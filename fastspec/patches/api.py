@@ -27,7 +27,6 @@ from fastspec.patches.backends import choose_backend
 from fastspec.patches.call.generate import generate, generate_batch, init_continuous_batching
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
-from fastspec.patches.cascade.open_batch import ContinuousCascade
 from fastspec.patches.cascade.stages import Patching
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
@@ -97,27 +96,31 @@ def patch(
     """Give a transformers model `generate(..., assistant=...)`, and return the same object. One that PEFT,
     `torch.compile` or `accelerate.prepare` has wrapped is patched inside its wrapper.
 
-    `eagle`, `eagle2` and `eagle3` supply the heads of the assistants of these names: a directory, a hub id, the name of
-    a head of an installed package ("smollm2-135m-instruct") or an EagleHead; the first two share a format. `mtp` is the
-    draft layer that a model's own checkpoint brings: True reads the files that the model was loaded from, now and not
-    when the assistant is first asked for, a directory or hub id those of another copy; or it is a Gemma 4 assistant
-    (`google/gemma-4-*-it-assistant`), also as a module. `speculative` is a smaller transformers model with the target's
-    tokenizer, on its device, or with another tokenizer a tuple `(draft_model, draft_tokenizer, tokenizer)`, the
-    target's tokenizer last; `cascade` names the smaller models of a cascade whose last stage is this one: they are
-    patched, where they are not yet, when a call first needs them. `assistant` is the default of every `generate` call
-    that names none: a call that it cannot serve runs transformers' own, with a warning. `backend` is "auto", "triton",
-    "cpp" or "torch". With `exact` every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by
-    kernels that sum in a fixed order (see docs/guide/output.md); True refuses by name what has none, False takes the
-    fast kernels, and None is True where that was measured to cost little: on an H100 or H200, from 1,536 channels on.
-    With `stored` assisted calls multiply quantised weights as they are stored, where their format is read
-    (docs/guide/quantised.md); else such layers run by their own forward. None is True where that was measured to be
-    faster and no layer's own forward rounds activations: in 16 bits on an H200. With `head_bits` 8 the weights
-    of `eagle`, `eagle2`, `eagle3` and `mtp` heads are rounded to 8 bits, a scale for each line, and multiplied so:
-    drafts may differ, and the output is as with any drafts; 16 keeps their dtype, and None is 8 for heads of 2,560
-    channels or more on an H200. Only this instance is changed, and nothing in its forward pass; without an
-    assistant it does what it did. On CUDA and with "cpp" the weights of layers that read one input (query, key and
-    value; gate and up) are laid one after another: the parameters become views, and their values, names and shapes
-    stay.
+    - `eagle`, `eagle2`, `eagle3`: the heads of the assistants of these names: a directory, a hub id, the name of a head
+      of an installed package ("smollm2-135m-instruct") or an EagleHead. The first two share a format.
+    - `mtp`: the draft layer that a model's own checkpoint brings. True reads the files that the model was loaded from,
+      at once; a directory or hub id is another copy. Or a Gemma 4 assistant (`google/gemma-4-*-it-assistant`), also as
+      a module.
+    - `speculative`: a smaller transformers model with the target's tokenizer, on its device; with another tokenizer a
+      tuple `(draft_model, draft_tokenizer, tokenizer)`, the target's tokenizer last.
+    - `cascade`: the smaller models of a cascade whose last stage is this model. They are patched when a call first
+      needs them.
+    - `assistant`: the default of every `generate` call that names none. A call that it cannot serve runs transformers'
+      own, with a warning.
+    - `backend`: "auto", "triton", "cpp" or "torch".
+    - `exact`: every assistant gives the bits of `autoregressive`, in bfloat16 and float16 too, by kernels that sum in a
+      fixed order (docs/guide/output.md). True refuses by name what has none, False takes the fast kernels, and None is
+      True where that was measured to cost little: on an H100 or H200, from 1,536 channels on.
+    - `stored`: assisted calls multiply quantised weights as they are stored, where their format is read
+      (docs/guide/quantised.md); else such layers run by their own forward. None is True where that was measured to be
+      faster and no layer's own forward rounds activations: in 16 bits on an H200.
+    - `head_bits`: with 8 the weights of `eagle`, `eagle2`, `eagle3` and `mtp` heads are rounded to 8 bits, a scale for
+      each line, and multiplied so. Drafts may differ, and the output is as with any drafts. 16 keeps their dtype; None
+      is 8 for heads of 2,560 channels or more on an H200.
+
+    Only this instance is changed, and nothing in its forward pass; without an assistant it does what it did. On CUDA
+    and with "cpp" the weights of layers that read one input (query, key and value; gate and up) are laid one after
+    another: the parameters become views, and their values, names and shapes stay.
 
     Raises Unsupported (the model cannot be decoded with), CheckpointError (the head is damaged or does not fit),
     PatchConflict (patched already). On any error the model is as it was.
@@ -144,6 +147,9 @@ def patch(
     for head in (each for each in resources.values() if isinstance(each, BoundHead) and mode.adapter is None):
         check_states(model, head.config.taps)
     choose_backend(backend, device_of(model), adapted=mode.adapter is not None)  # refuses what cannot be
+    assistant = None if assistant == "none" else assistant
+    if assistant is not None:
+        resolve(assistant, resources, model)  # refuses one that no call could have
     session = PatchSession(
         backend,
         resources,
@@ -151,7 +157,7 @@ def patch(
         stored,
         bits,
         has_capturing_hooks(model),
-        default=_default(assistant, resources, model),
+        default=assistant,
     )
     try:
         session.set(model, STATE, session)
@@ -171,19 +177,11 @@ def patch(
     return given
 
 
-def _default(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
-    """The default assistant. Raises Unsupported for one that no call could have."""
-    if assistant is None or assistant == "none":
-        return None
-    resolve(assistant, resources, model)
-    return assistant
-
-
 def cascade_models(config: Any, model: Any) -> CascadeModels:
     """The stages of a cascade whose last one is `model`. Raises Unsupported for what is no Cascade."""
     if not isinstance(config, Cascade):
         raise Unsupported(f"cascade={config!r} must be a fastspec.Cascade(stages=[...], ...)")
-    return CascadeModels(config, model, Patching(patch, unpatch), ContinuousCascade)
+    return CascadeModels(config, model, Patching(patch, unpatch))
 
 
 def unpatch(model: Model, *, force: bool = False) -> Model:

@@ -1,104 +1,21 @@
 """Open-ended continuous batching: prompts of many callers join the running rows as they come, and leave them one by
-one. `continuous` opens such a batch; `continuous_batch.py` runs it."""
+one. `continuous` says which; `continuous_batch.py` opens and runs a model's."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from numbers import Integral
-from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Any, Literal, TypeAlias
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import Assistant, ContinuousBatch
-from fastspec.errors import Unsupported
+from fastspec.config import Assistant
 from fastspec.generation.drafters.base import Decoding
-from fastspec.generation.stats import Stats
-from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
-from fastspec.patches.call.one_prompt import AnswerFuture
-from fastspec.patches.call.prompts import sees_ahead
-from fastspec.patches.call.ranks import refuse_beside
-from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.continuous_batch import Continuous
-from fastspec.patches.hf.compat import device_of, is_shared_out, unwrapped
-from fastspec.patches.hf.modes import adapter_for
-from fastspec.patches.hf.parallel import group_of
-from fastspec.patches.open_ranks import OpenRanks, TurnOrder
+from fastspec.patches.cascade.open_batch import ContinuousCascade
+from fastspec.patches.continuous_batch import FIRST, BatchSettings, Continuous, open_batch
+from fastspec.patches.hf.compat import unwrapped
 from fastspec.patches.session import patched_session
-from fastspec.patches.warmup import WARM_LENGTH
 
-CHUNKS = {"cuda": 1024, "cpu": 256}
-"""Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
-pass."""
-
-
-FIRST = "fastspec.patch(model) comes before fastspec.continuous"
-
-
-class PromptBatch(Protocol):
-    """Open batch as programs use it: a model's (`Continuous`), or one of every stage of a cascade
-    (`ContinuousCascade`)."""
-
-    @property
-    def model(self) -> Any:
-        """The patched model."""
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a prompt and its answer at most."""
-
-    @property
-    def info(self) -> dict[str, str]:
-        """Settings that it decodes with."""
-
-    @property
-    def stats(self) -> Stats:
-        """Counts since it was opened."""
-
-    @property
-    def turns(self) -> int:
-        """Turns of the rounds that have ended."""
-
-    @property
-    def running(self) -> int:
-        """Rows that hold a prompt."""
-
-    @property
-    def waiting(self) -> int:
-        """Prompts that wait for a row."""
-
-    @property
-    def alive(self) -> bool:
-        """True where it takes prompts."""
-
-    def submit(
-        self,
-        ids: Tensor,
-        generation_config: Any = None,
-        streamer: Any = None,
-        *,
-        seed: int | None = None,
-        **options: Any,
-    ) -> AnswerFuture:
-        """Ask for the answer to one prompt."""
-
-    def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
-        """Compile and capture before prompts come -> the seconds that it took."""
-
-    def close(self, *, cancel: bool = False) -> None:
-        """Take no more prompts, and return when all answers are there."""
-
-    def __enter__(self) -> PromptBatch: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-BatchT = TypeVar("BatchT", bound=Continuous)
+PromptBatch: TypeAlias = Continuous | ContinuousCascade
+"""Open batch: a model's, or one of every stage of a cascade."""
 
 
 def continuous(
@@ -151,65 +68,10 @@ def continuous(
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """
-    options: dict[str, Any] = {
-        "max_length": max_length,
-        "prefill_chunk": prefill_chunk,
-        "narrows": narrows,
-        "prefix_caching": prefix_caching,
-    }
+    settings = BatchSettings(rows, max_length, prefill_chunk, narrows, prefix_caching)
     if assistant == Cascade.name or isinstance(assistant, Cascade):
         model = unwrapped(model)
         found: Any = resolve(assistant, patched_session(model, FIRST).resources, model)
         if not isinstance(found, Decoding):  # in the modes 'token' and 'lossless' it is one
-            opened: PromptBatch = found.continuous(rows, **options)
-            return opened
-    return open_batch(Continuous, model, assistant, rows, **options)
-
-
-def open_batch(
-    kind: type[BatchT],
-    model: Any,
-    assistant: Any,
-    rows: int,
-    *,
-    max_length: int | None,
-    prefill_chunk: int | Literal["auto"] | None,
-    narrows: bool,
-    prefix_caching: bool | None,
-    order: TurnOrder | None = None,
-) -> BatchT:
-    """An open batch of this class, as `continuous` makes it; `order` is that of its turns and others', where the model
-    is cut over processes."""
-    model = unwrapped(model)
-    session = patched_session(model, FIRST)
-    group = group_of(model)
-    ranks = None if group is None else OpenRanks(group, order)
-    if ranks is not None:
-        if order is None:
-            refuse_beside(group, "continuous")
-        named = re.sub("0x[0-9a-f]+", "", repr(assistant))
-        tuned = sorted(map(repr, installed(name_of(device_of(model))).items()))
-        ranks.check_opened(named, rows, max_length, prefill_chunk, narrows, prefix_caching, tuned)
-    if is_shared_out(model):
-        raise Unsupported(
-            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts "
-            "come to each at a time of its own; generate takes an assistant there, in all processes at once"
-        )
-    if prefill_chunk == "auto":
-        prefill_chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"])
-    whole = isinstance(prefill_chunk, Integral) and not isinstance(prefill_chunk, bool) and prefill_chunk >= 1
-    if prefill_chunk is not None and not whole:
-        raise Unsupported(f'continuous: prefill_chunk={prefill_chunk!r} must be at least 1, None or "auto"')
-
-    def resolved() -> Decoding:
-        found: Decoding = resolve(ContinuousBatch(assistant, rows), session.resources, model).decoding
-        return found
-
-    decoding = resolved()
-    refuse_overrides(model)
-    if sees_ahead(model, adapter_for(model)):
-        raise Unsupported(
-            f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
-        )
-    caches = narrows if prefix_caching is None else prefix_caching
-    return kind(model, session, decoding, resolved, rows, max_length, prefill_chunk, narrows, caches, ranks)
+            return ContinuousCascade(found, settings)
+    return open_batch(Continuous, model, assistant, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections import deque
@@ -11,14 +12,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
-from typing import Any, ClassVar, cast
+from numbers import Integral
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
+from fastspec.config import ContinuousBatch
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
@@ -31,26 +33,52 @@ from fastspec.generation.engine.own_rules import OwnRules, rules_of
 from fastspec.generation.engine.prefix_cache import LEAST, LEAST_CAPTURED, PrefixCache
 from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
+from fastspec.kernels.tuned_launches import installed, name_of
+from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.call.assembly import entry, new_engine
 from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing, RoundStreamer
-from fastspec.patches.call.ranks import closes, opens
+from fastspec.patches.call.prompts import sees_ahead
+from fastspec.patches.call.ranks import closes, opens, refuse_beside
 from fastspec.patches.call.refusals import refuse_overrides
-from fastspec.patches.hf.changes import Snapshots, WeightSample
-from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, dtype_of, own_stop_strings
+from fastspec.patches.hf.changes import Snapshot, WeightSample
+from fastspec.patches.hf.compat import (
+    device_of,
+    drop_capturing_hooks,
+    dtype_of,
+    is_shared_out,
+    own_stop_strings,
+    unwrapped,
+)
 from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import mode_for
-from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds
-from fastspec.patches.session import PatchSession
+from fastspec.patches.hf.modes import adapter_for, mode_for
+from fastspec.patches.hf.parallel import group_of
+from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds, TurnOrder
+from fastspec.patches.session import PatchSession, patched_session
 from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
+FIRST = "fastspec.patch(model) comes before fastspec.continuous"
+CHUNKS = {"cuda": 1024, "cpu": 256}
+"""Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
+pass."""
 AGREED_EVERY = 64
 """Turns after which processes choose the sizes of trees by newer times."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Settings of an open batch, as `continuous` takes them."""
+
+    rows: int
+    max_length: int | None
+    prefill_chunk: int | Literal["auto"] | None
+    narrows: bool
+    prefix_caching: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +108,14 @@ class Continuous:
         session: PatchSession,
         decoding: Decoding,
         resolved: Callable[[], Decoding],
-        rows: int,
-        max_length: int | None,
+        settings: BatchSettings,
         chunk: int | None,
-        narrows: bool,
-        prefix_caching: bool,
         ranks: OpenRanks | None = None,
     ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
-        self._resolved = resolved
+        self._resolved, rows, narrows = resolved, settings.rows, settings.narrows
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
-        self.max_length = max_length or min(LONGEST, position_limit(model.config) or LONGEST)
+        self.max_length = settings.max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
         """Counts since the batch was opened."""
         self._original = session.original(model, "generate")
@@ -122,7 +147,8 @@ class Continuous:
                 lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows
             )
         drafter, target = self._widths.current.engine.drafter, self._widths.current.engine.target
-        if prefix_caching and (drafter is None or drafter.resumes or decoding.taps is None):
+        caches = narrows if settings.prefix_caching is None else settings.prefix_caching
+        if caches and (drafter is None or drafter.resumes or decoding.taps is None):
             self._prefixes.least = LEAST_CAPTURED if target.captures else LEAST
         session.batches += 1
         if ranks is not None:
@@ -365,9 +391,7 @@ class Continuous:
     def __enter__(self) -> Continuous:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(cancel=kind is not None)
 
     def _refuse_closed(self) -> None:
@@ -445,7 +469,7 @@ class Continuous:
                 if self._stale and not batch.held and ready:
                     self._renew(ready)
                 elif ready and not self._stale:
-                    self._stale = self._anywhere(self._suspect or self._snapshot.changed())
+                    self._stale = self._anywhere(self._suspect or any(map(Snapshot.changed, self._snapshots)))
                 with self._changed:
                     for _ in range(0 if self._stale else min(ready, len(self._arrived))):
                         self._take(self._arrived.popleft())
@@ -548,7 +572,7 @@ class Continuous:
 
     def _look(self) -> None:
         """See whether the model is another, in the middle of a turn that makes something of it."""
-        self._suspect = self._suspect or self._stale or self._snapshot.changed()
+        self._suspect = self._suspect or self._stale or any(map(Snapshot.changed, self._snapshots))
 
     def _take(self, single: PreparedPrompt) -> None:
         """Let a prompt that has arrived wait for a row; one that cannot be brought to the model's device ends."""
@@ -634,7 +658,8 @@ class Continuous:
         self.session.pack(self.model, mode)
         self.session.tell_mode(mode)
         drafts = (each for each in self.decoding.modules if isinstance(each, PreTrainedModel))
-        self._snapshot = Snapshots(dict.fromkeys((self.model, *drafts)))
+        self._snapshots = [Snapshot(each) for each in dict.fromkeys((self.model, *drafts))]
+        """Of the model and of draft models."""
         self._weights = self._sampled()
 
     def _sampled(self) -> WeightSample:
@@ -652,9 +677,51 @@ class Continuous:
         made of."""
         if other is None:
             return self._rounds(rows, None)
-        differs = self._anywhere(self._stale or self._suspect or self._snapshot.differs())
+        differs = self._anywhere(self._stale or self._suspect or any(map(Snapshot.differs, self._snapshots)))
         made = None if differs else self._rounds(rows, other)
-        if made is None or self._anywhere(self._snapshot.differs()):
+        if made is None or self._anywhere(any(map(Snapshot.differs, self._snapshots))):
             self._stale = True
             return None
         return made
+
+
+BatchT = TypeVar("BatchT", bound=Continuous)
+
+
+def open_batch(
+    kind: type[BatchT], model: Any, assistant: Any, settings: BatchSettings, order: TurnOrder | None = None
+) -> BatchT:
+    """An open batch of this class, as `continuous` makes it; `order` is that of its turns and others', where the model
+    is cut over processes."""
+    model = unwrapped(model)
+    session = patched_session(model, FIRST)
+    group = group_of(model)
+    ranks = None if group is None else OpenRanks(group, order)
+    if ranks is not None:
+        if order is None:
+            refuse_beside(group, "continuous")
+        named = re.sub("0x[0-9a-f]+", "", repr(assistant))
+        tuned = sorted(map(repr, installed(name_of(device_of(model))).items()))
+        ranks.check_opened(named, settings, tuned)
+    if is_shared_out(model):
+        raise Unsupported(
+            f"continuous: several processes share out the weights of this {type(model).__name__} by FSDP, and prompts "
+            "come to each at a time of its own; generate takes an assistant there, in all processes at once"
+        )
+    chunk = settings.prefill_chunk
+    chunk = CHUNKS.get(device_of(model).type, CHUNKS["cpu"]) if chunk == "auto" else chunk
+    whole = isinstance(chunk, Integral) and not isinstance(chunk, bool) and chunk >= 1
+    if chunk is not None and not whole:
+        raise Unsupported(f'continuous: prefill_chunk={chunk!r} must be at least 1, None or "auto"')
+
+    def resolved() -> Decoding:
+        found: Decoding = resolve(ContinuousBatch(assistant, settings.rows), session.resources, model).decoding
+        return found
+
+    decoding = resolved()
+    refuse_overrides(model)
+    if sees_ahead(model, adapter_for(model)):
+        raise Unsupported(
+            f"continuous takes no {type(model).__name__}, whose tokens see more of a prompt than what is before them"
+        )
+    return kind(model, session, decoding, resolved, settings, chunk, ranks)

@@ -175,7 +175,6 @@ class OpenRanks(Ranks):
             )
 
     def any(self, mine: bool) -> bool:
-        """True where any process says so."""
         told = torch.tensor([mine], dtype=torch.int32, device="cpu")
         with self._reached():
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)

@@ -164,8 +164,8 @@ def report(model: Any) -> Report:
         unassisted=dict(session.unassisted),
         memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
         trees={
-            (steps.config, rows): sizes.choice()
-            for (steps, rows, *where, _), sizes in session.trees.items()
+            (config, rows): sizes.choice()
+            for ((config, _), rows, *where, _), sizes in session.trees.items()
             if where == [device, dtype]
         },
     )

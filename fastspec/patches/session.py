@@ -242,7 +242,9 @@ class PatchSession:
             for each in (ops.drafts, (ops.drafts or ops).heads):
                 if each is not None:
                     self_check(each, dtype_of(model), device)
-            if ops.drafts_in is not None and self._drafts():
+            # an EAGLE-3 head, the only kind that drafts in a dtype of its own
+            heads = (each.config.kind for each in self.resources.values() if isinstance(each, BoundHead))
+            if ops.drafts_in is not None and "eagle3" in heads:
                 try:
                     self_check(ops, ops.drafts_in, device)
                 except FastSpecError as error:
@@ -268,10 +270,6 @@ class PatchSession:
             return self.defaults.why_inexact(model, mode.adapter, ops)
         return None if self.exact else "patch(model, exact=False) asked for the fast kernels"
 
-    def _drafts(self) -> bool:
-        """True where an EAGLE-3 head may draft, the only kind that does so in a dtype of its own."""
-        return any(isinstance(each, BoundHead) and each.config.kind == "eagle3" for each in self.resources.values())
-
     def why_torch(self, model: Any, mode: Mode) -> str | None:
         """Why backend="auto" runs a model on the CPU without the C++ kernels, or None."""
         on_cpu = self.backend == "auto" and device_of(model).type == "cpu"
@@ -289,11 +287,12 @@ class PatchSession:
         if self._is_to_unpack(model):
             return
         ops = ops or self.ops(model, mode)
-        if ops.packs and not self._is_laid(model, mode):
+        lies = self.packed[0] if self.packed else self.laid
+        if ops.packs and not (is_packed(lies) if isinstance(lies, Tensor) else lies == _kind(model, mode)):
             self.packed += pack_model(model, experts=ops.experts is not None)
             if not self.packed:
-                lies = next((part for part in map(local_part, model.parameters()) if is_packed(part)), None)
-                self.laid = _kind(model, mode) if lies is None else lies
+                there = next((part for part in map(local_part, model.parameters()) if is_packed(part)), None)
+                self.laid = _kind(model, mode) if there is None else there
 
     def _is_to_unpack(self, model: Any) -> bool:
         if not any(map(is_unpacking_hook, hooks_of(model))):
@@ -301,10 +300,6 @@ class PatchSession:
         ops = self._backend_ops(model, mode_for(model))
         self.defaults.look(model, ops)
         return not (self.reads_stored(model, ops) and reads_packed(model))
-
-    def _is_laid(self, model: Any, mode: Mode) -> bool:
-        lies = self.packed[0] if self.packed else self.laid
-        return is_packed(lies) if isinstance(lies, Tensor) else lies == _kind(model, mode)
 
     def tell_mode(self, mode: Mode) -> None:
         """Warn once of each reason why a model of a known family runs in generic mode."""

@@ -171,7 +171,7 @@ class Answers:
     """Writer of answers as they come, each appended in one piece: several processes may share the file."""
 
     def __init__(
-        self, path: Path, tokenizer: Any, settings: dict[str, Any], ends: frozenset[int], tell: Callable[[bool], None]
+        self, path: Path, tokenizer: Any, settings: dict[str, Any], ends: frozenset[int], tell: Callable[[int], None]
     ) -> None:
         self.tokenizer, self.settings, self.ends, self.tell = tokenizer, settings, ends, tell
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -214,10 +214,10 @@ class Answers:
                 return
             self.failed += "error" in more
             self.written += "error" not in more
-        self.tell("error" in more)
+            done = self.failed + self.written
+        self.tell(done)
 
     def close(self) -> None:
-        """No more answers come."""
         os.close(self.file)
 
 
@@ -238,15 +238,15 @@ def answer_file(
     share: tuple[int, int] = (0, 1),
     name: str = "",
     cascade: fastspec.Cascade | None = None,
-    tell: Callable[[int, bool], None] = lambda total, failed: None,
+    tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> Done:
     """Answer every line of `prompts` that `out` does not answer yet, in an open batch of `rows` rows.
 
     A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"),
     or `error`, and `settings` with the model's `name`; with a `cascade`, the patch's, the assistant is "cascade", and a
     line has the `stage` that answered. They come as answers are done. Above temperature 0 line n is
-    sampled by seed + n. share (r, n): this process answers every n-th of the lines, from the r-th on. `tell(total,
-    failed)` is called after every answer. Raises Unsupported as `read_left` and `only_run` do.
+    sampled by seed + n. share (r, n): this process answers every n-th of the lines, from the r-th on. `tell(done,
+    of)` is called after every answer. Raises Unsupported as `read_left` and `only_run` do.
     """
     from fastspec.patches.hf.ends import end_tokens
 
@@ -262,7 +262,7 @@ def answer_file(
         mine, left = read_left(prompts, out, settings, share, mend=True)
         room, ends = threading.Semaphore(AHEAD * rows), end_tokens(model.generation_config)
         with (
-            closing(Answers(out, tokenizer, settings, ends, partial(tell, len(left)))) as answers,
+            closing(Answers(out, tokenizer, settings, ends, lambda done: tell(done, len(left)))) as answers,
             fastspec.continuous(model, assistant, rows=rows, max_length=max_length, prefill_chunk=None) as batch,
         ):
             for task in left:

@@ -141,7 +141,8 @@ def run_demo(
     say = console.print
     with console.status("Importing torch and transformers"):
         import torch
-        import transformers  # noqa: F401
+
+        from fastspec.patches.hf.config_fields import position_limit
 
     device = use_device(device)
     count = max_new_tokens or (NEW_TOKENS_ON_CUDA if device.startswith("cuda") else NEW_TOKENS)
@@ -151,8 +152,7 @@ def run_demo(
     texts = prompts or [text for _, text in PROMPTS]
     labels = ["prompt"] * len(texts) if prompts else [category for category, _ in PROMPTS]
     inputs = [encode(tokenizer, text, device) for text in texts]
-    bound = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(batch["input_ids"].shape[1] for batch in inputs) + count
+    bound, longest = position_limit(target.config), max(batch["input_ids"].shape[1] for batch in inputs) + count
     if bound is not None and longest > bound:
         raise Unsupported(
             f"a prompt and {count} new tokens are {longest} tokens, and {model} has positions for {bound}: shorten the "

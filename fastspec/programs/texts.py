@@ -38,6 +38,16 @@ def first_turn(row: dict[str, Any]) -> Any:
     return row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
 
 
+def read_prompts(path: str | Path) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """(line number, row, first user turn) of a jsonl file with `prompt` or `turns` in each row. Raises Unsupported for
+    a file or a row that is not of this form."""
+    for number, row in read_jsonl(path):
+        text = first_turn(row)
+        if not isinstance(text, str):
+            raise Unsupported(f'{path}, line {number}: not a row with "prompt" or "turns"')
+        yield number, row, text
+
+
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a message's content that are texts."""
 FIELDS_OF_PARTS = {**dict.fromkeys(TEXT_PARTS, "text"), "refusal": "refusal"}

@@ -323,7 +323,7 @@ def test_items_are_refused_by_line_and_ids_must_be_unique(tmp_path: Path) -> Non
     with pytest.raises(Unsupported, match="no items"):
         check_items([], right=True)
     none = "line 1 is no JSON object"
-    for text, message in (("{}", "line 1: item None has neither a prompt nor turns"), ("[1]", none), ("{", none)):
+    for text, message in (("{}", 'line 1: not a row with "prompt" or "turns"'), ("[1]", none), ("{", none)):
         second.write_text(text)
         with pytest.raises(Unsupported, match=message):
             read_items(second)

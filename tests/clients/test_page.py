@@ -66,6 +66,7 @@ def test_a_snippet_gives_plain_decodings_answer(smollm2, folder, weights, tmp_pa
 
 CLIENTS = {
     "lm-eval": ("lm-eval", "lm_eval"),
+    "auto-round": ("auto-round", "auto-round"),
     "TRL": ("trl", "trl"),
     "accelerate": ("accelerate", "accelerate"),
     "PEFT": ("peft", "peft"),
@@ -88,8 +89,9 @@ CLIENTS = {
     "Ray Serve": ("ray", "ray[serve]"),
 }
 """Rows of the page's table -> the distribution whose version is told, and a word of the row's snippet, here or on the
-page of servers."""
-SERVING = Path(__file__).parents[2].joinpath("docs", "guide", "serving.md").read_text(encoding="utf-8")
+pages of servers and of quantised models."""
+GUIDE = Path(__file__).parents[2].joinpath("docs", "guide")
+OTHERS = [(GUIDE / name).read_text(encoding="utf-8") for name in ("serving.md", "quantised.md")]
 
 
 def test_the_table_has_what_is_installed_and_shown():
@@ -97,5 +99,5 @@ def test_the_table_has_what_is_installed_and_shown():
     assert rows.keys() == CLIENTS.keys()
     assert rows == {name: version(distribution).split("+")[0] for name, (distribution, _) in CLIENTS.items()}
     for name, (_, word) in CLIENTS.items():
-        assert any(word in text for text in [*SNIPPETS, SERVING]), name
+        assert any(word in text for text in [*SNIPPETS, *OTHERS]), name
     assert all(shown(word) for word in ("SFTTrainer", "GRPOTrainer", "import TextIteratorStreamer"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from helpers.mtp import loaded
 
 import fastspec
 from fastspec import Eagle2, Eagle3, Mtp
-from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, sampled
+from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, sampled
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.dynamic_tree import trees_of
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.backends import TORCH
@@ -187,6 +189,31 @@ def test_the_sizes_of_a_device_hold_its_own_tree_and_are_six_at_most_with_none()
     assert Eagle3(depth=0, top_k=1, total_tokens="auto").steps("cuda") == ((fastspec.TreeShape(2, 0, 1),),) * 1 + (
         fastspec.TreeShape(2, 0, 1),
     )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `sized` reads of a plan."""
+
+    decoding: Any
+    model: Any
+    ops: Any
+    processing: Any
+
+
+@pytest.mark.parametrize("config", [Eagle3(), Eagle2(), Mtp(draft_vocab="full"), Eagle3(fused=False)], ids=repr)
+def test_a_gpus_own_trees_have_sizes_that_pay_where_these_change_no_bit_and_in_mixtures(config):
+    def steps(config: Any, model: Any, exact: bool, device_type: str = "cuda", temperature: float | None = None) -> Any:
+        decoding: Any = assistants.EagleDecoding(**trees_of(config, device_type)[0], head=None)
+        how = SimpleNamespace(sample=temperature is not None, temperature=temperature)
+        return assembly.sized(Asked(decoding, model, replace(TORCH, exact=exact), how)).decoding.steps
+
+    dense, mixture = tiny_model(), tiny_model("qwen3_moe")
+    assert steps(config, dense, True) == steps(config, mixture, False, temperature=1.0) == (config, "cuda")
+    assert steps(config, dense, False) is None and steps(config, mixture, False, "cpu") is None
+    for given in ({"total_tokens": 60}, {"depth": 3}, {"top_k": 4}):
+        assert steps(replace(config, **given), dense, True) is None
+    assert steps(Eagle3(fused=True), mixture, True) is None
 
 
 def test_one_launch_drafts_one_size():
@@ -386,6 +413,13 @@ def test_processors_that_look_at_the_history_and_lockstep(fresh, forced):
     forced()
     for options in ({"repetition_penalty": 1.3}, {"max_time": 1000.0}):
         same(fresh, AUTO, prompts(9, 3), max_new_tokens=30, **options)
+
+
+def test_a_row_that_has_ended_leaves_room_for_what_others_emit_without_drafts(fresh, monkeypatch):
+    """The head reads it at the end, more pairs than the row that has ended has room for."""
+    monkeypatch.setattr(TreeSizes, "_affords", lambda self, size: False)
+    batch = fastspec.ContinuousBatch(Eagle3(total_tokens="auto"), rows=2)
+    same(fresh, batch, prompts(4, 5, 4, 5, 4), max_new_tokens=16, eos_token_id=NEVER, pad_token_id=0)
 
 
 def test_a_past_is_read_and_left_alone(fresh):

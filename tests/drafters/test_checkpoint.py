@@ -14,10 +14,12 @@ import pytest
 import torch
 from helpers.examples import examples
 from helpers.heads import DIALECTS, LAYERS, as_eagle3, as_speculators, logits, make_head, write
+from helpers.pages import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.errors import CheckpointError
+from fastspec.generation.heads import dialects
 from fastspec.generation.heads.bound import Sizes
 from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
 from fastspec.generation.heads.load import build_head, read_checkpoint
@@ -49,6 +51,12 @@ def test_each_dialect_reads_back_as_the_head_that_was_written(dialect, form, tmp
     loaded = build_head(checkpoint)
     assert torch.equal(loaded.d2t, head.d2t)
     assert torch.equal(logits(loaded, embedding), logits(head, embedding))
+
+
+def test_every_dialect_has_a_writer_and_a_line_of_the_page():
+    page = (ROOT / "docs/train/formats.md").read_text(encoding="utf-8")
+    assert {*dialects.DIALECTS} == {*DIALECTS, dialects.OWN}
+    assert [name for name in dialects.DIALECTS if f"\n| `{name}` | " not in page] == []
 
 
 @examples(25)

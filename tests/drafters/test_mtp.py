@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import CheckpointError, Unsupported
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.patches.assistants import mtp

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastspec import files
-from fastspec.config import TREE_STEPS, TreeShape
+from fastspec.default_trees import TREE_STEPS, TreeShape
 from fastspec.generation.drafters.tree_sizes import (
     BETTER,
     BLOCK,

@@ -128,8 +128,8 @@ def test_a_streamed_answer_counts_alike():
         )
         stats = fastspec.report(patched()).last
         assert (
-            streamer.acceptance_length == stats.acceptance_length == (limit - 1) / stats.rounds
-            and streamer.accepted == stats.accepted
+            streamer.stats.acceptance_length == stats.acceptance_length == (limit - 1) / stats.rounds
+            and streamer.stats.accepted == stats.accepted
         )
 
 

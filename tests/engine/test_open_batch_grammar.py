@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.devices import ON_CUDA
 from helpers.generate import TREE, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, terse
 from helpers.open import alone, texts, told
@@ -29,11 +30,13 @@ def asked(number: int) -> dict[str, Any]:
     return {"max_new_tokens": 24, "eos_token_id": END, **held, **how}
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
-def test_rows_with_and_without_grammars_answer_as_by_themselves(assistant: Any) -> None:
+def test_rows_with_and_without_grammars_answer_as_by_themselves(assistant: Any, device: str) -> None:
     """Greedy ones as the unpatched model, sampled ones as their seed alone without drafts."""
-    plain, model, prompts = terse(), terse(), texts(*range(3, 19))
-    with fastspec.patched(model, eagle3=seer(model)):
+    plain, model = terse().to(device), terse().to(device)
+    prompts = [ids.to(device) for ids in texts(*range(3, 19))]
+    with fastspec.patched(model, eagle3=seer(model).to(device)):
         with fastspec.continuous(model, assistant, rows=3, max_length=64) as batch:
             futures = [batch.submit(ids, seed=number, **asked(number)) for number, ids in enumerate(prompts)]
             found = told(futures)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import fastspec
-from fastspec.programs.serving.templates import TEMPLATES
+from fastspec.programs.serving.templates import response_template
 from helpers.training import END, small_target, small_tokenizer
 
 FIRST = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bergen"}}\n</tool_call>'
+QWEN: dict[str, Any] = response_template(None, SimpleNamespace(model_type="qwen3")) or {}
+"""Response template of a family."""
 ANSWERS = {
     "a call": FIRST,
     "all": f"<think>\nHm, 5 < 6.\n</think>\n\nTwo é€:\n{FIRST}\n{SECOND}\nThat is all. ",
@@ -43,7 +46,7 @@ def saying(text: str, opening: str = "") -> tuple[Any, PreTrainedTokenizerFast]:
     plain.add_tokens([AddedToken(opening)] if opening else [])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", unk_token="<start>")
     tokenizer.chat_template = small_tokenizer().chat_template
-    tokenizer.response_template = {**TEMPLATES[0][1], "start_anchor": "<bot>"}
+    tokenizer.response_template = {**QWEN, "start_anchor": "<bot>"}
     model = small_target(layers=1)
     model.lm_head.weight.zero_()
     for before, after in pairwise([words["<bot>"], *(words[piece] for piece in pieces), END]):

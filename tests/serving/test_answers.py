@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-pytest.importorskip("regex")
+pytest.importorskip("openai")
 
 from fastspec.programs.serving.answers import (
     AnswerReader,
@@ -22,9 +23,11 @@ from fastspec.programs.serving.answers import (
     ToolCall,
     merged,
 )
-from fastspec.programs.serving.templates import TEMPLATES, response_template
+from fastspec.programs.serving.templates import response_template
 
-QWEN, QWEN_3_5, GEMMA = (template for _, template in TEMPLATES)
+QWEN, QWEN_3_5, GEMMA = (
+    response_template(None, SimpleNamespace(model_type=kind)) for kind in ("qwen3", "qwen3_5_text", "gemma4")
+)
 TOOLS = [
     {
         "type": "function",

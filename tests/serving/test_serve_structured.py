@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.grammars import SCHEMA, SIZE, TOKENIZER, is_valid, terse
-from helpers.saying import FIRST, saying
+from helpers.saying import FIRST, QWEN, saying
 from helpers.serve import MARKS, NAME, Served, openai, post, served
 from helpers.tokenizers import written
 
 import fastspec
 from fastspec.programs.serving.structured import CallForm, call_form, closed, structure_of
-from fastspec.programs.serving.templates import TEMPLATES
 
 pytestmark = MARKS
 pytest.importorskip("llguidance")
@@ -201,7 +200,7 @@ def chooser() -> Iterator[Served]:
     """A server whose model begins an answer as it is biased to."""
     tokenizer, model = written(SIZE), terse()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}{{ '<bot>' }}"
-    tokenizer.response_template = {**TEMPLATES[0][1], "start_anchor": "<bot>"}
+    tokenizer.response_template = {**QWEN, "start_anchor": "<bot>"}
     with fastspec.patched(model), served(model, max_length=500, assistant="nasd", tokenizer=tokenizer) as running:
         yield running
 

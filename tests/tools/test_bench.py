@@ -3,6 +3,7 @@ never patched."""
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.bench import quick  # noqa: F401
+from helpers.pages import ROOT
 from helpers.training import small_target, small_tokenizer
 from rich.console import Console
 from typer.testing import CliRunner
@@ -19,10 +21,11 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.session import session_of
-from fastspec.programs.bench import device, run, run_bench
+from fastspec.programs import compare as device
+from fastspec.programs.bench import run, run_bench
 from fastspec.programs.bench.methods import Method
 from fastspec.programs.bench.prompts import BenchPrompt
-from fastspec.programs.bench.report import print_differences, print_texts, quantiles, summarise
+from fastspec.programs.bench.report import print_differences, print_report, print_texts, quantiles, summarise
 from fastspec.programs.cli.app import app
 from fastspec.programs.compare import TimedStreamer
 from fastspec.programs.texts import until_end
@@ -206,6 +209,15 @@ def test_a_difference_is_an_error_in_fp32_and_a_note_elsewhere(
     assert done.exit_code == status, done.output
     assert f"{victim} differs from transformers on a p0 from new token 1 on" in " ".join(done.output.split())
     assert ("ERROR" in done.output) == (victim == "autoregressive" and "bfloat16" not in arguments)
+
+
+def test_titles_and_numbers_are_whole_in_eighty_columns() -> None:
+    kept = (ROOT / "benchmarks" / "results" / "bench_cpu.jsonl").read_text(encoding="utf-8")
+    console = Console(record=True, width=80, file=io.StringIO())
+    print_report([json.loads(line) for line in kept.splitlines()], console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["all", "prompts", "tokens/s", "20", "50", "80", "ratio", "acceptance", "rate", "identical"] in lines
+    assert ["ms", "a", "round", "all", "draft", "score", "choose", "commit", "floor", "by", "position"] in lines
 
 
 def test_differing_texts_are_shown_beside_each_other() -> None:

@@ -84,7 +84,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("STAND_IN_SEEN", str(tmp_path / "seen.jsonl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.bench.device.read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("fastspec.programs.compare.read_bandwidth", lambda device: 1e9)
     return tmp_path / "seen.jsonl"
 
 

@@ -32,7 +32,7 @@ def saved(tmp_path_factory) -> Path:
 def quick(monkeypatch) -> None:
     """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.bench.device.read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("fastspec.programs.compare.read_bandwidth", lambda device: 1e9)
 
 
 def bench(saved: Path, *arguments: str):

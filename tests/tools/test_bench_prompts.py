@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from fastspec.errors import Unsupported
 from fastspec.programs.bench.prompts import read_rows
 from fastspec.programs.texts import read_jsonl
+from fastspec.programs.training.cascade_answers import read_items
+from fastspec.programs.training.data import read_prompts
 
 TEXT = st.text(st.one_of(st.characters(exclude_categories=("Cs",)), st.sampled_from("\u2028\u2029\x85\n")), max_size=12)
 BLANK = st.sampled_from(["", " ", "\t", "\r"])
@@ -76,6 +78,8 @@ def test_the_first_turn_is_asked(path, text, more, turns, category, name) -> Non
 @pytest.mark.parametrize(
     "row", [{}, {"turns": []}, {"turns": "text"}, {"turns": 3}, {"turns": None}, {"prompt": 3}, {"turns": [None]}]
 )
-def test_a_row_that_asks_nothing_is_named(path, row) -> None:
-    with pytest.raises(Unsupported, match="line 1: not a row"):
-        read_rows(written(path, json.dumps(row)))
+@pytest.mark.parametrize("read", [read_rows, read_prompts, read_items])
+def test_a_row_that_asks_nothing_is_named(path, row, read) -> None:
+    """Of a bench, a training and a cascade."""
+    with pytest.raises(Unsupported, match="line 2: not a row"):
+        read(written(path, "\n" + json.dumps(row)))

@@ -67,7 +67,7 @@ def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
         {"prompt": "w4 " * 70},
     ]
     file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    told: list[tuple[int, bool]] = []
+    told: list[tuple[int, int]] = []
     done = answer_file(
         *small,
         file,
@@ -78,7 +78,7 @@ def test_lines_are_answered_as_alone_and_in_any_form(small, tmp_path):
         max_length=60,
         tell=lambda *call: told.append(call),
     )
-    assert done == Done(0, 3, 1) and sorted(told) == [(4, False)] * 3 + [(4, True)]
+    assert done == Done(0, 3, 1) and sorted(told) == [(1, 4), (2, 4), (3, 4), (4, 4)]
     found = answers(out)
     assert [row["line"] for row in found] == [1, 3, 5, 7] and [row.get("id") for row in found] == [
         None,
@@ -206,7 +206,7 @@ def test_a_second_run_into_the_same_file_is_refused(small, tmp_path):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 3), tmp_path / "out.jsonl"
     seen: list[int] = []
 
-    def again(total: int, failed: bool) -> None:
+    def again(done: int, of: int) -> None:
         """With the first answer, in the thread that writes: the next is half written for as long as the second run
         looks."""
         if seen:

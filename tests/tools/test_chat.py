@@ -164,7 +164,7 @@ def test_marks_of_a_known_drafter(chat: Chat) -> None:
         stats.drafted,
         stats.acceptance_length,
     )
-    assert (streamer.accepted, streamer.drafted, streamer.acceptance_length) == (
+    assert (streamer.stats.accepted, streamer.stats.drafted, streamer.stats.acceptance_length) == (
         stats.accepted,
         stats.drafted,
         stats.acceptance_length,
@@ -248,7 +248,7 @@ def test_what_nasd_drafts_is_counted_without_copies(chat: Chat) -> None:
     answer = chat.answer(text, "nasd", streamer)
     nodes = sum(tree.tokens.shape[1] - 1 for tree in trees)
     apart = sum(len(set(zip(tree.parents[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True))) for tree in trees)
-    assert answer.drafted == streamer.drafted == apart < nodes
+    assert answer.drafted == streamer.stats.drafted == apart < nodes
     assert [len(found.tokens) - 1 for found in streamer.trees or ()] == [
         len(set(zip(tree.parents[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True))) for tree in trees
     ]

@@ -104,7 +104,7 @@ def test_early_exit_drafts_with_the_targets_own_layers(chat: Chat) -> None:
     assert chat.settings == before
     execute(chat, "/assistant autoregressive")
     assert (
-        execute(chat, "/early_exit off") == "early_exit off" and chat.settings.field("speculative.early_exit") is None
+        execute(chat, "/early_exit off") == "early_exit: off" and chat.settings.field("speculative.early_exit") is None
     )
 
 
@@ -278,7 +278,7 @@ def test_a_storage_of_ones_own_is_made_for_each_answer_or_once(own: Chat) -> Non
     assert given == [made[0], made[1], made[2], made[2]] and len(made) == 3
     with pytest.raises(Unsupported, match="'short' is yours: /ngram default"):
         execute(own, "/ngram 3")
-    assert execute(own, "/storage suffix answer") == "storage = suffix, one per answer"
+    assert execute(own, "/storage suffix answer") == "storage: suffix, one per answer"
     assert own.settings.own_storage is None
 
 

@@ -24,7 +24,6 @@ from fastspec.models import SMOLLM2, load_config, load_model
 from fastspec.patches.api import ASSISTANTS
 from fastspec.programs import heads
 from fastspec.programs.cli import device as cli_device
-from fastspec.programs.cli import serving
 from fastspec.programs.training import TrainConfig
 
 
@@ -58,7 +57,6 @@ def reached(monkeypatch) -> list[Any]:
         raise Unsupported("far enough")
 
     monkeypatch.setattr(cli_device.options, "patched_model", patched_model)
-    monkeypatch.setattr(serving, "patched_model", patched_model)
     return found
 
 

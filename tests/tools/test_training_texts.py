@@ -46,7 +46,8 @@ def rows_of(texts: Texts) -> list[tuple[list[int], list[bool]]]:
     return [(tokens.tolist(), mask.tolist()) for tokens, mask in map(texts.text, range(len(texts)))]
 
 
-def test_answers_equal_generate() -> None:
+def test_answers_equal_generate_without_a_warning_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.generation.utils.logger.warning_once", pytest.fail)
     model = small_target(3)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCAB, size=n).tolist() for n in (1, 7, 12, 5)]

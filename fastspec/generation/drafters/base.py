@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import unmarked
@@ -41,11 +41,6 @@ def why_uncallable(method: Callable[..., object], positions: Sequence[str], name
         name = getattr(method, "__name__", type(method).__name__)
         return f"{name}({takes}) is called with ({', '.join(positions or names)}): {error}"
     return None
-
-
-def is_size(value: object) -> bool:
-    """True where a value can be a number of nodes."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_taps(taps: object, layers: int, name: str) -> None:
@@ -358,28 +353,11 @@ OPTIONAL = {
 """Methods that are refused on a plain three-method drafter, -> what a `Drafter` subclass has instead."""
 
 
-class PlainDrafter(Protocol):
-    """A third party's drafter that has the three methods of `Drafter`, called by position, and nothing else."""
-
-    nodes: int
-    max_path: int
-    begin: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    propose: Callable[[int], TokenTree]
-    observe: Callable[[TokenTree, Verdict, Tensor, Tensor, Tensor, int], None]
-
-
-class PlainDecoding(Protocol):
-    """A third party's decoding, which makes any kind of drafter."""
-
-    name: str
-    taps: tuple[int, ...] | None
-    drafter: Callable[..., Drafter | PlainDrafter | None]
-
-
 class Adopted(Drafter):
-    """A third party's drafter of three methods. With `may_draw` its trees may bring `TokenTree.q`."""
+    """A third party's drafter of `nodes`, `max_path` and three methods, which are called by position. With `may_draw`
+    its trees may bring `TokenTree.q`."""
 
-    def __init__(self, theirs: PlainDrafter, may_draw: bool) -> None:
+    def __init__(self, theirs: Any, may_draw: bool) -> None:
         self.traits = Traits(draws=may_draw)
         self.theirs, self.nodes, self.max_path = theirs, theirs.nodes, theirs.max_path
 
@@ -387,7 +365,8 @@ class Adopted(Drafter):
         self.theirs.begin(ids, counts, features, root)
 
     def propose(self, extent: int) -> TokenTree:
-        return self.theirs.propose(extent)
+        tree: TokenTree = self.theirs.propose(extent)
+        return tree
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
@@ -399,15 +378,9 @@ class Adopted(Drafter):
 class AdoptedDecoding(Decoding):
     """A third party's decoding, each of whose drafters is checked when it is made."""
 
-    theirs: PlainDecoding
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.theirs.name
-
-    @property
-    def taps(self) -> tuple[int, ...] | None:  # type: ignore[override]
-        return self.theirs.taps
+    theirs: Any
+    name: str
+    taps: tuple[int, ...] | None
 
     def drafter(
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
@@ -425,7 +398,8 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
     kind = type(drafter).__name__
     methods = {name: getattr(drafter, name, None) for name in METHODS}
     missing = [f"{name}({', '.join(METHODS[name])})" for name, method in methods.items() if not callable(method)]
-    missing += [f"{name} (int, at least 1)" for name in NUMBERS if not is_size(getattr(drafter, name, None))]
+    numbers = {name: getattr(drafter, name, None) for name in NUMBERS}
+    missing += [f"{name} (int, at least 1)" for name, size in numbers.items() if type(size) is not int or size < 1]
     if missing:
         raise Unsupported(f"{kind} is no drafter: it lacks {', '.join(missing)}; see fastspec.Drafter")
     if isinstance(drafter, Drafter):
@@ -440,7 +414,7 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
     for name, method in methods.items():
         if method is not None and (why := why_uncallable(method, METHODS[name])) is not None:
             raise Unsupported(f"{kind} is no drafter: {why}; see fastspec.Drafter")
-    return Adopted(cast(PlainDrafter, drafter), may_draw)
+    return Adopted(drafter, may_draw)
 
 
 def _check_traits(drafter: Drafter) -> None:
@@ -482,7 +456,7 @@ def adopt_decoding(decoding: object) -> Decoding | None:
         raise Unsupported(
             f"assistant {name!r} has {', '.join(more)}: derive it from fastspec.Decoding (continuous, reading)"
         )
-    theirs = cast(PlainDecoding, decoding)
+    theirs: Any = decoding
     if (why := why_uncallable(theirs.drafter, (), ("rows", "capacity", "device", "ops", "process"))) is not None:
         raise Unsupported(f"assistant {name!r} cannot make a drafter: {why}; see fastspec.Decoding")
-    return AdoptedDecoding(theirs)
+    return AdoptedDecoding(theirs, name, tuple(theirs.taps) if isinstance(theirs.taps, list) else theirs.taps)

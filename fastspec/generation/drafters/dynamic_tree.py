@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastspec.config import TreeShape, for_rows, sampled
+from fastspec.default_trees import TreeShape, for_rows, sampled
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.ops import Ops
@@ -95,19 +95,6 @@ def refuse_wide(shape: TreeShape, ops: Ops) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TreeSteps:
-    """The trees that a config chooses from on a device of this type, by the number of rows."""
-
-    config: Any
-    device_type: str
-
-    def __call__(self, rows: int) -> tuple[tuple[TreeShape, ...], TreeShape]:
-        """The trees, ascending, and the one that rounds begin with."""
-        found: tuple[tuple[TreeShape, ...], TreeShape] = self.config.steps(self.device_type, rows)
-        return found
-
-
 DecodingT = TypeVar("DecodingT", bound="DynamicDecoding")
 
 
@@ -117,9 +104,9 @@ class DynamicDecoding(Decoding):
 
     name: str
     shape: TreeShape
-    steps: TreeSteps | None = None
-    """The trees that rounds of so many rows choose from, ascending, and the one that they begin with; None where every
-    round has `shape`."""
+    steps: tuple[Any, str] | None = None
+    """A config, and the type of device for which it names the trees that rounds choose from; None where every round has
+    `shape`."""
     temperature: float | None = None
     """The temperature of calls that sample."""
     batched: tuple[tuple[int, TreeShape], ...] = ()
@@ -128,6 +115,8 @@ class DynamicDecoding(Decoding):
     """The tree on the C++ kernels of the CPU; None: `shape` there too."""
     default: bool = False
     """True where the trees are the device's own, which are shallower in calls that sample."""
+    device_steps: tuple[Any, str] | None = None
+    """The same as `steps` of a GPU's own trees, for calls that take them where nothing else was asked for."""
 
     def sampled(self: DecodingT, temperature: float) -> DecodingT:
         """The same for calls that sample at this temperature."""
@@ -145,7 +134,9 @@ class DynamicDecoding(Decoding):
     def sizes(self, rows: int, ops: Ops) -> tuple[tuple[TreeShape, ...], TreeShape]:
         """The trees that rounds choose from, ascending, and the first one, where they do."""
         assert self.steps is not None
-        shapes, first = self.steps(rows)
+        config, device_type = self.steps
+        found: tuple[tuple[TreeShape, ...], TreeShape] = config.steps(device_type, rows)
+        shapes, first = found
         if self.cpp is not None and ops.name == "cpp":
             first = next((each for each in shapes if each.total_tokens == self.cpp.total_tokens), first)
         if self.temperature is None:
@@ -157,10 +148,12 @@ def trees_of(config: Any, device_type: str) -> tuple[dict[str, Any], int]:
     """The fields of a decoding by a config with the sizes of `Eagle3`, on a device of this type, and the most children
     of a node."""
     shape, batched = config.shape(device_type), config.batched(device_type)
+    steps = config, device_type
     fields = {
         "name": config.name,
         "shape": shape,
-        "steps": TreeSteps(config, device_type) if config.total_tokens == "auto" else None,
+        "steps": steps if config.total_tokens == "auto" else None,
+        "device_steps": steps if config.is_default and device_type == "cuda" and not config.fused else None,
         "batched": batched,
         "default": config.depth is None and config.top_k is None and not isinstance(config.total_tokens, int),
     }

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastspec.config import Ranks, TreeShape
+from fastspec.config import Ranks
+from fastspec.default_trees import TreeShape
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
 from fastspec.generation.drafters.base import Drafter, Place, Process, Traits
@@ -123,7 +124,7 @@ class HeadDrafter(Drafter):
             part = slice(start, start + width)
             inputs = tokens[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:
-                self._extend(*inputs, before + start + width)
+                self._extend(*inputs, min(before + start + width, self.state.slots))
             else:
                 self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
 
@@ -230,13 +231,11 @@ class RestingDrafter(Drafter):
         """Nothing: the drafter that rests begins."""
 
     def propose(self, extent: int) -> TokenTree:
-        """The root alone."""
         return TokenTree.root_only(self.root)
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        """Keep the features of the roots [B, 1, F]."""
         self.features.index_copy_(1, self.kept, features[:, :1].to(self.features.dtype))
         self.kept.add_(1)
         self.root.copy_(torch.where(active, verdict.bonus, self.root))
@@ -332,7 +331,6 @@ class StaticDrafter(HeadDrafter):
         self.tree = TokenTree.from_parents(torch.zeros_like(above), above)
 
     def propose(self, extent: int) -> TokenTree:
-        """The next tree's tokens; `extent` bounds the committed pairs of any row."""
         extent = self.reserve(extent) + self.grown
         tokens, q = [self.root[:, None]], []
         hidden, readout = self.last[:, None], self.readout[:, None]
@@ -395,7 +393,6 @@ class EagleDrafter(HeadDrafter):
         return other
 
     def propose(self, extent: int) -> TokenTree:
-        """Grow the next tree from the last true state; `extent` bounds the committed pairs of any row."""
         grown = self._grow(self.reserve(extent) + self.grown)
         return self.growth.tree(self.ops, grown, self.root, self.nodes, self.max_path)
 

@@ -184,7 +184,6 @@ class NasdDrafter(HostDrafter):
                 cursor = storage.feed(cursor, token)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Count the prompt and the first new token: ids [B, T], counts [B] real tokens, root [B]."""
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
             self._count(row, [*text[:real], self.roots[row]])

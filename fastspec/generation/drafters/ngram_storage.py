@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, check_whole
 from fastspec.generation.drafters.ngram_arrays import (
     BITS,
     MOST,
@@ -164,9 +164,7 @@ class SuffixStorage:
     kind = "suffix"
 
     def __init__(self, min_match: int = 1, max_match: int = 32) -> None:
-        for name, value in {"min_match": min_match, "max_match": max_match}.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise Unsupported(f"SuffixStorage: {name} must be a whole number of at least 1, not {value!r}")
+        check_whole("SuffixStorage", 1, min_match=min_match, max_match=max_match)
         if max_match < min_match:
             raise Unsupported(f"SuffixStorage: max_match={max_match} is less than min_match={min_match}")
         self.min_match, self.max_match = min_match, max_match

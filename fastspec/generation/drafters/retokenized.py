@@ -48,6 +48,12 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
+def opening_of(tokenizer: Tokenizer) -> list[int]:
+    """The begin token, where a tokenizer puts it before a text."""
+    first = getattr(tokenizer, "bos_token_id", None)
+    return [] if first is None or list(tokenizer("")["input_ids"])[:1] != [first] else [first]
+
+
 LONGEST_CHARACTER = 4
 """Bytes of the longest character in UTF-8, and so the most tokens that may end in the middle of one."""
 ANEW, TRIES = 64, 8
@@ -57,9 +63,8 @@ ANEW, TRIES = 64, 8
 class RetokenizingDrafter(Drafter):
     """The texts of a call's rows, and a draft model with a cache of its own, `room` tokens a row and a tail of one.
 
-    Texts are read with `tokenizer`, the target's, and `draft_tokenizer`. `known` are the draft model's ids of target
-    tokens that mean the same. A text that does not encode, outgrows `room` or has a token that the draft model lacks,
-    of its `draft_vocab`, is not drafted for.
+    Texts are read with `tokenizer`, the target's, and `draft_tokenizer`; the models have `vocab` and `draft_vocab`
+    tokens. A text that does not encode, outgrows `room` or has a token that the draft model lacks is not drafted for.
     """
 
     traits = Traits(reusable=True, reads_logits=False)
@@ -68,17 +73,20 @@ class RetokenizingDrafter(Drafter):
         self,
         draft: Target,
         length: Length,
+        *,
         room: int,
         tokenizer: Tokenizer,
         draft_tokenizer: Tokenizer,
+        vocab: int,
         draft_vocab: int,
-        known: dict[int, int],
         device: torch.device,
     ) -> None:
-        self.draft, self.length, self.room, self.device, self.known = draft, length, room, device, known
-        self.draft_vocab = draft_vocab
+        self.draft, self.length, self.room, self.device = draft, length, room, device
+        self.vocab, self.draft_vocab = vocab, draft_vocab
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
-        self.opening = _opening(draft_tokenizer)
+        self.known: dict[int, int] = {}
+        """The draft model's ids of target tokens that mean the same."""
+        self.opening = opening_of(draft_tokenizer)
         self.nodes = self.max_path = length.most + 1
         self.passes = Passes(draft)
 
@@ -87,7 +95,6 @@ class RetokenizingDrafter(Drafter):
         self.draft.open(self.room)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Take the text ids [B, T] with counts [B] real tokens, and its first new token root [B]."""
         self.history = [
             [*row[:count], first]
             for row, count, first in zip(ids.tolist(), counts.tolist(), root.tolist(), strict=True)
@@ -194,12 +201,6 @@ def room_for(capacity: int, length: Length) -> int:
     return 2 * capacity + length.most + 2
 
 
-def _opening(tokenizer: Tokenizer) -> list[int]:
-    """The begin token, if the tokenizer puts it before a text."""
-    first = getattr(tokenizer, "bos_token_id", None)
-    return [first] if first is not None and list(tokenizer("")["input_ids"])[:1] == [first] else []
-
-
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the longest common prefix of two texts, by bisection: parts are compared faster than tokens."""
     low, high = 0, min(len(first), len(second))
@@ -215,11 +216,7 @@ OVERLAP = 8
 
 class TextDrafter(RetokenizingDrafter):
     """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones, up to
-    one that the target lacks, of its `vocab`."""
-
-    def __init__(self, draft: Target, length: Length, *, vocab: int, **texts: Any) -> None:
-        super().__init__(draft, length, known={}, **texts)
-        self.vocab = vocab
+    one that the target lacks."""
 
     def propose(self, extent: int) -> TokenTree:
         """One chain per row, filled up with token 0. The root alone where no row can be drafted for."""
@@ -286,21 +283,16 @@ class SharedDrafter(RetokenizingDrafter):
         length: Length,
         shared: Sequence[tuple[int, int]],
         *,
-        room: int,
-        tokenizer: Tokenizer,
-        draft_tokenizer: Tokenizer,
-        vocab: int,
-        draft_vocab: int,
         ops: Ops,
         process: Process,
-        device: torch.device,
+        **texts: Any,
     ) -> None:
-        pairs = [(ours, theirs) for ours, theirs in shared if ours < vocab and theirs < draft_vocab]
-        super().__init__(draft, length, room, tokenizer, draft_tokenizer, draft_vocab, dict(pairs), device)
-        self.ops, self.process = ops, process
-        self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
-        self.own_id = torch.zeros(vocab, dtype=torch.long, device=device).scatter(0, self.ours, self.theirs)
-        self.foreign = torch.ones(vocab, dtype=torch.bool, device=device).scatter(0, self.ours, False)
+        super().__init__(draft, length, **texts)
+        pairs = [(ours, theirs) for ours, theirs in shared if ours < self.vocab and theirs < self.draft_vocab]
+        self.ops, self.process, self.known = ops, process, dict(pairs)
+        self.ours, self.theirs = torch.tensor(pairs, dtype=torch.long, device=self.device).view(-1, 2).unbind(1)
+        self.own_id = torch.zeros(self.vocab, dtype=torch.long, device=self.device).scatter(0, self.ours, self.theirs)
+        self.foreign = torch.ones(self.vocab, dtype=torch.bool, device=self.device).scatter(0, self.ours, False)
 
     def propose(self, extent: int) -> TokenTree:
         """A chain of drafts below the root; the root alone where no row can be drafted for."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.decoder_layer import LayerParts, LayoutKey, Linear, Nodes, Norm, Rotary, one_by_one
 from fastspec.generation.drafters.base import Drafter, Place, RootsOnly, Traits
 from fastspec.generation.drafters.dynamic_tree import Expand, TreeGrowth, refuse_wide
@@ -149,7 +149,6 @@ class SharedCacheDrafter(Drafter):
         self.root.copy_(torch.where(active, verdict.bonus, self.root))
 
     def propose(self, extent: int) -> TokenTree:
-        """Grow the next tree from the root and the state before it; `extent` bounds the committed tokens of any row."""
         extent, ops, program = self.reserve(extent), self.ops, self.program
         hidden, readout = program.step(self.root[:, None], self.last[:, None], self._nodes(1, extent))
         nodes, words = self._nodes(self.shape.top_k, extent), self.growth.no_words

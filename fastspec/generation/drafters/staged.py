@@ -105,7 +105,6 @@ class StagedDrafter(Drafter):
         self.tape[:, self.kept - 1] = root
 
     def propose(self, extent: int) -> TokenTree:
-        """The last stage's tokens after the text."""
         at = torch.full_like(self.length, self.kept)
         q = self._write(self.stages - 1, at, self.gamma, self.alive, extent + self.width)
         return self._chain(at, self.gamma, q)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 
 Milliseconds = dict[int, dict[int, float]]
 """Milliseconds of a round by the length of its texts, as `bucket` counts it, and by the number of nodes."""

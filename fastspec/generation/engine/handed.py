@@ -14,7 +14,6 @@ from fastspec.generation.engine.open_batch import OpenBatch, Prompt
 from fastspec.generation.engine.own_rules import OwnRules
 from fastspec.generation.engine.rounds import Joining, Rounds, take
 from fastspec.generation.engine.verifier import ChoiceRule
-from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
 
 
@@ -69,6 +68,7 @@ class VerifyingRounds(Rounds[TargetT]):
     batch: OpenBatch
     handed: HandedAnswer[TargetT] | None = None
     verifying: Engine[TargetT] | None = None
+    """The engine of the target that prompts are read by, which stays the same."""
 
     def _count_of_next(self, room: int | None) -> int:
         if any(prompt.handed for prompt in islice(self.batch.queue, self.together)):
@@ -80,19 +80,15 @@ class VerifyingRounds(Rounds[TargetT]):
         if prompt is None or not prompt.handed:
             return super()._arrive(joining, first)
         if self.handed is None or self.handed.joining is not joining:
-            self.handed = HandedAnswer(self._engine_of(joining, self.engine.ops), prompt, joining)
+            if self.verifying is None or self.verifying.target is not joining.target:
+                assert isinstance(joining.target, type(self.engine.target))
+                self.verifying = Engine(joining.target, None, self.engine.ops, ChoiceRule(), rows=1)
+            self.handed = HandedAnswer(self.verifying, prompt, joining)
         spent = self.handed.verify() if self.handed.goes_on else 0
         if not self.handed.goes_on:
             handed, self.handed, self.joining = self.handed, None, None
             self._take_over(handed, prompt)
         return spent
-
-    def _engine_of(self, joining: Joining, ops: Ops) -> Engine[TargetT]:
-        """The engine of the target that prompts are read by, which stays the same."""
-        if self.verifying is None or self.verifying.target is not joining.target:
-            assert isinstance(joining.target, type(self.engine.target))
-            self.verifying = Engine(joining.target, None, ops, ChoiceRule(), rows=1)
-        return self.verifying
 
     def _take_over(self, handed: HandedAnswer[TargetT], prompt: Prompt) -> None:
         """Give a prompt whose answer was verified its row, unless it has ended with that."""

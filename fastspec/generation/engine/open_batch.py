@@ -147,7 +147,6 @@ class OpenBatch(Batch):
 
     @property
     def running(self) -> list[bool]:
-        """Rows of the rounds that go on."""
         return self.active.copy()
 
     def _free(self) -> list[int]:
@@ -157,11 +156,9 @@ class OpenBatch(Batch):
         return [row for row in oldest if self.prompts[row] is None]
 
     def ahead(self, count: int) -> list[int]:
-        """Numbers of tokens of the first `count` prompts that wait."""
         return [prompt.ids.shape[1] for prompt in islice(self.queue, count)]
 
     def prefix(self) -> Prefix | None:
-        """The longest prefix of the next prompt that a row has read."""
         return self.prefixes.find(self.queue[0].text) if self.prefixes.least is not None else None
 
     def row_for(self, prefix: Prefix) -> int:
@@ -169,7 +166,6 @@ class OpenBatch(Batch):
         return self.prefixes.row_for(prefix, self._free())
 
     def unlike(self, count: int) -> int:
-        """Number of the first waiting prompts that begin like no row, and like none before them."""
         least = self.prefixes.least
         if least is None:
             return count
@@ -188,7 +184,6 @@ class OpenBatch(Batch):
         self.prefixes.give_away(row)
 
     def seat(self, row: int, prompt: int, count: int, prefix: Prefix | None = None) -> None:
-        """A row goes on with a prompt."""
         super().seat(row, prompt, count)
         held = self.prompts[row]
         assert held is not None
@@ -199,7 +194,6 @@ class OpenBatch(Batch):
             self.prefixes.put(row, held.text, self.out.tokens[row], count if prefix is None else prefix.reached)
 
     def next(self, row: int) -> tuple[int, Tensor]:
-        """The prompt that joins the rounds in a free row -> its number, its tokens [1, T]."""
         self.prefixes.expect(row)
         prompt = self.prompts[row] = self.queue.popleft()
         self.out.tokens[row], self.limits[row], self.ends[row] = [], prompt.limit, prompt.ends
@@ -229,27 +223,22 @@ class OpenBatch(Batch):
 
     @property
     def asks_logits(self) -> bool:
-        """True where a prompt that holds a row asks for the logits of its tokens."""
         return any(held is not None and held.keeps_logits for held in self.prompts)
 
     def keeps_logits(self, prompt: int) -> bool:
-        """True where the prompt in this row asks for the logits of its tokens."""
         held = self.prompts[prompt]
         return held is not None and held.keeps_logits
 
     def keeps_tree(self, prompt: int) -> bool:
-        """True where the prompt in this row asks for its draft trees."""
         held = self.prompts[prompt]
         return held is not None and held.keeps_tree
 
     def drafts_for(self, prompt: int) -> bool:
-        """True where the prompt in this row takes drafts."""
         held = self.prompts[prompt]
         return held is None or held.rule.drafts
 
     @property
     def drafting(self) -> bool:
-        """True unless rows go on, none of which takes drafts."""
         going = False
         for on, held in zip(self.active, self.prompts, strict=True):
             if on and (held is None or held.rule.drafts):
@@ -297,7 +286,6 @@ class OpenBatch(Batch):
         return held is not None and held.stop is not None
 
     def stopped(self, prompt: int, answer: list[int]) -> bool:
-        """True where a prompt's criteria end its answer."""
         return self.has_stop(prompt) and super().stopped(prompt, answer)
 
     @contextmanager

@@ -68,7 +68,6 @@ class OwnRules(Verifier):
         return self._picks(rule, scores[None], text[1][:, None])[0], scores
 
     def __call__(self, scored: Scored) -> VerifiedTree:
-        """The choice in a scored tree, row by row where a rule asks for it."""
         tree, ruled = scored.tree, self._ruled()
         logits = self._masked(scored, ruled)
         picks = choose(logits, None, self.ops)
@@ -96,9 +95,6 @@ class OwnRules(Verifier):
                     ):
                         mine[row] = theirs[0]
         return VerifiedTree(scored, verdict, None)
-
-    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
-        """Nothing: a rule's numbers are those of its positions."""
 
     def _masked(self, scored: Scored, ruled: list[tuple[int, Rule]]) -> Tensor:
         """The logits, with -inf at what the constraints of rows forbid."""
@@ -156,7 +152,6 @@ class MixedRules(OwnRules):
             raise Unsupported(BLIND_MIXTURE)
 
     def joined(self, logits: Tensor, text: Text, prompt: int, drafter: Drafter | None) -> tuple[Tensor, Tensor]:
-        """The first token of a prompt, which a drafter of its own reads for it."""
         held = self.batch.prompts[prompt]
         assert held is not None and isinstance(drafter, MixingDrafter)
         rule = held.rule
@@ -164,7 +159,6 @@ class MixedRules(OwnRules):
         return choose(mixed[None], self._uniform(rule, text[1][:, None]), self.ops)[0], mixed
 
     def __call__(self, scored: Scored) -> VerifiedTree:
-        """The choice in a scored tree, row by row."""
         tree, batch = scored.tree, self.batch
         picks, positions = torch.zeros_like(tree.tokens), self.target.lengths[:, None] + tree.depths + 1
         for row, (on, prompt) in enumerate(zip(batch.active, batch.prompts, strict=True)):

@@ -89,11 +89,9 @@ class Eager(Schedule):
     """One phase after another."""
 
     def score(self, tree: TokenTree, extent: int) -> Scored:
-        """Scores a tree's nodes."""
         return self.program.score(tree, extent)
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """Runs all phases."""
         program = self.program
         extent = program.open(longest)
         with timed(stats, "draft"):
@@ -135,7 +133,6 @@ class WholeGraph(Schedule):
             return this.done, this.wait()
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """Replays the graph of a whole round."""
         self.program.open(longest)
         with timed(stats, "round"):
             done = _run(self.graph, self.program, partial(self.program.round, verifier), stats)
@@ -157,18 +154,15 @@ class WholeGraph(Schedule):
 
     @property
     def in_flight(self) -> bool:
-        """True while a round is launched that was not read."""
         return self.next is not None
 
     def drain(self) -> None:
-        """Waits for the round in flight and drops it."""
         this, self.next = self.next, None
         if this is not None:
             this.wait()
 
     @property
     def whole(self) -> torch.cuda.CUDAGraph | None:
-        """The graph of a whole round."""
         return self.graph.graph
 
     def _ready(self, longest: int) -> bool:
@@ -190,7 +184,6 @@ class SplitGraph(Schedule):
         """The tensors that the second graph reads the verdict from."""
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """Replays a graph of drafting and scoring, runs the verifier on the host, and replays a graph of the commit."""
         self.program.open(longest)
         with timed(stats, "draft and score"):
             scored = _run(self.front, self.program, self.program.to_scores, stats)
@@ -230,7 +223,6 @@ class GraphFromScore(Schedule):
         self.graphs: ByPath[Round] = {}
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
-        """Drafts on the host, and replays the graph of all other phases for trees of this shape."""
         program = self.program
         extent = program.open(longest)
         with timed(stats, "draft"):

@@ -43,9 +43,9 @@ class Verifier(ABC):
     def __call__(self, scored: Scored) -> VerifiedTree:
         """The verdict on a scored tree."""
 
-    @abstractmethod
-    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
-        """Rows go on with these prompts, of which the first tokens were chosen and are not committed yet."""
+    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:  # noqa: B027
+        """Rows go on with these prompts, of which the first tokens were chosen and are not committed yet. Nothing where
+        draws go by positions, or where plain decoding's steps draw."""
 
 
 class Draws:
@@ -107,7 +107,6 @@ class Choice(Verifier):
         return self.draws.at(tree) if tree.q is None else torch.rand(tree.tokens.shape, device=tree.tokens.device)
 
     def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
-        """Rows draw for these prompts."""
         if self.draws is not None:
             self.draws.seat(rows, prompts)
 
@@ -122,7 +121,6 @@ class Choice(Verifier):
         return choose(scores[:, None], uniform, self.ops)[:, 0]
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """First tokens of prompts, and the scores that they were chosen by."""
         scores = self.processed(logits)
         return self.pick(scores, prompts), scores.float()
 
@@ -160,18 +158,15 @@ class MixedChoice(Choice):
         return self.drafter.mix(scored.tree, scored.logits, self.processed(scored.logits))
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """First tokens of prompts by the mixture, and its log-probabilities."""
         scores = self.mixed_first(logits, text)
         return self.pick(scores, prompts), scores.float()
 
     def joined(self, logits: Tensor, text: Text, prompt: int, drafter: Drafter | None) -> tuple[Tensor, Tensor]:
-        """The first token of a prompt by the mixture with the distribution of a drafter of its own."""
         assert isinstance(drafter, MixingDrafter)
         scores = self.mixed_first(logits, text, drafter)
         return self.pick(scores, [prompt]), scores.float()
 
     def __call__(self, scored: Scored) -> VerifiedTree:
-        """The walk by the mixture of both distributions."""
         return self._walked(scored, self.mixed(scored), self.uniform(scored.tree), None)
 
 
@@ -182,18 +177,15 @@ class WithHistory(Verifier):
         self.choice, self.process_at, self.history, self.batch = choice, process_at, history, batch
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """First tokens of prompts, by processors that see their history."""
         scores = self.process_at(
             list(prompts), torch.stack([self.history[prompt] for prompt in prompts]), logits.float()
         )
         return self.choice.pick(scores, prompts), scores.float()
 
     def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
-        """Rows draw for these prompts."""
         self.choice.seat(rows, prompts)
 
     def __call__(self, scored: Scored) -> VerifiedTree:
-        """The walk node by node, by processors that see the tokens so far."""
         batch, tree = self.batch, scored.tree
         places, answers = batch.places, batch.out.tokens
         history = [torch.cat((h := self.history[prompt], h.new_tensor(answers[prompt]))) for prompt in places]
@@ -218,16 +210,13 @@ class Constrained(Verifier):
         self.masks: Masks | None = None
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """First tokens of prompts, among those that an answer may begin with."""
         held = [(row, self.constraint_of(prompt), list[int]()) for row, prompt in enumerate(prompts)]
         return self.choice.first(self._masked(logits[:, None], roots_of(len(held)), held)[:, 0], text, prompts)
 
     def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
-        """Rows draw for these prompts."""
         self.choice.seat(rows, prompts)
 
     def __call__(self, scored: Scored) -> VerifiedTree:
-        """The choice at all nodes of the tree at once, from masked logits."""
         batch, nodes = self.batch, nodes_of(scored.tree)
         held = [
             (row, self.constraint_of(prompt), batch.out.tokens[prompt])
@@ -252,19 +241,14 @@ class InLockstep(Verifier):
         self.choice, self.steps = choice, steps
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """First tokens of prompts, by a step of plain decoding."""
         choice = self.choice
         scores = choice.mixed_first(logits, text) if isinstance(choice, MixedChoice) else None
         tokens = torch.tensor(self.steps(logits, scores), device=logits.device)
         return tokens, (choice.processed(logits) if scores is None else scores).float()
 
     def __call__(self, scored: Scored) -> VerifiedTree:
-        """The walk of all rows together, a step of plain decoding at a time."""
         scores = self.choice.mixed(scored) if isinstance(self.choice, MixedChoice) else None
         return VerifiedTree(scored, walk_in_step(scored.tree, scored.logits, self.steps, scores), None)
-
-    def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
-        """Nothing: the steps draw."""
 
 
 BLIND_MIXTURE = (

@@ -86,7 +86,8 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
     vocabulary, and architectures that `EagleHead` does not cover."""
     where, notes = files.where, list[str]()
     published = _renamed(files.tensors, unwrapped_key, where)
-    for_target = _is_for_target(files.adapter, published)
+    adapted = {unwrapped_key(name).partition(".lora_")[0].removesuffix(".weight") for name in files.adapter}
+    for_target = not adapted <= {name.rpartition(".")[0] for name in published}  # modules that a head does not have
     refuse_others(files.config, published if for_target else (*published, *files.adapter), where)
     state = _renamed(published, normalise_key, where)
     for name in sorted(skipped_by_vllm(files.config) & set(state)):
@@ -111,12 +112,6 @@ def translate(files: HeadFiles) -> HeadCheckpoint:
         else None
     )
     return HeadCheckpoint(where=where, state=state, embedding=embedding, adapter=adapter, **described)
-
-
-def _is_for_target(adapter: Iterable[str], published: Iterable[str]) -> bool:
-    """True where one of an adapter's tensors belongs to a module that a head does not have."""
-    adapted = {unwrapped_key(name).partition(".lora_")[0].removesuffix(".weight") for name in adapter}
-    return not adapted <= {name.rpartition(".")[0] for name in published}
 
 
 def _renamed(published: dict[str, Tensor], rule: Callable[[str], str | None], where: str) -> dict[str, Tensor]:

@@ -118,21 +118,17 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 
 
-def _list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _list_of_layers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
 KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("a list of names", _list_of_names, "architectures layer_types"),
-    ("a list of layer numbers", _list_of_layers, "eagle_aux_hidden_state_layer_ids target_layer_ids"),
+    (
+        "a list of names",
+        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+        "architectures layer_types",
+    ),
+    (
+        "a list of layer numbers",
+        lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
+        "eagle_aux_hidden_state_layer_ids target_layer_ids",
+    ),
     (
         "an object of fields",
         lambda value: isinstance(value, Mapping),
@@ -146,7 +142,7 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "a positive number",
-        _positive,
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"),
         "rope_theta rms_norm_eps partial_rotary_factor original_max_position_embeddings factor",
     ),
     ("a name", lambda value: isinstance(value, str), "model_type hidden_act rope_type type"),

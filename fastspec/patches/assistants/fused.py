@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.devices import made_current
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import is_plain
@@ -101,7 +101,6 @@ class FusedDrafter(EagleDrafter):
         return packed
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows."""
         super().open(capacity)
         self.pair_counts.zero_()
 

@@ -88,7 +88,6 @@ class SharedCacheDecoding(DynamicDecoding):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The assistant."""
         return (self.assistant,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> SharedCacheDrafter:

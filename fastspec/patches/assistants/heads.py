@@ -163,7 +163,8 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     packaged = packaged_head(str(source))
     if packaged is not None:
         return packaged
-    shipped = f"{meant(str(source), HEADS)}heads that have a name: {names_of_heads()}"
+    shipped = f"{meant(str(source), HEADS)}heads that have a name: {', '.join(HEADS)}"
+    shipped += "" if _folder() else f" ({INSTALL})"
     if isinstance(source, Path) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise CheckpointError(f"{source} is no directory, and no hub id of the form owner/name; {shipped}")
     try:
@@ -285,12 +286,10 @@ def copies_embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> boo
     )
 
 
-HEADS = {
-    "smollm2-135m-instruct": "fastspec_smollm2_heads",
-    "smollm2-135m-instruct-eagle": "fastspec_smollm2_heads",
-}
-"""Head -> the package with a folder of the head's name. Its distribution, and its folder under `packages/`, have dashes
-instead."""
+HEADS = "smollm2-135m-instruct", "smollm2-135m-instruct-eagle"
+PACKAGE, DISTRIBUTION = "fastspec_smollm2_heads", "fastspec-smollm2-heads"
+"""Heads that have a name, and the package with a folder of each one's."""
+INSTALL = f"pip install ./packages/{DISTRIBUTION}"
 LEFT = {
     "smollm2-135m-instruct-wide": "the tag `laboratory` of fastspec's repository keeps it: check out "
     "fastspec/heads/smollm2-135m-instruct-wide of it and give that path",
@@ -299,7 +298,7 @@ LEFT = {
 
 
 def packaged_head(name: str) -> Path | None:
-    """The folder of the head `name`; None where no package is known for it. The package is found but not imported.
+    """The folder of the head `name`; None where the package has none of it. The package is found but not imported.
 
     Raises CheckpointError, with the command that installs it, where the package is missing, and for a head that was
     removed.
@@ -308,31 +307,16 @@ def packaged_head(name: str) -> Path | None:
         raise CheckpointError(f"the head {name} was removed from fastspec: {LEFT[name]}")
     if name not in HEADS:
         return None
-    folder = _folder(HEADS[name])
+    folder = _folder()
     if folder is None:
-        distribution = _distribution(HEADS[name])
         raise CheckpointError(
-            f"the head {name} comes with the package {distribution}, which is not installed: in a checkout of "
-            f"fastspec, {_command(distribution)}"
+            f"the head {name} comes with the package {DISTRIBUTION}, which is not installed: in a checkout of "
+            f"fastspec, {INSTALL}"
         )
     return folder / name
 
 
-def names_of_heads() -> str:
-    """A list for errors: every head that has a name, with its package's command where that is not installed."""
-    return ", ".join(
-        name if _folder(package) else f"{name} ({_command(_distribution(package))})" for name, package in HEADS.items()
-    )
-
-
-def _folder(package: str) -> Path | None:
-    spec = importlib.util.find_spec(package)
+def _folder() -> Path | None:
+    """The package's folder, where it is installed."""
+    spec = importlib.util.find_spec(PACKAGE)
     return next(map(Path, spec.submodule_search_locations or ()), None) if spec else None
-
-
-def _distribution(package: str) -> str:
-    return package.replace("_", "-")
-
-
-def _command(distribution: str) -> str:
-    return f"pip install ./packages/{distribution}"

@@ -12,7 +12,6 @@ from torch import nn
 
 from fastspec.cascade.config import Cascade
 from fastspec.config import (
-    CPP_TREE,
     Autoregressive,
     ContinuousBatch,
     Eagle1,
@@ -22,6 +21,7 @@ from fastspec.config import (
     Nasd,
     Speculative,
 )
+from fastspec.default_trees import CPP_TREE
 from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, trees_of
@@ -53,7 +53,6 @@ class Plain(Decoding):
     taps: None = None
 
     def drafter(self, **_: Any) -> None:
-        """There is none: every round is one token."""
         return None
 
 
@@ -75,16 +74,13 @@ class EagleDecoding(DynamicDecoding):
 
     @property
     def before_norm(self) -> bool:
-        """True where the head reads the last layer's output before the final norm."""
         return self.head.config.last_tap_before_norm
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The head."""
         return (self.head.module,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
-        """The drafter of one call."""
         ops = ops_of(self.head, ops)
         head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
         drafter = self.drafts(head, self.tree(rows, ops), rows=rows, capacity=capacity, ops=ops, cut=self.cut)
@@ -106,7 +102,6 @@ class StaticDecoding(Decoding):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The head."""
         return (self.head.module,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:

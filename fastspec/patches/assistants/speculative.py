@@ -59,11 +59,9 @@ class SpeculativeDecoding(Decoding):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The draft model."""
         return (self.draft,)
 
     def reading(self, source: Source) -> SpeculativeDecoding:
-        """The same decoding for a call with a source."""
         return replace(self, source=source)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
@@ -116,7 +114,6 @@ class TextDecoding(Decoding):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The draft model."""
         return (self.pair.model,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
@@ -383,11 +380,9 @@ class MixedDecoding(Decoding):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The draft model."""
         return (self.draft,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> MixedDrafter:
-        """The drafter of one call."""
         config, more = self.config, self.config.gamma + 2
         model = language_model(self.draft, None, rows=rows, capacity=capacity + more, tail=2, taps=None, ops=ops)
         blend = partial(mixed, config.rule, config.alpha)
@@ -409,11 +404,9 @@ class StagedDecoding(Decoding):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The draft models."""
         return self.drafts
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StagedDrafter:
-        """The drafter of one call."""
         gamma = self.config.gamma
         more, tail = room(len(self.drafts), gamma)
         models = [

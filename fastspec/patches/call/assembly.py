@@ -18,15 +18,21 @@ from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.changes import weight_places
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.tuning.round_times import tree_sizes
+from fastspec.patches.tuning.round_times import experts_share, tree_sizes
 
 
 def sized(plan: Plan) -> Plan:
-    """The plan with trees of the depth that is left to the temperature."""
+    """The plan with trees of the depth that is left to the temperature, and of sizes that rounds choose where these are
+    left to the device: such a size follows a clock, so where it changes no bit of an answer, and in mixtures, to which
+    a node of a large tree costs as much as a token."""
     decoding = plan.decoding
-    if not isinstance(decoding, DynamicDecoding) or not plan.processing.sample:
+    if not isinstance(decoding, DynamicDecoding):
         return plan
-    return replace(plan, decoding=decoding.sampled(plan.processing.temperature))
+    if decoding.device_steps is not None and (plan.ops.exact or experts_share(plan.model) < 1):
+        decoding = replace(decoding, steps=decoding.device_steps)
+    if plan.processing.sample:
+        decoding = decoding.sampled(plan.processing.temperature)
+    return plan if decoding is plan.decoding else replace(plan, decoding=decoding)
 
 
 def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:

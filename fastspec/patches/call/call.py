@@ -17,9 +17,13 @@ from fastspec.patches.assistants.speculative import warn_if_refused
 from fastspec.patches.call.assembly import engine_of, entry, sized
 from fastspec.patches.call.output import output_of
 from fastspec.patches.call.plan import Plan
+from fastspec.patches.call.processors import FILTERS
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.hf.cache import fill_cache
 from fastspec.patches.hf.compat import is_out_of_memory
+
+AGREED = "limit", "keep_scores", "keep_logits", "measure", "answers", "rows"
+"""Fields of a request that processes must have alike."""
 
 
 class Call:
@@ -63,23 +67,8 @@ def _agree(plan: Plan, ranks: Ranks) -> None:
     """See to it that all processes run this call, and draw the same random numbers in it."""
     request, config = plan.request, plan.config
     kinds = [type(each).__name__ for each in (*plan.processing.processors, *plan.criteria)]
-    asked = (
-        request.keep_scores,
-        request.keep_logits,
-        request.measure,
-        request.answers,
-        request.rows,
-        request.watch is None,
-    )
-    settings = (
-        request.limit,
-        sorted(request.ends),
-        plan.processing.sample,
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.min_p,
-    )
+    asked = [getattr(request, name) for name in AGREED], request.watch is None, sorted(request.ends)
+    settings = plan.processing.sample, [getattr(config, name) for name in FILTERS]
     # what is whole in every process must round alike
     tuned = sorted(map(repr, installed(name_of(plan.device)).items()))
     ranks.check_arguments(

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
-from fastspec.patches.call.plan import plan_call
+from fastspec.patches.call.plan import Prepared, plan_call
 from fastspec.patches.call.ranks import LocalCall, SynchronizedCall, ranks_of, refuse_beside
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_plain_padding, refuse_prepared
 from fastspec.patches.cascade.loop import AdaptiveCascade
@@ -120,22 +120,10 @@ def _decode(
     ops = session.ops(model, mode)
     session.pack(model, mode, ops)
     session.tell_mode(mode)
+    made = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     try:
         refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
-        plan = plan_call(
-            model,
-            session,
-            decoding,
-            given,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            model_kwargs,
-            mode,
-            ops,
-        )
-        call = Call(plan)
+        call = Call(plan_call(model, session, decoding, given, made, mode, ops))
         refused = None
     except Unsupported as reason:
         refused = reason
@@ -147,7 +135,7 @@ def _decode(
     if named:
         raise refused
     _leave(model, given, session, refused)
-    return plain_decoding(model, given, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    return plain_decoding(model, given, *made)
 
 
 INSTEAD = (

@@ -204,7 +204,8 @@ class GrammarState:
                 if not self._takes(tokens[node]):
                     continue
                 path.append(node)
-            self._fill(masks[node])
+            self.matcher.unsafe_compute_mask_ptr(masks[node].data_ptr(), masks[node].nbytes)
+            self.check()
             if self._is_over():
                 ended.add(node)
             else:
@@ -220,10 +221,6 @@ class GrammarState:
 
     def _is_over(self) -> bool:
         return bool(self.matcher.is_stopped())
-
-    def _fill(self, mask: Tensor) -> None:
-        self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-        self.check()
 
 
 @cache

@@ -41,7 +41,6 @@ from fastspec.patches.call.processors import (
     read_processors,
     read_settings,
     unknown_types,
-    whole_limit,
 )
 from fastspec.patches.call.prompts import (
     besides_tokens,
@@ -50,8 +49,9 @@ from fastspec.patches.call.prompts import (
     real_tokens,
     refuse_dropped,
     refuse_holes,
+    refuse_seen_padding,
 )
-from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts
+from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts, setting
 from fastspec.patches.hf.cache import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, own_stop_strings
 from fastspec.patches.hf.limits import dropped_spans, position_rows
@@ -334,13 +334,17 @@ def _made(
             f"an open batch has prompts of many calls, and {unknown_types(processors, criteria)} may keep a state over "
             "a whole call: ask generate for this one"
         )
-    ending = Ending(criteria if agreed is None else agreed(criteria), ids)
+    ending, sample = Ending(criteria if agreed is None else agreed(criteria), ids), bool(config.do_sample)
+    read = read_processors(processors, ids, sample)
+    history = None if read.process_at is None else ids[0]
+    constraint = None if read.grammar is None else read.grammar.state(0)
+    rule = Rule(sample, _seed(sample, seed), read.settings, read.process, read.process_at, history, constraint)
     return PreparedPrompt(
         ids,
         compact(ids, keep)[0],
-        whole_limit(ending.limit),
+        ending.limit,
         ending.ends,
-        _rule(processors, ids, bool(config.do_sample), seed),
+        rule,
         streamer,
         ending,
     )
@@ -349,23 +353,12 @@ def _made(
 def _refuse_processors(model: Any, given: dict[str, Any]) -> None:
     """Refuse settings whose processors an open batch does not take before transformers makes these: one of them makes
     as many copies of the prompt as its setting says."""
-    configs = (given.get("generation_config"), model.generation_config)
-
-    def setting(name: str, neutral: Any) -> Any:
-        held = (given.get(name), *(getattr(config, name, None) for config in configs))
-        return next((each for each in held if each is not None), neutral)
-
+    own = model.generation_config
     for name, (neutral, processor) in REFUSED_PROCESSORS.items():
-        value = setting(name, neutral)
-        if value != neutral and (name != "top_h" or setting("do_sample", False)):  # a greedy call makes no warper
+        value = setting(name, given, own)
+        warps = name != "top_h" or setting("do_sample", given, own)  # a greedy call makes no warper
+        if value is not None and value != neutral and warps:
             raise Unsupported(f"{name}={str(value)[:80]}: an open batch does not take {processor}: ask generate")
-
-
-def _rule(processors: LogitsProcessorList, ids: Tensor, sample: bool, seed: int | None) -> Rule:
-    read = read_processors(processors, ids, sample)
-    history = None if read.process_at is None else ids[0]
-    constraint = None if read.grammar is None else read.grammar.state(0)
-    return Rule(sample, _seed(sample, seed), read.settings, read.process, read.process_at, history, constraint)
 
 
 def _seed(sample: bool, seed: int | None) -> int:
@@ -456,6 +449,7 @@ def prepare(
         single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config, agreed)
         dropped = dropped_spans(model)
         refuse_holes(model, keep, 0, single.limit, dropped)
+        refuse_seen_padding(model, keep, 0, None, generation_config)
         refuse_dropped(model, None, 0, generation_config, dropped)
         rule = single.rule
         fits = asked is not None and given["generation_config"].max_new_tokens == single.limit

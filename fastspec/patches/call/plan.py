@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from fastspec.patches.call.processors import (
     grammars,
     read_processors,
     unknown_types,
-    whole_limit,
 )
 from fastspec.patches.call.prompts import (
     OwnPrefill,
@@ -39,6 +38,7 @@ from fastspec.patches.call.prompts import (
     real_tokens,
     refuse_dropped,
     refuse_holes,
+    refuse_seen_padding,
     sees_ahead,
 )
 from fastspec.patches.call.ranks import Ranks, ranks_of
@@ -133,21 +133,28 @@ class Plan:
         return device_of(self.model)
 
 
+class Prepared(NamedTuple):
+    """Arguments of a custom loop, which transformers' `generate` has made of a call's own."""
+
+    ids: Tensor
+    processors: LogitsProcessorList
+    criteria: Any
+    config: Any
+    inputs: dict[str, Any]
+
+
 def plan_call(
     model: Any,
     session: PatchSession,
     assistant: Decoding | Continued,
     given: dict[str, Any],
-    ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: Any,
-    config: Any,
-    model_kwargs: dict[str, Any],
+    made: Prepared,
     mode: Mode,
     ops: Ops,
 ) -> Plan:
     """The plan of a call; `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in
-    this turn, all else is what transformers made of the arguments. Raises Unsupported for what cannot be combined."""
+    this turn. Raises Unsupported for what cannot be combined."""
+    ids, processors, criteria, config, model_kwargs = made
     asked = assistant if isinstance(assistant, Continued) else Continued(assistant)
     device, ranks = device_of(model), ranks_of(model)
     text = _read_text(model, given, ids.to(device), config, model_kwargs, asked.rows is not None, mode)
@@ -155,8 +162,7 @@ def plan_call(
     refuse_prompts(model, text.ids, text.keep, text.past_length)
     agreed = criteria if ranks is None else ranks.agreed(criteria)
     ending, mixes = Ending(agreed, text.ids), isinstance(decoding, MixedDecoding)
-    limit = whole_limit(ending.limit)
-    known, rows, streamer = are_known(processors, criteria), asked.rows, given.get("streamer")
+    known, rows, limit, streamer = are_known(processors, criteria), asked.rows, ending.limit, given.get("streamer")
     held = unknown_types(processors) or grammars(processors)
     if mixes and held:
         raise Unsupported(
@@ -276,6 +282,7 @@ def _refuse_padding(
         past = text.past_length if text.own is None else text.keep.shape[1]
         refuse_holes(model, text.keep, past, limit, dropped)
         if text.own is None:
+            refuse_seen_padding(model, text.keep, past, text.past, config)
             refuse_dropped(model, text.cache, text.past_length, config, dropped)
     for exact in (model, *((decoding.draft,) if isinstance(decoding, MixedDecoding) else ())):
         check_padding(exact, int((~text.keep).sum(1).max()), text.keep.shape[1] + limit)

@@ -282,7 +282,7 @@ class Ending:
     def __init__(self, criteria: Any, ids: Tensor) -> None:
         self.ids = ids
         limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
-        self.limit = min(limits) - ids.shape[1] if limits else UNLIMITED
+        self.limit = whole_limit(min(limits) - ids.shape[1]) if limits else UNLIMITED
         self.ends = frozenset(int(e) for c in criteria if type(c) is EosTokenCriteria for e in c.eos_token_id.flatten())
         self.others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
         self.stop = self._stop if self.others else None

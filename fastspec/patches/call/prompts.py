@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
+from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.target import Target
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import CACHE, import_past, is_recurrent, read_cache
@@ -23,7 +24,7 @@ from fastspec.patches.hf.limits import LAYER_KINDS, counts_padding, layer_spans
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import is_wrapped, may_see_ahead
 from fastspec.patches.hf.replaced import where_defined
-from fastspec.patches.hf.tree_check import reads_prompts_alike
+from fastspec.patches.hf.tree_check import check_trust
 
 
 def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past: int) -> Tensor:
@@ -79,7 +80,7 @@ def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
     prompt. Raises Unsupported as `check_trust`."""
     besides = is_wrapped(model) or may_see_ahead(model)
     checked = besides if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
-    return checked and not reads_prompts_alike(model, adapter)
+    return checked and not check_trust(model, adapter=adapter)
 
 
 def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
@@ -195,6 +196,28 @@ def refuse_holes(model: Any, keep: Tensor, past: int, limit: int, dropped: Seque
                     f"{where}, and {name} sees {kind} of {cut.size} tokens, which plain decoding counts padding "
                     f"among: {INSTEAD}"
                 )
+
+
+def refuse_seen_padding(model: Any, keep: Tensor, past: int, held: list[LayerCache] | None, config: Any) -> None:
+    """Raise Unsupported where a row's left padding goes on after a cache of `past` tokens, whose recurrent states
+    (`held`) of the row have seen some of it: plain decoding hides padding from them in passes of several tokens alone,
+    and they decay over what is hidden then."""
+    rows = ~keep[:, past]
+    kinds = recurrent_layers(model.config)
+    if not any(kinds) or not bool(rows.any()):
+        return
+    seen = getattr(config, "prefill_chunk_size", None) == 1 or any(
+        bool(state[rows.to(state.device)].any())
+        for recurrent, layer in zip(kinds, held or (), strict=False)
+        if recurrent
+        for state in layer
+    )
+    if seen:
+        raise Unsupported(
+            f"rows {rows.nonzero()[:, 0].tolist()} begin with padding that the recurrent states of "
+            f"{type(model).__name__} see token by token, of the cache or by prefill_chunk_size=1, and plain decoding "
+            f"goes on over: {INSTEAD}"
+        )
 
 
 def _differs(slots: Tensor, begin: int, limit: int, span: Span) -> bool:

@@ -16,12 +16,11 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.generation.stopping_criteria import (
@@ -214,9 +213,7 @@ class LocalCall:
     def __enter__(self) -> LocalCall:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
     def check(self, decoding: Any) -> None:
@@ -242,9 +239,7 @@ class SynchronizedCall(LocalCall):
         self.hook: Any = self.model.register_forward_pre_hook(self._before_pass, prepend=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.hook is not None:
             self._wait(self.agreed)
             self._leave()
@@ -313,6 +308,6 @@ class SynchronizedCall(LocalCall):
     def _say(self, *, works: bool, able: bool) -> tuple[bool, bool]:
         """Tell all processes -> whether any works, and whether all are able."""
         told = torch.tensor([works, not able], dtype=torch.int32, device=device_of(self.model))
-        distributed.all_reduce(told, op=distributed.ReduceOp.MAX)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
         any_works, any_unable = told.tolist()
         return bool(any_works), not any_unable

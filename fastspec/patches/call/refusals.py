@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fastspec.patches.hf.cache import (
 )
 from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3
 from fastspec.patches.hf.config_fields import kept_by, layer_shapes, position_limit
+from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.modes import is_wrapped
 from fastspec.patches.hf.parallel import local_heads
@@ -83,11 +85,6 @@ _EXPECTED = {
 }
 
 
-def _knows_types(model: Any) -> bool:
-    """True of models as BERT, with a table of types in which a token that is given none has the first."""
-    return any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
-
-
 _PASSED_BY = (
     "prepare_inputs_for_generation",
     "_update_model_kwargs_for_generation",
@@ -98,6 +95,12 @@ _PASSED_BY = (
 )
 """Methods of a model that plain decoding goes by at every pass, and an assisted call does not: those of transformers'
 own are known."""
+
+
+def setting(name: str, given: dict[str, Any], *more: Any) -> Any:
+    """A setting of a call: the argument, else the given generation_config's, else that of `more`, else None."""
+    sources = (given.get(name), *(getattr(config, name, None) for config in (given.get("generation_config"), *more)))
+    return next((value for value in sources if value is not None), None)
 
 
 def refuse_overrides(model: Any) -> None:
@@ -143,11 +146,10 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
             "alone"
         )
     types = given.get("token_type_ids")
-    if (
-        types is not None
-        and not is_wrapped(model)
-        and not (_knows_types(model) and not bool(torch.as_tensor(types, device="cpu").any()))
-    ):
+    # as BERT, with a table of types in which a token that is given none has the first
+    has_table = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
+    given_first = types is None or (has_table and not bool(torch.as_tensor(types, device="cpu").any()))
+    if not given_first and not is_wrapped(model):
         raise Unsupported(
             f"token_type_ids cannot be combined with assistant= on {type(model).__name__}: plain decoding gives every "
             "new token the type of the last one, and rounds give none: leave them out"
@@ -157,17 +159,23 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
             "cache_implementation='paged' cannot be combined with assistant=: it is transformers' own continuous "
             "batching"
         )
-
-    def setting(name: str) -> Any:
-        held = (getattr(config, name, None) for config in (given.get("generation_config"), model.generation_config))
-        return given[name] if name in given else next((value for value in held if value is not None), None)
-
-    _refuse_settings(setting)
-    if setting("output_attentions") and "output_attentions" in inspect.signature(type(model).forward).parameters:
+    _refuse_settings(partial(_setting, model, given))
+    if _attends_otherwise(model, given):
         raise Unsupported(
             f"output_attentions=True cannot be combined with assistant= on {type(model).__name__}, which attends in "
             "another way where it is asked for weights: leave it out"
         )
+
+
+def _setting(model: Any, given: dict[str, Any], name: str) -> Any:
+    """What a call of arguments `given` by name decodes by: an argument of None too."""
+    return given[name] if name in given else setting(name, given, model.generation_config)
+
+
+def _attends_otherwise(model: Any, given: dict[str, Any]) -> bool:
+    """True where a call asks for weights of attention, and the model takes another way to them."""
+    reads = inspect.signature(type(model).forward).parameters
+    return bool(_setting(model, given, "output_attentions")) and "output_attentions" in reads
 
 
 def refuse_prepared(config: Any, model_kwargs: dict[str, Any], reads_source: bool = False) -> None:
@@ -214,10 +222,10 @@ def refuse_joining(decoding: Any, model: Any) -> None:
         )
 
 
-def _refuse_settings(setting: Callable[[str], Any]) -> None:
+def _refuse_settings(named: Callable[[str], Any]) -> None:
     for name, accepted in _CONFIG.items():
         beside, values = _READ_BESIDE.get(name, (None, ()))
-        value, is_read = setting(name), beside is None or setting(beside) in values
+        value, is_read = named(name), beside is None or named(beside) in values
         if is_read and value not in accepted:
             hint = '; assistant="mtp" drafts with the same layer' if name == "use_mtp" else ""
             raise Unsupported(
@@ -296,16 +304,19 @@ def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
         ids = next((given[name] for name in ("input_ids", "inputs") if given.get(name) is not None), None)
         if ids is None:
             return
-        configs = (given.get("generation_config"), model.generation_config)
-        pad, end = (
-            next(
-                (each for each in (given.get(name), *(getattr(c, name, None) for c in configs)) if each is not None), -1
-            )
-            for name in ("pad_token_id", "eos_token_id")
+        pad, end = (setting(name, given, model.generation_config) for name in ("pad_token_id", "eos_token_id"))
+        mask = torch.ones_like(ids) if pad is None or pad in listed(end) else ids != pad
+    if mask.dim() != 2 or mask.shape[1] <= int(cache.get_seq_length()):
+        return
+    refuse_shown_padding(cache, mask.bool())
+    adds_mask = model.config._attn_implementation == "sdpa" and _attends_otherwise(model, given)
+    if adds_mask and shown_padding(cache, torch.ones_like(mask, dtype=torch.bool)):
+        raise Unsupported(
+            f"output_attentions=True cannot be combined on {type(model).__name__} with a {CACHE} that an assisted call "
+            "filled beside padding: with SDPA the model adds its mask to scores as numbers, which hides nothing, and "
+            'the cache holds nothing there: load the model with attn_implementation="eager", or pass the whole text '
+            "without a cache"
         )
-        mask = torch.ones_like(ids) if pad in torch.as_tensor(end, device="cpu").flatten().tolist() else ids != pad
-    if mask.dim() == 2 and mask.shape[1] > int(cache.get_seq_length()):
-        refuse_shown_padding(cache, mask.bool())
 
 
 def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:

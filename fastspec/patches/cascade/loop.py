@@ -25,6 +25,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.assistants.speculative import MixedDecoding, StagedDecoding
 from fastspec.patches.call.prompts import refuse_holes
+from fastspec.patches.call.refusals import setting
 from fastspec.patches.cascade.settings import (
     ends_of,
     left_padded,
@@ -32,11 +33,11 @@ from fastspec.patches.cascade.settings import (
     pad_of,
     read_prompts,
     refuse,
-    setting,
     stage_options,
 )
 from fastspec.patches.cascade.stages import (
     Patching,
+    StageModel,
     check_kept,
     check_room,
     hand_over,
@@ -77,10 +78,12 @@ class StageAnswer:
 
 @dataclass(slots=True)
 class CascadeRow:
-    """A request on its way up."""
+    """A request on its way up: row `number` of a call with the arguments `given`, of up to `limit` new tokens."""
 
     number: int
     ids: list[int]
+    given: dict[str, Any]
+    limit: int
     visits: list[Visit] = field(default_factory=list)
     answer: list[int] | None = None
     giver: int = 0
@@ -90,13 +93,12 @@ class CascadeRow:
 class CascadeModels:
     """The stages of a patched model's cascade, the model itself last, and what is kept between calls."""
 
-    def __init__(self, config: Cascade, large: Any, patching: Patching, opens: Callable[..., Any]) -> None:
-        """`opens` is `ContinuousCascade`, which lies above."""
+    def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
         if large.config.is_encoder_decoder:
             raise Unsupported(
                 f"a cascade takes decoder-only models, and {type(large).__name__} is an encoder-decoder model"
             )
-        self.config, self.large, self.opens = config, large, opens
+        self.config, self.large = config, large
         self.stages = stage_models(config, large, patching)
         self.memory = None if config.memory is None else CacheManager(config.memory, host_budget=config.host_memory)
         for stage in self.stages if self.memory is not None else ():
@@ -218,10 +220,6 @@ class AdaptiveCascade:
     assistant: Any = None
     reuse: bool = True
 
-    def continuous(self, rows: int, **options: Any) -> Any:
-        """The `ContinuousCascade` of these arguments of `fastspec.continuous`."""
-        return self.models.opens(self, rows, **options)
-
     def check(self, large: Any, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs; in all of the
         processes that hold the large model together."""
@@ -275,40 +273,30 @@ class AdaptiveCascade:
     ) -> tuple[list[list[int]], tuple[Explanation, ...]]:
         """The answers to prompts in the large model's tokens, and how they were made, where `run(index, prompts,
         handed)` runs a stage."""
-        pending = rows = [CascadeRow(number, prompt) for number, prompt in enumerate(prompts)]
+        pending = rows = [CascadeRow(number, prompt, given, limit) for number, prompt in enumerate(prompts)]
         for index in range(len(self.models.stages)):
-            pending = self._visit(index, pending, given, limit, run)
-            if not pending:
-                break
+            if pending:
+                pending = self._visit(index, pending, run)
         told = tuple(Explanation(tuple(row.visits)) for row in rows)
-        return [self.answer(row, given) for row in rows], told
+        return [self.answer(row) for row in rows], told
 
-    def _visit(
-        self, index: int, rows: list[CascadeRow], given: dict[str, Any], limit: int, run: Callable[..., Outcome]
-    ) -> list[CascadeRow]:
+    def _visit(self, index: int, rows: list[CascadeRow], run: Callable[..., Outcome]) -> list[CascadeRow]:
         """Let a stage answer the rows -> those that go on to the next."""
         stage, last = self.models.stages[index], index == len(self.models.stages) - 1
         bound = position_limit(stage.model.config)
         asked: list[tuple[CascadeRow, list[int], list[int]]] = []  # row, prompt, answer that was handed over
         for row in rows:
             prompt = stage.read_prompt(row.ids)
-            if last or (prompt and (bound is None or len(prompt) + limit <= bound)):
-                asked.append((row, prompt, self.handed(row, index, given) if self.reuse else []))
+            if last or (prompt and (bound is None or len(prompt) + row.limit <= bound)):
+                asked.append((row, prompt, self.handed(row, index) if self.reuse else []))
             else:
-                told = f" and {limit} of an answer, and its positions end at {bound}" if prompt else " of this stage"
-                why = f"left out: the prompt has {len(prompt) or 'no'} tokens{told}"
-                row.visits.append(Visit(index, stage.label, why))
+                row.visits.append(left_out(stage, index, row, prompt, f"its positions end at {bound}"))
         if asked:
-            self._ask(index, asked, given, limit, run)
+            self._ask(index, asked, run)
         return [] if last else [row for row in rows if not row.done]
 
     def _ask(
-        self,
-        index: int,
-        asked: list[tuple[CascadeRow, list[int], list[int]]],
-        given: dict[str, Any],
-        limit: int,
-        run: Callable[..., Outcome],
+        self, index: int, asked: list[tuple[CascadeRow, list[int], list[int]]], run: Callable[..., Outcome]
     ) -> None:
         """Let a stage answer rows that fit, and judge its answers."""
         handed = [answer for _, _, answer in asked]
@@ -320,9 +308,9 @@ class AdaptiveCascade:
         last = index == len(self.models.stages) - 1
         for at, (row, prompt, _) in enumerate(asked):
             answer = outcome.tokens[at]
-            visit, ended = self.take(row, index, answer, kept[at], len(handed[at]), share, given, limit)
+            visit, ended = self.take(row, index, answer, kept[at], len(handed[at]), share)
             if not last or self.on_answer is not None:
-                told = self.features(row, outcome.measures[at], len(prompt), limit, ended)
+                told = self.features(row, outcome.measures[at], len(prompt), ended)
                 if self.on_answer is not None:
                     visit = replace(visit, why="heard")
                     times = _times(outcome.stats, len(asked))
@@ -332,39 +320,31 @@ class AdaptiveCascade:
             row.visits.append(replace(visit, cost=self.models.cost(self.config, visit)))
 
     def take(
-        self,
-        row: CascadeRow,
-        index: int,
-        answer: list[int],
-        kept: int,
-        handed: int,
-        milliseconds: float,
-        given: dict[str, Any],
-        limit: int,
+        self, row: CascadeRow, index: int, answer: list[int], kept: int, handed: int, milliseconds: float
     ) -> tuple[Visit, bool]:
         """Give a row a stage's answer, which took over `kept` of `handed` tokens -> its visit, and whether it reached
         an end token."""
         stage = self.models.stages[index]
         row.answer, row.giver = answer, index
-        ended = answer[-1] in stage.ends(ends_of(stage, given))
-        counts, cut = (len(answer) - kept, kept, handed), len(answer) >= limit and not ended
+        ended = answer[-1] in stage.ends(ends_of(stage, row.given))
+        counts, cut = (len(answer) - kept, kept, handed), len(answer) >= row.limit and not ended
         visit = Visit(index, stage.label, "answered: it is the last", *counts, milliseconds=milliseconds, cut=cut)
         return visit, ended
 
-    def features(self, row: CascadeRow, measures: Tensor, prompt_tokens: int, limit: int, ended: bool) -> Tensor:
+    def features(self, row: CascadeRow, measures: Tensor, prompt_tokens: int, ended: bool) -> Tensor:
         """Features [F] of the answer that a row has."""
         assert row.answer is not None
         stage, stages = row.giver, len(self.models.stages)
-        about = {"prompt_tokens": prompt_tokens, "limit": limit, "stage": stage, "stages": stages}
+        about = {"prompt_tokens": prompt_tokens, "limit": row.limit, "stage": stage, "stages": stages}
         return features(measures, row.answer, ended=ended, **about)
 
-    def handed(self, row: CascadeRow, index: int, given: dict[str, Any]) -> list[int]:
+    def handed(self, row: CascadeRow, index: int) -> list[int]:
         """The answer that a row has already, in a stage's tokens."""
         if row.answer is None:
             return []
         giver, taker = self.models.stages[row.giver], self.models.stages[index]
-        ends = taker.ends(ends_of(taker, given))
-        return hand_over(row.answer, giver, taker, giver.ends(ends_of(giver, given)), ends[0] if ends else None)
+        ends = taker.ends(ends_of(taker, row.given))
+        return hand_over(row.answer, giver, taker, giver.ends(ends_of(giver, row.given)), ends[0] if ends else None)
 
     def _run(
         self, given: dict[str, Any], limit: int, index: int, prompts: list[list[int]], handed: list[list[int]] | None
@@ -402,11 +382,11 @@ class AdaptiveCascade:
         why = f"{'answered' if stop else 'went on'}: {why}"
         return replace(visit, why=why, quality=scores.quality, stop_value=values[0], go_on_value=values[1]), stop
 
-    def answer(self, row: CascadeRow, given: dict[str, Any]) -> list[int]:
+    def answer(self, row: CascadeRow) -> list[int]:
         """The answer of a row that is done, in the large model's tokens."""
         last = len(self.models.stages) - 1
         assert row.answer is not None
-        return row.answer if row.giver == last else self.handed(row, last, given)
+        return row.answer if row.giver == last else self.handed(row, last)
 
     def _output(
         self, ids: Tensor, answers: list[list[int]], large: Any, given: dict[str, Any], stats: Stats, streamer: Any
@@ -415,16 +395,27 @@ class AdaptiveCascade:
         longest = max(map(len, answers))
         new = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], device=ids.device)
         if streamer is not None:  # the prompt too is put now, when no stage can refuse the call any more
-            streamer.put(ids.cpu())
-            for token in answers[0]:
-                streamer.put(torch.tensor([token], device="cpu"))
-            streamer.end()
+            put_answer(streamer, ids, answers[0])
         sequences = torch.cat((ids, new), 1)
         if not setting("return_dict_in_generate", given, large.generation_config):
             return sequences
         out = GenerateDecoderOnlyOutput(sequences=sequences)
         out.fastspec = stats
         return out
+
+
+def left_out(stage: StageModel, index: int, row: CascadeRow, prompt: Sequence[int], bound: str) -> Visit:
+    """The visit to a stage that has no tokens for a prompt, or no room for it and its answer."""
+    told = f"and {row.limit} of an answer, and {bound}" if prompt else "of this stage"
+    return Visit(index, stage.label, f"left out: the prompt has {len(prompt) or 'no'} tokens {told}")
+
+
+def put_answer(streamer: Any, ids: Tensor, answer: Sequence[int]) -> None:
+    """Hand a streamer a prompt [1, T] and its whole answer, token by token."""
+    streamer.put(ids.cpu())
+    for token in answer:
+        streamer.put(torch.tensor([token], device="cpu"))
+    streamer.end()
 
 
 def _times(stats: Stats, rows: int) -> tuple[float, float]:

@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,17 +23,11 @@ from fastspec.generation.verify import drawn_seed
 from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.call.ranks import refuse_beside
-from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow
-from fastspec.patches.cascade.settings import (
-    new_tokens,
-    read_prompts,
-    refuse,
-    setting,
-    stage_options,
-)
+from fastspec.patches.call.refusals import setting
+from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow, left_out, put_answer
+from fastspec.patches.cascade.settings import new_tokens, read_prompts, refuse, stage_options
 from fastspec.patches.cascade.stages import StageModel
-from fastspec.patches.continuous import open_batch
-from fastspec.patches.continuous_batch import Continuous
+from fastspec.patches.continuous_batch import BatchSettings, Continuous, open_batch
 from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, TurnOrder
@@ -86,7 +79,6 @@ class StageRounds(RoundStreamer):
         self.kept: list[StreamedRound] = []
 
     def put_round(self, round: StreamedRound) -> None:
-        """Keep a round."""
         self.kept.append(round)
 
 
@@ -98,12 +90,10 @@ class CascadeFuture(AnswerFuture):
 
 @dataclass(slots=True)
 class CascadeRequest:
-    """A prompt on its way up: the arguments of its call, by `decides`, the cascade at its own price."""
+    """A prompt on its way up, by `decides`, the cascade at its own price."""
 
     row: CascadeRow
     shown: Tensor
-    given: dict[str, Any]
-    limit: int
     decides: AdaptiveCascade
     streamer: Any
     seed: int
@@ -137,16 +127,7 @@ class ContinuousCascade:
     have the batches of cut stages, which take turns, and run them with it, as `fastspec.continuous` says.
     """
 
-    def __init__(
-        self,
-        decides: AdaptiveCascade,
-        rows: int,
-        *,
-        max_length: int | None = None,
-        prefill_chunk: int | Literal["auto"] | None = "auto",
-        narrows: bool = True,
-        prefix_caching: bool | None = None,
-    ) -> None:
+    def __init__(self, decides: AdaptiveCascade, settings: BatchSettings) -> None:
         self.decides, self.models, self.config = decides, decides.models, decides.config
         self.model, stages = self.models.large, self.models.stages
         if self.models.memory is not None:
@@ -174,18 +155,10 @@ class ContinuousCascade:
 
         def opened(stage: StageModel) -> None:
             bound = None if stage is stages[-1] else position_limit(stage.model.config)
-            batch = open_batch(
-                StageBatch,
-                stage.model,
-                stage.stage.assistant,
-                rows,
-                max_length=max_length if max_length is None or bound is None else min(max_length, bound),
-                prefill_chunk=prefill_chunk,
-                narrows=narrows,
-                prefix_caching=prefix_caching,
-                order=order if stage.cut else None,
-            )
-            self.batches.append(batch)
+            most = settings.max_length
+            own = replace(settings, max_length=most if most is None or bound is None else min(most, bound))
+            turns = order if stage.cut else None
+            self.batches.append(open_batch(StageBatch, stage.model, stage.stage.assistant, own, turns))
 
         try:
             for stage in stages:
@@ -226,17 +199,17 @@ class ContinuousCascade:
         prompts, keep = read_prompts(self.model, given)
         if len(prompts) > 1:
             raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(prompts)}")
+        if price is not None and self.config.thresholds is not None:
+            raise Unsupported(f"price={price}: this cascade decides by its thresholds, which no price changes")
         request = CascadeRequest(
-            CascadeRow(0, prompts[0][keep[0]].tolist()),
+            CascadeRow(0, prompts[0][keep[0]].tolist(), given, new_tokens(self.model, given, ids.shape[1])),
             prompts,
-            given,
-            new_tokens(self.model, given, ids.shape[1]),
-            replace(self.decides, config=self._priced(price)),
+            replace(self.decides, config=self.config if price is None else replace(self.config, price=price)),
             streamer,
             self._seed(given, seed),
         )
         # what the large model refuses is told now, and not when it is asked
-        large = stage_options(self.models.stages[-1], given, request.limit)
+        large = stage_options(self.models.stages[-1], given, request.row.limit)
         self.batches[-1].prompt(torch.tensor([request.row.ids], device="cpu"), None, request.seed, large)
         with self._changed:
             if self._closing:
@@ -250,11 +223,6 @@ class ContinuousCascade:
             raise
         return request.future
 
-    def _priced(self, price: float | None) -> Cascade:
-        if price is not None and self.config.thresholds is not None:
-            raise Unsupported(f"price={price}: this cascade decides by its thresholds, which no price changes")
-        return self.config if price is None else replace(self.config, price=price)
-
     def _seed(self, given: dict[str, Any], seed: int | None) -> int:
         if seed is None and setting("do_sample", given, self.model.generation_config):
             return drawn_seed()
@@ -262,23 +230,19 @@ class ContinuousCascade:
 
     def _ask(self, request: CascadeRequest, index: int) -> None:
         """Ask a stage, or the first one behind it with room, for its answer."""
-        stages, row, given = self.models.stages, request.row, request.given
+        stages, row = self.models.stages, request.row
         last = index == len(stages) - 1
         stage, batch = stages[index], self.batches[index]
         prompt = stage.read_prompt(row.ids)
-        if not last and not (prompt and len(prompt) + request.limit <= batch.max_length):
-            room = f"and {request.limit} of an answer, and its rows have room for {batch.max_length}"
-            told = room if prompt else "of this stage"
-            self._visited(
-                request, Visit(index, stage.label, f"left out: the prompt has {len(prompt) or 'no'} tokens {told}")
-            )
+        if not last and not (prompt and len(prompt) + row.limit <= batch.max_length):
+            self._visited(request, left_out(stage, index, row, prompt, f"its rows have room for {batch.max_length}"))
             self._ask(request, index + 1)
             return
-        handed = request.decides.handed(row, index, given)
+        handed = request.decides.handed(row, index)
         trees = isinstance(request.streamer, RoundStreamer) and request.streamer.trees and not stage.rewrites
         call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds(trees))
         seed = (request.seed + index * NEXT_SEED + 2**63) % 2**64 - 2**63
-        options = stage_options(stage, given, request.limit)
+        options = stage_options(stage, row.given, row.limit)
         streamer = request.streamer if last else call.rounds
         request.answer = batch.ask(prompt, handed, call.measured, streamer, seed, options)
         if request.future.cancelled():  # meanwhile, when nobody knew of this answer
@@ -305,18 +269,18 @@ class ContinuousCascade:
 
     def _decide(self, request: CascadeRequest, call: StageCall, answer: Tensor) -> None:
         """Take a stage's answer: it is the cascade's, or the next stage is asked."""
-        row, decides, limit = request.row, request.decides, request.limit
+        row, decides = request.row, request.decides
         tokens, spent = answer[0, len(call.prompt) :].tolist(), 1000 * (time.perf_counter() - call.began)
         kept = common_length(torch.tensor(tokens, device="cpu"), torch.tensor(call.handed, device="cpu"))
-        visit, ended = decides.take(row, call.index, tokens, kept, len(call.handed), spent, request.given, limit)
+        visit, ended = decides.take(row, call.index, tokens, kept, len(call.handed), spent)
         if call.measured is not None:
-            told = decides.features(row, call.measured.whole(), len(call.prompt), limit, ended)
+            told = decides.features(row, call.measured.whole(), len(call.prompt), ended)
             visit, row.done = decides.judged(visit, row, told)
         self._visited(request, replace(visit, cost=self.models.cost(self.config, visit)))
         if call.measured is not None and not row.done:
             self._ask(request, call.index + 1)
             return
-        final = decides.answer(row, request.given)
+        final = decides.answer(row)
         if call.measured is not None:
             self._stream(request, final, call)
         future = request.future
@@ -343,10 +307,7 @@ class ContinuousCascade:
             for round in rounds:
                 streamer.put_round(round)
         elif streamer is not None:
-            streamer.put(request.shown.cpu())
-            for token in answer:
-                streamer.put(torch.tensor([token], device="cpu"))
-            streamer.end()
+            put_answer(streamer, request.shown, answer)
 
     def _ended(self, request: CascadeRequest, future: Future[Tensor]) -> None:
         """A request is over, or nobody waits for it any more."""
@@ -430,7 +391,5 @@ class ContinuousCascade:
     def __enter__(self) -> ContinuousCascade:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(cancel=kind is not None)

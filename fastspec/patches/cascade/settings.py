@@ -12,9 +12,11 @@ from transformers import GenerationConfig
 
 from fastspec.errors import Unsupported
 from fastspec.patches.call.processors import grammars, unknown_types, whole_limit
+from fastspec.patches.call.refusals import setting
 from fastspec.patches.cascade.stages import OWN, StageModel
 from fastspec.patches.hf.cache import GIVEN
 from fastspec.patches.hf.compat import is_besides_tokens
+from fastspec.patches.hf.ends import listed
 
 OF_TOKENS = (
     "logits_processor",
@@ -49,12 +51,6 @@ REFUSED = {
     "output_logits": "the answer may be another model's",
     "inputs_embeds": "a stage reads tokens: pass input_ids",
 }
-
-
-def setting(name: str, given: dict[str, Any], *more: Any) -> Any:
-    """A setting of a call: the argument, else the given generation_config's, else that of `more`, else None."""
-    sources = (given.get(name), *(getattr(config, name, None) for config in (given.get("generation_config"), *more)))
-    return next((value for value in sources if value is not None), None)
 
 
 def refuse(stages: Sequence[StageModel], given: dict[str, Any]) -> None:
@@ -102,7 +98,7 @@ def read_prompts(large: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         raise Unsupported("assistant='cascade' needs input_ids [B, T] of at least one row and one token")
     mask, pad = given.get("attention_mask"), setting("pad_token_id", given, large.generation_config)
     if mask is None and pad is not None:
-        ends = _listed(setting("eos_token_id", given, large.generation_config))
+        ends = listed(setting("eos_token_id", given, large.generation_config))
         mask = None if int(pad) in ends else ids != int(pad)
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
     if keep.shape != ids.shape or not bool(keep[:, -1].all()):
@@ -169,7 +165,3 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tupl
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     return ids, torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-
-
-def _listed(tokens: Any) -> list[int]:
-    return [] if tokens is None else torch.as_tensor(tokens, device="cpu").flatten().tolist()

@@ -18,7 +18,7 @@ from fastspec.cascade.config import Cascade, Stage
 from fastspec.cascade.decisions import Rates
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported, accepted
-from fastspec.generation.drafters.retokenized import decoded, encoded
+from fastspec.generation.drafters.retokenized import decoded, encoded, opening_of
 from fastspec.generation.engine.call import Outcome
 from fastspec.models import cut_over, load_model, source_of, token_table
 from fastspec.patches.assistants.registry import NAMES, Continued
@@ -27,6 +27,7 @@ from fastspec.patches.hf.cache import read_cache
 from fastspec.patches.hf.changes import check_present
 from fastspec.patches.hf.compat import device_of, dtype_of, processes_of
 from fastspec.patches.hf.config_fields import kept_by, layer_shapes, position_limit, rope_bound
+from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.modes import check_supported
 from fastspec.patches.session import session_of
 
@@ -290,7 +291,7 @@ class StageModel:
     def ends(self, given: Any = OWN) -> tuple[int, ...]:
         """The stage's end tokens, the one to write first; `given` ones are the call's, None for a call without any."""
         ends = self.model.generation_config.eos_token_id if given is OWN else given
-        return tuple(torch.as_tensor([] if ends is None else ends, device="cpu").flatten().tolist())
+        return tuple(listed(ends))
 
     def read_prompt(self, ids: Sequence[int]) -> list[int]:
         """The large model's prompt in this stage's tokens; none where its text has none of them."""
@@ -309,9 +310,7 @@ class StageModel:
                 f"the prompt function of the cascade's stage {self.label!r} gave {text!r}: it must give text"
             )
         writer = self.tokenizer or reader
-        start = writer("", add_special_tokens=True)["input_ids"][:1]
-        begins = [writer.bos_token_id] if writer.bos_token_id is not None and start == [writer.bos_token_id] else []
-        return begins + encoded(writer, text)
+        return opening_of(writer) + encoded(writer, text)
 
 
 def hand_over(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead, HeadConfig
@@ -141,13 +141,11 @@ def problems(
 def exact_products() -> Iterator[None]:
     """The references' products in fp32 are computed in fp32, whatever the user has set for cuBLAS."""
     matmul = torch.backends.cuda.matmul
-    name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
-    before = getattr(matmul, name)
-    setattr(matmul, name, exact)
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        matmul.fp32_precision = before
 
 
 def launcher(
@@ -158,16 +156,15 @@ def launcher(
     drafts: type[EagleDrafter] = EagleDrafter,
 ) -> Callable[[], None]:
     """A program that runs what `problems` compares of a backend, without comparing, and on tensors without data too."""
-    return partial(_launch_all, ops, dtype, device, checks, small_drafter(ops, dtype, device, drafts))
+    drafter = small_drafter(ops, dtype, device, drafts)
 
+    def launch() -> None:
+        for check in checks:
+            if has_kernel(ops, check.op):
+                run(check, ops, dtype, device)
+        drafted(drafter)
 
-def _launch_all(
-    ops: Ops, dtype: torch.dtype, device: torch.device, checks: Sequence[Check], drafter: EagleDrafter
-) -> None:
-    for check in checks:
-        if has_kernel(ops, check.op):
-            run(check, ops, dtype, device)
-    drafted(drafter)
+    return launch
 
 
 def difference(check: Check, ops: Ops, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -97,7 +97,7 @@ def import_past(state: SequenceState, past: list[LayerCache], keep: Tensor) -> N
     """Copy what a user's cache holds of each layer into slots from 0; keep [B, T] bool drops padded slots of keys and
     values."""
     counts = keep.sum(1)
-    width = int(counts.max())
+    width = max(1, int(counts.max()))  # of padding alone too, a window has a column to point at
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
     state.reserve(width)
     for (kind, layer), held in zip(state.owned, past, strict=True):
@@ -194,20 +194,16 @@ def sequence_state(
 def read_cache(cache: Any, layers: int) -> list[LayerCache] | None:
     """Contents of a cache handed in by the user for each layer that keeps anything: keys and values [B, Hkv, T, D], or
     a recurrent layer's inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest
-    tokens, which it never sees again: zeros take their places.
-
-    Caches hold `layers` with `keys` and `values` since transformers 4.56; delete the probe when that is all there is.
-    """
+    tokens, which it never sees again: zeros take their places."""
     if cache is None or int(cache.get_seq_length()) == 0:
         return None
     length = int(cache.get_seq_length())
-    return [_held(layer, length) for layer in held_layers(cache, layers)]
-
-
-def _held(layer: Any, length: int) -> LayerCache:
-    if is_recurrent(layer):
-        return layer.conv_states[0], layer.recurrent_states[0]
-    return _last(layer.keys, length), _last(layer.values, length)
+    return [
+        (layer.conv_states[0], layer.recurrent_states[0])
+        if is_recurrent(layer)
+        else (_last(layer.keys, length), _last(layer.values, length))
+        for layer in held_layers(cache, layers)
+    ]
 
 
 def held_layers(cache: Any, layers: int) -> list[Any]:
@@ -233,7 +229,7 @@ def changing_part(cache: Any) -> Any:
 
 def records_past(cache: Any) -> bool:
     """True where windows or recurrent states of a cache keep what they held before, so that tokens can be taken off
-    them. Layers that keep every token, and those of older releases, have no such mode."""
+    them. Layers that keep every token have no such mode."""
     return any(getattr(layer, "record_past", False) for layer in cache.layers)
 
 

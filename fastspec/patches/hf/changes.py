@@ -253,21 +253,6 @@ class Snapshot:
                 return object()
 
 
-class Snapshots:
-    """Snapshots of a model and of its draft models: they have changed where one of them has."""
-
-    def __init__(self, models: Iterable[PreTrainedModel]) -> None:
-        self._each = [Snapshot(model) for model in models]
-
-    def differs(self) -> bool:
-        """True where rounds made at this moment would be made of something else."""
-        return any(each.differs() for each in self._each)
-
-    def changed(self) -> bool:
-        """The answer of `differs`, sooner."""
-        return any(each.changed() for each in self._each)
-
-
 SAMPLED = 16
 """Bytes that are read of a weight."""
 
@@ -281,9 +266,10 @@ class WeightSample:
         owners = [each for module in modules for each in every_module(module)]
         held = [each for owner in owners for each in (*own_parameters(owner).values(), *own_buffers(owner).values())]
         self.tensors = [local_part(each) for each in held if each is not None and not each.is_meta]
-        bytes_of = [each.detach().view(-1).view(torch.uint8) for each in self.tensors if _lies_whole(each)]
+        plain = [each for each in self.tensors if type(each) in (Tensor, nn.Parameter)]
+        whole = [each.detach().view(-1) for each in plain if each.numel() and each.is_contiguous()]
         self.places: dict[torch.device, list[Tensor]] = {}
-        for each in bytes_of:
+        for each in (elements.view(torch.uint8) for elements in whole):
             self.places.setdefault(each.device, []).append(each[:: len(each) // SAMPLED + 1])
         self.counts, self.bytes = self._counts(), self._bytes()
 
@@ -296,11 +282,6 @@ class WeightSample:
 
     def _bytes(self) -> list[Tensor]:
         return [torch.cat(places) for places in self.places.values()]
-
-
-def _lies_whole(tensor: Tensor) -> bool:
-    """True where a tensor's elements can be read as one run of bytes."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.is_contiguous()
 
 
 BLOCK = 63

@@ -114,12 +114,8 @@ def held_tensors(parameter: Tensor) -> list[Tensor]:
     """Tensors with a parameter's values: itself or what this process has of it, or those inside a wrapper such as
     torchao's, which has no address of its own."""
     local: Any = local_part(parameter)
-    return [getattr(local, name) for name in local.__tensor_flatten__()[0]] if is_wrapper(local) else [local]
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """True of a tensor whose values are in other tensors that it holds."""
-    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
+    wraps = type(local) not in (Tensor, nn.Parameter) and hasattr(local, "__tensor_flatten__")
+    return [getattr(local, name) for name in local.__tensor_flatten__()[0]] if wraps else [local]
 
 
 def processes_of(model: Any) -> int:
@@ -134,10 +130,7 @@ def is_stateful(model: Any) -> bool:
 
 def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
     """Inputs that every layer of a decoder reads of each token beside the hidden state, [B, N, L, P], from its own
-    tables; None where there are none.
-
-    Gemma 4's decoder has the two methods since transformers 5.5.
-    """
+    tables; None where there are none."""
     decoder = model.get_decoder()
     if not getattr(decoder, "hidden_size_per_layer_input", 0):
         return None
@@ -167,27 +160,18 @@ STEMS = (
 def is_besides_tokens(name: str) -> bool:
     """True where an argument of `generate` is what the first pass over a prompt takes besides its tokens: images,
     sound, what was encoded of them, and which tokens stand for them (of every new token plain decoding says that it is
-    text).
-
-    Transformers keeps a list of most since 5.10, and pops what its encoders took.
-    """
+    text). Transformers keeps a list of most, and pops what its encoders took."""
     return name in FIRST_PASS or name.startswith(STEMS)
 
 
 def first_inputs(model: Any, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that plain decoding's own pass over a prompt hands to the model, of what `generate` has prepared.
-
-    `prepare_inputs_for_generation` has had these arguments since transformers 5.0.
-    """
+    """Arguments that plain decoding's own pass over a prompt hands to the model, of what `generate` has prepared."""
     return model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
 
 
 def first_pass(model: Any, ids: Tensor, config: Any, inputs: dict[str, Any]) -> Any:
     """Plain decoding's own pass over a prompt, the whole of it at once -> the model's output. Its cache is among the
-    inputs.
-
-    `_prefill` has had these arguments since transformers 5.0.
-    """
+    inputs."""
     whole = copy.copy(config)
     whole.prefill_chunk_size = None
     return model._prefill(ids, whole, inputs)
@@ -216,10 +200,7 @@ def plain_decoding(
     model: Any, given: dict[str, Any], ids: Tensor, processors: Any, criteria: Any, config: Any, inputs: Any
 ) -> Any:
     """transformers' own decoding of a call that `generate` has prepared for a custom loop: `given` are the call's
-    arguments by name, the others what `generate` hands to the loop.
-
-    `GENERATION_MODES_MAPPING` names the methods since transformers 4.56; a custom loop is not handed the streamer.
-    """
+    arguments by name, the others what `generate` hands to the loop, which is not the streamer."""
     decode = getattr(type(model), GENERATION_MODES_MAPPING[config.get_generation_mode(None)])
     settings = {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": config}
     return decode(model, ids, **settings, streamer=given.get("streamer"), synced_gpus=in_step(model, given), **inputs)

@@ -33,10 +33,7 @@ def layer_count(config: Any) -> int:
 
 def layer_shapes(config: Any) -> list[tuple[int, int, int]]:
     """Key heads, and the sizes of a key and a value, of every layer of a decoder, as its caches hold them.
-
-    `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`) since transformers 5.10; reading it from
-    the whole raises.
-    """
+    `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`); reading it from the whole raises."""
     config, layers = config.get_text_config(), layer_count(config)
     if {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ()):
         return [_shape(config.per_layer_config[layer]) for layer in range(layers)]

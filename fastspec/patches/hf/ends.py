@@ -11,10 +11,14 @@ import torch
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 
+def listed(tokens: Any) -> list[int]:
+    """Tokens that a setting names, as a number, a list or a tensor; none for None."""
+    return [] if tokens is None else torch.as_tensor(tokens, device="cpu").flatten().tolist()
+
+
 def end_tokens(*configs: Any) -> frozenset[int]:
-    """Those of the first configuration that names any, as a number, a list or a tensor."""
-    found: Any = next((config.eos_token_id for config in configs if config.eos_token_id is not None), [])
-    return frozenset(torch.as_tensor(found, device="cpu").flatten().tolist())
+    """Those of the first configuration that names any."""
+    return frozenset(listed(next((each.eos_token_id for each in configs if each.eos_token_id is not None), None)))
 
 
 KEPT = 32

@@ -60,8 +60,7 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
 
 def _weights(held: Any) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:
     """The weights that experts have here, and the processes that have the rest of them."""
-    share = share_of_experts(held)
-    return (held.gate_up_proj, held.down_proj, None) if share is None else (share.gate_up, share.down, share.group)
+    return share_of_experts(held) or (held.gate_up_proj, held.down_proj, None)
 
 
 def _dense(row: Mixture, held: Any) -> tuple[Callable[[], tuple[Tensor, Tensor]], dist.ProcessGroup | None]:

@@ -355,22 +355,9 @@ ADAPTERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Generic:
-    """Properties that a decoder's configuration does not name, or names otherwise, where it has no adapter."""
-
-    model_type: str
-    by_slot: str = ""
-    """The setting past which a layer counts slots of the cache, which hold draft nodes out of order."""
-
-
-GENERIC = {
-    row.model_type: row
-    for row in (
-        Generic("doge", by_slot="keep_window_size"),
-        Generic("llama4_text", by_slot="floor_scale"),
-    )
-}
+BY_SLOT = {"doge": "keep_window_size", "llama4_text": "floor_scale"}
+"""Model type of a decoder -> the setting past which a layer's own forward counts slots of the cache, which hold draft
+nodes out of order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import (
     FULL_LAYOUT,
     Attend,
     FullAttention,
+    Gated,
     GatedDelta,
     LayerFamily,
     LayerParts,
@@ -29,7 +31,6 @@ from fastspec.generation.decoder_layer import (
     StoredLinears,
     Summed,
     gated,
-    gated_as_one,
     is_plain,
     product,
 )
@@ -43,7 +44,6 @@ from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own,
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.layer_weights import holds_stored, pack_layer, products_of, projections
 from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
-from fastspec.patches.hf.own_forward import run_layer
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
 from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
@@ -291,12 +291,14 @@ def rotary_kinds(parts: Adapter, layers: Sequence[Any], config: Any) -> list[str
     """Rotary tables that each layer takes, as `rotary_tables` names them."""
     kinds = config.layer_types[: len(layers)] if parts.rotary_by_kind else [None] * len(layers)
     attention = [getattr(layer, parts.attention, None) for layer in layers]
-    turning = [attn is None or not parts.rotates or _rotates(parts, attn) for attn in attention]
+    turning = [
+        attn is None
+        or not parts.rotates
+        or bool(getattr(attn, parts.rotates))
+        or (parts.rotates_all != "" and getattr(attn, parts.rotates_all) is None)
+        for attn in attention
+    ]
     return [kind if turns else NO_ROTATION for kind, turns in zip(kinds, turning, strict=True)]
-
-
-def _rotates(parts: Adapter, attn: Any) -> bool:
-    return bool(getattr(attn, parts.rotates)) or bool(parts.rotates_all and getattr(attn, parts.rotates_all) is None)
 
 
 @overload
@@ -394,13 +396,16 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
             return gated(ops, inner[0], inner[1], product_of((mlp.down_proj,), ops, parts=True), kind)
         return _gated_apart(parts, mlp, ops)
     if dense and ops.stored_linears is not None and holds_stored(mlp):
-        return _stored_mlp(parts, mlp, ops)
+        kind, stored = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
+        if kind is None or stored is None:
+            return _gated_apart(parts, mlp, ops)
+        return StoredGated(StoredLinears(ops, stored, kind), product_of((mlp.down_proj,), ops, parts=True))
     if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
         kind = gate_of(mlp, parts.act)
         if kind is not None:
-            return gated_as_one(ops, getattr(mlp, parts.gate_up), mlp.down_proj, kind)
-    for compute, stored in ((ops.experts, False), (ops.stored_experts, True)):
-        if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=stored):
+            return Gated(product(ops, (getattr(mlp, parts.gate_up),)), product(ops, (mlp.down_proj,), parts=True), kind)
+    for compute, is_stored in ((ops.experts, False), (ops.stored_experts, True)):
+        if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=is_stored):
             return mixture_of(parts.mixture, mlp, ops)
 
     def run(x: Tensor) -> Tensor:
@@ -408,13 +413,6 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         return mixed[0].view_as(x) if isinstance(mixed, tuple) else mixed
 
     return run
-
-
-def _stored_mlp(parts: Adapter, mlp: Any, ops: Ops) -> Product:
-    kind, inner = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
-    if kind is None or inner is None or ops.stored_linears is None:
-        return _gated_apart(parts, mlp, ops)
-    return StoredGated(StoredLinears(ops, inner, kind), product_of((mlp.down_proj,), ops, parts=True))
 
 
 def _gated_apart(parts: Adapter, mlp: Any, ops: Ops) -> Product:
@@ -432,15 +430,12 @@ class ModelLayers(LayerFamily):
     parts: Adapter
 
     def layer(self, module: Any, ops: Ops, state: FullAttentionState) -> LayerParts:
-        """A layer, the first of a state."""
         return layer_parts(self.parts, module, ops, state, 0)
 
     def norm(self, module: Any, ops: Ops) -> Norm:
-        """A norm."""
         return norm_of(module, ops, self.parts)
 
     def tables(self, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of full attention."""
         kind = "full_attention" if self.parts.rotary_by_kind else None
         found = rotary_tables(self.model, self.parts, (kind,), count)[kind]
         return found.cos, found.sin
@@ -450,9 +445,36 @@ class ModelLayers(LayerFamily):
         return products_of(self.parts, module, is_own)
 
     def pack(self, module: Any) -> None:
-        """Lay the weights of a layer together."""
         pack_layer(self.parts, module)
 
     def forward(self, module: Any, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """A layer by its own forward, with the caller's attention."""
-        return run_layer(self.model, self.parts, module, hidden, positions, attend)
+        """By the layer's own forward. Raises Unsupported for attention of another form than softmax over all keys."""
+        ALL_ATTENTION_FUNCTIONS[CALLERS] = _attended
+        getattr(module, self.parts.attention).config._attn_implementation = CALLERS  # a configuration of its own
+        rotary = getattr(decoder_of(self.model), self.parts.rotary)
+        out = module(
+            hidden,
+            attention_mask=None,
+            position_ids=positions,
+            position_embeddings=rotary(hidden, positions),
+            fastspec_attend=attend,
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+
+CALLERS = "fastspec_callers"
+"""The caller's attention among transformers' own: a name that no configuration has by itself."""
+
+
+def _attended(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, fastspec_attend: Attend, **more: Any
+) -> tuple[Tensor, None]:
+    scaling, size = more.get("scaling"), query.shape[-1]
+    odd = [name for name in ("sliding_window", "s_aux", "softcap") if more.get(name) is not None]
+    if scaling is not None and abs(scaling * size**0.5 - 1) > 1e-4:
+        odd.append(f"scaling={scaling:g}")
+    if odd or value.shape[-1] != size:
+        told = ", ".join(odd) or f"values of {value.shape[-1]} channels beside keys of {size}"
+        raise Unsupported(f"a layer like those of {type(module).__name__} cannot be trained: its attention has {told}")
+    return fastspec_attend(0, *(x.transpose(1, 2) for x in (query, key, value))), None

@@ -20,7 +20,7 @@ from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import kept_lengths
 from fastspec.patches.hf.compat import every_module, own_buffers, stack_of
 from fastspec.patches.hf.config_fields import layer_count, position_limit, recurrent_layers, rope_bound
-from fastspec.patches.hf.families import ADAPTERS, GENERIC
+from fastspec.patches.hf.families import ADAPTERS, BY_SLOT
 
 LAYER_KINDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that see a span of the text -> the setting that says how long it is."""
@@ -174,12 +174,10 @@ def _by_module(model: Any) -> Iterator[Limit]:
     rows = position_rows(model)
     if rows is not None:  # the last token of a text is given no position
         yield Limit(rows + 1, f"its positions end at {rows} (max_position_embeddings)")
-    row = GENERIC.get(config.model_type)
-    size = getattr(config, row.by_slot, None) if row is not None and row.by_slot else None
-    if row is not None and isinstance(size, int):
-        why = (
-            f"past {size} slots of the cache ({row.by_slot}) its layers count slots, where draft nodes lie out of order"
-        )
+    setting = BY_SLOT.get(config.model_type, "")
+    size = getattr(config, setting, None)
+    if isinstance(size, int):
+        why = f"past {size} slots of the cache ({setting}) its layers count slots, where draft nodes lie out of order"
         yield Limit(size, why, True)
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's
         size = config.window_size

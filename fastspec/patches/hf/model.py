@@ -189,7 +189,6 @@ class HFModel(Target):
         self.embed = embedding_of(getattr(decoder, parts.embed), ops)
 
     def open(self, capacity: int) -> None:
-        """Begin another call of the same rows, of at most `capacity` tokens each."""
         check_length(self.model, self.limits, capacity, self.state.tail)
         self.state.open(capacity)
         if self.shift is not None and not isinstance(self.state, SharedState):
@@ -213,12 +212,9 @@ class HFModel(Target):
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64 committed tokens of each row."""
         return self.state.lengths
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ids [B, T], the first counts [B] of each row real, in parts -> last logits [B, V], features [B, T,
-        F]."""
         last: Tensor | None = None
         features = []
         start = self.state.lengths.clone()
@@ -263,7 +259,6 @@ class HFModel(Target):
         )
 
     def reserve(self, committed: int) -> int:
-        """Make room for this many committed tokens; returns how many of them are in bounds."""
         committed = self.state.reserve(committed)
         count = self._positions() + (0 if self.shift is None else SHIFT_ROOM)
         if self.adapter is not None and (not self.tables or len(self.tables[self.kinds[0]].cos) < count):
@@ -278,7 +273,6 @@ class HFModel(Target):
         return min(self.state.slots, self.state.slots if last is None else last)
 
     def score(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
-        """Score every node of a tree -> logits [B, N, V], features [B, N, F]."""
         extent = self.reserve(extent)
         nodes, lengths = tree.tokens.shape[1], self.state.lengths
         layouts = self._layouts(lengths, tree.ancestors, nodes, extent + nodes, tree.depths)
@@ -335,7 +329,6 @@ class HFModel(Target):
         )
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
-        """Keep the accepted path of the active rows."""
         self.state.commit(self.ops, verdict, active)
 
     def rewind(self, lengths: Tensor) -> None:
@@ -353,17 +346,14 @@ class HFModel(Target):
         return not any(self.recurrent)
 
     def fits(self, committed: int) -> bool:
-        """True where there is room for so many committed tokens already."""
         return self.state.fits(committed)
 
     @property
     def bound(self) -> int:
-        """Committed tokens a row that there is room for."""
         return self.state.bound
 
     @property
     def buffers(self) -> Hashable:
-        """The size of the buffers, which are replaced when they grow."""
         return self.state.slots
 
     def reusable(self, row: int, known: int, most: int, reached: int) -> int:
@@ -374,7 +364,6 @@ class HFModel(Target):
         return 0 if whole or not all(kind.holds(count, reached) for kind in self.state.kinds) else count
 
     def copy_row(self, row: int, other: Target, count: int, source: int = 0) -> None:
-        """Begin a row anew with the `count` committed tokens of row `source` of another target."""
         assert isinstance(other, HFModel)
         self.reserve(count)
         self.state.copy_row(row, other.state, count, source)

@@ -29,8 +29,8 @@ from fastspec.patches.hf.limits import LAYER_KINDS
 from fastspec.patches.hf.parallel import check_placement, check_shares, devices_of, is_spread
 from fastspec.patches.hf.replaced import (
     calls_original,
+    foreign_attention,
     foreign_masks,
-    has_foreign_attention,
     home_of,
     is_strangers,
     replaced_functions,
@@ -119,7 +119,7 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
 def check_masks(model: Any) -> None:
     """Raise `Unsupported` where a model's attention takes no 4-D mask, which its own forward is given for a draft tree.
     Whether someone else's heeds one is seen when it is tried."""
-    if not has_foreign_attention(model):
+    if not foreign_attention(model):
         _check_masks(type(model).__name__, model.config)
 
 
@@ -170,7 +170,11 @@ def check_decoder(model: Any) -> None:
     if (
         missing
         or not hasattr(model, "lm_head")
-        or (table is not None and not parts.counted and not _takes_positions(table))
+        or (
+            table is not None
+            and not parts.counted
+            and "position_ids" not in inspect.signature(table.forward).parameters
+        )
     ):
         raise Unsupported(
             f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it"
@@ -190,10 +194,6 @@ def check_decoder(model: Any) -> None:
                 f"{name}'s decoder would pass by: put it back"
             )
     _check_masks(name, model.config)
-
-
-def _takes_positions(table: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(table.forward).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +306,10 @@ def _why_not(model: Any, adapter: Adapter) -> str | None:
     layers = list(getattr(decoder_of(model), adapter.layers))
     if len(set(layers)) < len(layers):
         return "a layer of its decoder stands there more than once, and keeps all of its keys and values in one place"
+    keepers = [layer._modules.get(name) for layer in layers for name in (adapter.attention, adapter.recurrent)]
+    numbers = [each.layer_idx for each in keepers if isinstance(getattr(each, "layer_idx", None), int)]
+    if numbers != sorted(numbers):
+        return "its layers do not run in the order of the numbers (layer_idx) by which caches hold what they keep"
     attentions = [each for layer in layers if (each := layer._modules.get(adapter.attention)) is not None]
     if any(vars(each).get("rotary_ndims", 0) % 2 for each in attentions):
         return "its rotation turns an odd number of channels of a head, which its own forward makes one more"

@@ -263,18 +263,10 @@ def weights_of(modules: Sequence[Any], *, behind: bool = False) -> Sequence[Weig
     return shares if len(shares) == len(modules) and all(share.style is apart for share in shares) else None
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsShare:
-    """Share that this process has of all experts: `gate_up` [E, 2 * I, H] and `down` [E, H, I] of I channels of its
-    own. Its answers are addends of the experts'."""
-
-    gate_up: Tensor
-    down: Tensor
-    group: dist.ProcessGroup
-
-
-def share_of_experts(held: nn.Module) -> ExpertsShare | None:
-    """Share that this process has of experts without biases that transformers has cut, or None of any other module."""
+def share_of_experts(held: nn.Module) -> tuple[Tensor, Tensor, dist.ProcessGroup] | None:
+    """Share that this process has of experts without biases that transformers has cut: gate and up [E, 2 * I, H] and
+    down [E, H, I] of I channels of its own, whose answers are addends of the experts', and the processes that have the
+    rest; None of any other module."""
     if parallel_style(held) is not ParallelStyle.EXPERTS or hooks_of(held):
         return None
     weights = dict(held.named_parameters())
@@ -283,11 +275,7 @@ def share_of_experts(held: nn.Module) -> ExpertsShare | None:
         return None
     gate_up, down = (local_part(weights[name]) for name in ("gate_up_proj", "down_proj"))
     mesh = meshes.pop()
-    return (
-        ExpertsShare(gate_up, down, mesh.get_group())
-        if mesh is not None and gate_up.shape[1] == 2 * down.shape[2]
-        else None
-    )
+    return (gate_up, down, mesh.get_group()) if mesh is not None and gate_up.shape[1] == 2 * down.shape[2] else None
 
 
 def embedding_of(module: nn.Module, ops: Ops) -> Callable[[Tensor], Tensor]:

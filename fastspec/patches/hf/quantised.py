@@ -54,7 +54,7 @@ class Format:
     rounds: Callable[[Any], bool] = lambda module: False
     """True of a module whose own forward rounds activations too."""
     measured: bool = True
-    """False of a format whose kernel was not timed yet, so that it is read as stored where that is asked for alone."""
+    """False of a format whose kernel was not timed or is slower, and runs only where that is asked for."""
 
     def holds(self, module: nn.Module) -> bool:
         """True of a module in this format."""
@@ -211,18 +211,10 @@ def _bitsandbytes8(module: Any) -> Read:
     return whole(StoredWeight(octets(weight), INT8, known[1], (1, depth), depth, None))
 
 
-def _gptq_awq(module: Any) -> Read:
-    return whole(module.stored()) if module.turned else "its tensors are not loaded yet"
-
-
 def _mxfp4(module: Any) -> Read:
     parts = module.stored("gate_up_proj"), module.stored("down_proj")
     why = next((found for part in parts if isinstance(found := whole(part.lines), str)), None)
     return parts if why is None else why
-
-
-def _rounded(module: Any) -> Read:
-    return whole(module.weight)
 
 
 def _not_read(why: str) -> Callable[[Any], Read]:
@@ -238,6 +230,7 @@ def _torchao_rounds(module: Any) -> bool:
     return any(getattr(module.weight, name, None) is not None for name in names)
 
 
+NOT_LOADED = "its tensors are not loaded yet"
 FORMATS = (
     Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight", rounds=_torchao_rounds),
     Format("torchao float8", "torchao", "Float8Tensor", _torchao, "weight", rounds=_torchao_rounds),
@@ -254,8 +247,10 @@ FORMATS = (
     Format("fine-grained FP8", "transformers", "FP8Linear", _float8, rounds=_always),
     Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8, rounds=_always),
     Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
-    Format("GPTQ, AWQ", "fastspec", "PackedLinear", _gptq_awq),
-    Format("draft heads in 8 bits", "fastspec", "RoundedLinear", _rounded),
+    Format(
+        "GPTQ, AWQ", "fastspec", "PackedLinear", lambda layer: whole(layer.stored()) if layer.turned else NOT_LOADED
+    ),
+    Format("draft heads in 8 bits", "fastspec", "RoundedLinear", lambda layer: whole(layer.weight)),
     Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8, rounds=_always),
     Format("optimum-quanto", "optimum", "QLinear", _not_read("its tensors are not read: torchao's int8 are")),
     Format("HQQ", "hqq", "HQQLinear", _not_read("its tensors are not read: bitsandbytes' 4 bits are")),

@@ -58,7 +58,7 @@ def replaced_functions(model: Any, modules: list[nn.Module]) -> list[tuple[str, 
     layers, and `torch.nn.functional`. A function's home is where its code was written: a decorator that copies names,
     as `functools.wraps` does, does not hide it.
     """
-    found = [*_of_attention(model), *_strangers_in("torch.nn.functional", vars(functional))]
+    found = [*foreign_attention(model), *_strangers_in("torch.nn.functional", vars(functional))]
     for kind, names in CLASSES:
         found += _strangers_in(f"torch.nn.{kind.__name__}", {name: getattr(kind, name) for name in names})
     kinds = sorted({type(module) for module in modules}, key=lambda kind: kind.__qualname__)
@@ -99,11 +99,6 @@ def has_replaced_methods(kind: type[nn.Module]) -> bool:
     )
 
 
-def has_foreign_attention(model: Any) -> bool:
-    """True where the model's attention function is someone else's."""
-    return bool(_of_attention(model))
-
-
 def attention_functions(model: Any) -> list[tuple[str, Any]]:
     """The functions under a model's `attn_implementation` in transformers' registries, by what they are for."""
     name = attention_name(model.config)
@@ -111,7 +106,7 @@ def attention_functions(model: Any) -> list[tuple[str, Any]]:
     return [(f"the {what} function {name!r}", table[name]) for what, table in tables if name in table]
 
 
-def _of_attention(model: Any) -> list[tuple[str, Any]]:
+def foreign_attention(model: Any) -> list[tuple[str, Any]]:
     """Those that are someone else's, objects that can be called included."""
     return [(name, value) for name, value in attention_functions(model) if is_strangers(value)]
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -69,31 +69,28 @@ to 1.4 standard deviations.
 WHOLE = (torch.float64, torch.float32)
 """Dtypes in which every node must agree. In the others a router may choose another expert by a rounding: the median
 node must."""
-_VERDICTS: dict[Any, _Verdict] = {}
+_VERDICTS: dict[Any, bool] = {}
+"""Key of what was found sound -> whether a prompt without padding is read as fastspec reads it. What is not is looked
+at again: it may be this model's own, such as NaN in its weights or layers that someone took out."""
 
 
-class _Verdict(NamedTuple):
-    """Why a model cannot be relied on, or None, and whether it reads a prompt without padding as fastspec does. A
-    reason is not kept: it may be this model's own, such as NaN in its weights or layers that someone took out."""
-
-    reason: str | None
-    alike: bool = True
-
-
-def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> None:
+def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> bool:
     """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype
     and versions, and anew after a check that could not say so.
 
     With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the
-    model. The model, its modes and hooks, and the global generators of random numbers are left as they were.
+    model. The model, its modes and hooks, and the global generators of random numbers are left as they were. Nothing
+    runs where its attention takes no masks: torch's flex attention on the CPU reads past the end of one. True where a
+    pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the whole of a prompt
+    that has no padding.
     """
-    _trusted(model, reads_source, adapter)
-
-
-def reads_prompts_alike(model: Any, adapter: Adapter | None) -> bool:
-    """True where a pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the
-    whole of a prompt that has no padding. Raises Unsupported as `check_trust`."""
-    return _trusted(model, False, adapter).alike
+    if adapter is None:
+        check_masks(model)  # its attention may have changed since `patch`
+    key = adapter is not None, _key(model)
+    if key not in _VERDICTS:
+        with _undisturbed(model), torch.no_grad():
+            _VERDICTS[key] = _judge(model, reads_source, adapter)
+    return _VERDICTS[key]
 
 
 def check_states(model: Any, taps: tuple[int, ...]) -> None:
@@ -126,29 +123,7 @@ def check_states(model: Any, taps: tuple[int, ...]) -> None:
                 f"{type(model).__name__} gives {found} for tokens of shape {list(two.shape)}, where a head reads one "
                 'for each layer and token: use "nasd" or "speculative"'
             )
-    _VERDICTS[key] = _Verdict(None)
-
-
-def _trusted(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
-    """The verdict on a model. Raises Unsupported for one that cannot be relied on, before anything runs where its
-    attention takes no masks: torch's flex attention on the CPU reads past the end of one."""
-    if adapter is None:
-        check_masks(model)  # its attention may have changed since `patch`
-    found = _verdict(model, reads_source, adapter)
-    if found.reason is not None:
-        raise Unsupported(found.reason)
-    return found
-
-
-def _verdict(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
-    key = adapter is not None, _key(model)
-    if key in _VERDICTS:
-        return _VERDICTS[key]
-    with _undisturbed(model), torch.no_grad():
-        found = _judge(model, reads_source, adapter)
-    if found.reason is None:
-        _VERDICTS[key] = found
-    return found
+    _VERDICTS[key] = True
 
 
 def _key(model: Any) -> Any:
@@ -185,29 +160,29 @@ def _computed(model: Any) -> torch.dtype:
     return autocast_inside(model) or dtype_of(model)
 
 
-def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> _Verdict:
+def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> bool:
     name, dtype = type(model).__name__, _computed(model)
     try:
         before = 0.0 if reads_source else _apart(*_after_prompt(model, adapter), dtype)
         for draw in DRAWS:
             found = before if math.isnan(before) else _apart(*_after_texts(model, reads_source, adapter, draw), dtype)
             if math.isnan(found):
-                return _Verdict(
+                raise Unsupported(
                     f"{name} gives logits that are NaN or infinite for random texts in "
                     f"{str(dtype).removeprefix('torch.')}: look for NaN in its weights, and for a dtype that overflows"
                 )
             if found <= _bound(dtype):
-                return _Verdict(None, before <= _bound(dtype))
-    except Unsupported as error:
-        return _Verdict(str(error))
+                return before <= _bound(dtype)
+    except Unsupported:
+        raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return _Verdict(
+        raise Unsupported(
             f"{name} does not run as fastspec has to run it, with a position for every node and a 4-D mask "
             f"({type(error).__name__}: {error}): it cannot be combined with assistant="
-        )
-    return _Verdict(
+        ) from error
+    raise Unsupported(
         f"{name} scores the nodes of a draft tree otherwise than the same tokens in a text of their own (its logits "
         f"are {found:.2g} standard deviations apart): it reads positions or masks in a way of its own, and cannot be "
         "combined with assistant="

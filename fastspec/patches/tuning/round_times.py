@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastspec import files
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
 from fastspec.generation.drafters.policy import COSTS
@@ -54,16 +54,20 @@ def tree_sizes(
     return session.trees[key]
 
 
+def experts_share(model: Any) -> float:
+    """Share of a layer's experts that a token chooses; 1 without a mixture."""
+    config = model.config.get_text_config()
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    total = next((count for count in counts if count), 1)
+    return min(1.0, (getattr(config, "num_experts_per_tok", None) or total) / total)
+
+
 def expert_bytes(model: Any) -> tuple[int, int, float]:
     """Bytes that every pass reads, those of all experts, and the share of the experts that a token chooses."""
-    config = model.config.get_text_config()
     experts = {id(weight) for name, weight in model.named_parameters() if ".experts." in name}
     weights = list(read_parameters(model))
     among = sum(weight.nbytes for weight in weights if id(weight) in experts)
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    total = next((count for count in counts if count), 1)
-    share = min(1.0, (getattr(config, "num_experts_per_tok", None) or total) / total)
-    return sum(weight.nbytes for weight in weights) - among, among, share
+    return sum(weight.nbytes for weight in weights) - among, among, experts_share(model)
 
 
 def prior_times(

@@ -45,31 +45,28 @@ def main(job_path: str, out_path: str) -> None:
                 done = engine.generate(prompts, settings, use_tqdm=False)
                 seconds = time.perf_counter() - start
                 tokens = [list(each.outputs[0].token_ids) for each in done]
-                drafts = minus(drafted(engine), before) if counts else {"drafts": 0, "accepted": 0, "accepted_at": []}
+                drafts = drafted(engine, before) if counts else {"drafts": 0, "accepted": 0, "accepted_at": []}
                 answer = {"call": call, "batch": number, "tokens": tokens, "seconds": seconds, **drafts}
                 if call >= 0:
                     print(json.dumps(answer), file=out, flush=True)
 
 
 def without_biases(model):
-    """Set a model's biases to 0, in place."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.data.zero_()
 
 
-def drafted(engine):
-    """Counts of drafts that the engine has made since it began."""
+def drafted(engine, before=None):
+    """Counts of drafts that the engine has made since it began, or since others were counted."""
     found = {metric.name: metric for metric in engine.get_metrics()}
     at = list(found[f"{ACCEPTED}_per_pos"].values)
-    return {"drafts": found[DRAFTS].value, "accepted": found[ACCEPTED].value, "accepted_at": at}
-
-
-def minus(after, before):
-    """Counts between two looks."""
-    found = {name: after[name] - before[name] for name in ("drafts", "accepted")}
-    at = zip(before["accepted_at"], after["accepted_at"], strict=True)
-    return found | {"accepted_at": [later - sooner for sooner, later in at]}
+    before = before or {"drafts": 0, "accepted": 0, "accepted_at": [0] * len(at)}
+    return {
+        "drafts": found[DRAFTS].value - before["drafts"],
+        "accepted": found[ACCEPTED].value - before["accepted"],
+        "accepted_at": [later - sooner for sooner, later in zip(before["accepted_at"], at, strict=True)],
+    }
 
 
 if __name__ == "__main__":

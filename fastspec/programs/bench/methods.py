@@ -178,7 +178,11 @@ def choose(
             check_assistant(options[name]["assistant"], patched[head])
         except Unsupported as error:
             lacking[name] = f"{error} (here: {SUPPLIED[assistant]})" if assistant in SUPPLIED else str(error)
-    wanted = [each for name in methods or (*PEERS, *ASSISTANTS) for each in _methods(name, drafters)]
+    wanted = [  # a name stands for one method, or that of an assistant for one of each of its heads
+        each
+        for name in methods or (*PEERS, *ASSISTANTS)
+        for each in ([name] if name in PEERS or ":" in name else drafters.names(name))
+    ]
     chosen = []
     for name in dict.fromkeys((BASELINE, *wanted)):
         if name not in lacking:
@@ -188,8 +192,3 @@ def choose(
         else:
             say(f"left out: {name}: {lacking[name]}")
     return chosen
-
-
-def _methods(name: str, drafters: Drafters) -> list[str]:
-    """The methods that a name stands for: an assistant's are one for each of its heads."""
-    return [name] if name in PEERS or ":" in name else drafters.names(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.errors import Unsupported
-from fastspec.programs.texts import encode, first_turn, read_jsonl
+from fastspec.programs.texts import encode, read_prompts
 
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
 """Eight prompts of six kinds, written for fastspec: what is asked where no prompts are given."""
@@ -27,17 +27,12 @@ class BenchPrompt:
 
 def read_rows(path: str | Path) -> list[Row]:
     """Rows of a jsonl file in Spec-Bench's form: `turns`, of which the first is asked, or `prompt`; `category` (else
-    the file's name) and `id` (else the line's number). Raises Unsupported for a file or a row that is not of this
-    form."""
-    rows = []
-    for number, row in read_jsonl(path):
-        text = first_turn(row)
-        if not isinstance(text, str):
-            raise Unsupported(f'{path}, line {number}: not a row with "prompt" or "turns"')
-        rows.append(
-            {"category": str(row.get("category", Path(path).stem)), "id": str(row.get("id", number)), "text": text}
-        )
-    return rows
+    the file's name) and `id` (else the line's number)."""
+    stem = Path(path).stem
+    return [
+        {"category": str(row.get("category", stem)), "id": str(row.get("id", number)), "text": text}
+        for number, row, text in read_prompts(path)
+    ]
 
 
 def rows_of(texts: Sequence[str]) -> list[Row]:
@@ -50,7 +45,9 @@ def encode_rows(
 ) -> list[BenchPrompt]:
     """The first `each` prompts of every category that the model has positions for, categories in the order of their
     first prompt."""
-    bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    from fastspec.patches.hf.config_fields import position_limit
+
+    bound = position_limit(model.config)
     found: dict[str, list[BenchPrompt]] = {}
     left = 0
     for row in rows:

@@ -120,7 +120,7 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
         console.print(f"\n{where['model']}, {device}", style="bold", markup=False)
         whole = [row for row in summary if row["category"] == OVERALL]
         for table in (speed_table(whole), round_table(whole), *category_tables(summary)):
-            console.print(table)
+            console.print(table, "")
     drafters: dict[str, str | None] = {}
     for row in rows:
         named = f"head {row['head']}" if row["head"] else row["draft_model"]
@@ -198,7 +198,8 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
     from fastspec.programs.terminal import table
 
-    return table(titles, rows, whole="by position", box=box.SIMPLE)
+    # 80 columns hold a round's phases
+    return table(titles, rows, whole="by position", box=box.SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def _cell(row: Row | None) -> str:

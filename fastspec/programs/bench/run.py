@@ -14,7 +14,6 @@ from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
-from fastspec.programs.bench.device import environment, floor
 from fastspec.programs.bench.methods import Drafters, Method, choose, read_drafters, twin
 from fastspec.programs.bench.peers import CHAINS, Peer, PeerFailed, PeerJob, answers
 from fastspec.programs.bench.prompts import (
@@ -27,7 +26,7 @@ from fastspec.programs.bench.prompts import (
     read_rows,
     rows_of,
 )
-from fastspec.programs.compare import MeasuredAnswer, beside, measured_answer, median_answer
+from fastspec.programs.compare import MeasuredAnswer, beside, environment, floor, measured_answer, median_answer
 from fastspec.programs.texts import padded_inputs
 
 if TYPE_CHECKING:

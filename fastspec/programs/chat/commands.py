@@ -16,7 +16,8 @@ from rich.text import Text
 
 import fastspec
 from fastspec import Eagle3
-from fastspec.config import CPP_TREE, STORAGES
+from fastspec.config import STORAGES
+from fastspec.default_trees import CPP_TREE
 from fastspec.errors import FastSpecError, Unsupported, accepted, meant
 from fastspec.files import parse_json
 from fastspec.programs.chat.session import Chat, read_saved
@@ -34,6 +35,7 @@ from fastspec.programs.chat.view import COLUMN
 from fastspec.programs.terminal import table
 
 Run = Callable[..., Any]
+Changes = Callable[..., dict[str, Any]]
 Value = Callable[[Chat], str]
 Choices = Callable[[Chat], Iterable[str]] | Iterable[str]
 
@@ -60,6 +62,23 @@ def command(usage: str, what: str, value: Value | None = None, *choices: Choices
     def add(run: Run) -> Run:
         COMMANDS[usage.split()[0]] = Command(f"/{usage}", what, run, value, choices)
         return run
+
+    return add
+
+
+def setting(usage: str, what: str, value: Value, *choices: Choices) -> Callable[[Changes], Changes]:
+    """Decorator that makes a command of a function from arguments to changes, of settings and, by names with a point,
+    of fields of the assistants' configs. It shows the value that they come to."""
+
+    def add(read: Changes) -> Changes:
+        @command(usage, what, value, *choices)
+        def run(chat: Chat, *texts: str) -> str:
+            changes = read(chat, *texts)
+            fields = {name: changes.pop(name) for name in list(changes) if "." in name}
+            chat.change(fields, **changes)
+            return f"{usage.split()[0]}: {value(chat)}"
+
+        return read
 
     return add
 
@@ -96,19 +115,9 @@ def _get(chat: Chat, name: str) -> Any:
     return chat.settings.field(name) if "." in name else getattr(chat.settings, name)
 
 
-def _shown(name: str) -> Value:
+def _shown(name: str, absent: str = "default") -> Value:
     """The value of a setting, or of a field of an assistant's config."""
-    return lambda chat: _told(_get(chat, name))
-
-
-def _given(name: str) -> Value:
-    """The values that the fields of a command were given."""
-
-    def value(chat: Chat) -> str:
-        given = dict(chat.settings.given)
-        return " ".join(dict.fromkeys(_told(given.get(field)) for field in COMMAND_FIELDS[name]))
-
-    return value
+    return lambda chat: absent if _get(chat, name) is None else _told(_get(chat, name))
 
 
 def _number(command: str, name: str, text: str, kind: type = int) -> Any:
@@ -117,6 +126,10 @@ def _number(command: str, name: str, text: str, kind: type = int) -> Any:
     except ValueError as error:
         expected = "whole number" if kind is int else "number"
         raise Unsupported(f"/{command}: {name} must be a {expected}, not {text!r}") from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(filter(None, text.split(","))))
 
 
 def _read(name: str, text: str) -> Any:
@@ -135,28 +148,26 @@ def _read(name: str, text: str) -> Any:
 def _fields(name: str, argument: str, what: str, choices: Choices = ("default",)) -> None:
     """A command that sets the fields of `COMMAND_FIELDS`; "default" takes them back."""
 
-    @command(f"{name} {argument}", what, _given(name), choices)
-    def run(chat: Chat, text: str) -> str:
-        chat.change({field: _read(field, text) for field in COMMAND_FIELDS[name]})
-        return f"{name} = {text}"
+    def given(chat: Chat) -> str:
+        given = dict(chat.settings.given)
+        return " ".join(dict.fromkeys(_told(given.get(field)) for field in COMMAND_FIELDS[name]))
+
+    @setting(f"{name} {argument}", what, given, choices)
+    def read(chat: Chat, text: str) -> dict[str, Any]:
+        return {field: _read(field, text) for field in COMMAND_FIELDS[name]}
 
 
-def _switch(name: str, what: str, value: Value | None = None, after: Callable[[Chat], None] | None = None) -> None:
+def _switch(name: str, what: str, value: Value | None = None) -> None:
     """A command that switches a setting, or the field that `COMMAND_FIELDS` has for it."""
-    (setting,) = COMMAND_FIELDS.get(name, (name,))
+    (switched,) = COMMAND_FIELDS.get(name, (name,))
 
-    @command(f"{name} [on|off]", what, value or _shown(setting), ("on", "off"))
-    def run(chat: Chat, text: str | None = None) -> str:
+    @setting(f"{name} [on|off]", what, value or _shown(switched), ("on", "off"))
+    def read(chat: Chat, text: str | None = None) -> dict[str, Any]:
         if text not in (None, "on", "off"):
             raise Unsupported(f"/{name} takes on or off, or nothing to switch, not {text!r}")
-        chosen = not _get(chat, setting) if text is None else text == "on"
-        if "." in setting:
-            chat.change({setting: chosen})
-        else:
-            chat.settings = chat.settings.replace(**{setting: chosen})
-        if after is not None:
-            after(chat)
-        return f"{name} {_told(chosen)}"
+        if name == "cache":
+            chat.drop_caches()
+        return {switched: not _get(chat, switched) if text is None else text == "on"}
 
 
 @command("help [COMMAND]", "this table", None, COMMANDS)
@@ -191,102 +202,74 @@ def _resource(chat: Chat, name: str, source: str) -> str:
     return _opened(chat, chat.reopen(chat.settings.replace(resources=tuple(resources.items()))))
 
 
-@command(
+@setting(
     "assistant NAME[,NAME...]",
     "who answers; several answer in turn and are compared; transformers is none",
     lambda chat: ",".join(chat.settings.assistants),
     Chat.known,
 )
-def _assistant(chat: Chat, text: str) -> str:
-    names = tuple(dict.fromkeys(filter(None, text.split(","))))
+def _assistant(chat: Chat, text: str) -> dict[str, Any]:
+    names = _names(text)
     if not names:
         raise Unsupported(f"/assistant takes one name or several with commas: {', '.join(chat.known())}")
-    for name in names:
-        chat.check(name)
-    chat.settings = chat.settings.replace(assistants=names)
-    return f"assistants: {', '.join(names)}"
+    return {"assistants": names}
 
 
-@command("length N", "new tokens per answer, at most", _shown("max_new_tokens"))
-def _length(chat: Chat, text: str) -> str:
-    chat.settings = chat.settings.replace(max_new_tokens=_number("length", "max_new_tokens", text))
-    return f"max_new_tokens = {chat.settings.max_new_tokens}"
+@setting("length N", "new tokens per answer, at most", _shown("max_new_tokens"))
+def _length(chat: Chat, text: str) -> dict[str, Any]:
+    return {"max_new_tokens": _number("length", "max_new_tokens", text)}
 
 
-def _processor_text(chat: Chat) -> str:
-    return chat.settings.processor_text()
-
-
-@command(
+@setting(
     f"processor {'|'.join(PROCESSORS)} [T] [k] [p]",
     "how tokens are chosen; of T, k, p those that it reads",
-    _processor_text,
+    lambda chat: chat.settings.processor_text(),
     PROCESSORS,
 )
-def _processor(chat: Chat, name: str, *values: str) -> str:
+def _processor(chat: Chat, name: str, *values: str) -> dict[str, Any]:
     if name not in PROCESSORS:
         raise Unsupported(f"/processor: {name!r} is unknown: {accepted(name, PROCESSORS)}")
     fields = PROCESSORS[name]
     if len(values) > len(fields):
         raise Unsupported(f"/processor {name} takes {', '.join(fields) or 'nothing more'}, not {' '.join(values)!r}")
     read = {f: _number("processor", f, v, int if f == "top_k" else float) for f, v in zip(fields, values, strict=False)}
-    chat.settings = chat.settings.replace(processor=name, **read)
-    return f"processor: {_processor_text(chat)}"
+    return {"processor": name, **read}
 
 
-@command(
+@setting(
     "temperature T",
     "temperature of sampling; 0 is greedy",
     lambda chat: "0" if chat.settings.greedy else f"{chat.settings.temperature:g}",
 )
-def _temperature(chat: Chat, text: str) -> str:
-    chat.settings = chat.settings.at_temperature(_number("temperature", "temperature", text, float))
-    return f"processor: {_processor_text(chat)}"
+def _temperature(chat: Chat, text: str) -> dict[str, Any]:
+    return chat.settings.at_temperature(_number("temperature", "temperature", text, float))
 
 
-@command(
-    "seed N|off",
-    "seed set before every answer",
-    lambda chat: "off" if chat.settings.seed is None else str(chat.settings.seed),
-    ("off",),
-)
-def _seed(chat: Chat, text: str) -> str:
-    value = None if text == "off" else _number("seed", "seed", text)
-    if value is not None and not 0 <= value < 2**63:
-        raise Unsupported(f"/seed: the seed must lie between 0 and 2**63 - 1, not {value}")
-    chat.settings = chat.settings.replace(seed=value)
-    return f"seed {text}" + ("" if value is None else ": set before every answer")
+@setting("seed N|off", "seed set before every answer", _shown("seed", "off"), ("off",))
+def _seed(chat: Chat, text: str) -> dict[str, Any]:
+    return {"seed": None if text == "off" else _number("seed", "seed", text)}
 
 
-def _beams_value(chat: Chat) -> str:
-    return f"{chat.settings.beams}, length penalty {chat.settings.length_penalty:g}"
-
-
-@command(
+@setting(
     "beams N [LENGTH_PENALTY]",
     "a further answer by transformers' beam search, without an assistant; 1: none",
-    _beams_value,
+    lambda chat: f"{chat.settings.beams}, length penalty {chat.settings.length_penalty:g}",
 )
-def _beams(chat: Chat, text: str, penalty: str | None = None) -> str:
-    changes: dict[str, Any] = {"beams": _number("beams", "beams", text)}
-    if penalty is not None:
-        changes["length_penalty"] = _number("beams", "length_penalty", penalty, float)
-    chat.settings = chat.settings.replace(**changes)
-    return f"beams = {_beams_value(chat)}"
+def _beams(chat: Chat, text: str, penalty: str | None = None) -> dict[str, Any]:
+    changes = {"beams": _number("beams", "beams", text)}
+    return (
+        changes if penalty is None else changes | {"length_penalty": _number("beams", "length_penalty", penalty, float)}
+    )
 
 
-@command(
+@setting(
     "logits_processor NAME[,NAME...]|none",
     "processors of your own (--own FILE), which change scores before the choice",
     lambda chat: ",".join(chat.settings.logits_processors) or "none",
     lambda chat: ("none", *chat.processors),
 )
-def _logits_processor(chat: Chat, text: str) -> str:
-    names = () if text == "none" else tuple(dict.fromkeys(filter(None, text.split(","))))
-    settings = chat.settings.replace(logits_processors=names)
-    chat.check_own(settings)
-    chat.settings = settings
-    return f"logits_processor = {text}"
+def _logits_processor(chat: Chat, text: str) -> dict[str, Any]:
+    return {"logits_processors": () if text == "none" else _names(text)}
 
 
 _fields("gamma", "N|default", "tokens drafted a round by nasd and speculative")
@@ -295,42 +278,33 @@ _fields("top_k_filler", "N|default", "the target's best tokens of each position 
 _switch("stop_if_unknown", "where nasd knows nothing, draft nothing; off: the last token again")
 
 
-def _storage_value(chat: Chat) -> str:
-    settings = chat.settings
-    return f"{settings.own_storage or settings.field('nasd.storage')}, one per {settings.storage_per}"
-
-
-@command(
+@setting(
     f"storage {'|'.join(STORAGES)}|NAME [{'|'.join(KEPT_FOR)}]",
     "where nasd keeps its n-grams (NAME: yours, --own FILE), and how long: one storage for each answer, or one for the "
     "chat until /reset",
-    _storage_value,
+    lambda chat: f"{chat.settings.own_storage or _get(chat, 'nasd.storage')}, one per {chat.settings.storage_per}",
     lambda chat: (*STORAGES, *chat.storages),
     KEPT_FOR,
 )
-def _storage(chat: Chat, name: str, kept: str | None = None) -> str:
+def _storage(chat: Chat, name: str, kept: str | None = None) -> dict[str, Any]:
     name = OLDER_STORAGES.get(name, name)
     if name not in (*STORAGES, *chat.storages):
         raise Unsupported(f"storage {name!r} is unknown: {accepted(name, (*STORAGES, *chat.storages))}")
     own, kind = (name, FIELDS["nasd.storage"]) if name in chat.storages else (None, name)
-    chat.change({"nasd.storage": kind}, own_storage=own, storage_per=kept or chat.settings.storage_per)
-    return f"storage = {_storage_value(chat)}"
+    return {"nasd.storage": kind, "own_storage": own, "storage_per": kept or chat.settings.storage_per}
 
 
-@command(
+@setting(
     "early_exit K|off",
     "speculative drafts with the target's own first K layers, without a draft model",
-    lambda chat: str(chat.settings.field("speculative.early_exit") or "off"),
+    _shown("speculative.early_exit", "off"),
     ("off",),
 )
-def _early_exit(chat: Chat, text: str) -> str:
-    value = None if text == "off" else _number("early_exit", "the number of layers", text)
-    changes = {"speculative.early_exit": value}
-    if value is not None:  # the target may have fewer layers
+def _early_exit(chat: Chat, text: str) -> dict[str, Any]:
+    changes = {"speculative.early_exit": None if text == "off" else _number("early_exit", "the number of layers", text)}
+    if text != "off":  # the target may have fewer layers
         chat.check("speculative", chat.settings.with_fields(changes))
-    chat.change(changes)
-    told = "" if value is None else f": speculative drafts with the target's first {value} layers"
-    return f"early_exit {text}{told}"
+    return changes
 
 
 def _tree_value(chat: Chat) -> str:
@@ -343,36 +317,36 @@ def _tree_value(chat: Chat) -> str:
     return f"{'default: ' if config.total_tokens is None else ''}{shape.total_tokens} nodes, {grown}"
 
 
-@command(
+@setting(
     "tree N|auto|default [DEPTH] [TOP_K]",
     "nodes of the trees of eagle2 and eagle3, root counted; auto: as many as pay",
     _tree_value,
     ("auto", "default"),
 )
-def _tree(chat: Chat, size: str, *more: str) -> str:
+def _tree(chat: Chat, size: str, *more: str) -> dict[str, Any]:
     if size == "default" and more:
         raise Unsupported("/tree default is the device's tree as a whole: leave depth and top_k out")
     named = {"default": None, "auto": "auto"}
     sizes = {"total_tokens": named[size] if size in named else _number("tree", "total_tokens", size)}
     sizes |= {name: _number("tree", name, text) for name, text in zip(TREE[1:], more, strict=False)}
-    chat.change({field: sizes.get(part) for part in TREE for field in COMMAND_FIELDS[f"tree_{part}"]})
-    return f"tree: {_tree_value(chat)}"
+    return {field: sizes.get(part) for part in TREE for field in COMMAND_FIELDS[f"tree_{part}"]}
 
 
 _fields("branches", "N|default", "children that speculative drafts at every position")
 _fields("drafts", "greedy|sampled", "how eagle drafts in sampled answers", ("greedy", "sampled"))
 
 
-@command(
+@setting(
     "set ASSISTANT.FIELD VALUE",
     "any field of an assistant's config, such as nasd.total_tokens 24; default takes it back",
     lambda chat: ", ".join(f"{name}={_told(value)}" for name, value in chat.settings.given) or "default",
     FIELDS,
     ("default",),
 )
-def _set(chat: Chat, name: str, text: str) -> str:
-    chat.change({name: _read(name, text)})
-    return f"{name} = {_told(chat.settings.field(name))}"
+def _set(chat: Chat, name: str, text: str) -> dict[str, Any]:
+    if name not in FIELDS:
+        raise Unsupported(f"{name!r} is unknown: {accepted(name, FIELDS)}")
+    return {name: _read(name, text)}
 
 
 def _template_value(chat: Chat) -> str:
@@ -384,7 +358,6 @@ _switch(
     "cache",
     "keep keys and values from turn to turn; EAGLE heads then see the new turn alone. A cascade keeps its own, by its "
     "`memory`",
-    after=Chat.drop_caches,
 )
 _switch("chat", "the model's chat template; off: the texts as they stand", _template_value)
 _switch("debug", "draw the draft tree of every round after the answer; the stages of a cascade show none")

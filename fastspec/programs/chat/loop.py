@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,34 @@ from rich.tree import Tree
 from fastspec.errors import FastSpecError
 from fastspec.programs.chat import view
 from fastspec.programs.chat.commands import execute
-from fastspec.programs.chat.session import BEAMS, Chat, ChatTurn
+from fastspec.programs.chat.session import BEAMS, Chat, ChatTurn, SavedChat
+from fastspec.programs.chat.settings import Settings, read_own
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def run_chat(
+    settings: Settings,
+    console: Console,
+    prompts: list[str] | None = None,
+    saved: SavedChat | None = None,
+    own: str | None = None,
+) -> Chat:
+    """Load what the settings name and converse over `prompts`, where errors are raised; without any over what is typed,
+    or standard input where that is no terminal. Goes on from a `saved` chat, with what the Python file `own` adds;
+    returns the chat as it ended."""
+    chat = Chat.open(settings, **({} if own is None else read_own(own)))
+    if saved is not None:
+        chat.turns, chat.conversation = list(saved.turns), list(saved.conversation)
+    console.print(f"{settings.model} on {chat.model.device}, {chat.dtype}; /help lists the commands", highlight=False)
+    lines: Iterable[str] = prompts or sys.stdin
+    if not prompts and sys.stdin.isatty():
+        from fastspec.programs.chat.terminal import terminal_lines
+
+        lines = terminal_lines(chat)
+    converse(chat, lines, console, strict=bool(prompts))
+    return chat
 
 
 def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool = False) -> None:
@@ -38,7 +63,6 @@ def converse(chat: Chat, lines: Iterable[str], console: Console, *, strict: bool
 
 
 def take(chat: Chat, line: str, console: Console) -> None:
-    """One line: run the command, or answer the prompt."""
     if not line.startswith("/"):
         respond(chat, line.strip(), console)
         return

@@ -167,8 +167,9 @@ class Chat:
 
     def change(self, fields: dict[str, Any], **others: Any) -> None:
         """Change fields of the assistants' configs, and settings. Raises Unsupported, and changes nothing, where one of
-        the assistants cannot answer with them."""
+        the assistants cannot answer with them, or is not known."""
         settings = self.settings.replace(**others).with_fields(fields)
+        self.check_own(settings)
         for name in settings.assistants:
             self.check(name, settings)
         self.settings = settings
@@ -205,11 +206,9 @@ class Chat:
 
     @property
     def dtype(self) -> str:
-        """The model's dtype by name."""
         return str(self.model.dtype).removeprefix("torch.")
 
     def strategies(self) -> list[str]:
-        """Strategies that answer a prompt, in turn."""
         return [*self.settings.assistants, *([BEAMS] if self.settings.beams > 1 else [])]
 
     def known(self) -> list[str]:
@@ -229,7 +228,6 @@ class Chat:
                 raise Unsupported(f"{kind} {name!r} of your own is unknown: {known}")
 
     def check_name(self, name: str) -> None:
-        """Raise Unsupported for an assistant that is unknown."""
         if name not in self.known():
             raise Unsupported(f"assistant {name!r} is unknown: {accepted(name, self.known())}")
 
@@ -279,7 +277,7 @@ class Chat:
         with Stopwatch(ids.device) as watch, contextlib.suppress(KeyboardInterrupt):
             output = self.model.generate(**inputs, **options)
         if output is None:
-            tokens, stats = list(streamer.ids), streamer if streamer.rounds else None
+            tokens, stats = list(streamer.ids), streamer.stats if streamer.stats.row_rounds else None
         else:
             tokens = output.sequences[0, prompt_width(self.model, ids) :].tolist()
             stats = getattr(output, "fastspec", None)
@@ -372,7 +370,6 @@ class Chat:
         return dataclasses.replace(config, n=None, storage=self._storage)
 
     def _cascade(self, strategy: str) -> fastspec.Cascade | None:
-        """The cascade that a strategy is, or None."""
         given = self.own.get(strategy, strategy)
         from fastspec.patches.api import cascade_of
 

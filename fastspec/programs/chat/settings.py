@@ -89,6 +89,8 @@ class Settings:
         for name in ("max_new_tokens", "top_k", "beams"):
             if getattr(self, name) < 1:
                 raise Unsupported(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise Unsupported(f"seed must lie between 0 and 2**63 - 1, not {self.seed}")
         if not 0 < self.temperature < float("inf"):
             told = f"temperature must be above 0 and finite, not {self.temperature:g}"
             raise Unsupported(f"{told}: /processor greedy does without sampling")
@@ -116,11 +118,11 @@ class Settings:
         """The same settings with some changed; checked."""
         return dataclasses.replace(self, **changes)
 
-    def at_temperature(self, value: float) -> Settings:
-        """The same settings, but sampling at a temperature, or greedy at 0."""
+    def at_temperature(self, value: float) -> dict[str, Any]:
+        """Changes that make answers sampled at a temperature, or greedy at 0."""
         if value == 0:
-            return self.replace(processor="greedy")
-        return self.replace(processor="multinomial" if self.greedy else self.processor, temperature=value)
+            return {"processor": "greedy"}
+        return {"processor": "multinomial" if self.greedy else self.processor, "temperature": value}
 
     def with_fields(self, changes: dict[str, Any]) -> Settings:
         """The same settings with fields of the assistants' configs changed, named as in `FIELDS`; checked."""

@@ -22,7 +22,6 @@ class CommandCompleter(Completer):
         self.chat = chat
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """Completions that may stand at the cursor."""
         name, space, rest = document.text_before_cursor.partition(" ")
         if not name.startswith("/"):
             return

@@ -14,6 +14,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from fastspec.cascade.decisions import Explanation
+from fastspec.generation.stats import Stats
 from fastspec.programs.chat.session import Answer, ChatTurn
 from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
@@ -50,35 +51,32 @@ class RoundTree:
 
 
 class AnswerStreamer(MarkedStreamer):
-    """Streamer that prints tokens in the style of their marks, counts rounds, and keeps their trees where asked to.
-    `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds."""
+    """Streamer that prints tokens in the style of their marks, counts rounds (`stats`), and keeps their trees where
+    asked to. `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds."""
 
     def __init__(self, tokenizer: Any, console: Console, *, trees: bool = False) -> None:
         super().__init__(tokenizer, console)
         self.trees: list[RoundTree] | None = [] if trees else None
         self.marks: list[str] = []
         self.spent = 0.0
-        self.rounds = self.drafted = self.accepted = self.emitted = 0
+        self.stats = Stats(rows=1)
         self._mark = OWN
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens that a round emits, the target's own counted."""
-        return self.emitted / self.rounds if self.rounds else 0.0
+        self._drafted: int | None = None
 
     def on_tree(self, tree: Any, verdict: Any, logits: Any) -> None:
         """One round's tree, verdict and target logits [1, N, V], before its tokens come."""
         start = time.perf_counter()
         found = read_round(tree, verdict, None if self.trees is None else logits)
-        self._mark, self.rounds, self.drafted = found.mark, self.rounds + 1, self.drafted + len(found.tokens) - 1
+        self._mark, self._drafted = found.mark, len(found.tokens) - 1
         if self.trees is not None:
             self.trees.append(found)
         self.spent += time.perf_counter() - start
 
     def on_round(self, tokens: list[int], accepted: int) -> None:
         """`tokens` of one round, the first `accepted` of them drafted, or the first token, before any round."""
-        if self.rounds:
-            self.accepted, self.emitted = self.accepted + accepted, self.emitted + len(tokens)
+        if self._drafted is not None:
+            self.stats.count_rows([(len(tokens), accepted, self._drafted)], self._drafted > 0)
+            self._drafted = None
         marks = [ACCEPTED if index < accepted else self._mark for index in range(len(tokens))]
         self.marks += marks
         self.styles.extend(STYLES[mark] for mark in marks)
@@ -124,14 +122,13 @@ def _without_copies(found: RoundTree) -> RoundTree:
 
 def legend() -> Text:
     """One line that says what the colours mean."""
-    return Text("; ").join(
-        [
-            Text.assemble((ACCEPTED, STYLES[ACCEPTED] or ""), " drafts"),
-            Text.assemble((RECOVERED, STYLES[RECOVERED] or ""), ": the target's own token in a rejected draft's place"),
-            Text.assemble((BONUS, STYLES[BONUS] or ""), ": its own after a path that was accepted to the end"),
-            Text("plain: no draft"),
-        ]
-    )
+    said = {
+        ACCEPTED: " drafts",
+        RECOVERED: ": the target's own token in a rejected draft's place",
+        BONUS: ": its own after a path that was accepted to the end",
+    }
+    coloured = [Text.assemble((mark, STYLES[mark] or ""), what) for mark, what in said.items()]
+    return Text("; ").join([*coloured, Text("plain: no draft")])
 
 
 def turn_table(turn: ChatTurn) -> Table:

@@ -75,7 +75,7 @@ def chat(
     """Chat with a model while strategies answer in turn and are compared, drafted tokens in colour. See
     docs/guide/chat.md."""
     name = options.model_name(model, model_option, SMOLLM2) if load is None else ""
-    from fastspec.programs.chat import run_chat
+    from fastspec.programs.chat.loop import run_chat
     from fastspec.programs.chat.session import read_saved
     from fastspec.programs.chat.settings import COMMAND_FIELDS, Settings, heads_of
 
@@ -101,7 +101,7 @@ def chat(
             backend=backend,
         )
         changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
-        settings = settings.with_fields(changes).at_temperature(temperature)
+        settings = settings.with_fields(changes).replace(**settings.at_temperature(temperature))
     else:
         names = [each.name for each in context.command.params if each.name and each.name not in WITH_LOAD]
         sources = {

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from typer import Option
 
 from fastspec.cascade.config import Stage, refuse_unknown
@@ -274,12 +274,10 @@ def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
 
 def _print_table(console: Console, names: list[str], numbers: list[str], rows: Iterable[Sequence[str]]) -> None:
     """A table of at most 80 columns whose cells are not wrapped: long names are cut off, numbers never."""
-    table = Table(box=None)
     room = WIDTH - sum(max(len(title), 6) + 2 for title in numbers)  # with a blank on either side
-    for title in names:
-        table.add_column(title, no_wrap=True, overflow="ellipsis", max_width=room // len(names) - 2)
-    for title in numbers:
-        table.add_column(title, no_wrap=True, justify="right", min_width=len(title))
+    shown = [Column(title, no_wrap=True, overflow="ellipsis", max_width=room // len(names) - 2) for title in names]
+    shown += [Column(title, no_wrap=True, justify="right", min_width=len(title)) for title in numbers]
+    table = Table(*shown, box=None)
     for row in rows:
         table.add_row(*row)
     console.print(table)

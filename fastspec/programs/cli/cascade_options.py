@@ -52,14 +52,15 @@ def cascade_of(
     model: str,
     path: Path | None,
     stages: list[str] | None,
-    heads: list[str],
+    given: list[str] | None,
     predictor: Path | None,
     price: float | None,
     backend: BackendName,
     cut: Sequence[str] | None = None,
-) -> Cascade | None:
-    """The cascade of a command's options, None where they name none. Raises Unsupported for options that do not go
-    together, and a predictor that cannot be read or is for other stages."""
+) -> tuple[list[str], Cascade | None]:
+    """(heads of the command's own model, the cascade of its options, None where they name none). Raises Unsupported for
+    options that do not go together, and a predictor that cannot be read or is for other stages."""
+    own, heads = split_heads(given or (), stages or ())
     if path is not None and (stages or cut or predictor is not None):
         raise Unsupported(
             "--cascade FILE names the stages, their heads and their predictor: leave out --stage, "
@@ -71,49 +72,33 @@ def cascade_of(
                 "--predictor, --price and --stage-tensor-parallel are of a cascade: give --cascade FILE or --stage "
                 "NAME=MODEL"
             )
-        return None
-    config = (
-        Cascade.from_yaml(path)
-        if path is not None
-        else _of_stages(model, stages or [], heads, predictor, backend, cut or ())
-    )
+        return own, None
+    from fastspec.cascade.predictor import Predictor
+
+    if path is not None:
+        config = Cascade.from_yaml(path)
+    elif predictor is None:
+        raise Unsupported("--stage needs --predictor FILE, which `fastspec cascade train` writes")
+    else:
+        label = Predictor.load(predictor).stages[-1]  # the large model's name is the predictor's
+        models, _, drafts = check_names(stages or [], f"{label}={model}", heads)
+        processes = dict(_processes(text, [name for name, _ in models]) for text in cut or ())
+        below = [
+            replace(stage_of(source, None, name, drafts, backend), tensor_parallel=processes.get(name))
+            for name, source in models
+        ]
+        config = Cascade(stages=below, label=label, predictor=str(predictor))
     if config.mode != "adaptive":
         if price is not None:
             raise Unsupported(f"--price is of the mode 'adaptive': mode={config.mode!r} goes on from no answer")
-        return config
-    from fastspec.cascade.predictor import Predictor
-
+        return own, config
     if isinstance(config.predictor, (str, Path)) and config.label is not None:
         Predictor.load(config.predictor).check((*(stage.label for stage in config.stages), config.label))
     if price is not None and config.thresholds is not None:
         raise Unsupported(
             "--price: this cascade decides by its thresholds, which no price changes: leave out one of them"
         )
-    return config if price is None else replace(config, price=price)
-
-
-def _of_stages(
-    model: str,
-    stages: list[str],
-    heads: list[str],
-    predictor: Path | None,
-    backend: BackendName,
-    cut: Sequence[str],
-) -> Cascade:
-    """The cascade of --stage, --head, --stage-tensor-parallel and --predictor; its last stage's name is the
-    predictor's."""
-    from fastspec.cascade.predictor import Predictor
-
-    if predictor is None:
-        raise Unsupported("--stage needs --predictor FILE, which `fastspec cascade train` writes")
-    label = Predictor.load(predictor).stages[-1]
-    models, _, drafts = check_names(stages, f"{label}={model}", heads)
-    processes = dict(_processes(text, [name for name, _ in models]) for text in cut)
-    below = [
-        replace(stage_of(source, None, name, drafts, backend), tensor_parallel=processes.get(name))
-        for name, source in models
-    ]
-    return Cascade(stages=below, label=label, predictor=str(predictor))
+    return own, config if price is None else replace(config, price=price)
 
 
 def _processes(text: str, names: Sequence[str]) -> tuple[str, int]:

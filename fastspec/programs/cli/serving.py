@@ -11,34 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import AssistantName, BackendName, HeadBits
+from fastspec.config import AssistantName, BackendName
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported, accepted
 from fastspec.models import SHIPPED, SMOLLM2
-from fastspec.programs.cli.cascade_options import (
-    CascadeFile,
-    PredictorFile,
-    Price,
-    StageHeads,
-    StageProcesses,
-    Stages,
-    cascade_of,
-    split_heads,
-)
-from fastspec.programs.cli.options import (
-    Backend,
-    Bits,
-    Device,
-    MaxNewTokens,
-    Model,
-    ModelOption,
-    Stored,
-    model_name,
-    patched_model,
-)
+from fastspec.programs.cli import cascade_options, options
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
 
@@ -91,24 +70,14 @@ def chosen_beside(
 
 
 def model_of(
-    name: str,
-    chosen: Chosen,
-    device: str | None,
-    backend: BackendName,
-    cascade: Cascade | None = None,
-    stored: bool | None = None,
-    head_bits: HeadBits | None = None,
-    processes: int = 1,
+    name: str, chosen: Chosen, device: str | None = None, backend: BackendName = "auto", **loading: Any
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a command, patched with its head and its cascade, cut over so many processes. Without a
-    device it is that of the process."""
+    """(model, tokenizer) of a command, patched with its head; `loading` are those of `patched_model`. Without a device
+    it is that of the process."""
     from fastspec.programs.bulk import own_device
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
-    on = own_device() if device is None else device
-    return patched_model(
-        name, on, backend, cascade=cascade, heads=heads, stored=stored, head_bits=head_bits, processes=processes
-    )
+    return options.patched_model(name, own_device() if device is None else device, backend, heads=heads, **loading)
 
 
 def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> None:
@@ -122,17 +91,17 @@ def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> N
 def generate(
     prompts: Annotated[Path, typer.Option(help="jsonl file with `prompt`, `messages` or `turns` in each row.")],
     out: Annotated[Path, typer.Option(help="jsonl file of the answers; what it answers already is not asked again.")],
-    model: Model = None,
-    model_option: ModelOption = None,
-    head: StageHeads = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
+    head: cascade_options.StageHeads = None,
     assistant: AssistantOption = None,
-    cascade: CascadeFile = None,
-    stage: Stages = None,
-    stage_tensor_parallel: StageProcesses = None,
-    predictor: PredictorFile = None,
-    price: Price = None,
+    cascade: cascade_options.CascadeFile = None,
+    stage: cascade_options.Stages = None,
+    stage_tensor_parallel: cascade_options.StageProcesses = None,
+    predictor: cascade_options.PredictorFile = None,
+    price: cascade_options.Price = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at a time.")] = 8,
-    max_new_tokens: MaxNewTokens = 256,
+    max_new_tokens: options.MaxNewTokens = 256,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
     ] = None,
@@ -146,21 +115,22 @@ def generate(
         bool,
         typer.Option("--tensor-parallel", help="Cut the model over torchrun's processes, which else share the lines."),
     ] = False,
-    device: Device = None,
-    backend: Backend = "auto",
-    stored: Stored = None,
-    head_bits: Bits = None,
+    device: options.Device = None,
+    backend: options.Backend = "auto",
+    stored: options.Stored = None,
+    head_bits: options.Bits = None,
 ) -> None:
     """Answer a file of prompts. An interrupted run goes on with the same command; under `accelerate launch` every GPU
     takes its share."""
-    source = model_name(model, model_option, SMOLLM2)
+    source = options.model_name(model, model_option, SMOLLM2)
     from fastspec.programs.bulk import answer_file, follow_file, read_left, settings_of, share_of_process
 
     console, share = Console(stderr=True, highlight=False), share_of_process()
     rank, processes = share if tensor_parallel else (0, 1)
     share = (0, 1) if tensor_parallel else share
-    own, of_stages = split_heads(head or (), stage or ())
-    config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend, stage_tensor_parallel)
+    own, config = cascade_options.cascade_of(
+        source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel
+    )
     settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
     if tensor_parallel and processes == 1:
         raise Unsupported("--tensor-parallel is for several processes: start the command under torchrun")
@@ -168,19 +138,20 @@ def generate(
     if rank == 0:
         read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    target, tokenizer = model_of(source, chosen, device, backend, config, stored, head_bits, processes)
+    as_read: dict[str, Any] = {"stored": stored, "head_bits": head_bits, "processes": processes}
+    target, tokenizer = model_of(source, chosen, device, backend, cascade=config, **as_read)
+    decodes = chosen.assistant if config is None else config.name
     if rank > 0:
-        follow_file(target, chosen.assistant if config is None else config.name, rows, max_length)
+        follow_file(target, decodes, rows, max_length)
         return
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=share[0] > 0) as bar:
-        task = bar.add_task("answers", total=None)
+    silent = share[0] > 0 or not console.is_terminal
+    with counting("answers", Console(stderr=True, quiet=True) if silent else console) as tell:
         done = answer_file(
             target,
             tokenizer,
             prompts,
             out,
-            assistant=chosen.assistant if config is None else config.name,
+            assistant=decodes,
             rows=rows,
             max_new_tokens=max_new_tokens,
             max_length=max_length,
@@ -191,7 +162,7 @@ def generate(
             share=share,
             name=source,
             cascade=config,
-            tell=lambda total, failed: bar.update(task, total=total, advance=1),
+            tell=tell,
         )
     console.print(
         f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed", markup=False
@@ -206,25 +177,19 @@ def opened(
     rows: int = 8,
     max_length: int | None = None,
     prefill_chunk: int | None = None,
-    device: str | None = None,
-    backend: BackendName = "auto",
     warmup: int | None = None,
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
-    stored: bool | None = None,
-    head_bits: HeadBits | None = None,
-    processes: int = 1,
+    **loading: Any,
 ) -> tuple[PromptBatch, Any]:
     """(an open batch, its tokenizer) of `fastspec serve`, in a process that its rounds run in; warmed up for texts of
-    so many tokens."""
+    so many tokens. `loading` are those of `model_of`."""
     from fastspec.patches.continuous import continuous
 
-    target, tokenizer = model_of(model, chosen, device, backend, cascade, stored, head_bits, processes)
-    chunk: int | Literal["auto"] = prefill_chunk or "auto"
+    target, tokenizer = model_of(model, chosen, cascade=cascade, **loading)
     assistant: AssistantName = chosen.assistant if cascade is None else "cascade"
-    batch = continuous(
-        target, assistant, rows, max_length=max_length, prefill_chunk=chunk, prefix_caching=prefix_caching
-    )
+    held: dict[str, Any] = {"max_length": max_length, "prefix_caching": prefix_caching}
+    batch = continuous(target, assistant, rows, prefill_chunk=prefill_chunk or "auto", **held)
     if warmup is not None and batch.alive:
         with counting("calls") as told:
             seconds = batch.warmup(warmup, told)
@@ -241,15 +206,15 @@ def follow(batch: PromptBatch) -> None:
 
 
 def serve(
-    model: Model = None,
-    model_option: ModelOption = None,
-    head: StageHeads = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
+    head: cascade_options.StageHeads = None,
     assistant: AssistantOption = None,
-    cascade: CascadeFile = None,
-    stage: Stages = None,
-    stage_tensor_parallel: StageProcesses = None,
-    predictor: PredictorFile = None,
-    price: Price = None,
+    cascade: cascade_options.CascadeFile = None,
+    stage: cascade_options.Stages = None,
+    stage_tensor_parallel: cascade_options.StageProcesses = None,
+    predictor: cascade_options.PredictorFile = None,
+    price: cascade_options.Price = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL by default.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time.")] = 8,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -276,10 +241,10 @@ def serve(
     prefix_caching: Annotated[
         bool, typer.Option(help="Read prompts from where a text that a row holds is like them.")
     ] = True,
-    device: Device = None,
-    backend: Backend = "auto",
-    stored: Stored = None,
-    head_bits: Bits = None,
+    device: options.Device = None,
+    backend: options.Backend = "auto",
+    stored: options.Stored = None,
+    head_bits: options.Bits = None,
     warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
     warmup_length: Annotated[int, typer.Option(min=1, help="Longest text that --warmup is for, in tokens.")] = 1920,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
@@ -287,7 +252,7 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's routes and Anthropic's: chat, completions, responses, messages, models, tokens, health
     and metrics; under torchrun one that is cut over its processes. See docs/guide/serving.md."""
-    source = model_name(model, model_option, SMOLLM2)
+    source = options.model_name(model, model_option, SMOLLM2)
     from fastspec.programs.bulk import share_of_process
 
     try:
@@ -297,8 +262,9 @@ def serve(
         from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
-    own, of_stages = split_heads(head or (), stage or ())
-    config = cascade_of(source, cascade, stage, of_stages, predictor, price, backend, stage_tensor_parallel)
+    own, config = cascade_options.cascade_of(
+        source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel
+    )
     rank, processes = share_of_process()
     refuse_cut(device, config, processes)
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
@@ -309,14 +275,14 @@ def serve(
         rows,
         max_length,
         prefill_chunk,
-        device,
-        backend,
         warmup_length if warmup else None,
         prefix_caching,
         config,
-        stored,
-        head_bits,
-        processes,
+        device=device,
+        backend=backend,
+        stored=stored,
+        head_bits=head_bits,
+        processes=processes,
     )
     if rank > 0:
         follow(build()[0])

@@ -4,13 +4,14 @@ routes are written from."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
-import regex
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import chat_parsing
 
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound
@@ -142,24 +143,22 @@ class Detokenizer:
         return self._decode(self.tokens)[self.said :]
 
 
-class Field:
-    """Field of a response template: how its part of a text opens and closes."""
-
-    def __init__(self, name: str, spec: dict[str, Any]) -> None:
-        self.name = name
-        self.opens, self.opens_at_once = _delimiter(spec, "open")
-        self.closes, self.closes_at_once = _delimiter(spec, "close")
-        self.strips = spec.get("content_args", {}).get("strip", True)
-
-
-def _delimiter(spec: dict[str, Any], name: str) -> tuple[Any, bool]:
-    """(a compiled pattern or None, whether a match at the end of a text cannot become longer)."""
-    texts = spec.get(name)
-    if texts is not None:
-        texts = sorted([texts] if isinstance(texts, str) else texts, key=len, reverse=True)
-        return regex.compile("|".join(map(regex.escape, texts))), len(texts) == 1
-    pattern = spec.get(f"{name}_pattern")
-    return (None if pattern is None else regex.compile(pattern, regex.DOTALL)), False
+def _as_text(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """Field of a response template whose value is its text, whatever that holds; of a call of tools with what opens and
+    closes it."""
+    named = ("open", "open_pattern", "close", "close_pattern")
+    delimiters: dict[str, Any] = {key: spec[key] for key in named if key in spec}
+    plain = {"content": "text", "content_args": {"strip": False}, "repeats": True, "transform": "{content}"}
+    if name != "tool_calls":
+        return {**delimiters, **plain}
+    found = {}
+    for key, form in (("open", "(?P<opening>{})"), ("close", "(?<={})")):  # what closes stays part of the text
+        texts = delimiters.get(key, ())
+        literals = sorted([texts] if isinstance(texts, str) else texts, key=len, reverse=True)
+        pattern = delimiters.get(f"{key}_pattern") or "|".join(map(re.escape, literals))
+        if pattern:
+            found[f"{key}_pattern"] = form.format(pattern)
+    return {**found, **plain, "transform": {"opening": "{opening}", "text": "{content}"}}
 
 
 class ResponseParser:
@@ -178,83 +177,32 @@ class ResponseParser:
         prompt: str,
         most: int | None = None,
     ) -> None:
-        fields = [Field(name, spec) for name, spec in template["fields"].items() if tools or name != "tool_calls"]
         self.template, self.tokenizer, self.tools, self.most = template, tokenizer, tools, most
+        fields = {name: spec for name, spec in template["fields"].items() if tools or name != "tool_calls"}
+        plain = {name: _as_text(name, spec) for name, spec in fields.items()}
+        self.parser = chat_parsing.ResponseParser({**template, "fields": plain}, prefix=prompt)
         self.called = 0
-        self.opening = [field for field in fields if field.opens is not None]
-        self.rest = next((field for field in fields if field.opens is None), None)
-        self.inside = self.rest
-        self.text, self.at, self.began = "", 0, 0
-        """All text, how much of it has been read, and where the part that it is in began."""
         self.blanks: dict[type[Content] | type[Reasoning], str | None] = {Content: None, Reasoning: None}
         """Blanks at the end of what was given, which are left out if nothing follows; None before anything was."""
-        anchor, _ = _delimiter(template, "start_anchor")
-        ends = [found.end() for found in anchor.finditer(prompt)]
-        if ends:
-            self.add(prompt[ends[-1] :])
-            self.blanks = dict.fromkeys(self.blanks)
 
     def add(self, text: str) -> list[Event]:
         """The events that are certain with this text."""
-        self.text += text
-        return list(self._events(ending=False))
+        return [found for told in self.parser.feed(text) for found in self._events(told)]
 
     def finish(self) -> list[Event]:
-        found = list(self._events(ending=True))
-        return found + list(self._leave(len(self.text)))
+        return [found for told in self.parser.finalize()[1] for found in self._events(told)]
 
-    def _events(self, ending: bool) -> Iterator[Event]:
-        while True:
-            match, field, certain = self._next(ending)
-            yield from self._give(certain)
-            if match is None:
-                return
-            self.at = match.end()
-            if field is not self.inside:
-                yield from self._leave(match.start())
-                self.inside, self.began = field, match.start()
-            else:
-                yield from self._leave(match.end())
-                self.inside = self.rest
-                if match.end() == match.start():
-                    return
-
-    def _next(self, ending: bool) -> tuple[Any, Field | None, int]:
-        """(the next delimiter, its field, where the text before it ends); None, None and how far a text is certain to
-        hold none."""
-        inside, best, certain = self.inside, None, len(self.text)
-        watched = [(inside, inside.closes, inside.closes_at_once)] if inside and inside.closes is not None else []
-        if inside is self.rest:
-            watched = [(field, field.opens, field.opens_at_once) for field in self.opening] + watched
-        for field, pattern, at_once in watched:
-            found = pattern.search(self.text, self.at, partial=not ending)
-            if found is None:
-                continue
-            if not ending and (found.partial or (found.end() == len(self.text) and not at_once)):
-                certain = min(certain, found.start())
-            elif best is None or (found.start(), -found.end()) < (best[0].start(), -best[0].end()):
-                best = found, field
-        if best is None or (best[0].start() >= certain and certain < len(self.text)):
-            return None, None, certain
-        return *best, best[0].start()
-
-    def _give(self, end: int) -> Iterator[Event]:
-        """The text up to there, which is part of what it is in; that of a call waits for its end."""
-        text, self.at = self.text[self.at : end], max(self.at, end)
-        if self.inside is not None and self.inside.name in REASONING:
-            yield from self._stripped(Reasoning, text, self.inside.strips)
-        elif self.inside is not None and self.inside.name == "content":
-            yield from self._stripped(Content, text, self.inside.strips)
-
-    def _leave(self, end: int) -> Iterator[Event]:
-        """Text that was held back of a part that ends there."""
-        if self.inside is not None and self.inside.name == "tool_calls":
-            raw = self.text[self.began : end]
+    def _events(self, told: dict[str, Any]) -> Iterator[Event]:
+        name = told["field"]
+        if told["type"] == "region_chunk" and (name == "content" or name in REASONING):
+            strips = self.template["fields"][name].get("content_args", {}).get("strip", True)
+            yield from self._stripped(Content if name == "content" else Reasoning, told["text"], strips)
+        elif told["type"] == "region_close" and name == "tool_calls":  # the text of a call waits for its end
+            raw = told["value"]["opening"] + told["value"]["text"]
             calls = self._calls(raw)
-            if calls:
-                yield from calls[: None if self.most is None else max(0, self.most - self.called)]
-                self.called += len(calls)
-            else:
+            yield from calls[: None if self.most is None else max(0, self.most - self.called)]
+            self.called += len(calls)
+            if not calls:
                 yield from self._stripped(Content, raw, True)
 
     def _stripped(self, kind: type[Content] | type[Reasoning], text: str, strips: bool) -> Iterator[Event]:
@@ -390,7 +338,7 @@ class TokenNames:
             return piece.encode()
         if self.letters is not None and all(letter in self.letters for letter in piece):
             return bytes(self.letters[letter] for letter in piece)
-        if regex.fullmatch("<0x[0-9A-F]{2}>", piece):
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return bytes.fromhex(piece[3:5])
         return piece.replace("\u2581", " ").encode()
 

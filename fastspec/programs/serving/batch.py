@@ -17,7 +17,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 import fastspec
 from fastspec.cascade.decisions import Visit
-from fastspec.errors import FastSpecError, Unsupported
+from fastspec.errors import Unsupported
 from fastspec.generation.stats import Stats
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound, TokenPenalties
 from fastspec.patches.cascade.open_batch import ContinuousCascade
@@ -25,8 +25,6 @@ from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.scoring import text_logprobs
 
-REFUSALS = (Unsupported, ValueError, FastSpecError)
-"""What a batch raises for a prompt that it does not take; FastSpecError where it takes none any more."""
 StageLoads = dict[str, tuple[int, int]]
 """Stage -> (rows that hold a prompt, prompts that wait for a row); empty without a cascade."""
 PutRound = Callable[[StreamedRound | Visit], None]
@@ -97,7 +95,6 @@ class TokenStreamer(RoundStreamer):
         self.told(visit)
 
     def flush(self) -> None:
-        """Hand on what is gathered."""
         if self.gathered.tokens:
             gathered, self.gathered = self.gathered, StreamedRound([])
             self.told(gathered)
@@ -190,7 +187,6 @@ class TextScorer:
             settle(scored, None)
 
     def close(self) -> None:
-        """Let go of all texts."""
         for scored in list(self.held):
             scored.cancel()
         self.threads.shutdown(wait=True, cancel_futures=True)
@@ -210,13 +206,6 @@ class BatchState:
 
 COUNTS = "assistant", "rows", "reused", "rounds", "row_rounds", "round_tokens", "drafted", "accepted"
 """Counts that a server shows."""
-
-
-def state_of(batch: PromptBatch, scorer: TextScorer) -> BatchState:
-    """The state of an open batch of this process."""
-    stats = Stats(**{name: getattr(batch.stats, name) for name in COUNTS})
-    loads = batch.loads if isinstance(batch, ContinuousCascade) else {}
-    return BatchState(batch.running, batch.alive, batch.turns + scorer.passes, stats, loads)
 
 
 class Served(ABC):
@@ -267,19 +256,25 @@ class Here(Served):
         self.model, self.max_length, self.info = batch.model, batch.max_length, batch.info
         self.scorer = TextScorer(batch)
 
-    state = property(lambda self: state_of(self.batch, self.scorer))
     waiting = property(lambda self: self.batch.waiting + len(self.scorer.held))
+
+    @property
+    def state(self) -> BatchState:
+        batch = self.batch
+        stats = Stats(**{name: getattr(batch.stats, name) for name in COUNTS})
+        loads = batch.loads if isinstance(batch, ContinuousCascade) else {}
+        return BatchState(batch.running, batch.alive, batch.turns + self.scorer.passes, stats, loads)
 
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
         """Submit the prompt, which takes or refuses it at once."""
-        taken: Future[None] = Future()
         try:
-            answer = submit(self.batch, self.tokenizer, prompt, put_round)
-        except REFUSALS as error:
-            taken.set_exception(error)
-            return Sent(taken)
-        taken.set_result(None)
-        return Sent(taken, answer)
+            sent = Sent(answer=submit(self.batch, self.tokenizer, prompt, put_round))
+        except Exception as error:  # `taken` raises it
+            sent = Sent()
+            sent.taken.set_exception(error)
+        else:
+            sent.taken.set_result(None)
+        return sent
 
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
         sent = Sent(answer=self.scorer.score(ids, count, put_round))

@@ -64,12 +64,8 @@ class Choices(Form):
     whole_kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
     ends: dict[int, End] = field(default_factory=dict)
-    tokens: dict[int, list[NamedToken]] = field(default_factory=dict)
-    """Of each answer those whose log-probabilities no chunk has yet."""
-    rounds: dict[int, list[NamedRound]] = field(default_factory=dict)
-    """Of each answer those that no chunk has yet, where they are asked for."""
-    stages: dict[int, list[NamedStage]] = field(default_factory=dict)
-    """Beside these, where a cascade answers."""
+    held: dict[int, list[Logprobs | NamedRound | NamedStage]] = field(default_factory=dict)
+    """Of each answer what the next chunk has of it beside its text."""
 
     @abstractmethod
     def part(self, event: Event, index: int) -> JsonObject:
@@ -117,11 +113,13 @@ class Choices(Form):
     def choice(self, index: int, **fields: Any) -> JsonObject:
         """A choice, with the log-probabilities that have come where they are asked for."""
         found: JsonObject = {"index": index, "finish_reason": None, "logprobs": None, **fields}
+        held = self.held.pop(index, [])
         if self.asked.logprobs is not None:
-            found["logprobs"] = self.logprobs(self.tokens.pop(index, []))
+            tokens = [token for each in held if isinstance(each, Logprobs) for token in each.tokens]
+            found["logprobs"] = self.logprobs(tokens)
         if self.asked.rounds:
-            stages = [each.told for each in self.stages.pop(index, [])]
-            rounds = [each.told for each in self.rounds.pop(index, [])]
+            stages = [each.told for each in held if isinstance(each, NamedStage)]
+            rounds = [each.told for each in held if isinstance(each, NamedRound)]
             found["fastspec"] = {"rounds": rounds, **({"stages": stages} if stages else {})}
         return found
 
@@ -139,16 +137,12 @@ class Choices(Form):
 
     def _hold(self, event: Event, index: int) -> bool:
         """True for what the next chunk has of the answer beside its text: that is kept until then."""
-        if isinstance(event, Logprobs):
-            self.tokens.setdefault(index, []).extend(event.tokens)
-        elif isinstance(event, NamedRound):
-            self.rounds.setdefault(index, []).append(event)
-        elif isinstance(event, NamedStage):
-            self.stages.setdefault(index, []).append(event)
-        return isinstance(event, (Logprobs, NamedRound, NamedStage))
+        if not isinstance(event, (Logprobs, NamedRound, NamedStage)):
+            return False
+        self.held.setdefault(index, []).append(event)
+        return True
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
-        """The answers that the chunks come to."""
         choices = []
         for index, answer in enumerate(answers):
             events: list[Event] = []
@@ -185,7 +179,6 @@ class ChatForm(Choices):
         return {}
 
     def logprobs(self, tokens: list[NamedToken]) -> JsonObject:
-        """Each token as text and bytes, with the likeliest in its place."""
         return {"content": [named_token(token) for token in tokens], "refusal": None}
 
     def joined(self, events: list[Event], index: int) -> JsonObject:
@@ -227,7 +220,6 @@ class CompletionForm(Choices):
         return {"text": "".join(each.text for each in events if isinstance(each, Content))}
 
     def begin(self) -> list[JsonObject]:
-        """Nothing."""
         return []
 
 
@@ -265,7 +257,6 @@ class ResponseForm(Form):
     """Log-probabilities of the last item's text so far."""
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
-        """The response that a stream ends with."""
         for event in merged(answers[0]):
             messages = self.add(event)
         response: JsonObject = messages[-1]["response"]
@@ -299,7 +290,6 @@ class ResponseForm(Form):
         return [*messages, self._within("output_text.delta", content_index=0, delta=event.text, logprobs=scored)]
 
     def failed(self, message: str, status: int) -> list[JsonObject]:
-        """The error, and the response with it."""
         error = {"code": "server_error", "message": message}
         self.sent += 1
         first = {"type": "error", "sequence_number": self.sent - 1, "param": None, **error}

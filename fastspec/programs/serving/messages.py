@@ -124,12 +124,8 @@ def _text(blocks: Any, place: str) -> str:
     """The text of a string, or of blocks of text."""
     if blocks is None or isinstance(blocks, str):
         return blocks or ""
-    texts = []
-    for number, block in enumerate(blocks if isinstance(blocks, list) else [blocks]):
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise Refused(f"{place}[{number}] must be a block of type text")
-        texts.append(block["text"])
-    return "\n".join(texts)
+    listed = blocks if isinstance(blocks, list) else [blocks]
+    return "\n".join(_block_text(block, f"{place}[{number}]") for number, block in enumerate(listed))
 
 
 def _system(system: Any) -> list[Body]:
@@ -192,11 +188,11 @@ def _from_assistant(blocks: list[Any], place: str) -> Body:
     return found
 
 
-def _block_text(block: Body, place: str) -> str:
-    if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        raise Refused(f"{place} of type {str(block.get('type'))[:40]!r} is not read: text, thinking and tools are")
-    text: str = block["text"]
-    return text
+def _block_text(block: Any, place: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind != "text" or not isinstance(block.get("text"), str):
+        raise Refused(f"{place} of type {str(kind)[:40]!r} is not read: text is, thinking and tools where they belong")
+    return str(block["text"])
 
 
 @dataclass
@@ -209,7 +205,6 @@ class MessageForm(Form):
     """Kind of the text that the last block is still given."""
 
     def message(self, **more: Any) -> JsonObject:
-        """The message so far."""
         return {
             **{"id": f"msg_{self.asked.request_id}", "type": "message", "role": "assistant", "model": self.model},
             **{"content": list(self.content), "stop_reason": None, "stop_sequence": None},
@@ -218,7 +213,6 @@ class MessageForm(Form):
         }
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
-        """The message that a stream comes to."""
         for event in merged(answers[0]):
             messages = self.add(event)
         *_, ended, _ = messages

@@ -19,7 +19,7 @@ from fastspec.cascade.decisions import Visit
 from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import keep_criterion
-from fastspec.programs.serving.batch import BatchPrompt, PutRound, TextScorer, read_tokens, state_of, submit
+from fastspec.programs.serving.batch import BatchPrompt, Here, Sent, read_tokens
 from fastspec.programs.serving.wire import Failure, Wire
 
 Opened = tuple[PromptBatch, Any]
@@ -109,10 +109,9 @@ class BatchEnd:
     """This process's end of the connection. Messages to it are calls of its methods."""
 
     def __init__(self, connection: Connection, batch: PromptBatch, tokenizer: Any) -> None:
-        self.batch, self.tokenizer = batch, tokenizer
+        self.here = Here(batch, tokenizer)
         self.answers: dict[int, Future[Any]] = {}
-        self.scorer = TextScorer(batch)
-        self.wire = Wire(connection, lambda: state_of(batch, self.scorer))
+        self.wire = Wire(connection, lambda: self.here.state)
         self.closed = False
 
     def run(self, ready: Ready) -> None:
@@ -128,16 +127,10 @@ class BatchEnd:
 
     def send(self, number: int, prompt: BatchPrompt) -> None:
         """Hand a prompt to the batch, and say what became of it."""
-        try:
-            answer = submit(self.batch, self.tokenizer, prompt, self._posts(number))
-        except Exception as error:
-            self.wire.post(Settled(number, False, Failure.of(error)))
-        else:
-            self._is_taken(number, answer)
+        self._is_sent(number, self.here.send(prompt, lambda round: self.wire.post(Tokens(number, round))))
 
     def score(self, number: int, ids: list[int], count: int) -> None:
-        """Score a text, each token with the `count` likeliest in its place."""
-        self._is_taken(number, self.scorer.score(ids, count, self._posts(number)))
+        self._is_sent(number, self.here.score(ids, count, lambda round: self.wire.post(Tokens(number, round))))
 
     def cancel(self, number: int) -> None:
         """Let go of a prompt or a text that nobody waits for any more."""
@@ -146,24 +139,22 @@ class BatchEnd:
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
         """Keep the criterion that stop strings come to, which was made where no round waits for it."""
-        keep_criterion(self.tokenizer, strings, criterion)
+        keep_criterion(self.here.tokenizer, strings, criterion)
 
     def close(self) -> None:
-        """Let go of all prompts, and end."""
-        self.scorer.close()
-        self.batch.close(cancel=True)
+        self.here.close()
         self.closed = True
 
-    def _posts(self, number: int) -> PutRound:
-        post = self.wire.post
-        return lambda round: post(Tokens(number, round))
-
-    def _is_taken(self, number: int, answer: Future[Any]) -> None:
-        self.wire.post(Settled(number, False))
-        self.answers[number] = answer
-        answer.add_done_callback(lambda done: self._ended(number, done))
+    def _is_sent(self, number: int, sent: Sent) -> None:
+        self._settle(number, False, sent.taken)
+        if sent.taken.exception() is None:
+            self.answers[number] = sent.answer
+            sent.answer.add_done_callback(lambda done: self._ended(number, done))
 
     def _ended(self, number: int, answer: Future[Any]) -> None:
         self.answers.pop(number, None)
-        error = None if answer.cancelled() else answer.exception()
-        self.wire.post(Settled(number, True, None if error is None else Failure.of(error)))
+        self._settle(number, True, answer)
+
+    def _settle(self, number: int, over: bool, done: Future[Any]) -> None:
+        error = None if done.cancelled() else done.exception()
+        self.wire.post(Settled(number, over, None if error is None else Failure.of(error)))

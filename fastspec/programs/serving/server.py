@@ -117,7 +117,6 @@ class Row:
             self._post(self.echo)
 
     def put_round(self, round: StreamedRound | Visit) -> None:
-        """Take a round, or a stage's part in the answer."""
         first = False
         if isinstance(round, Visit):
             self.visits.append(round)
@@ -153,7 +152,6 @@ class Row:
             self.answers.post(self.index, self.read, urgent)
 
     def read(self) -> list[Event]:
-        """The events of what waits."""
         events: list[Event] = []
         with self.reading:
             waiting, self.waiting = self.waiting, []
@@ -404,7 +402,6 @@ class Server:
         return asked, [self._prompt(each) for each in asked.prompts] or [self.templated(asked)]
 
     def _prompt(self, given: str | list[int]) -> ReadPrompt:
-        """A prompt as it stands."""
         if isinstance(given, str):
             ids = self.ids(given, special=True)
             if not ids:

@@ -1,77 +1,12 @@
-"""Response templates of model families: how the text of an answer tells reasoning and calls of tools apart, in the form
-of transformers' `tokenizer.response_template`, for tokenizers that bring none."""
+"""Templates of a model: of its prompts (`chat_template`), and of its answers, which tells reasoning and calls of tools
+apart, in the form of transformers' `tokenizer.response_template`."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-_THINK = {"open": "<think>", "close": "</think>", "content": "text"}
-_QWEN: dict[str, Any] = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n"}
-
-TEMPLATES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (
-        (
-            *("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"),
-            *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
-        ),
-        _QWEN
-        | {
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": {
-                    "open_pattern": r"\s*<tool_call>",
-                    "close": "</tool_call>",
-                    "repeats": True,
-                    "content": "json",
-                    "transform": {"type": "function", "function": "{content}"},
-                },
-                "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>)", "content": "text"},
-            }
-        },
-    ),
-    (
-        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        _QWEN
-        | {
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": {
-                    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                    "close_pattern": r"</function>\s*</tool_call>",
-                    "repeats": True,
-                    "content": "xml-inline",
-                    "content_args": {
-                        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
-                    },
-                    "transform": _CALL,
-                },
-                "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)", "content": "text"},
-            }
-        },
-    ),
-    (
-        ("gemma4",),
-        {
-            "defaults": {"role": "assistant"},
-            "start_anchor": ["<|turn>model\n", "<tool_response|>"],
-            "fields": {
-                "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
-                "tool_calls": {
-                    "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
-                    "close": "<tool_call|>",
-                    "repeats": True,
-                    "content": "json",
-                    "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-                    "transform": _CALL,
-                },
-                "content": {"close": ["<turn|>", "<|tool_response>", "<eos>"], "content": "text"},
-            },
-        },
-    ),
-]
-"""`model_type`s of configurations, and their template."""
-
+from transformers.cli.serving.utils import get_response_template
 
 NOTE = "\u2042 a note \u2042"
 
@@ -108,6 +43,8 @@ def folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def response_template(tokenizer: Any, config: Any) -> dict[str, Any] | None:
-    """The template of a tokenizer, else of the model's family; None where neither has one: its texts are not parsed."""
-    own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
-    return own or next((each for types, each in TEMPLATES if config.model_type in types), None)
+    """The template of a tokenizer, else of the model's family, which transformers' own server has; None where neither
+    has one: its texts are not parsed."""
+    kinds = (config.model_type, config.model_type.removesuffix("_text"))  # transformers 5.17 names the latter alone
+    models = (SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in kinds)
+    return next(filter(None, (get_response_template(tokenizer, model) for model in models)), None)

@@ -46,7 +46,6 @@ class Failure:
         )
 
     def arrived(self) -> BaseException:
-        """The error, caused by its trace."""
         self.error.__cause__ = Elsewhere(self.trace)
         return self.error
 

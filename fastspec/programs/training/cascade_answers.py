@@ -22,7 +22,7 @@ from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeModels, StageA
 from fastspec.patches.cascade.settings import left_padded
 from fastspec.patches.hf.changes import weights_digest
 from fastspec.programs import texts
-from fastspec.programs.bench.device import environment
+from fastspec.programs.compare import environment
 from fastspec.programs.texts import read_jsonl
 
 Judged = Mapping[tuple[str, str], tuple[float, str]]
@@ -47,10 +47,9 @@ def read_items(path: str | Path, most: int | None = None) -> list[Item]:
     """The items of a JSON-lines file, at most `most`; the file's name is their set's. A line holds a `prompt`, or
     `turns`, of which the first is asked. Raises Unsupported for a line that is no item."""
     items, stem = [], Path(path).stem
-    for number, row in islice(texts.read_jsonl(path), most):
-        prompt, name = (row.get("turns") or [row.get("prompt")])[0], row.get("id")
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise Unsupported(f"{path}, line {number}: item {name!r} has neither a prompt nor turns: nothing to ask")
+    for number, row, prompt in islice(texts.read_prompts(path), most):
+        if not prompt.strip():
+            raise Unsupported(f"{path}, line {number}: the prompt is blank: nothing to ask")
         items.append(Item(str(row.get("id", f"{stem}-{number}")), stem, prompt, Given.of(row)))
     return items
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.programs.texts import first_turn, read_jsonl
+from fastspec.programs import texts as texts_of
 
 BAND = 32
 """Width, in tokens, of the bands that texts of one length are sorted by."""
@@ -91,24 +91,14 @@ class Texts:
 
 def read_prompts(path: str | Path) -> list[Row]:
     """Rows of a jsonl file with `prompt` (text) or `turns` (of which the first is read), and perhaps `id`."""
-    rows = [row for _, row in read_jsonl(path)]
-    for number, row in enumerate(rows, 1):
-        if "prompt" not in row and not row.get("turns"):
-            raise Unsupported(f'{path}, line {number}: the row has neither "prompt" nor "turns"')
-        row.setdefault("id", str(number))
-    return rows
+    rows = [row for _, row, _ in texts_of.read_prompts(path)]
+    return [{"id": str(number), **row} for number, row in enumerate(rows, 1)]
 
 
 def encode_prompts(tokenizer: Any, rows: Sequence[Row]) -> list[list[int]]:
     """The first user turns through the chat template (plain text without one), up to where the answers start."""
-    texts = [first_turn(row) for row in rows]
-    if not texts:
-        return []
-    if getattr(tokenizer, "chat_template", None) is None:
-        return [list(ids) for ids in tokenizer(texts)["input_ids"]]
-    talks = [[{"role": "user", "content": text}] for text in texts]
-    chats = [tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) for talk in talks]
-    return [list(ids) for ids in tokenizer(chats, add_special_tokens=False)["input_ids"]]
+    texts = [texts_of.first_turn(row) for row in rows]
+    return [texts_of.encode(tokenizer, text)["input_ids"][0].tolist() for text in texts]
 
 
 def join_answers(tokenizer: Any, prompts: Sequence[Row], path: str | Path) -> Texts:
@@ -203,6 +193,12 @@ def batches(texts: Texts, groups: Sequence[np.ndarray], multiple: int) -> Iterat
         judged[:, 1:-1] = answer[:, 2:]
         first = int(judged.any(0).argmax()) if judged.any() else 0
         yield TextBatch(torch.from_numpy(ids), torch.from_numpy(np.flatnonzero(judged)), texts=group, first=first)
+
+
+def differing(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Settings whose kept values differ from those of now, named with both; empty where none does."""
+    other = [name for name in now if kept.get(name) != now[name]]
+    return ", ".join(f"{name} {kept.get(name)!r} (now {now[name]!r})" for name in other)
 
 
 MakeTexts = Callable[[], tuple[Texts, dict[str, Any]]]

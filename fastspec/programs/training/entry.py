@@ -21,7 +21,7 @@ from fastspec.errors import Unsupported
 from fastspec.models import load_config, load_model
 from fastspec.programs.heads import read_heads
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
-from fastspec.programs.training.data import OutOfTime, Row, Texts, TimeLimit, join_answers, read_prompts
+from fastspec.programs.training.data import OutOfTime, Row, Texts, TimeLimit, differing, join_answers, read_prompts
 from fastspec.programs.training.regenerate import Enlarger, answer_prompts, end_tokens, follow_up
 from fastspec.programs.training.start import opened, with_sizes_of
 from fastspec.programs.training.target import freeze
@@ -147,10 +147,7 @@ def _record(config: TrainConfig, folder: Path) -> None:
         found[name] = [hashlib.sha256(_existing(path).read_bytes()).hexdigest() for path in paths if path]
     path = folder / RECORD
     if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        other = [name for name in found if kept.get(name) != found[name]]
-        if other:
-            was = ", ".join(f"{name} {kept.get(name)!r} (now {found[name]!r})" for name in other)
+        if was := differing(json.loads(path.read_text(encoding="utf-8")), found):
             ways = "go on with the same settings, or choose another output folder"
             raise Unsupported(f"the texts in {folder} were made with {was}: {ways}")
         return

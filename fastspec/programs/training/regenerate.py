@@ -18,8 +18,10 @@ from transformers import GenerationConfig
 from fastspec.config import ContinuousBatch
 from fastspec.errors import Unsupported
 from fastspec.patches.api import is_patched, patched
+from fastspec.patches.cascade.settings import left_padded
+from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.ends import end_tokens as ends_of
-from fastspec.programs.texts import first_turn, padded_inputs, until_end
+from fastspec.programs.texts import first_turn, until_end
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
 from fastspec.programs.training.data import Row, Shards, Texts, TimeLimit, encode_prompts
 
@@ -137,9 +139,10 @@ def _call(
     asked = GenerationConfig(
         max_new_tokens=config.new_tokens, do_sample=draws, eos_token_id=list(ends) or None, pad_token_id=0, **how
     )
-    inputs = padded_inputs(prompts, asked, target.device)
-    out = target.generate(**inputs, generation_config=asked, assistant=ContinuousBatch("autoregressive", rows))
-    return [until_end(tokens, ends) for tokens in out[:, inputs["input_ids"].shape[1] :].tolist()]
+    ids, mask = left_padded(prompts, asked.pad_token_id, target.device)
+    assistant = ContinuousBatch("autoregressive", rows)
+    out = target.generate(input_ids=ids, attention_mask=mask, generation_config=asked, assistant=assistant)
+    return [until_end(tokens, ends) for tokens in out[:, ids.shape[1] :].tolist()]
 
 
 def _rows(target: Any, length: int) -> int:
@@ -147,12 +150,9 @@ def _rows(target: Any, length: int) -> int:
     rows = ROWS.get(target.device.type, ROWS["cpu"])
     if target.device.type != "cuda":
         return rows
-    c, device = target.config.get_text_config(), target.device
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    device, kept = target.device, sum(heads * (key + value) for heads, key, value in layer_shapes(target.config))
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    row = 2 * c.num_hidden_layers * heads * width * target.dtype.itemsize * length
-    return max(1, min(rows, int(free // 4 // row)))
+    return max(1, min(rows, int(free // 4 // (kept * target.dtype.itemsize * length))))
 
 
 @dataclass(slots=True, kw_only=True)

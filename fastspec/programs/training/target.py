@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,58 +206,44 @@ class KeptFeatures:
             raise ValueError("the batch does not say which texts it holds")
         places = self.place[batch.texts]
         if self.read_before[batch.texts].all() and (places == places[0]).all():
-            recalled = self._from_device if places[0] == DEVICE else self._from_host
-            features, states, whole, best = recalled(batch.texts, batch.ids.shape[1])
+            features, states, whole, best = self._recalled(batch.texts, batch.ids.shape[1])
             return self.reader.teacher(features, batch.where, self.reader.judged(states, (whole, best)))
         features, states, judged = self.reader.said(batch.ids, batch.where)
         self._keep(batch.texts, Shelf(features, states, judged.whole, judged.best))
         return self.reader.teacher(features, batch.where, judged)
 
-    def _from_device(self, texts: np.ndarray, width: int) -> tuple[Tensor, ...]:
-        shelf = self.shelves[DEVICE]
-        positions = np.minimum(np.arange(width), self.lengths[texts, None] - 1)  # padding repeats a text's last token
-        features = shelf.features[self._moved(self.first[texts, None] + positions)]
-        rows = self._moved(_runs(self.first_judged[texts], self.judged[texts]))
-        return features, shelf.states[rows], shelf.whole[rows], shelf.best[rows]
-
-    def _from_host(self, texts: np.ndarray, width: int) -> tuple[Tensor, ...]:
-        shelf = self.shelves[HOST]  # padding is zeros
-        features = shelf.features.new_zeros((len(texts), width, shelf.features.shape[-1]), device=self.device)
-        count = int(self.judged[texts].sum())
-        found = [part.new_empty((count, *part.shape[1:]), device=self.device) for part in shelf[1:]]
-        for row, (text, (to, end)) in enumerate(zip(texts, _bounds(self.judged[texts]), strict=True)):
-            first, length = self.first[text], self.lengths[text]
-            features[row, :length].copy_(shelf.features[first : first + length], non_blocking=True)
-            first = self.first_judged[text]
-            for there, part in zip(found, shelf[1:], strict=True):
-                there[to:end].copy_(part[first : first + end - to], non_blocking=True)
-        return features, *found
+    def _recalled(self, texts: np.ndarray, width: int) -> list[Tensor]:
+        """What the shelf of texts has of them, on the target's device; padding is zeros."""
+        shelf, count = self.shelves[self.place[texts[0]]], int(self.judged[texts].sum())
+        found = [shelf.features.new_zeros((len(texts), width, shelf.features.shape[-1]), device=self.device)]
+        found += [part.new_empty((count, *part.shape[1:]), device=self.device) for part in shelf[1:]]
+        parts = self._parts(texts, range(len(texts)), found)
+        torch._foreach_copy_(parts, [part for text in texts for part in self._kept(text)], non_blocking=True)
+        return found
 
     def _keep(self, texts: np.ndarray, said: Shelf) -> None:
         new = (self.place[texts] != NOWHERE) & ~self.read_before[texts]
-        width, bounds = said.features.shape[1], _bounds(self.judged[texts])
-        for place, shelf in self.shelves.items():
-            here = np.flatnonzero(new & (self.place[texts] == place))
-            if place == DEVICE and here.size:
-                count, judged = self.lengths[texts[here]], self.judged[texts[here]]
-                tokens = self._moved(_runs(here * width, count))
-                shelf.features[self._moved(_runs(self.first[texts[here]], count))] = said.features.flatten(0, 1)[tokens]
-                source = self._moved(_runs(bounds[here, 0], judged))
-                rows = self._moved(_runs(self.first_judged[texts[here]], judged))
-                for there, part in zip(shelf[1:], said[1:], strict=True):
-                    there[rows] = part[source]
-            elif place == HOST:
-                for row in here:
-                    first, length = self.first[texts[row]], self.lengths[texts[row]]
-                    shelf.features[first : first + length].copy_(said.features[row, :length], non_blocking=True)
-                    (start, end), first = bounds[row], self.first_judged[texts[row]]
-                    for there, part in zip(shelf[1:], said[1:], strict=True):
-                        there[first : first + end - start].copy_(part[start:end], non_blocking=True)
+        parts = self._parts(texts, np.flatnonzero(new).tolist(), said)
+        kept = [part for text in texts[new] for part in self._kept(text)]
+        if kept:
+            torch._foreach_copy_(kept, parts, non_blocking=True)
         self.read_before[texts[new]] = True
 
-    def _moved(self, index: np.ndarray) -> Tensor:
-        found, pinned = torch.from_numpy(index), self.device.type == "cuda"
-        return (found.pin_memory() if pinned else found).to(self.device, non_blocking=pinned)
+    def _parts(self, texts: np.ndarray, rows: Sequence[int], batch: Sequence[Tensor]) -> list[Tensor]:
+        """Of some rows of a batch what a shelf has of each."""
+        bounds, (features, *others) = _bounds(self.judged[texts]), batch
+        found = []
+        for row in rows:
+            start, end = bounds[row]
+            found += [features[row, : self.lengths[texts[row]]], *(part[start:end] for part in others)]
+        return found
+
+    def _kept(self, text: int) -> list[Tensor]:
+        """The parts of its shelf that a text has."""
+        features, *others = self.shelves[self.place[text]]
+        first, begins = self.first[text], self.first_judged[text]
+        kept = [part[begins : begins + self.judged[text]] for part in others]
+        return [features[first : first + self.lengths[text]], *kept]
 
 
 def _host_room() -> float:
@@ -295,11 +282,4 @@ def _judged(texts: Texts) -> np.ndarray:
     before = np.concatenate(([0], np.cumsum(texts.answer, dtype=np.int64)))
     start, end = texts.offsets[:-1], texts.offsets[1:]
     found: np.ndarray = before[end] - before[np.minimum(start + 2, end)]
-    return found
-
-
-def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """starts[0] to starts[0] + counts[0] - 1, then as many from starts[1], and so on: [sum of counts] int64."""
-    ends = np.cumsum(counts)
-    found: np.ndarray = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
     return found

@@ -17,7 +17,15 @@ from accelerate.utils import broadcast, gather
 
 from fastspec.errors import Unsupported
 from fastspec.programs.training.config import TrainConfig
-from fastspec.programs.training.data import TextBatch, Texts, batches, coverage_of, draft_vocabulary, plan_batches
+from fastspec.programs.training.data import (
+    TextBatch,
+    Texts,
+    batches,
+    coverage_of,
+    differing,
+    draft_vocabulary,
+    plan_batches,
+)
 from fastspec.programs.training.save import model_card, save_head
 from fastspec.programs.training.start import draft_vocabulary_of, opened, started, with_sizes_of
 from fastspec.programs.training.target import DEVICE, HOST, NOWHERE, KeptFeatures, TargetReader
@@ -129,9 +137,7 @@ class Trainer:
         default = {each.name: each.default for each in fields(TrainConfig)}
         begun = default | state["identity"]  # an older run lacks newer settings, and may hold "" or 0 for these two
         begun |= {name: default[name] for name in ("loss", "decay") if not begun[name]}
-        other = [name for name, value in self.identity.items() if begun.get(name) != value]
-        if other:
-            was = ", ".join(f"{name} {begun.get(name)!r} (now {self.identity[name]!r})" for name in other)
+        if was := differing(begun, self.identity):
             ways = "go on with the same, choose another output folder, or set resume=False"
             raise Unsupported(f"the run in {self.folder} has {was}: {ways}")
         return state

@@ -78,15 +78,17 @@ def test_a_source_that_is_nowhere_is_refused(source):
 
 
 def test_a_head_of_a_package_is_found_by_name_and_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(heads_module, "HEADS", {"some-head": "some_package", "far-head": "far_package"})
+    monkeypatch.setattr(heads_module, "HEADS", ("some-head", "far-head"))
+    monkeypatch.setattr(heads_module, "PACKAGE", "some_package")
     (tmp_path / "some_package" / "some-head").mkdir(parents=True)
     (tmp_path / "some_package" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_head("some-head") == tmp_path / "some_package" / "some-head"
-    command = r"pip install \./packages/far-package"
-    with pytest.raises(
-        CheckpointError, match=rf"package far-package, which is not installed: in a checkout of fastspec, {command}"
-    ):
+    with pytest.raises(CheckpointError, match=r"heads that have a name: some-head, far-head$"):
+        find_head("other-head")
+    monkeypatch.setattr(heads_module, "PACKAGE", "far_package")
+    command = rf"pip install \./packages/{heads_module.DISTRIBUTION}"
+    with pytest.raises(CheckpointError, match=rf"which is not installed: in a checkout of fastspec, {command}"):
         find_head("far-head")
     with pytest.raises(CheckpointError, match=rf"heads that have a name: some-head, far-head \({command}\)"):
         find_head("other-head")

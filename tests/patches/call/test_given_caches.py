@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.families import recurrent
 from helpers.generate import TREE, prompts, shallow_model
 from helpers.models import tiny_head
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
@@ -172,3 +173,42 @@ def test_a_cache_that_records_windows_or_recurrent_states_is_refused_and_one_tha
         return
     with pytest.raises(fastspec.Unsupported, match=r"records what its windows.*\(activate_past_recording"):
         ask(patched, recording(patched, first=first), assistant="nasd")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("assistant", ["nasd", TREE], ids=["nasd", "eagle3"])
+def test_a_cache_of_padding_alone_holds_no_token(kind: str, assistant: Any) -> None:
+    """Columns that a mask hides in every row, filled before the texts begin."""
+    model = shallow_model(kind, **({"sliding_window": 8} if kind == "mistral" else {}))
+    inputs = prompts(3, 4)
+    inputs = {name: torch.nn.functional.pad(value, (2, 0)) for name, value in inputs.items()}
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**{name: value[:, :2] for name, value in inputs.items()}, use_cache=True, **{CACHE: cache})
+    options = OPTIONS | {"max_new_tokens": 20, "eos_token_id": None}
+    expected = model.generate(**inputs, **options, **{CACHE: copy.deepcopy(cache)})
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        assert torch.equal(model.generate(**inputs, **options, **{CACHE: cache}, assistant=assistant), expected)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (4, 5), (4,), (8, 9)])
+def test_recurrent_states_that_have_seen_padding_are_refused_while_it_goes_on(cuts: tuple[int, ...]) -> None:
+    """transformers hides padding from them in passes of several tokens, and not in those of one."""
+    model = recurrent("qwen3_5_text", 3)
+    inputs = prompts(3, 12)
+    inputs["input_ids"][0, :9] = 5
+    cache, done = DynamicCache(config=model.config), 0
+    for end in cuts:
+        taken = {"input_ids": inputs["input_ids"][:, done:end], "attention_mask": inputs["attention_mask"][:, :end]}
+        with torch.no_grad():
+            model(**taken, use_cache=True, **{CACHE: cache})
+        done = end
+    expected = model.generate(**inputs, **OPTIONS, **{CACHE: copy.deepcopy(cache)})
+    with fastspec.patched(model):
+        if cuts in ((1,), (4, 5)):
+            with pytest.raises(fastspec.Unsupported, match=r"rows \[0\] begin with padding that the recurrent states"):
+                model.generate(**inputs, **OPTIONS, **{CACHE: cache}, assistant="nasd")
+        else:  # none seen, and none that goes on
+            assert torch.equal(model.generate(**inputs, **OPTIONS, **{CACHE: cache}, assistant="nasd"), expected)
+        with pytest.raises(fastspec.Unsupported, match="prefill_chunk_size=1"):
+            model.generate(**inputs, **OPTIONS, prefill_chunk_size=1, assistant="nasd")

@@ -156,6 +156,26 @@ def test_layers_that_are_numbered_otherwise_are_refused_by_name(family, numbers,
         model.generate(**PADDED, **OPTIONS, assistant="nasd")
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("assistant", ["nasd", "eagle3"])
+def test_layers_in_another_order_keep_their_places_in_a_cache(family, assistant):
+    """Caches go by a layer's number, and hidden states by its place."""
+    model = shallow_model(family)
+    keep_layers(model, 2, 0, 1)
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    more = prompts(3, 3, seed=2)["input_ids"]
+    first = answer(model, PADDED, **options)
+    ids = torch.cat((first.sequences, more), 1)
+    turn = {"input_ids": ids, "attention_mask": torch.cat((PADDED["attention_mask"], torch.ones_like(ids[:, 7:])), 1)}
+    second = answer(model, turn, **options).sequences
+    with fastspec.patched(model, eagle3=tiny_head(model)):
+        found = model.generate(**PADDED, **options, assistant=assistant)
+        assert torch.equal(found.sequences, first.sequences)
+        for cache, named in ((kept_cache(found), None), (kept_cache(first), assistant)):
+            given = {CACHE: copy.deepcopy(cache)}
+            assert torch.equal(model.generate(**turn, **options, **given, assistant=named).sequences, second)
+
+
 def test_a_decoder_of_more_layers_than_its_configuration_says_is_refused_by_name():
     """T5 runs all of them."""
     model = fastspec.patch(tiny_seq2seq("t5"))
@@ -307,6 +327,21 @@ def test_a_plain_turn_that_shows_what_was_padding_is_refused_by_name(masked, def
     if not default:  # and as the first turn was
         found = model.generate(**turn, pad_token_id=0, **{CACHE: cache})
         assert torch.equal(found.sequences, answer(model, {"input_ids": longer}, **options, pad_token_id=0).sequences)
+
+
+def test_weights_of_attention_may_not_show_padding_that_a_cache_lacks():
+    """Falcon leaves SDPA for them and adds its mask as numbers, so that padding is seen whatever the mask hides."""
+    model = fastspec.patch(shallow_model("falcon"))
+    options = OPTIONS | {"eos_token_id": None, "return_dict_in_generate": True}
+    first = model.generate(**PADDED, **options, assistant="nasd")
+    ids = torch.cat((first.sequences, prompts(3, 3, seed=2)["input_ids"]), 1)
+    mask = torch.cat((PADDED["attention_mask"], torch.ones_like(ids[:, 7:])), 1)
+    turn = {"input_ids": ids, "attention_mask": mask, **options, "output_attentions": True, "assistant": None}
+    with pytest.raises(Unsupported, match=r"output_attentions=True.*FalconForCausalLM.*beside padding"):
+        model.generate(**turn, **{CACHE: copy.deepcopy(kept_cache(first))})
+    model.config._attn_implementation = "eager"  # which hides it; Falcon has no other way once it is loaded
+    found = model.generate(**turn, **{CACHE: kept_cache(first)})
+    assert torch.equal(found.sequences, model.generate(**turn).sequences)
 
 
 def test_beams_go_on_from_a_cache_with_padding_and_may_not_see_it():
