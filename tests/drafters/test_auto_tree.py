@@ -116,6 +116,7 @@ def test_a_large_batch_grows_smaller_trees_where_none_was_named(monkeypatch):
 
 def test_prompts_move_between_rows_that_grow_other_trees(monkeypatch):
     """An open batch widens and narrows through trees of three sizes, and a text goes on in each."""
+    monkeypatch.setattr(assembly, "_chooses_sizes", lambda plan: False)
     monkeypatch.setitem(DEFAULT_TREES, "cpu", fastspec.TreeShape(8, 3, 2))
     monkeypatch.setitem(BATCH_TREES, "cpu", ((2, fastspec.TreeShape(6, 2, 2)), (4, fastspec.TreeShape(3, 1, 1))))
     target, head = MAKERS["bigram"]
