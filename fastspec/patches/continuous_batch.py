@@ -315,8 +315,9 @@ class Continuous:
         found = next((each for each in warm_lengths(most) if widths.bytes(room_for(each, path)) <= share), WARM_LENGTH)
         if found < most:
             notice(
-                f"buffers have room for texts of {found:,} tokens, of {most:,} at most (max_length), and take "
-                f"{widths.bytes(room_for(found, path)) / 2**30:.1f} GiB: where a text outgrows them all rows wait"
+                f"warming up for texts of {found:,} tokens, whose buffers take "
+                f"{widths.bytes(room_for(found, path)) / 2**30:.1f} GiB of the memory; longer ones, of up to {most:,} "
+                "(max_length), make all rows wait once: fewer rows, or a length for the warm-up, avoid that"
             )
         return found
 
