@@ -12,6 +12,8 @@ from fastspec.errors import Unsupported
 
 MEASURED = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 """The devices, as torch names them, that the launch tables were measured on, and on which all kernels were tested."""
+STORED = "NVIDIA H200"
+"""The device that products of stored weights were timed on (stored_h200.jsonl)."""
 
 
 def choose_device(name: str | None = None) -> str:
@@ -79,6 +81,11 @@ def device_name(device: Any) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def is_timed(device: Any) -> bool:
+    """True of a torch device that products of stored weights were timed on."""
+    return device_name(device) == STORED
 
 
 def cpu_name() -> str:
