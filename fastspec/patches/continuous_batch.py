@@ -59,7 +59,7 @@ from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds, TurnOrder
 from fastspec.patches.session import PatchSession, patched_session
-from fastspec.patches.warmup import SHARE, WARM_LENGTH, WARM_NEW, open_batch_calls, room_for, warm_lengths
+from fastspec.patches.warmup import MOST_WARM, SHARE, WARM_LENGTH, WARM_NEW, open_batch_calls, room_for, warm_lengths
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
@@ -264,9 +264,10 @@ class Continuous:
         There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of
         rows, greedy and sampled; where these are captured their buffers have room for texts of `length` tokens from
         then on. A longer text makes them larger, and what was captured is captured anew, while all rows wait. None: as
-        many tokens as a row has room for, or as fit half of the free memory. N-gram drafts have graphs for many shapes
-        of trees, of which a warm-up sees some. To be called before prompts come: `stats` begin anew behind it. Of
-        processes that hold the model together the first one's call is that of all; in the others it does nothing.
+        many tokens as a row has room for, 3,968 at most, or as fit half of the free memory. N-gram drafts have graphs
+        for many shapes of trees, of which a warm-up sees some. To be called before prompts come: `stats` begin anew
+        behind it. Of processes that hold the model together the first one's call is that of all; in the others it does
+        nothing.
         `told` is called with (calls that are done, of how many). Raises Unsupported for a `length` below 1, and for
         rows without room for an answer.
         """
@@ -307,7 +308,7 @@ class Continuous:
 
     def _warm_length(self) -> int:
         """Length of the texts that a warm-up is for where nobody says it."""
-        widths, most = self._widths, self.max_length
+        widths, most = self._widths, min(self.max_length, MOST_WARM)
         target, path = widths.current.engine.target, widths.current.engine.main.longest
         if not target.captures:
             return WARM_LENGTH
@@ -316,8 +317,9 @@ class Continuous:
         if found < most:
             notice(
                 f"warming up for texts of {found:,} tokens, whose buffers take "
-                f"{widths.bytes(room_for(found, path)) / 2**30:.1f} GiB of the memory; longer ones, of up to {most:,} "
-                "(max_length), make all rows wait once: fewer rows, or a length for the warm-up, avoid that"
+                f"{widths.bytes(room_for(found, path)) / 2**30:.1f} GiB of the memory; longer ones, of up to "
+                f"{self.max_length:,} (max_length), make all rows wait once: fewer rows, or a length for the warm-up, "
+                "avoid that"
             )
         return found
 

@@ -26,6 +26,9 @@ WARM_SLOTS = 2048
 WARM_LENGTH = WARM_SLOTS - EXTENT_BUCKET
 """Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of
 WARM_SLOTS."""
+MOST_WARM = 2 * WARM_SLOTS - EXTENT_BUCKET
+"""The same where nobody says how many tokens, as far as memory allows: buffers of twice as many slots let attention run
+by kernels whose time for short texts was not measured."""
 SHARE = 2
 """Part of the free memory, one in so many, that buffers for texts of any length may take."""
 OVERSHOT = 4
@@ -46,8 +49,9 @@ def widths(length: int, rows: int, *, captures: bool) -> list[int]:
 
 
 def warm_lengths(most: int) -> Iterator[int]:
-    """Lengths that a warm-up may be for where texts have up to `most` tokens, the longest first: all of these, then as
-    many as buffers of a power of two have room for, down to WARM_LENGTH."""
+    """Lengths that a warm-up may be for where texts have up to `most` tokens, the longest first: all of these where
+    they are few enough, then as many as buffers of a power of two have room for, down to WARM_LENGTH."""
+    most = min(most, MOST_WARM)
     yield most
     for power in reversed(range(WARM_SLOTS.bit_length() - 1, (most - 1).bit_length())):
         yield (1 << power) - EXTENT_BUCKET
