@@ -60,6 +60,14 @@ def memory_of(device: str) -> int | None:
         return None
 
 
+def free_memory(device: Any) -> int:
+    """Bytes of a CUDA device's memory that are free, with those that torch holds and does not use."""
+    import torch
+
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def made_current(device: Any) -> AbstractContextManager[object]:
     """A block in which a torch device is CUDA's current one, which Triton launches on and torch captures on, whatever
     its tensors' is. Other devices need nothing."""
