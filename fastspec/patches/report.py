@@ -139,7 +139,7 @@ def report(model: Any) -> Report:
     mode, device, dtype = mode_for(model), device_of(model), dtype_of(model)
     ops = session.ops(model, mode)
     why_inexact = None if ops.exact else session.why_inexact(model, mode, ops)
-    stored, own_forward = told_formats(model, session.reads_stored(model, ops))
+    stored, own_forward = told_formats(model, session.reads_stored(model, mode, ops))
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),

@@ -15,7 +15,6 @@ from fastspec.generation.engine.rounds import TOGETHER_TOKENS
 from fastspec.generation.stats import Clock
 from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import import_past
-from fastspec.patches.hf.changes import weight_places
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.tuning.round_times import experts_share, tree_sizes
@@ -88,8 +87,7 @@ def entry(plan: Plan, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Draf
 def _key(plan: Plan) -> Hashable:
     """Key that calls which can share captured rounds agree in, or None for a decoding that cannot be compared."""
     request, processing = plan.request, plan.processing
-    settings_of = plan.session.engines.settings_of
-    weights = tuple((weight_places(module), settings_of(module)) for module in (plan.model, *plan.decoding.modules))
+    weights = tuple(map(plan.session.engines.key_of, (plan.model, *plan.decoding.modules)))
     chosen = processing.sample, processing.signature, processing.settings
     pad_token = None if plan.steps is None else plan.steps.pad_token
     measured = request.answers is not None, request.measure, pad_token, plan.bounded, plan.dropped, plan.likeliest

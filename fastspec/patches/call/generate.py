@@ -26,7 +26,6 @@ from fastspec.patches.hf.compat import (
     own_stop_strings,
     plain_decoding,
 )
-from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -116,7 +115,7 @@ def _decode(
 ) -> Any:
     """Function that `generate` calls in place of its own loop, with what it has made of its arguments."""
     # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
-    mode = mode_for(model)
+    mode = session.mode(model)
     ops = session.ops(model, mode)
     session.pack(model, mode, ops)
     session.tell_mode(mode)

@@ -40,7 +40,7 @@ from fastspec.patches.hf.compat import (
     own_buffers,
     own_parameters,
 )
-from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.modes import Mode, mode_for
 from fastspec.patches.hf.replaced import has_replaced_methods, replaced_functions
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -161,7 +161,7 @@ class Identities:
     adapters, whose switches are others, never `holds`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, former: Identities | None = None) -> None:
         self.model, self.modules = model, every_module(model)
         self.kinds, self.owns = list(map(type, self.modules)), list(map(vars, self.modules))
         self.settings = ModuleSettings(model, self.modules)
@@ -180,6 +180,10 @@ class Identities:
         self.each = list(dict(zip(self.kinds, self.modules, strict=True)).values())
         self.switched = any(PEFT_SWITCHES[0] in own for own in self.owns)
         self.outside = self._outside()
+        if former is not None and former.settings.values == self.settings.values:
+            self.settings.mark = former.settings.mark
+        self.key: Hashable = weight_places(model), self.settings.mark
+        """Value that stands for the weights and settings: equal to that of a `former` look where they are."""
 
     def holds(self) -> bool:
         """True where the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread
@@ -201,7 +205,8 @@ class Identities:
     def _outside(self) -> Hashable:
         """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what
         these call."""
-        functions = tuple(replaced_functions(self.model, self.each))  # themselves: an address may be used again
+        # themselves: an address may be used again
+        functions = tuple(replaced_functions(self.model, self.each) if isinstance(self.model, PreTrainedModel) else ())
         kinds = tuple((type(module).forward, has_replaced_methods(type(module))) for module in self.each)
         return has_global_hooks(), kinds, functions
 
@@ -211,9 +216,14 @@ class Snapshot:
     is true once one of them changed, and `changed()` says the same at less cost."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        self.model: PreTrainedModel = model
         self._identities, self._parts = Identities(model), self._parts_now()
         self._training = self._training_now()
+
+    @property
+    def mode(self) -> Mode:
+        """Mode that the model ran in then, outside autocast."""
+        return self._parts[0] if isinstance(self._parts, tuple) else mode_for(self.model)
 
     def differs(self) -> bool:
         """True where rounds made at this moment would be made of something else."""
@@ -235,7 +245,7 @@ class Snapshot:
 
     def _training_now(self) -> list[bool]:
         """Modules that are in train mode, where a pass may add noise."""
-        return [module.training for module in self.model.modules()]
+        return [module.training for module in every_module(self.model)]
 
     def _parts_now(self) -> Hashable:
         """Equal to nothing else where another thread adds modules to the model just now."""
