@@ -167,7 +167,8 @@ class Identities:
         self.settings = ModuleSettings(model, self.modules)
         self.dicts = self._dicts()
         self.empty = [held for held in self.dicts if not held]
-        self.filled = [(held, tuple(held.values())) for held in self.dicts if held]
+        self.filled = [held for held in self.dicts if held]
+        self.sizes, self.held = list(map(len, self.filled)), self._held()
         self.own = [(own, name, own[name]) for own in self.owns for name in OWN_PARTS if name in own]
         self.parameters = [
             held
@@ -194,13 +195,17 @@ class Identities:
             and self.settings.hold()
             and all(map(is_, self._dicts(), self.dicts))
             and not any(self.empty)
-            and all(len(held) == len(before) and all(map(is_, held.values(), before)) for held, before in self.filled)
+            and list(map(len, self.filled)) == self.sizes
+            and all(map(is_, self._held(), self.held))
             and all(own.get(name) is before for own, name, before in self.own)
         )
         return same and list(map(Tensor.data_ptr, self.parameters)) == self.places and self._outside() == self.outside
 
     def _dicts(self) -> list[dict[str, Any]]:
         return [own[name] for own in self.owns for name in MODULE_PARTS]
+
+    def _held(self) -> list[Any]:
+        return [each for held in self.filled for each in held.values()]
 
     def _outside(self) -> Hashable:
         """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what
@@ -240,12 +245,13 @@ class Snapshot:
         except Exception:
             return True
         if not changed:
-            self._identities, self._training = identities, self._training_now()
+            self._identities = identities
+            self._training = self._training_now()
         return changed
 
     def _training_now(self) -> list[bool]:
         """Modules that are in train mode, where a pass may add noise."""
-        return [module.training for module in every_module(self.model)]
+        return [module.training for module in self._identities.modules]
 
     def _parts_now(self) -> Hashable:
         """Equal to nothing else where another thread adds modules to the model just now."""
