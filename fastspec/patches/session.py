@@ -205,6 +205,8 @@ class PatchSession:
     """Why calls ran in generic mode, as the user was told."""
     kernels: Counter[str] = field(default_factory=Counter)
     """Number of calls of each op from Python; a captured round repeats its calls without Python."""
+    _counted: tuple[Ops, Ops] | None = None
+    """The kernels of the last call, and the same as they count their calls."""
     profile: Profile | None = None
     """Profile that the parts of every round are taken down in, inside `fastspec.profile`."""
     engines: Engines = field(default_factory=Engines)
@@ -222,7 +224,8 @@ class PatchSession:
 
     def mode(self, model: Any) -> Mode:
         """Mode that a model runs in now: what was last seen of it, where nothing has changed since."""
-        return mode_for(model) if is_autocast(device_of(model)) else self.defaults.look(model)
+        seen = self.defaults.look(model)
+        return mode_for(model) if is_autocast(device_of(model)) else seen
 
     def ops(self, model: Any, mode: Mode) -> Ops:
         """The backend's kernels for a model that runs in this mode now: it may have moved, or been hooked, since it was
@@ -251,7 +254,9 @@ class PatchSession:
                 except FastSpecError as error:
                     warnings.warn(f"heads draft in the model's dtype: {error}", RuntimeWarning, stacklevel=2)
                     ops = replace(ops, drafts_in=None)
-        return counted(ops, self.kernels)
+        if self._counted is None or self._counted[0] != ops:
+            self._counted = ops, counted(ops, self.kernels)
+        return self._counted[1]
 
     def _backend_ops(self, model: Any, mode: Mode) -> Ops:
         device, adapted = device_of(model), mode.adapter is not None
@@ -281,19 +286,21 @@ class PatchSession:
         if self._is_to_unpack(model):
             unpack_weights(model)
 
-    def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> None:
+    def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> bool:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the
-        model was moved. Those that compressed-tensors has yet to unpack wait for that. `ops` are the session's for this
-        mode, where they are known."""
+        model was moved -> whether it was tried. Those that compressed-tensors has yet to unpack wait for that. `ops`
+        are the session's for this mode, where they are known."""
         if self._is_to_unpack(model):
-            return
+            return False
         ops = ops or self.ops(model, mode)
         lies = self.packed[0] if self.packed else self.laid
-        if ops.packs and not (is_packed(lies) if isinstance(lies, Tensor) else lies == _kind(model, mode)):
+        apart = ops.packs and not (is_packed(lies) if isinstance(lies, Tensor) else lies == _kind(model, mode))
+        if apart:
             self.packed += pack_model(model, experts=ops.experts is not None)
             if not self.packed:
                 there = next((part for part in map(local_part, model.parameters()) if is_packed(part)), None)
                 self.laid = _kind(model, mode) if there is None else there
+        return apart
 
     def _is_to_unpack(self, model: Any) -> bool:
         if not any(map(is_unpacking_hook, hooks_of(model))):
@@ -323,7 +330,7 @@ class PatchSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        twin.trees, twin.batches = {}, 0
+        twin.trees, twin.batches, twin._counted = {}, 0, None
         return twin
 
     def set(self, owner: Any, name: str, value: Any) -> None:

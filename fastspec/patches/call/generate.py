@@ -117,7 +117,8 @@ def _decode(
     # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
     mode = session.mode(model)
     ops = session.ops(model, mode)
-    session.pack(model, mode, ops)
+    if session.pack(model, mode, ops):
+        mode = session.mode(model)  # where the weights lie now is in the key of the call's engine
     session.tell_mode(mode)
     made = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     try:

@@ -343,9 +343,9 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
         )
     if not bool(keep[:, -1].all()):
         raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")
-    limit = position_limit(model.config) if model.config.is_encoder_decoder else position_rows(model)
-    longest = int(keep.sum(1).max())
-    if limit is not None and longest > limit:
+    limit, longest = position_limit(model.config), int(keep.sum(1).max())
+    ends = limit is not None and longest > limit
+    if ends and (model.config.is_encoder_decoder or position_rows(model) is not None):
         raise Unsupported(
             f"the prompt has {longest} tokens and the model's positions end at {limit} (max_position_embeddings): "
             "shorten it"

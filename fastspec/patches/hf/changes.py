@@ -220,15 +220,21 @@ class Snapshot:
     """Snapshot of what rounds are made of: the model's mode, its settings and the addresses of its weights. `differs()`
     is true once one of them changed, and `changed()` says the same at less cost."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, former: Snapshot | None = None) -> None:
         self.model: PreTrainedModel = model
-        self._identities, self._parts = Identities(model), self._parts_now()
+        self._identities: Identities = Identities(model, None if former is None else former._identities)
+        self._parts = self._parts_now()
         self._training = self._training_now()
 
     @property
     def mode(self) -> Mode:
         """Mode that the model ran in then, outside autocast."""
         return self._parts[0] if isinstance(self._parts, tuple) else mode_for(self.model)
+
+    @property
+    def key(self) -> Hashable:
+        """`Identities.key`, which is equal to that of a `former` snapshot where weights and settings are."""
+        return self._identities.key
 
     def differs(self) -> bool:
         """True where rounds made at this moment would be made of something else."""
@@ -240,7 +246,7 @@ class Snapshot:
         try:
             if self._identities.holds() and self._training_now() == self._training:
                 return False
-            identities = Identities(self.model)
+            identities = Identities(self.model, self._identities)
             changed = self.differs()
         except Exception:
             return True

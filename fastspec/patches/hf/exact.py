@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,8 +64,15 @@ class Defaults:
         """Mode that a model runs in now, outside autocast. What was found of one that has changed since the last look
         is forgotten."""
         if self._seen is None or self._seen.model is not model or self._seen.changed():
-            self._seen, self._stored, self._why = Snapshot(model), None, {}
+            former = self._seen if self._seen is not None and self._seen.model is model else None
+            self._seen, self._stored, self._why = Snapshot(model, former), None, {}
         return self._seen.mode
+
+    @property
+    def key(self) -> Hashable:
+        """Value that stands for the weights and settings of the model of the last look, equal where these are."""
+        assert self._seen is not None
+        return self._seen.key
 
     def _follow(self, model: Any, mode: Mode) -> None:
         """`look` at a model that runs in this mode now, unless that is what the last look gave."""
