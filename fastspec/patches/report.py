@@ -106,7 +106,8 @@ def _speed(calls: list[Stats]) -> str:
     length = sum(call.round_tokens for call in calls) / rounds
     drafted, accepted = sum(call.drafted for call in calls), sum(call.accepted for call in calls)
     kept = f", acceptance rate {accepted / drafted:.2f}" if drafted else ""
-    phases: dict[str, float] = {}
+    prepared = sum(call.prepare_seconds for call in calls)
+    phases = {"prepare": prepared} if prepared else {}
     for call in calls:
         for phase, spent in call.phases.items():
             phases[phase] = phases.get(phase, 0.0) + spent

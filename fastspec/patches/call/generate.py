@@ -4,6 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import inspect
+import time
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
     for what cannot be combined with an assistant that the call names; where it is a default, the original runs and a
     warning says why.
     """
+    begun = time.perf_counter()
     session = session_of(self)
     if session is None:  # someone kept this method from before `unpatch`
         if assistant is not ABSENT and assistant is not None:
@@ -84,7 +86,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
                 _leave(self, given, session, reason)
                 return original(*args, **kwargs)
         with session.turn.taken(device_of(self)):
-            decode = partial(_decode, session, decoding, given, named, step)
+            decode = partial(_decode, session, decoding, given, named, step, begun)
             try:
                 return original(**{**own_stop_strings(self, given), "custom_generate": decode})
             finally:
@@ -105,6 +107,7 @@ def _decode(
     given: dict[str, Any],
     named: bool,
     step: LocalCall,
+    begun: float,
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -123,7 +126,7 @@ def _decode(
     made = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     try:
         refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
-        call = Call(plan_call(model, session, decoding, given, made, mode, ops))
+        call = Call(plan_call(model, session, decoding, given, made, mode, ops), begun)
         refused = None
     except Unsupported as reason:
         refused = reason

@@ -2,10 +2,10 @@
 
 | part | reads | who asks |
 |---|---|---|
-| `ModuleSettings` | attributes and buffers of modules, configurations | pools, open batches |
-| `weight_places` | addresses of weights, kinds, hooks and forwards of modules | pools: keys of captured rounds |
-| `Identities` | the objects that modules hold, compared by identity | open batches, before every prompt |
-| `Snapshot` | all of these, and the mode | open batches, of the model and of draft models |
+| `ModuleSettings` | attributes and buffers of modules, configurations | the two below |
+| `weight_places` | addresses of weights, kinds, hooks and forwards of modules | the two below |
+| `Identities` | the objects that modules hold, compared by identity | pools: keys of captured rounds |
+| `Snapshot` | all of these, and the mode | sessions before every call, open batches before every prompt |
 | `WeightSample` | torch's counts of changes of the weights, and a few bytes of each | open batches: kept prefixes |
 | `fingerprint` | every byte of the weights | cascades: keys and values kept between calls |
 | `weights_digest` | the same, in every process | answers that a cascade's predictor is trained on |
