@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from fastspec.config import HEAD_BITS, HeadBits
+from fastspec.devices import is_timed
 from fastspec.errors import Unsupported, accepted
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.rounded import is_rounded, rounded
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.compat import device_of
-from fastspec.patches.hf.exact import is_timed
 from fastspec.patches.hf.modes import Mode, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.on_cpu import named
@@ -49,7 +49,7 @@ def may_round(model: Any, mode: Mode, backend: str) -> bool:
         mode.dtype in (torch.bfloat16, torch.float16)
         and kernels in ("auto", "triton")
         and group_of(model) is None
-        and is_timed(model)
+        and is_timed(device_of(model))
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastspec.devices import MEASURED, device_name
+from fastspec.devices import MEASURED, device_name, is_timed
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import (
     FullAttention,
@@ -82,7 +82,7 @@ class Defaults:
     def reads_stored(self, model: Any, mode: Mode, ops: Ops) -> bool:
         """True where a model's quantised weights are multiplied as stored though nobody asked for it: in 16 bits, on a
         device where that was measured to be faster than their own forward, which rounds no activations."""
-        if unfit(ops, mode.dtype) is not None or not is_timed(model):
+        if unfit(ops, mode.dtype) is not None or not is_timed(device_of(model)):
             return False
         self._follow(model, mode)
         if self._stored is None:
@@ -111,11 +111,6 @@ class Defaults:
             except Unsupported as error:
                 self._why[stored] = str(error).removeprefix("exact=True: ").removesuffix(f": {HINT}")
         return self._why[stored]
-
-
-def is_timed(model: Any) -> bool:
-    """True of a model on the GPU that products of stored weights were timed on (stored_h200.jsonl)."""
-    return device_name(device_of(model)) == "NVIDIA H200"
 
 
 def is_measured(model: Any) -> bool:

@@ -53,8 +53,6 @@ class Format:
     """True where the library unpacks all weights of a model at its first forward pass."""
     rounds: Callable[[Any], bool] = lambda module: False
     """True of a module whose own forward rounds activations too."""
-    measured: bool = True
-    """False of a format whose kernel was not timed or is slower, and runs only where that is asked for."""
 
     def holds(self, module: nn.Module) -> bool:
         """True of a module in this format."""
@@ -258,7 +256,7 @@ FORMATS = (
     Format("GGUF", "transformers", "GgufLinear", _not_read("its blocks are not read")),
     Format("GGUF", "transformers", "GgufExperts", _not_read("experts are not read")),
     Format("fine-grained FP8", "transformers", "FP8Experts", _not_read("experts are not read"), rounds=_always),
-    Format("MXFP4", "fastspec", "PackedExperts", _mxfp4, measured=False),
+    Format("MXFP4", "fastspec", "PackedExperts", _mxfp4),
     Format(
         "MXFP4",
         "transformers",

@@ -13,6 +13,7 @@ from helpers.models import tiny_model
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
+from fastspec.devices import STORED
 from fastspec.errors import Unsupported
 from fastspec.patches import session
 from fastspec.patches.backends import TORCH
@@ -71,13 +72,14 @@ def half(kind: str) -> Any:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(exact, "device_name", lambda device: STORED)
+    monkeypatch.setattr(exact, "is_timed", lambda device: True)
 
 
 def test_narrow_models_and_devices_without_figures_are_not_held_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     model, choice = half("llama"), Defaults()
     assert "was not measured on" in str(why_not(choice, model, KERNELS))
-    monkeypatch.setattr(exact, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(exact, "device_name", lambda device: STORED)
     width = model.config.hidden_size
     assert f"layers of {width} channels, under {exact.WIDE}" in str(why_not(choice, model, KERNELS))
     assert "this model runs on 'torch'" in str(why_not(choice, model, TORCH))
