@@ -17,7 +17,6 @@ from fastspec.generation.engine.rounds import TOGETHER_TOKENS
 from fastspec.generation.stats import Clock
 from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import import_past
-from fastspec.patches.hf.changes import weight_places
 from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
@@ -53,7 +52,9 @@ def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
     engine: Engine[HFModel] | None = None if key is None else engines.take(key)
     if engine is None:
         engine = new_engine(plan)
-        key = None if key is None else _key(plan)  # making the drafter may have packed its head's weights
+        if key is not None:  # making the drafter may have packed its head's weights
+            plan.session.defaults.look(plan.model)
+            key = _key(plan)
     else:
         engine.drafter = _opened(plan, engine.target, engine.drafter, plan.request.width)
     if engine.sizes is not None and plan.ranks is not None:
@@ -98,10 +99,11 @@ def entry(plan: Plan, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Draf
 
 
 def _key(plan: Plan) -> Hashable:
-    """Key that calls which can share captured rounds agree in, or None for a decoding that cannot be compared."""
+    """Key that calls which can share captured rounds agree in, or None for a decoding that cannot be compared; of the
+    model as it was at the call's last look."""
     request, processing = plan.request, plan.processing
-    settings_of = plan.session.engines.settings_of
-    weights = tuple((weight_places(module), settings_of(module)) for module in (plan.model, *plan.decoding.modules))
+    session = plan.session
+    weights = session.defaults.key, *map(session.engines.key_of, plan.decoding.modules)
     chosen = processing.sample, processing.signature, processing.settings
     pad_token = None if plan.steps is None else plan.steps.pad_token
     measured = request.answers is not None, request.measure, pad_token, plan.bounded, plan.dropped, plan.likeliest

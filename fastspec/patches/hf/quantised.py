@@ -277,20 +277,6 @@ def format_of(module: nn.Module) -> Format | None:
     return next((row for row in FORMATS if row.holds(module)), None)
 
 
-_CLASSES = {at: frozenset(row.kind for row in FORMATS if row.at == at) for at in ("", "weight")}
-"""Where a format shows -> the names of its classes."""
-
-
-def may_hold(model: nn.Module) -> bool:
-    """True of a model some module of which may be in a format: a quick look."""
-    return any(
-        type(module).__name__ in _CLASSES[""]
-        or type(module._parameters.get("weight")).__name__ in _CLASSES["weight"]
-        or "quantization_scheme" in module.__dict__
-        for module in model.modules()
-    )
-
-
 def told_dequantised(model: Any) -> str | None:
     """For `report`: the method of a model's files whose weights transformers dequantised, and what prevents it."""
     method = dequantised_method(model)
