@@ -36,7 +36,7 @@ from fastspec.generation.stats import Stats
 from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.backends import notice
-from fastspec.patches.call.assembly import entry, new_engine
+from fastspec.patches.call.assembly import entry, new_engine, sized
 from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing, RoundStreamer
@@ -436,7 +436,7 @@ class Continuous:
         request = Request(text.ids, torch.ones_like(root), [], 0, ends, None, answers=answers)
         processing = Processing(LogitsProcessorList())
         plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
-        plan = replace(plan, ranks=self.ranks)
+        plan = replace(plan if ops.captures else sized(plan), ranks=self.ranks)  # no row waits for a size's capture
         engine = new_engine(plan)
         self._agree_on_sizes(engine)
         check_rows(engine.drafter, self.decoding.name)
