@@ -37,7 +37,11 @@ class Cost:
     asynchronous: bool = False
     """True where rounds without look-ups are asynchronous, and so do not wait for the host."""
     row: float = 0.0
-    """The host's milliseconds for looking up and counting one row's tokens, beside those of the first."""
+    """The host's milliseconds for looking up one row's drafts, beside those of the first."""
+    node: float = 0.0
+    """The host's milliseconds for each of them."""
+    count: float = 0.0
+    """The host's milliseconds for counting a token."""
 
     def of(self, nodes: int, weight_bytes: int, rows: int = 1) -> float:
         """Milliseconds of a round of so many nodes, of all rows together."""
@@ -68,7 +72,9 @@ COSTS = {
         each=(0.0013, 0.0017),
         drafted=0.15,
         asynchronous=True,
-        row=0.15,
+        row=0.06,
+        node=0.004,
+        count=0.004,
     ),
 }
 """By device type. "cpu" is fitted to cpu_tree.jsonl (tag `laboratory`), its host to the `draft` and `commit` of `nasd`
