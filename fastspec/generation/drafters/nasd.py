@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
@@ -23,7 +24,7 @@ from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
-from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, MeasuredCosts
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -174,6 +175,7 @@ class NasdDrafter(HostDrafter):
         device: torch.device,
         weight_bytes: int = SMOLLM2_BYTES,
         vocabulary: int | None = None,
+        measured: dict[tuple[int, int], MeasuredCosts] | None = None,
     ) -> None:
         cost = COSTS.get(device.type, COSTS["cuda"])
         self.config, self.storages, self.device, self.vocabulary = config, storages, device, vocabulary
@@ -191,6 +193,12 @@ class NasdDrafter(HostDrafter):
         if self.dear:
             self.costs = {size: self.costs[size] for size in spread(self.costs)}
             self.costs[1] /= MARGIN
+        self.measured = None
+        if measured is not None and len(self.costs) > 1:
+            self.measured = measured.setdefault((rows, self.nodes), MeasuredCosts(self.costs))
+            self.costs = self.measured.costs()
+        self.began = 0.0
+        """Second in which the last tree was asked for."""
         self.least = cost.node * rows / plain
         """Chance of a draft for which the host takes as long as for what it promises."""
         self.quota = int(plain / cost.count) if cost.asynchronous else None
@@ -315,6 +323,7 @@ class NasdDrafter(HostDrafter):
 
     def propose(self, extent: int) -> TokenTree:
         """Draft from what is known; the tree of a row that has ended is filled up with copies of its root."""
+        self.began = time.perf_counter()
         growths = self._look_up() if self.growths is None else self.growths
         size = self.size
         self.hoped = sum(sum(growth.chances[1:size]) for growth in growths)
@@ -353,6 +362,9 @@ class NasdDrafter(HostDrafter):
                     break
             self.roots[row] = emitted[width * (accepted + 1) - 1]
         self._heard()
+        if self.measured is not None:
+            self.measured.take(self.size, 1e3 * (time.perf_counter() - self.began))
+            self.costs = self.measured.costs()
 
 
 def spread(costs: dict[int, float]) -> list[int]:
@@ -400,12 +412,14 @@ def storage_of(config: Nasd) -> Storage:
 class NasdDecoding(Decoding):
     """Decoding with n-grams; by default every row of every call has a storage of its own. `weight_bytes` are those
     that a pass of the target reads: what several nodes cost beside one depends on them. `vocabulary` bounds the tokens
-    of storages that are not ours."""
+    of storages that are not ours. `measured` has what rounds of so many rows and largest trees took; None where no
+    clock may decide."""
 
     continuous: ClassVar[bool] = True
     config: Nasd
     weight_bytes: int = SMOLLM2_BYTES
     vocabulary: int | None = None
+    measured: dict[tuple[int, int], MeasuredCosts] | None = field(default=None, compare=False)
     name: str = "nasd"
     taps: None = None
 
@@ -413,4 +427,5 @@ class NasdDecoding(Decoding):
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
         storages = [storage_of(self.config) for _ in range(rows)]
-        return NasdDrafter(self.config, storages, torch.device(device), self.weight_bytes, self.vocabulary)
+        known = self.weight_bytes, self.vocabulary, self.measured
+        return NasdDrafter(self.config, storages, torch.device(device), *known)

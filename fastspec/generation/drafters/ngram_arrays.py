@@ -83,7 +83,8 @@ class Edges:
         return self.keys[number] >> BITS, self.keys[number] & (1 << BITS) - 1
 
     def _enlarge(self) -> None:
-        """Four times the slots. All keys at once: one of those that want a slot gets it, the others go on to their next."""
+        """Four times the slots. All keys at once: one of those that want a slot gets it, the others go on to their
+        next."""
         self.slots = array("i", bytes(16 * len(self.slots)))
         self.mask = len(self.slots) - 1
         slots = torch.frombuffer(self.slots, dtype=torch.int32)

@@ -71,7 +71,8 @@ class NgramStorage:
     def feed(self, cursor: Context, token: int, fillers: Sequence[int] = ()) -> Context:
         """Count token and fillers after every context at the cursor; at a text's start there are fewer of them."""
         if len(cursor) >= self._least:
-            add, count, heads, node, counted = self.edges.add, self.tallies.count, self.tallies.heads, 0, (*fillers, token)
+            add, count, heads = self.edges.add, self.tallies.count, self.tallies.heads
+            node, counted = 0, (*fillers, token)
             for length, known in enumerate(cursor, 1):
                 node = add(node, known)
                 if node == len(heads):

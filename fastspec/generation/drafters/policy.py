@@ -61,6 +61,35 @@ class Cost:
         return spent / (self.one + weight_bytes / self.bytes_per_ms)
 
 
+FORGOTTEN, RENEWED = 0.01, 0.25
+"""Share of what was measured that every round of another size forgets, so that a size is tried again, and weight of the
+last measurement."""
+
+
+class MeasuredCosts:
+    """Costs of rounds by their nodes: those of a prior, times what each size was measured to take more than one node
+    did. For calls whose tokens no size changes, since it follows a clock then."""
+
+    def __init__(self, prior: dict[int, float]) -> None:
+        self.prior, self.one = prior, 0.0
+        self.more = dict.fromkeys(prior, 1.0)
+
+    def take(self, nodes: int, ms: float) -> None:
+        """A round of so many nodes took `ms` milliseconds."""
+        spent = ms / self.prior[nodes]
+        if nodes == min(self.prior):
+            self.one += (spent - self.one) * (RENEWED if self.one else 1.0)
+        elif self.one:
+            self.more[nodes] += (spent / self.one - self.more[nodes]) * 2 * RENEWED
+        for size in self.more:
+            if size != nodes:
+                self.more[size] += (1.0 - self.more[size]) * FORGOTTEN
+
+    def costs(self) -> dict[int, float]:
+        """Costs of rounds by their nodes."""
+        return {size: cost * self.more[size] for size, cost in self.prior.items()}
+
+
 COSTS = {
     "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
     "cuda": Cost(
