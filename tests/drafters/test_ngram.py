@@ -164,12 +164,12 @@ def test_on_a_gpu_several_nodes_cost_a_small_model_much_and_a_large_one_little()
 def test_look_ups_of_many_rows_are_dear(monkeypatch):
     """The host makes them one after another: where nothing is accepted rounds soon go without them."""
     storage, cost = fastspec.NgramStorage(), COSTS["cuda"]
-    assert cost.look(15_010_000_000, rows=40) > 0.7 > 0.15 > cost.look(15_010_000_000)
+    assert cost.look(15_010_000_000, rows=40) > 0.25 > 0.06 > cost.look(15_010_000_000)
     monkeypatch.setitem(COSTS, "cpu", cost)
     one, many = (
         NasdDrafter(fastspec.Nasd(), [storage] * rows, torch.device("cpu"), 15_010_000_000) for rows in (1, 40)
     )
-    assert many.prices[1] > 0.6 > 0.2 > one.prices[1] and many.budget.rounds > 6 * one.budget.rounds
+    assert many.look > 4 * one.look and many.budget.rounds > 4 * one.budget.rounds
 
 
 def test_a_call_is_told_what_its_model_reads(pair):

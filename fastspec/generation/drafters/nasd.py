@@ -184,7 +184,7 @@ class NasdDrafter(HostDrafter):
         smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
         sizes = [*(size for size in smaller if size < self.nodes), self.nodes]
         rows = len(storages)
-        self.costs = {size: cost.of(size * rows, weight_bytes, rows) for size in sizes}
+        self.costs = {size: cost.of(size * rows, weight_bytes, rows) + cost.node * rows * (size - 1) for size in sizes}
         plain = cost.of(rows, weight_bytes) - (cost.host if cost.asynchronous else 0.0)
         self.prices = {size: whole / plain - 1 for size, whole in self.costs.items()}
         """Target passes that a round costs more than one of rounds that look nothing up, by its nodes."""
