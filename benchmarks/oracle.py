@@ -223,6 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
                     last, count = fastspec.report(model).last, found[:, args.prefix :].numel()
                     told = {"acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds}
                     told["phases_ms"] = {name: round(1e3 * spent, 2) for name, spent in last.phases.items()}
+                    told["prepare_ms"] = round(1e3 * last.prepare_seconds, 2)
                     told["drafted"] = round(last.drafted / last.row_rounds, 1)
                     told["equal"] = round(float((found == plain).all(1).float().mean()), 3)
                     tell(here | {"method": "eagle3", "tree": text}, seconds, count, first, **told)

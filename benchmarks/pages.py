@@ -37,6 +37,7 @@ SETS |= {"qa": "questions", "sum": "summaries"}
 SMOLLM2_SETS = ("mt_bench", "humaneval", "gsm8k", "qa", "sum")
 NAMES = {
     "smollm2-135m-instruct": "SmolLM2-135M",
+    "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder-1.5B",
     "qwen2-1.5b": "Qwen2-1.5B shape",
     "llama-8b": "Llama-3.1-8B shape",
     "llama-70b": "Llama-3.1-70B shape",
@@ -247,18 +248,29 @@ def sampling() -> str:
     return markdown(["temperature", "depth", "MT-bench", "HumanEval", "GSM8K"], cells)
 
 
-def servers() -> str:
+SERVED = {
+    "vllm": "vLLM",
+    "fastspec": "fastspec",
+    "vllm-eagle3-3": "vLLM, EAGLE-3",
+    "fastspec-eagle3": "fastspec, EAGLE-3",
+}
+"""A server's name in the rows -> what runs there."""
+
+
+def servers(files: Sequence[str] = ("serving_h100", "serving_qwen_h100"), names: Sequence[str] = tuple(SERVED)) -> str:
     """Tokens per second of servers by requests in flight; of streams the median time to the first token too."""
     cells = []
-    files = (NAMES["smollm2-135m-instruct"], "serving_h100"), ("Qwen2.5-Coder-1.5B", "serving_qwen_h100")
-    for (model, file), streamed, in_flight in product(files, (False, True), (1, 8, 32)):
-        line = [model, "streamed" if streamed else "whole", str(in_flight)]
-        for server in ("vllm", "fastspec", "vllm-eagle3-3", "fastspec-eagle3"):
-            found = rows(file, server=server, in_flight=in_flight, streamed=streamed, long=0)
-            line.append(", ".join(served(row) for row in found))
-        cells.append(line)
-    heads = ["", "answers", "in flight", "vLLM", "fastspec", "vLLM, EAGLE-3", "fastspec, EAGLE-3"]
-    return markdown(heads, cells)
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in (row for file in files for row in rows(file, long=0)):
+        cases.setdefault((row["model"], row["streamed"], row["in_flight"]), {})[row["server"]] = row
+    for (model, streamed, in_flight), found in cases.items():
+        line = [NAMES.get(model, model), "streamed" if streamed else "whole", str(in_flight)]
+        cells.append([*line, *(served(found[name]) if name in found else "" for name in names)])
+    return markdown(["", "answers", "in flight", *(SERVED[name] for name in names)], cells)
+
+
+def servers_h200() -> str:
+    return servers(["serving_h200"], ("vllm", "fastspec", "fastspec-eagle3"))
 
 
 def served(row: Row) -> str:
@@ -501,7 +513,19 @@ def train_options() -> str:
     return markdown(["option", "default", ""], cells) + f"\nIn Python alone: {alone}.\n"
 
 
-MADE = (expect, demo, trees, train_options, batches, batch_trees, sampling, servers, served_cascade, peers_served)
+MADE = (
+    expect,
+    demo,
+    trees,
+    train_options,
+    batches,
+    batch_trees,
+    sampling,
+    servers,
+    servers_h200,
+    served_cascade,
+    peers_served,
+)
 MADE += (first_tokens, smollm2_heads, head_bits, stored, eagle_head, qwen_head, floors, portable, prompt_parts)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*MADE, exact, exact_rounds)}
 TABLES |= {file: partial(peers, file) for file in PEERS}

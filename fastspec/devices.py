@@ -12,6 +12,8 @@ from fastspec.errors import Unsupported
 
 MEASURED = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 """The devices, as torch names them, that the launch tables were measured on, and on which all kernels were tested."""
+STORED = "NVIDIA H200"
+"""The device that products of stored weights were timed on (stored_h200.jsonl)."""
 
 
 def choose_device(name: str | None = None) -> str:
@@ -58,6 +60,14 @@ def memory_of(device: str) -> int | None:
         return None
 
 
+def free_memory(device: Any) -> int:
+    """Bytes of a CUDA device's memory that are free, with those that torch holds and does not use."""
+    import torch
+
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def made_current(device: Any) -> AbstractContextManager[object]:
     """A block in which a torch device is CUDA's current one, which Triton launches on and torch captures on, whatever
     its tensors' is. Other devices need nothing."""
@@ -71,6 +81,11 @@ def device_name(device: Any) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def is_timed(device: Any) -> bool:
+    """True of a torch device that products of stored weights were timed on."""
+    return device_name(device) == STORED
 
 
 def cpu_name() -> str:

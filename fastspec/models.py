@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastspec.devices import memory_of
+from fastspec.devices import is_timed, memory_of
 from fastspec.errors import Unsupported, meant
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ def load_model(
     go to `from_pretrained`; with a `device_map`, a quantisation or the options of `cut_over` the model stays where that
     puts it. GPTQ and AWQ checkpoints are read without their packages (docs/guide/quantised.md), unless a quantisation
     is given. With `packed` the experts of gpt-oss stay in MXFP4, as its files have them, and take a quarter of the
-    memory; each pass dequantises what it reads of them, so that a dense model is faster where it fits. None keeps them
-    so where transformers would dequantise them and the device's memory is too small for that; False, or a quantisation
-    that is given, leaves them to transformers. Transformers shows its progress bars on stderr meanwhile. Raises
-    `Unsupported` when there is no such model, and before its weights are read where the device's memory is too small
-    for them.
+    memory; each pass dequantises what it reads of them. None keeps them so where transformers would dequantise them
+    and the device is one that reads them the faster in 16 bits (an H200), or has too little memory for that; False, or
+    a quantisation that is given, leaves them to transformers. Transformers shows its progress bars on stderr
+    meanwhile. Raises `Unsupported` when there is no such model, and before its weights are read where the device's
+    memory is too small for them.
     """
     import torch
     from transformers import (
@@ -123,7 +123,8 @@ def load_model(
             reads = config is not None and "quantization_config" not in options
             dense = reads and not others and dequantises(config, device)
             larger = None if config is None or placed else _why_larger(config, kind, device, dtype, dense)
-            experts = dense and larger is not None if packed is None else packed
+            faster = not placed and dtype in (torch.bfloat16, torch.float16) and is_timed(torch.device(device))
+            experts = dense and (faster or larger is not None) if packed is None else packed
             ours = reads and take_over(config, source, experts=experts, **given)
             if larger is not None and not ours:
                 raise Unsupported(larger)

@@ -72,16 +72,16 @@ def pretend(target: int | str) -> None:
     from fastspec.kernels.attention import ordered as ordered_attention
     from fastspec.kernels.attention import tree as tree_attention
     from fastspec.kernels.drafting import topk_expand
-    from fastspec.kernels.linear import experts, linear
+    from fastspec.kernels.linear import experts, experts_row, linear
     from fastspec.kernels.linear import hopper as hopper_linear
     from fastspec.kernels.quantised import hopper as hopper_stored
     from fastspec.kernels.quantised import linear as stored
-    from fastspec.kernels.quantised.conversions import assembly
 
     triton.runtime.driver.set_active(Absent(target))
     capability = 0 if isinstance(target, str) else target
     launch._capable = lambda device: capability >= 90
-    stored._assembly = lambda kind, dtype, device: assembly(kind, dtype) if capability else None
+    for module in (stored, experts, experts_row):
+        module.runs_ptx = lambda device: capability > 0
     for module in (linear, topk_expand):
         module.has_descriptors = launch._capable
     launch.shared_memory = lambda device: limit_of(target)

@@ -89,9 +89,12 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     held("quantised.md", "32 rows in {:.2f} instead of {:.2f}".format(*many))
     most = [of("round_ms", **beside, weights=weights, batch=128, prefix=512) for weights in ("fp8", "dense")]
     held("quantised.md", "({:.2f} and {:.2f} ms with 512 tokens before)".format(*most))
-    experts = {"shape": "gpt-oss-20b", "method": "autoregressive"}
-    packed, dense = (of("round_ms", **experts, weights=weights) for weights in ("mxfp4", "dense"))
-    held("quantised.md", f"{packed:.2f} ms a token of the 20B shape on an H200, {dense:.2f} dense")
+    plain, drafted = (
+        [of("round_ms", shape="gpt-oss-20b", method=method, weights=weights) for weights in ("mxfp4", "dense")]
+        for method in ("autoregressive", "eagle3")
+    )
+    held("quantised.md", "{:.2f} ms a token of the 20B shape on an H200, {:.2f} dense".format(*plain))
+    held("quantised.md", "a round of `eagle3` {:.2f} and {:.2f}".format(*drafted))
     rounds = [
         of("round_ms", shape=shape, weights="dense", method="eagle3", head_bits=bits)
         for shape in ("llama-8b", "qwen3-4b", "qwen2-1.5b")

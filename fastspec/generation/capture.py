@@ -89,8 +89,10 @@ class Captured(Generic[Result]):
 
     The program reads and writes tensors that stay where they are; the next replay writes over its result. `key` is
     whatever else it depends on, such as the size of a buffer; when it changes the graph is dropped. The first run of a
-    key is a real one: it compiles kernels and fills the libraries' workspaces. The program comes with every call and is
-    not kept: as a method of what keeps its graph it would make a cycle.
+    key is a real one: it compiles kernels and fills the libraries' workspaces. What a backend prepares it prepares for
+    the first key alone: in larger buffers few kernels are others, and to look for these would stop all rows longer than
+    the run does. The program comes with every call and is not kept: as a method of what keeps its graph it would make a
+    cycle.
     """
 
     def __init__(self) -> None:
@@ -102,9 +104,10 @@ class Captured(Generic[Result]):
     def __call__(self, program: Callable[[], Result], key: Hashable) -> Result:
         """Run the program once."""
         if key != self.key:
+            new = self.key is None
             self.key, self.graph, self.result = key, None, None
             with SPENT.on("first_runs"):
-                if _prepare is not None:
+                if new and _prepare is not None:
                     _prepare(program)
                 return program()
         if self.graph is None:

@@ -94,10 +94,14 @@ class SequenceState:
         may reach."""
         return min(committed, self.limit) <= self.bound
 
+    def bytes(self, committed: int) -> int:
+        """Memory of the buffers that `reserve` makes where there are none."""
+        return sum(kind.bytes(self._wanted(min(committed, self.limit)) + self.tail) for kind in self.kinds)
+
     def reserve(self, committed: int) -> int:
         """Make room for this many committed tokens per row, the capacity at most, and the tail -> those in bounds."""
         if not self.fits(committed):
-            wanted = self._wanted(committed) + self.tail
+            wanted = self._wanted(min(committed, self.limit)) + self.tail
             try:
                 for kind in self.kinds:
                     kind.resize(wanted)
@@ -162,6 +166,10 @@ class SharedState(SequenceState):
     @property
     def limit(self) -> int:  # type: ignore[override]
         return self.whole.limit
+
+    def bytes(self, committed: int) -> int:
+        """None: the buffers are the other's."""
+        return 0
 
     def reserve(self, committed: int) -> int:
         return self.whole.reserve(committed)

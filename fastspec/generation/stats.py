@@ -161,7 +161,11 @@ class Stats:
     """Host seconds of captures; a part of `seconds`."""
     explanations: tuple[object, ...] = ()
     """A cascade's `fastspec.cascade.decisions.Explanation` of each row."""
+    prepare_seconds: float = 0.0
+    """Host seconds of a `generate` call before its prefill, which are no part of `seconds`: transformers' preparation,
+    the call's plan and its engine, and the wait for another call on the model."""
     seconds: float = 0.0
+    """Host seconds from the prefill to the end of the last round."""
     phases: dict[str, float] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -213,7 +217,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Returned new tokens of all rows over the seconds of the whole call, prefill included."""
+        """Returned new tokens of all rows over `seconds`, prefill included."""
         return self.emitted / self.seconds if self.seconds else 0.0
 
 

@@ -29,6 +29,10 @@ class Buffered:
         """True where there is room for so many already."""
         return True
 
+    def bytes(self, committed: int) -> int:
+        """Memory of the buffers with room for so many committed tokens a row, whatever there is room for now."""
+        return 0
+
     @property
     def buffers(self) -> Hashable:
         """A value that changes when the buffers are replaced by others, which makes captured graphs void."""

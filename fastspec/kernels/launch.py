@@ -64,6 +64,14 @@ def _capable(device: torch.device) -> bool:
 
 
 @lru_cache
+def runs_ptx(device: torch.device) -> bool:
+    """True where kernels may hold instructions of PTX: from compute capability 8.0 on."""
+    if INTERPRETED or PORTABLE or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@lru_cache
 def has_descriptors(device: torch.device) -> bool:
     """True where a device reads tiles through tensor descriptors itself, from compute capability 9.0 on; elsewhere
     Triton makes pointers of them, which take many registers."""

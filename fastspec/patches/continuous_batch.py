@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.config import ContinuousBatch
-from fastspec.devices import made_current
+from fastspec.devices import free_memory, made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, check_rows
@@ -35,7 +35,8 @@ from fastspec.generation.engine.rounds import TOGETHER, Rounds
 from fastspec.generation.stats import Stats
 from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
-from fastspec.patches.call.assembly import entry, new_engine
+from fastspec.patches.backends import notice
+from fastspec.patches.call.assembly import entry, new_engine, sized
 from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing, RoundStreamer
@@ -58,7 +59,7 @@ from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds, TurnOrder
 from fastspec.patches.session import PatchSession, patched_session
-from fastspec.patches.warmup import WARM_LENGTH, WARM_NEW, open_batch_calls, room_for
+from fastspec.patches.warmup import MOST_WARM, SHARE, WARM_LENGTH, WARM_NEW, open_batch_calls, room_for, warm_lengths
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
@@ -256,17 +257,21 @@ class Continuous:
             self._changed.notify_all()
         return single.future
 
-    def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
+    def warmup(self, length: int | None = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
         """Answer prompts of random tokens, so that later ones find their kernels compiled and their rounds captured ->
         the seconds that it took.
 
         There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of
         rows, greedy and sampled; where these are captured their buffers have room for texts of `length` tokens from
-        then on. N-gram drafts have graphs for many shapes of trees, of which a warm-up sees some. To be called before
-        prompts come: `stats` begin anew behind it. Of processes that hold the model together the first one's call is
-        that of all; in the others it does nothing. `told` is called with (calls that are done, of how many). Raises
-        Unsupported for a `length` below 1, and for rows without room for an answer.
+        then on. A longer text makes them larger, and what was captured is captured anew, while all rows wait. None: as
+        many tokens as a row has room for, 3,968 at most, or as fit half of the free memory. N-gram drafts have graphs
+        for many shapes of trees, of which a warm-up sees some. To be called before prompts come: `stats` begin anew
+        behind it. Of processes that hold the model together the first one's call is that of all; in the others it does
+        nothing.
+        `told` is called with (calls that are done, of how many). Raises Unsupported for a `length` below 1, and for
+        rows without room for an answer.
         """
+        length = self._warm_length() if length is None else length
         longest = min(length, self.max_length - WARM_NEW)
         if longest < 1:
             raise Unsupported(
@@ -300,6 +305,23 @@ class Continuous:
         self._between_turns("begin")  # the last turn counts on behind its answers
         tell(len(calls), len(calls))
         return time.perf_counter() - began
+
+    def _warm_length(self) -> int:
+        """Length of the texts that a warm-up is for where nobody says it."""
+        widths, most = self._widths, min(self.max_length, MOST_WARM)
+        target, path = widths.current.engine.target, widths.current.engine.main.longest
+        if not target.captures:
+            return WARM_LENGTH
+        share = free_memory(device_of(self.model)) // SHARE
+        found = next((each for each in warm_lengths(most) if widths.bytes(room_for(each, path)) <= share), WARM_LENGTH)
+        if found < most:
+            notice(
+                f"warming up for texts of {found:,} tokens, whose buffers take "
+                f"{widths.bytes(room_for(found, path)) / 2**30:.1f} GiB of the memory; longer ones, of up to "
+                f"{self.max_length:,} (max_length), make all rows wait once: fewer rows, or a length for the warm-up, "
+                "avoid that"
+            )
+        return found
 
     def _between_turns(self, name: str, *given: Any) -> None:
         """Let the batch's thread do something between two turns, in all processes, and wait for it."""
@@ -414,7 +436,7 @@ class Continuous:
         request = Request(text.ids, torch.ones_like(root), [], 0, ends, None, answers=answers)
         processing = Processing(LogitsProcessorList())
         plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
-        plan = replace(plan, ranks=self.ranks)
+        plan = replace(plan if ops.captures else sized(plan), ranks=self.ranks)  # no row waits for a size's capture
         engine = new_engine(plan)
         self._agree_on_sizes(engine)
         check_rows(engine.drafter, self.decoding.name)

@@ -106,7 +106,8 @@ def _speed(calls: list[Stats]) -> str:
     length = sum(call.round_tokens for call in calls) / rounds
     drafted, accepted = sum(call.drafted for call in calls), sum(call.accepted for call in calls)
     kept = f", acceptance rate {accepted / drafted:.2f}" if drafted else ""
-    phases: dict[str, float] = {}
+    prepared = sum(call.prepare_seconds for call in calls)
+    phases = {"prepare": prepared} if prepared else {}
     for call in calls:
         for phase, spent in call.phases.items():
             phases[phase] = phases.get(phase, 0.0) + spent
@@ -139,7 +140,7 @@ def report(model: Any) -> Report:
     mode, device, dtype = mode_for(model), device_of(model), dtype_of(model)
     ops = session.ops(model, mode)
     why_inexact = None if ops.exact else session.why_inexact(model, mode, ops)
-    stored, own_forward = told_formats(model, session.reads_stored(model, ops))
+    stored, own_forward = told_formats(model, session.reads_stored(model, mode, ops))
     return Report(
         model=type(model).__name__,
         mode=mode_of(model),

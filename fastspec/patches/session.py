@@ -30,12 +30,12 @@ from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.head_bits import may_round
 from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.verdict import self_check
-from fastspec.patches.hf.changes import ModuleSettings
+from fastspec.patches.hf.changes import Identities
 from fastspec.patches.hf.compat import (
     device_of,
-    dtype_of,
     every_module,
     hooks_of,
+    is_autocast,
     is_unpacking_hook,
     local_part,
     unpack_weights,
@@ -58,7 +58,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.held: OrderedDict[Hashable, Engine[Any]] = OrderedDict()
-        self.settings: OrderedDict[nn.Module, ModuleSettings] = OrderedDict()
+        self.seen: OrderedDict[nn.Module, Identities] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
         return Engines()
@@ -79,23 +79,21 @@ class Engines:
         while len(self.held) >= KEPT:
             self.held.popitem(last=False)
 
-    def settings_of(self, module: nn.Module) -> Hashable:
-        """Value that stands for a module's attributes and buffers in a key: the same object for as long as they are the
+    def key_of(self, module: nn.Module) -> Hashable:
+        """Value that stands for a module's weights, attributes and buffers in a key: equal for as long as they are the
         same."""
-        modules, known = every_module(module), self.settings.pop(module, None)
-        if known is None or known.modules != modules or not known.hold():
-            now = ModuleSettings(module, modules)
-            now.mark = known.mark if known is not None and known.values == now.values else now.mark
-            known = now
-        self.settings[module] = known
-        while len(self.settings) > KEPT:
-            self.settings.popitem(last=False)
-        return known.mark
+        known = self.seen.pop(module, None)
+        if known is None or not known.holds():
+            known = Identities(module, known)
+        self.seen[module] = known
+        while len(self.seen) > KEPT:
+            self.seen.popitem(last=False)
+        return known.key
 
     def clear(self) -> None:
         """Free everything."""
         self.held.clear()
-        self.settings.clear()
+        self.seen.clear()
 
 
 def plain_value(value: Any) -> Hashable:
@@ -208,6 +206,8 @@ class PatchSession:
     """Why calls ran in generic mode, as the user was told."""
     kernels: Counter[str] = field(default_factory=Counter)
     """Number of calls of each op from Python; a captured round repeats its calls without Python."""
+    _counted: tuple[Ops, Ops] | None = None
+    """The kernels of the last call, and the same as they count their calls."""
     profile: Profile | None = None
     """Profile that the parts of every round are taken down in, inside `fastspec.profile`."""
     engines: Engines = field(default_factory=Engines)
@@ -225,26 +225,30 @@ class PatchSession:
     """Where laying the weights together moved none: one that lay so already, of a model that shares its weights with a
     patched one; else device, dtype, mode and number of modules of a model that has nothing to lay together."""
 
+    def mode(self, model: Any) -> Mode:
+        """Mode that a model runs in now: what was last seen of it, where nothing has changed since."""
+        seen = self.defaults.look(model)
+        return mode_for(model) if is_autocast(device_of(model)) else seen
+
     def ops(self, model: Any, mode: Mode) -> Ops:
         """The backend's kernels for a model that runs in this mode now: it may have moved, or been hooked, since it was
         patched. Raises FastSpecError where they fail the self-check of a device that they were not tested on."""
         device, ops = device_of(model), self._backend_ops(model, mode)
-        rounds = self.head_bits == 8 or (self.head_bits is None and may_round(model, self.backend))
-        self.defaults.look(model, ops)
-        reads = self.reads_stored(model, ops)
+        rounds = self.head_bits == 8 or (self.head_bits is None and may_round(model, mode, self.backend))
+        reads = self.reads_stored(model, mode, ops)
         stored: dict[str, Any] = {} if reads else dict.fromkeys(("stored_linears", "stored_parts", "stored_experts"))
         ops = replace(ops, **stored, heads=ops if rounds else None)
         if self.exact:
-            refuse_device(ops, dtype_of(model))
+            refuse_device(ops, mode.dtype)
         if self.why_inexact(model, mode, ops) is None:
             ops = replace(exact_ops(), **stored, drafts=ops)
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):
-            self_check(ops, dtype_of(model), device)
+            self_check(ops, mode.dtype, device)
             for each in (ops.drafts, (ops.drafts or ops).heads):
                 if each is not None:
-                    self_check(each, dtype_of(model), device)
+                    self_check(each, mode.dtype, device)
             # an EAGLE-3 head, the only kind that drafts in a dtype of its own
             heads = (each.config.kind for each in self.resources.values() if isinstance(each, BoundHead))
             if ops.drafts_in is not None and "eagle3" in heads:
@@ -253,56 +257,59 @@ class PatchSession:
                 except FastSpecError as error:
                     warnings.warn(f"heads draft in the model's dtype: {error}", RuntimeWarning, stacklevel=2)
                     ops = replace(ops, drafts_in=None)
-        return counted(ops, self.kernels)
+        if self._counted is None or self._counted[0] != ops:
+            self._counted = ops, counted(ops, self.kernels)
+        return self._counted[1]
 
     def _backend_ops(self, model: Any, mode: Mode) -> Ops:
         device, adapted = device_of(model), mode.adapter is not None
-        name = named(self.backend, device, dtype_of(model), adapted)
+        name = named(self.backend, device, mode.dtype, adapted)
         ops = choose_backend(name, device, adapted=adapted)
         # chosen for the user, whose model is saved and copied as it was: its weights stay where they are
         return ops if name == self.backend else replace(ops, packs=False)
 
-    def reads_stored(self, model: Any, ops: Ops) -> bool:
+    def reads_stored(self, model: Any, mode: Mode, ops: Ops) -> bool:
         """True where quantised weights are multiplied as they are stored by the kernels of a backend."""
-        return self.defaults.reads_stored(model, ops) if self.stored is None else self.stored
+        return self.defaults.reads_stored(model, mode, ops) if self.stored is None else self.stored
 
     def why_inexact(self, model: Any, mode: Mode, ops: Ops) -> str | None:
         """Reason for which drafts may change a near-tie of a model that runs on these kernels; None where they do
         not."""
         if self.exact is None:
-            return self.defaults.why_inexact(model, mode.adapter, ops)
+            return self.defaults.why_inexact(model, mode, ops)
         return None if self.exact else "patch(model, exact=False) asked for the fast kernels"
 
     def why_torch(self, model: Any, mode: Mode) -> str | None:
         """Why backend="auto" runs a model on the CPU without the C++ kernels, or None."""
         on_cpu = self.backend == "auto" and device_of(model).type == "cpu"
-        return why_torch(dtype_of(model), mode.adapter is not None) if on_cpu else None
+        return why_torch(mode.dtype, mode.adapter is not None) if on_cpu else None
 
     def unpack(self, model: Any) -> None:
         """Let compressed-tensors unpack a model's weights, unless passes read all of them as stored."""
         if self._is_to_unpack(model):
             unpack_weights(model)
 
-    def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> None:
+    def pack(self, model: Any, mode: Mode, ops: Ops | None = None) -> bool:
         """Lay the model's weights together, on a backend that wants it, where they are not: at first, and when the
-        model was moved. Those that compressed-tensors has yet to unpack wait for that. `ops` are the session's for this
-        mode, where they are known."""
+        model was moved -> whether it was tried. Those that compressed-tensors has yet to unpack wait for that. `ops`
+        are the session's for this mode, where they are known."""
         if self._is_to_unpack(model):
-            return
+            return False
         ops = ops or self.ops(model, mode)
         lies = self.packed[0] if self.packed else self.laid
-        if ops.packs and not (is_packed(lies) if isinstance(lies, Tensor) else lies == _kind(model, mode)):
+        apart = ops.packs and not (is_packed(lies) if isinstance(lies, Tensor) else lies == _kind(model, mode))
+        if apart:
             self.packed += pack_model(model, experts=ops.experts is not None)
             if not self.packed:
                 there = next((part for part in map(local_part, model.parameters()) if is_packed(part)), None)
                 self.laid = _kind(model, mode) if there is None else there
+        return apart
 
     def _is_to_unpack(self, model: Any) -> bool:
         if not any(map(is_unpacking_hook, hooks_of(model))):
             return False
-        ops = self._backend_ops(model, mode_for(model))
-        self.defaults.look(model, ops)
-        return not (self.reads_stored(model, ops) and reads_packed(model))
+        mode = mode_for(model)
+        return not (self.reads_stored(model, mode, self._backend_ops(model, mode)) and reads_packed(model))
 
     def tell_mode(self, mode: Mode) -> None:
         """Warn once of each reason why a model of a known family runs in generic mode."""
@@ -326,7 +333,7 @@ class PatchSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        twin.trees, twin.ngram_costs, twin.batches = {}, {}, 0
+        twin.trees, twin.ngram_costs, twin.batches, twin._counted = {}, {}, 0, None
         return twin
 
     def set(self, owner: Any, name: str, value: Any) -> None:
@@ -358,6 +365,7 @@ class PatchSession:
                 change.undo()
         self.log.clear()
         self.engines.clear()
+        self.defaults = Defaults()
         self.trees.clear()
         self.ngram_costs.clear()
         if "cascade" in self.resources:
@@ -369,7 +377,7 @@ class PatchSession:
 
 
 def _kind(model: Any, mode: Mode) -> tuple[Any, ...]:
-    return device_of(model), dtype_of(model), mode.adapter is not None, len(every_module(model))
+    return device_of(model), mode.dtype, mode.adapter is not None, len(every_module(model))
 
 
 def session_of(model: Any) -> PatchSession | None:

@@ -11,7 +11,7 @@ import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import padded_width
-from fastspec.generation.engine.round_program import rounded
+from fastspec.generation.engine.round_program import EXTENT_BUCKET, rounded
 from fastspec.generation.engine.rounds import groups
 from fastspec.generation.target import widest_part
 from fastspec.patches.hf.compat import device_of, unwrapped
@@ -22,9 +22,15 @@ NEW = 4
 """Tokens of every call: its first round runs, the second is captured."""
 WARM_NEW = 24
 """Tokens of a warm-up's answers: several rounds, whatever is accepted, of which the second is captured."""
-WARM_LENGTH = 1920
+WARM_SLOTS = 2048
+WARM_LENGTH = WARM_SLOTS - EXTENT_BUCKET
 """Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of
-2,048."""
+WARM_SLOTS."""
+MOST_WARM = 2 * WARM_SLOTS - EXTENT_BUCKET
+"""The same where nobody says how many tokens, as far as memory allows: buffers of twice as many slots let attention run
+by kernels whose time for short texts was not measured."""
+SHARE = 2
+"""Part of the free memory, one in so many, that buffers for texts of any length may take."""
 OVERSHOT = 4
 """Rounds whose tokens need room beyond a text's limit: the one that ends it, one that was launched before that was
 read, the next one of the rows beside it, and the one that may be launched behind that."""
@@ -40,6 +46,15 @@ def widths(length: int, rows: int, *, captures: bool) -> list[int]:
     while powers[-1] < widest:
         powers.append(2 * powers[-1])
     return [length, *(width for width in reversed(powers) if width < length)]
+
+
+def warm_lengths(most: int) -> Iterator[int]:
+    """Lengths that a warm-up may be for where texts have up to `most` tokens, the longest first: all of these where
+    they are few enough, then as many as buffers of a power of two have room for, down to WARM_LENGTH."""
+    most = min(most, MOST_WARM)
+    yield most
+    for power in reversed(range(WARM_SLOTS.bit_length() - 1, (most - 1).bit_length())):
+        yield (1 << power) - EXTENT_BUCKET
 
 
 def room_for(length: int, longest: int) -> int:

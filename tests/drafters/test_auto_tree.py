@@ -25,6 +25,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.dynamic_tree import trees_of
 from fastspec.generation.drafters.tree_sizes import TreeSizes
+from fastspec.generation.engine.call import Request
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import assembly
@@ -115,6 +116,7 @@ def test_a_large_batch_grows_smaller_trees_where_none_was_named(monkeypatch):
 
 def test_prompts_move_between_rows_that_grow_other_trees(monkeypatch):
     """An open batch widens and narrows through trees of three sizes, and a text goes on in each."""
+    monkeypatch.setattr(assembly, "_chooses_sizes", lambda plan: False)
     monkeypatch.setitem(DEFAULT_TREES, "cpu", fastspec.TreeShape(8, 3, 2))
     monkeypatch.setitem(BATCH_TREES, "cpu", ((2, fastspec.TreeShape(6, 2, 2)), (4, fastspec.TreeShape(3, 1, 1))))
     target, head = MAKERS["bigram"]
@@ -199,18 +201,35 @@ class Asked:
     model: Any
     ops: Any
     processing: Any
+    device: torch.device
+    request: Request
 
 
 @pytest.mark.parametrize("config", [Eagle3(), Eagle2(), Mtp(draft_vocab="full"), Eagle3(fused=False)], ids=repr)
-def test_a_gpus_own_trees_have_sizes_that_pay_where_these_change_no_bit_and_in_mixtures(config):
-    def steps(config: Any, model: Any, exact: bool, device_type: str = "cuda", temperature: float | None = None) -> Any:
-        decoding: Any = assistants.EagleDecoding(**trees_of(config, device_type)[0], head=None)
+def test_a_devices_own_trees_have_sizes_that_pay_where_these_change_no_token_and_in_mixtures(config):
+    def steps(
+        config: Any,
+        model: Any,
+        exact: bool,
+        kind: str = "cuda",
+        temperature: float | None = None,
+        rows: int = 1,
+        **keeps: bool,
+    ) -> Any:
+        decoding: Any = assistants.EagleDecoding(**trees_of(config, kind)[0], head=None)
         how = SimpleNamespace(sample=temperature is not None, temperature=temperature)
-        return assembly.sized(Asked(decoding, model, replace(TORCH, exact=exact), how)).decoding.steps
+        ids = torch.ones(rows, 3, dtype=torch.long)
+        request = Request(ids, ids.sum(1), [], 8, frozenset(), None, **keeps)
+        return assembly.sized(
+            Asked(decoding, model, replace(TORCH, exact=exact), how, torch.device(kind), request)
+        ).decoding.steps
 
     dense, mixture = tiny_model(), tiny_model("qwen3_moe")
     assert steps(config, dense, True) == steps(config, mixture, False, temperature=1.0) == (config, "cuda")
-    assert steps(config, dense, False) is None and steps(config, mixture, False, "cpu") is None
+    assert steps(config, dense, False, rows=8) is None and steps(config, mixture, False, "cpu") is None
+    assert steps(config, dense, False, "cpu", rows=2) == (config, "cpu")
+    assert steps(config, dense, False, "cpu", rows=2, keep_scores=True) is None
+    assert steps(config, copy.deepcopy(dense).half(), False, "cpu", rows=2) is None
     for given in ({"total_tokens": 60}, {"depth": 3}, {"top_k": 4}):
         assert steps(replace(config, **given), dense, True) is None
     assert steps(Eagle3(fused=True), mixture, True) is None

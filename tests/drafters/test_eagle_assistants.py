@@ -64,7 +64,7 @@ def test_greedy(made, kind, assistant, lengths):
 @EACH
 def test_what_a_head_knows_is_accepted(made, assistant):
     """A head that knows its target fills every path of a static tree: its depth in drafts, and the bonus token."""
-    same(made["bigram"], assistant, prompts(9, 4), max_new_tokens=61, eos_token_id=NEVER)
+    same(made["bigram"], assistant, prompts(9), max_new_tokens=61, eos_token_id=NEVER)
     reached = stats(made["bigram"][1]).acceptance_length
     if stats(made["bigram"][1]).assistant == "eagle":
         assert reached == 1 + max(map(len, (assistant if isinstance(assistant, Eagle1) else Eagle1()).tree()))

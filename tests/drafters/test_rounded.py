@@ -245,11 +245,13 @@ def test_wide_heads_are_read_in_8_bits_by_themselves_where_that_was_measured(mon
 
 def test_devices_without_figures_round_no_head_by_themselves(monkeypatch) -> None:
     model = shallow_model().bfloat16()
-    assert not head_bits.may_round(model, "auto")
+    mode = head_bits.mode_for(model)
+    assert not head_bits.may_round(model, mode, "auto")
     monkeypatch.setattr(head_bits, "is_timed", lambda model: True)
     monkeypatch.setattr(head_bits, "named", lambda backend, *given: backend)
-    assert head_bits.may_round(model, "auto") and head_bits.may_round(model, "triton")
-    assert not head_bits.may_round(model, "torch") and not head_bits.may_round(model.float(), "auto")
+    assert head_bits.may_round(model, mode, "auto") and head_bits.may_round(model, mode, "triton")
+    assert not head_bits.may_round(model, mode, "torch")
+    assert not head_bits.may_round(model, head_bits.mode_for(model.float()), "auto")
 
 
 @pytest.mark.parametrize("bits", [4, "8", True, 8.0])

@@ -262,14 +262,16 @@ def test_with_no_process_nothing_is_looked_at(monkeypatch):
     assert ahead.compile_ahead(lambda: pytest.fail("looked at"), pytest.fail) == 0
 
 
-def test_a_program_is_prepared_before_its_first_run_of_a_kind(monkeypatch):
+def test_a_program_is_prepared_once_and_not_again_in_larger_buffers(monkeypatch):
     monkeypatch.setattr(capture, "_prepare", None)
     done: list[str] = []
     capture.prepare_with(lambda program: done.append("prepared"))
     captured: capture.Captured[None] = capture.Captured()
     captured(lambda: done.append("run"), 1)
     captured(lambda: done.append("run"), 2)
-    assert done == ["prepared", "run"] * 2
+    assert done == ["prepared", "run", "run"]
+    capture.Captured[None]()(lambda: done.append("another"), 1)
+    assert done[3:] == ["prepared", "another"]
 
 
 def test_the_backend_compiles_ahead_where_there_is_a_device(monkeypatch):

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from fastspec.kernels.quantised import reference
-from fastspec.kernels.quantised.conversions import assembly, pair_assembly, table_words
-from fastspec.kernels.quantised.reference import E4M3, FP4, INT8, NF4, PACKED4, PACKED8, Codes, StoredWeight
+from fastspec.kernels.launch import runs_ptx
+from fastspec.kernels.quantised import mxfp4, reference
+from fastspec.kernels.quantised.conversions import assembly, group_assembly, pair_assembly, table_words
+from fastspec.kernels.quantised.reference import E4M3, FP4, INT8, MXFP4, NF4, PACKED4, PACKED8, Codes, StoredWeight
 
 KINDS = {"int8": INT8, "8 bits": PACKED8, "e4m3": E4M3, "4 bits": PACKED4, "nf4": NF4, "fp4": FP4}
 DTYPES = torch.bfloat16, torch.float16
@@ -120,8 +123,85 @@ def test_a_word_of_four_bytes_becomes_words_of_two_numbers(kind: str, dtype: tor
         assert found.tolist() == expected.tolist()
 
 
+@triton.jit
+def _factors(p_scales, p_first, p_second, DTYPE: tl.constexpr):
+    o_scale = tl.arange(0, 256)
+    b_first, b_second = mxfp4.factors(tl.load(p_scales + o_scale), DTYPE)
+    tl.store(p_first + o_scale, b_first)
+    tl.store(p_second + o_scale, b_second)
+
+
+def powers(first: int) -> StoredWeight:
+    """Every code of e2m1 with each scale, the eight codes of a word in turn from `first`: [256, 32] of four words."""
+    codes = (torch.arange(8) + first) % 16
+    octets = (codes[::2] | codes[1::2] << 4).to(torch.uint8).repeat(256, 4)
+    scales = torch.arange(256).to(torch.uint8)[:, None].view(torch.float8_e8m0fnu)
+    return StoredWeight(octets, MXFP4, scales, (1, 32), 32, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_times_every_power_of_2_are_the_reference(dtype: torch.dtype) -> None:
+    """What a program makes of a word and of the factors of its scale, overflow, subnormal numbers and NaN included."""
+    program, device = group_assembly(dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    assert program is not None
+    factors = torch.zeros(2, 256, dtype=torch.int32, device=device)
+    scales = torch.arange(256, device=device).to(torch.uint8)
+    _factors[(1,)](scales, *factors, DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype])
+    for first in (0, 8):
+        weight = powers(first)
+        wanted = reference.dequantised(weight, dtype).double()[:, :8]
+        word = struct.unpack("<I", bytes(weight.codes[0, :4].tolist()))[0]
+        for scale, (one, other) in enumerate(factors.T.tolist()):
+            made = torch.stack([halves(each, dtype) for each in run(program, 4, [word, one, other], dtype)])
+            assert torch.equal(made.T.flatten().nan_to_num(777), wanted[scale].nan_to_num(777)), scale
+
+
+@triton.jit
+def _numbers(p_words, p_scales, p_placed, p_wide, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Lines of 128 channels, by both orders of their numbers."""
+    o_line, o_k = tl.program_id(0) * 64 + tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+    b_words = tl.load(p_words + o_line * 16 + tl.arange(0, 16)[None, :])
+    b_scales = tl.load(p_scales + o_line * 4 + tl.arange(0, 4)[None, :])
+    tl.store(p_placed + o_line * 128 + mxfp4.channel_of(o_k), mxfp4.numbers(b_words, b_scales, DTYPE, ASSEMBLY))
+    tl.store(p_wide + o_line * 128 + o_k, mxfp4.wide_numbers(b_words, b_scales, DTYPE, ASSEMBLY))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, *DTYPES), ids=str)
+def test_numbers_stand_where_their_channels_do(dtype: torch.dtype) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter rounds to bf16 in another way")
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (256, 64), generator=generator).to(torch.uint8)
+    scales = torch.arange(1024).view(256, 4).to(torch.uint8)
+    weight = StoredWeight(codes, MXFP4, scales.view(torch.float8_e8m0fnu), (1, 32), 128, None)
+    wanted = reference.dequantised(weight, dtype).to(device)
+    placed, wide = torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.float32)
+    kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    program = group_assembly(dtype) if runs_ptx(torch.device(device)) else None
+    _numbers[(4,)](codes.to(device).view(torch.int32), scales.to(device), placed, wide, DTYPE=kind, ASSEMBLY=program)
+    assert torch.equal(placed.nan_to_num(777), wanted.nan_to_num(777))
+    assert torch.equal(wide.nan_to_num(777), wanted.float().nan_to_num(777))
+
+
+def test_places_are_those_of_channels() -> None:
+    """Each of a block's once; `place_of` finds what `channel_of` put there."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    places = torch.zeros(2, 256, dtype=torch.int32, device=device)
+    _places[(1,)](places)
+    assert places[1].tolist() == list(range(256)) and sorted(places[0, 128:].tolist()) == list(range(128, 256))
+    assert places[0, :34].tolist() == [32 * (at // 2 % 4) + 4 * (at % 2) + at // 8 for at in range(32)] + [8, 12]
+
+
+@triton.jit
+def _places(p_out):
+    o_place = tl.arange(0, 256)
+    tl.store(p_out + o_place, mxfp4.channel_of(o_place))
+    tl.store(p_out + 256 + o_place, mxfp4.place_of(mxfp4.channel_of(o_place)))
+
+
 @pytest.mark.parametrize("make", [assembly, lambda kind, dtype: pair_assembly(kind, dtype, zeros=False)])
 def test_there_is_none_for_other_codes_and_dtypes(make) -> None:
-    assert make(INT8, torch.float32) is None
+    assert make(INT8, torch.float32) is None and group_assembly(torch.float32) is None
     assert make(Codes(8, reference.Numbers.UNSIGNED, less=3), torch.bfloat16) is None
     assert make(Codes(4, reference.Numbers.UNSIGNED, high_first=True), torch.bfloat16) is None

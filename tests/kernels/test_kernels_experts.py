@@ -162,7 +162,7 @@ def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transp
 @EVERYWHERE
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 7, 65, 260])
-@pytest.mark.parametrize("size", [(32, 32), (96, 160)])
+@pytest.mark.parametrize("size", [(32, 32), (96, 160), (256, 128)])
 def test_experts_as_stored(device, kind, tokens, size):
     """MXFP4 of all codes, of powers of 2 that are rounded away and that are not: the reference, which gives the bits of
     `experts` of the dequantised weights, but for the order of the sums. Experts that nobody chose are not read."""
@@ -213,6 +213,9 @@ def test_other_stored_experts_are_refused(device):
         experts(x, gate_up, down, chosen, weights)
     with pytest.raises(ValueError, match="contiguous MXFP4 in groups of 32"):
         experts(x, StoredExperts(replace(lines, kind=PACKED4), 1), down, chosen, weights)
+    beside = torch.zeros(64 * 16 + 1, dtype=torch.uint8, device=device)[1:].view(64, 16)
+    with pytest.raises(ValueError, match="at whole words"):
+        experts(x, StoredExperts(replace(lines, codes=beside), 1), down, chosen, weights)
 
 
 @EVERYWHERE

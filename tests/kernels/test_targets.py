@@ -27,6 +27,7 @@ LACKING = (
     ("8B", "ordered attention, long text, 61 rows"),
     ("mixers", "delta_tree, 61 rows"),
     ("135M", "stored product of 4 bits by order, 61 rows"),
+    ("mixers", "experts in MXFP4, 16 rows"),
 )
 """Launches of kernels that no part has."""
 Job = tuple[int | str, str, str]
@@ -104,7 +105,7 @@ def test_every_kernel_compiles_for_each_device(capability):
     for rows in made:
         check(rows)
     assert len({row["kernel"] for rows in made for row in rows}) == (
-        59 if capability == 90 else 56
+        60 if capability == 90 else 57
     )  # as the whole of the launches has
 
 

@@ -22,6 +22,8 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import sequence_state
 from fastspec.generation.stats import Stats
+from fastspec.patches import continuous_batch
+from fastspec.patches.warmup import room_for, warm_lengths
 from fastspec.programs.cli.app import app
 from fastspec.programs.serving import app as server
 from fastspec.programs.serving import remote
@@ -120,6 +122,16 @@ def test_rows_without_room_for_a_warm_up_are_refused() -> None:
             batch.warmup(0)
 
 
+def buffers_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let buffers begin with 64 slots, and grow to powers of two."""
+    monkeypatch.setattr(sequence_state, "FIRST_SLOTS", 64)
+    monkeypatch.setattr(
+        sequence_state.SequenceState,
+        "_wanted",
+        lambda self, committed: max(self.first, 1 << (committed - 1).bit_length()),
+    )
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize(
     ("assistant", "kind"), [("autoregressive", "random"), (TREE, "random"), (TREE, "bigram")], ids=str
@@ -131,12 +143,7 @@ def test_texts_behind_a_warm_up_find_everything_captured(
     once, in every number of rows, whatever drafts are accepted."""
     if device == "cpu":
         stand_in(monkeypatch)
-    monkeypatch.setattr(sequence_state, "FIRST_SLOTS", 64)
-    monkeypatch.setattr(
-        sequence_state.SequenceState,
-        "_wanted",
-        lambda self, committed: max(self.first, 1 << (committed - 1).bit_length()),
-    )
+    buffers_of_cuda(monkeypatch)
     ran = what_no_graph_served(monkeypatch)
     plain, model = (each.to(device) for each in made(kind, max_position_embeddings=512))
     with fastspec.continuous(model, assistant, rows=2, max_length=400) as batch:
@@ -153,3 +160,59 @@ def test_texts_behind_a_warm_up_find_everything_captured(
                     ]
                 assert told(futures)[0] == alone(plain, ids[0].to(device), 20)
         assert not ran
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize(
+    ("assistant", "length"), [("autoregressive", None), ("autoregressive", 100), (TREE, None)], ids=str
+)
+def test_chats_of_any_length_behind_a_warm_up_find_everything_captured(
+    assistant: Any, length: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats at once whose turns go on with texts that rows keep, up to what a row has room for; behind a warm-up for
+    shorter ones they make buffers larger."""
+    if device == "cpu":
+        stand_in(monkeypatch)
+        monkeypatch.setattr(continuous_batch, "free_memory", lambda device: 2**30)
+    buffers_of_cuda(monkeypatch)
+    ran = what_no_graph_served(monkeypatch)
+    model = made("random", max_position_embeddings=512)[1].to(device)
+    with fastspec.continuous(model, assistant, rows=2, max_length=512) as batch:
+        batch.warmup(length)
+        ran.clear()
+        assert length is not None or bytes_of(batch) == batch._widths.bytes(512)
+        chats = texts(380, 150)
+        for turn in range(2):
+            with batch._changed:
+                futures = [batch.submit(each, **GREEDY, max_new_tokens=24) for each in chats]
+            more = texts(30, 31, seed=turn + 1)
+            chats = [torch.cat((answer.result()[0].cpu(), said)) for answer, said in zip(futures, more, strict=True)]
+        assert len(chats[0]) == 488 and batch.stats.reused >= 380 + 150
+    assert bool(ran) is (length is not None)
+
+
+def bytes_of(batch: Any) -> int:
+    """Memory of the keys and values of all rows, and of the row that a prompt is read in."""
+    engines = [each.engine for each in batch._widths.made.values()]
+    pairs = [(engine.target, engine.drafter) for engine in engines] + [engines[0].entries[1]]
+    states = [part.state for pair in pairs for part in pair if part is not None]
+    return sum(kind.k.nbytes + kind.v.nbytes for state in states for kind in state.kinds)
+
+
+def test_a_warm_up_is_for_as_long_texts_as_half_of_the_free_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [*warm_lengths(5000)] == [3968, 1920] and [*warm_lengths(3000)] == [3000, 1920] and [*warm_lengths(1)] == [1]
+    _, model = made("random", max_position_embeddings=8192)
+    with fastspec.continuous(model, "autoregressive", rows=3) as batch:
+        assert batch._warm_length() == 1920  # of rounds that are not captured, whose buffers grow as they like
+    stand_in(monkeypatch)
+    with fastspec.continuous(made("random", max_position_embeddings=8192)[1], "autoregressive", rows=3) as batch:
+        capsys.readouterr()
+        for length, shorter in ((3968, 1920), (1920, 1920)):
+            need = 2 * batch._widths.bytes(room_for(length, 1))
+            for free, wanted in ((need, length), (need - 1, shorter)):
+                monkeypatch.setattr(continuous_batch, "free_memory", lambda device, free=free: free)
+                assert batch._warm_length() == wanted
+                said = capsys.readouterr().err
+                assert (f"texts of {wanted:,} tokens" in said and "up to 8,192" in said) is (wanted < 3968)

@@ -116,7 +116,7 @@ class DynamicDecoding(Decoding):
     default: bool = False
     """True where the trees are the device's own, which are shallower in calls that sample."""
     device_steps: tuple[Any, str] | None = None
-    """The same as `steps` of a GPU's own trees, for calls that take them where nothing else was asked for."""
+    """The same as `steps` of a device's own trees, for calls that take them where nothing else was asked for."""
 
     def sampled(self: DecodingT, temperature: float) -> DecodingT:
         """The same for calls that sample at this temperature."""
@@ -153,7 +153,7 @@ def trees_of(config: Any, device_type: str) -> tuple[dict[str, Any], int]:
         "name": config.name,
         "shape": shape,
         "steps": steps if config.total_tokens == "auto" else None,
-        "device_steps": steps if config.is_default and device_type == "cuda" and not config.fused else None,
+        "device_steps": steps if config.is_default and not config.fused else None,
         "batched": batched,
         "default": config.depth is None and config.top_k is None and not isinstance(config.total_tokens, int),
     }

@@ -100,6 +100,9 @@ class HeadDrafter(Drafter):
     def fits(self, committed: int) -> bool:
         return self.state.fits(committed)
 
+    def bytes(self, committed: int) -> int:
+        return self.state.bytes(committed)
+
     @property
     def buffers(self) -> Hashable:
         return self.state.slots

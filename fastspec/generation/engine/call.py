@@ -96,11 +96,15 @@ class Request:
         return self.prompts.shape[0] if self.rows is None else self.rows
 
     @property
+    def keeps_logits(self) -> bool:
+        """True where the call returns logits, or what is measured in them."""
+        return self.keep_scores or self.keep_logits or self.measure
+
+    @property
     def reads_logits(self) -> bool:
         """True where more of the target's logits is asked for than which tokens they make the likeliest."""
-        kept = self.keep_scores or self.keep_logits or self.measure
         chosen = self.process_at, self.constraint_of, self.steps, self.watch
-        return kept or any(each is not None for each in chosen)
+        return self.keeps_logits or any(each is not None for each in chosen)
 
     def begins(self) -> Request:
         """The same of the prompts that it begins with."""

@@ -102,6 +102,10 @@ class Engine(Generic[TargetT]):
         """True where there is room for so many committed tokens of each row already."""
         return self.target.fits(committed) and (self.drafter is None or self.drafter.fits(committed))
 
+    def bytes(self, committed: int) -> int:
+        """Memory of the buffers with room for so many committed tokens of each row."""
+        return self.target.bytes(committed) + (0 if self.drafter is None else self.drafter.bytes(committed))
+
     def reserve(self, committed: int) -> None:
         """Make room for so many committed tokens of each row, as far as the call may reach."""
         self.target.reserve(committed)

@@ -393,6 +393,11 @@ class RowCounts(Generic[TargetT]):
         if drafter is not None and not drafter.moves:
             self.steps = [self.rows]
 
+    def bytes(self, room: int) -> int:
+        """Memory of the buffers of all rounds, and of the row that a prompt is read in, with room for so many committed
+        tokens of each row."""
+        return self.current.engine.bytes(room) * (sum(self.steps) + 1) // len(self.batch.prompts)
+
     def reserve(self, room: int) -> None:
         """Make room for so many committed tokens of each row in all rounds, those that are made later too."""
         self.room = room

@@ -23,13 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent, is_hopper, stages_within, wait_for_previous
+from fastspec.kernels.launch import dependent, is_hopper, runs_ptx, stages_within, wait_for_previous
 from fastspec.kernels.layer.norms import rows_of
 from fastspec.kernels.linear.experts_row import experts_row
 from fastspec.kernels.linear.launches import ExpertsLaunch, experts_launch_for
 from fastspec.kernels.linear.reference import SWIGLU, Expert, Routing
 from fastspec.kernels.linear.swiglu import gated
-from fastspec.kernels.quantised.mxfp4 import GROUP, e2m1, e8m0
+from fastspec.kernels.quantised.conversions import group_assembly
+from fastspec.kernels.quantised.mxfp4 import BLOCK, GROUP, channel_of, numbers, place_of
 from fastspec.kernels.quantised.reference import MXFP4, StoredExperts
 
 WARP_BLOCK = 512
@@ -260,30 +261,39 @@ def _stored_product(
     ROWS: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):
-    """`_product` of MXFP4 weights: of rows whose bytes start at p_weight [TILE], and whose scales at p_scales. The even
-    channels of a block come before the odd ones."""
-    o_byte = tl.arange(0, DEPTH_BLOCK // 2)
-    b_sum = tl.zeros((TILE, ROWS), tl.float32)
+    """`_product` of MXFP4 weights: of rows whose words start at p_weight [TILE], and whose scales at p_scales. Channels
+    of x stand in the places of `mxfp4`, with zeros up to a whole block. Scales are read a step ahead: single bytes
+    cannot be copied asynchronously."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
+    o_word, o_k = tl.arange(0, DEPTH_BLOCK // 8), tl.arange(0, DEPTH_BLOCK)
+    o_group = tl.arange(0, DEPTH_BLOCK // GROUP)
+    b_sum = tl.zeros((TILE, ROWS), tl.float32)
+    p_next = p_scales[:, None] + o_group[None, :]
+    b_next = tl.load(p_next, mask=(o_group < DEPTH // GROUP)[None, :], other=0)
     for k in tl.range(0, DEPTH, DEPTH_BLOCK, num_stages=STAGES):
-        o_k = k // 2 + o_byte
-        p_codes, p_factors = p_weight[:, None] + o_k[None, :], p_scales[:, None] + (o_k // (GROUP // 2))[None, :]
-        p_rows = p_x[:, None] + (k + tl.arange(0, DEPTH_BLOCK))[None, :]
+        b_scales = b_next
+        o_next = o_group + (k + DEPTH_BLOCK) // GROUP
+        b_next = tl.load(p_scales[:, None] + o_next[None, :], mask=(o_next < DEPTH // GROUP)[None, :], other=0)
+        p_words = p_weight[:, None] + (k // 8 + o_word)[None, :]
         if DEPTH % DEPTH_BLOCK == 0:
-            b_codes, b_scales = tl.load(p_codes), tl.load(p_factors)
-            b_x = tl.load(p_rows, mask=m_x[:, None], other=0.0)
+            b_words = tl.load(p_words)
         else:
-            m_k = (o_k < DEPTH // 2)[None, :]
-            b_codes, b_scales = tl.load(p_codes, mask=m_k, other=0), tl.load(p_factors, mask=m_k, other=0)
-            m_depth = (k + tl.arange(0, DEPTH_BLOCK) < DEPTH)[None, :]
-            b_x = tl.load(p_rows, mask=m_x[:, None] & m_depth, other=0.0)
-        b_factors = e8m0(b_scales)
-        b_even, b_odd = tl.split(tl.reshape(b_x, (ROWS, DEPTH_BLOCK // 2, 2)))
-        b_low, b_high = (e2m1(b_codes & 15) * b_factors).to(DTYPE), (e2m1(b_codes >> 4) * b_factors).to(DTYPE)
-        b_sum = tl.dot(b_low, tl.trans(b_even), b_sum, input_precision="ieee")
-        b_sum = tl.dot(b_high, tl.trans(b_odd), b_sum, input_precision="ieee")
+            b_words = tl.load(p_words, mask=(k // 8 + o_word < DEPTH // 8)[None, :], other=0)
+        b_x = tl.load(p_x[:, None] + (k + o_k)[None, :], mask=m_x[:, None], other=0.0)
+        b_weight = numbers(b_words, b_scales, DTYPE, ASSEMBLY)
+        b_sum = tl.dot(b_weight, tl.trans(b_x), b_sum, input_precision="ieee")
     return b_sum
+
+
+@triton.jit
+def _in_places(p_x, p_out, stride, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """A program copies a BLOCK of a row, its channels in the places of `mxfp4`, zeros behind the last."""
+    wait_for_previous(PDL)
+    row, o_place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o_channel = channel_of(o_place)
+    tl.store(p_out + row * WIDTH + o_place, tl.load(p_x + row * stride + o_channel, mask=o_channel < HIDDEN, other=0.0))
 
 
 @triton.jit
@@ -313,6 +323,7 @@ def _gate_up_rows(
     ROWS: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):
     """The joined gate and up of the pairs at places first to first + ROWS: half the tile's rows are the gate's, half
     the up part's."""
@@ -342,7 +353,7 @@ def _gate_up_rows(
         )
     else:
         b_both = _stored_product(
-            p_weight + o_row.to(tl.int64) * (HIDDEN // 2),
+            p_weight + o_row.to(tl.int64) * (HIDDEN // 8),
             p_scales + o_row.to(tl.int64) * (HIDDEN // GROUP),
             p_rows,
             m_place,
@@ -351,6 +362,7 @@ def _gate_up_rows(
             ROWS,
             DEPTH_BLOCK,
             STAGES,
+            ASSEMBLY,
         )
     if SCALES:
         b_both *= tl.load(p_shares + o_pair, mask=m_place, other=0.0).to(tl.float32)[None, :]
@@ -363,11 +375,17 @@ def _gate_up_rows(
         b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (2, COLS, ROWS)), (1, 2, 0)))
     o_out = tl.program_id(0) * COLS + tl.arange(0, COLS)
     m_out = (o_out < INNER)[:, None] & m_place[None, :]
-    tl.store(
-        p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None],
-        gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT),
-        mask=m_out,
-    )
+    b_out = gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT)
+    if p_scales is None:
+        tl.store(p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None], b_out, mask=m_out)
+    else:
+        WIDTH: tl.constexpr = (INNER + BLOCK - 1) // BLOCK * BLOCK
+        p_rows = p_out + o_place.to(tl.int64)[None, :] * WIDTH
+        tl.store(p_rows + place_of(o_out)[:, None], b_out, mask=m_out)
+        if WIDTH > INNER and tl.program_id(0) == tl.num_programs(0) - 1:
+            o_rest = INNER + tl.arange(0, BLOCK)
+            m_rest = (o_rest < WIDTH)[:, None] & m_place[None, :]
+            tl.store(p_rows + place_of(o_rest)[:, None], tl.zeros((BLOCK, ROWS), b_out.dtype), mask=m_rest)
 
 
 @triton.jit
@@ -401,6 +419,7 @@ def _gate_up(
     DEPTH_BLOCK: tl.constexpr,
     SMALL_STAGES: tl.constexpr,
     LARGE_STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -409,7 +428,7 @@ def _gate_up(
     end = tl.load(p_end + group)
     if end > begin:
         expert = tl.load(p_expert + group).to(tl.int64)
-        p_mine = p_weight + expert * (2 * INNER * (HIDDEN if p_scales is None else HIDDEN // 2))
+        p_mine = p_weight + expert * (2 * INNER * (HIDDEN if p_scales is None else HIDDEN // 8))
         if p_scales is not None:
             p_scales += expert * (2 * INNER * (HIDDEN // GROUP))
         if BIAS:
@@ -442,6 +461,7 @@ def _gate_up(
                     LARGE,
                     DEPTH_BLOCK,
                     LARGE_STAGES,
+                    ASSEMBLY,
                 )
         elif part == 0:
             if MEDIUM > SMALL and end - begin > SMALL:
@@ -471,6 +491,7 @@ def _gate_up(
                     MEDIUM,
                     DEPTH_BLOCK,
                     LARGE_STAGES,
+                    ASSEMBLY,
                 )
             else:
                 _gate_up_rows(
@@ -499,6 +520,7 @@ def _gate_up(
                     SMALL,
                     DEPTH_BLOCK,
                     SMALL_STAGES,
+                    ASSEMBLY,
                 )
 
 
@@ -520,6 +542,7 @@ def _down_rows(
     ROWS: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):
     o_place = first + tl.arange(0, ROWS)
     m_place = o_place < end
@@ -527,7 +550,7 @@ def _down_rows(
     o_out = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m_row = o_out < HIDDEN
     o_row = tl.minimum(o_out, HIDDEN - 1) if HIDDEN % TILE != 0 and not TRANSPOSED else o_out
-    p_rows = p_inner + o_place.to(tl.int64) * INNER
+    p_rows = p_inner + o_place.to(tl.int64) * (INNER if p_scales is None else (INNER + BLOCK - 1) // BLOCK * BLOCK)
     if p_scales is None:
         b_part = _product(
             p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else INNER),
@@ -544,7 +567,7 @@ def _down_rows(
         )
     else:
         b_part = _stored_product(
-            p_weight + o_row.to(tl.int64) * (INNER // 2),
+            p_weight + o_row.to(tl.int64) * (INNER // 8),
             p_scales + o_row.to(tl.int64) * (INNER // GROUP),
             p_rows,
             m_place,
@@ -553,6 +576,7 @@ def _down_rows(
             ROWS,
             DEPTH_BLOCK,
             STAGES,
+            ASSEMBLY,
         )
     if BIAS:
         b_part += tl.load(p_bias + o_row, mask=m_row, other=0.0).to(tl.float32)[:, None]
@@ -582,6 +606,7 @@ def _down(
     DEPTH_BLOCK: tl.constexpr,
     SMALL_STAGES: tl.constexpr,
     LARGE_STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -590,7 +615,7 @@ def _down(
     end = tl.load(p_end + group)
     if end > begin:
         expert = tl.load(p_expert + group).to(tl.int64)
-        p_mine = p_weight + expert * (HIDDEN * (INNER if p_scales is None else INNER // 2))
+        p_mine = p_weight + expert * (HIDDEN * (INNER if p_scales is None else INNER // 8))
         if p_scales is not None:
             p_scales += expert * (HIDDEN * (INNER // GROUP))
         if BIAS:
@@ -614,6 +639,7 @@ def _down(
                     LARGE,
                     DEPTH_BLOCK,
                     LARGE_STAGES,
+                    ASSEMBLY,
                 )
         elif part == 0:
             if MEDIUM > SMALL and end - begin > SMALL:
@@ -634,6 +660,7 @@ def _down(
                     MEDIUM,
                     DEPTH_BLOCK,
                     LARGE_STAGES,
+                    ASSEMBLY,
                 )
             else:
                 _down_rows(
@@ -653,6 +680,7 @@ def _down(
                     SMALL,
                     DEPTH_BLOCK,
                     SMALL_STAGES,
+                    ASSEMBLY,
                 )
 
 
@@ -778,18 +806,29 @@ def experts(
         **pdl,
     )
 
-    launch = experts_launch_for(tokens, x.dtype, turned_in and turned_out, is_hopper(x.device))
-    activated, parts = x.new_empty((pairs, inner)), x.new_empty((pairs, size))
+    stored = taken_in[1] is not None
+    launch = experts_launch_for(tokens, x.dtype, turned_in and turned_out, is_hopper(x.device), stored)
+    width, inner_width = size, inner
+    if stored:
+        width, inner_width = (triton.cdiv(each, BLOCK.value) * BLOCK.value for each in (size, inner))
+        placed = x.new_empty((tokens, width))
+        _in_places[(tokens, width // BLOCK.value)](
+            rows, placed, rows.stride(0), HIDDEN=size, WIDTH=width, num_warps=1, **pdl
+        )
+        rows = placed
+    activated, parts = x.new_empty((pairs, inner_width)), x.new_empty((pairs, size))
     same = pdl | {
         "TILE": launch.tile,
         "SMALL": launch.small,
         "MEDIUM": launch.medium,
         "LARGE": launch.large,
+        "ASSEMBLY": group_assembly(x.dtype) if stored and runs_ptx(x.device) else None,
         "num_warps": launch.warps,
     }
-    stage = launch.depth * x.element_size()
-    same["SMALL_STAGES"] = stages_within(launch.small_stages, (launch.tile + launch.small) * stage, x.device)
-    same["LARGE_STAGES"] = stages_within(launch.large_stages, (launch.tile + launch.large) * stage, x.device)
+    row = launch.depth * x.element_size()
+    line = launch.depth // 2 if stored else row
+    same["SMALL_STAGES"] = stages_within(launch.small_stages, launch.tile * line + launch.small * row, x.device)
+    same["LARGE_STAGES"] = stages_within(launch.large_stages, launch.tile * line + launch.large * row, x.device)
     parts_of_group = max(1, min(MOST_PARTS, pairs // (groups * launch.large)))
     _gate_up[(triton.cdiv(2 * inner, launch.tile), parts_of_group, groups)](
         rows,
@@ -813,7 +852,7 @@ def experts(
         CUBIC=kind.gate.cubic,
         OFFSET=kind.offset,
         LIMIT=kind.limit,
-        DEPTH_BLOCK=_depth(launch, size),
+        DEPTH_BLOCK=launch.depth if stored else _depth(launch, size),
         **same,
     )
     _down[(triton.cdiv(size, launch.tile), parts_of_group, groups)](
@@ -829,7 +868,7 @@ def experts(
         INNER=inner,
         TRANSPOSED=turned_out,
         BIAS=down_bias is not None,
-        DEPTH_BLOCK=_depth(launch, inner),
+        DEPTH_BLOCK=launch.depth if stored else _depth(launch, inner),
         **same,
     )
     block = min(SUM_BLOCK, max(16, triton.next_power_of_2(size)))
@@ -852,14 +891,15 @@ def experts(
 
 
 def _taken(weight: Tensor | StoredExperts, name: str) -> tuple[tuple[Tensor, Tensor | None], bool]:
-    """A weight as the kernels take it: itself and None, or bytes and scales; and whether it is transposed."""
+    """A weight as the kernels take it: itself and None, or words and scales; and whether it is transposed."""
     if isinstance(weight, Tensor):
         return (weight, None), _is_transposed(weight, name)
     lines = weight.lines
-    if lines.kind != MXFP4 or lines.block != (1, GROUP.value) or not lines.codes.is_contiguous():
-        told = f"{name} is {lines.kind} in blocks of {lines.block}"
-        raise ValueError(f"{told}; contiguous MXFP4 in groups of {GROUP.value} is accepted")
-    return (lines.codes, lines.scales.view(torch.uint8)), False
+    whole = lines.codes.is_contiguous() and lines.codes.data_ptr() % 4 == 0
+    if lines.kind != MXFP4 or lines.block != (1, GROUP.value) or not whole:
+        told = f"{name} is {lines.kind} in blocks of {lines.block}, strides {lines.codes.stride()}"
+        raise ValueError(f"{told}; contiguous MXFP4 in groups of {GROUP.value} at whole words is accepted: clone it")
+    return (lines.codes.view(torch.int32), lines.scales.view(torch.uint8)), False
 
 
 def _is_transposed(weight: Tensor, name: str) -> bool:

@@ -185,6 +185,16 @@ EXPERTS_HOPPER = ExpertsLaunch(128, 64, 32, 128, 256, 8, 4, 4)
 registers have room for a tile of 256 pairs. On 8.x and 12.0 it spills, and on 10.0 nothing was measured. An expert's
 weight takes longer to read than a tile of 128 pairs to multiply, so that fewer pairs need no tile of their own but the
 smallest."""
+EXPERTS_STORED: dict[bool, tuple[tuple[int, ExpertsLaunch], ...]] = {
+    True: ((16, ExpertsLaunch(32, 128, 16, 16, 16, 4, 3, 3)), (0, ExpertsLaunch(32, 128, 16, 16, 32, 4, 3, 3))),
+    False: (
+        (16, ExpertsLaunch(64, 128, 16, 16, 16, 4, 5, 5)),
+        (64, ExpertsLaunch(128, 128, 16, 16, 32, 8, 5, 4)),
+        (0, ExpertsLaunch(128, 128, 32, 64, 128, 8, 4, 3)),
+    ),
+}
+"""The same of experts in MXFP4, whose numbers are made in registers: by the instructions a weight, registers and what
+is read of the rows (counted, not timed). The depth is a multiple of `mxfp4.BLOCK`. A tile of 256 pairs would spill."""
 
 MULTIPROCESSORS = 132
 """Of the GPU that the launches were measured on; a program's stages take most of one's shared memory."""
@@ -219,12 +229,15 @@ def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch
     return launch
 
 
-def experts_launch_for(tokens: int, dtype: torch.dtype, turned: bool = False, hopper: bool = False) -> ExpertsLaunch:
+def experts_launch_for(
+    tokens: int, dtype: torch.dtype, turned: bool = False, hopper: bool = False, stored: bool = False
+) -> ExpertsLaunch:
     """The launch of experts for so many tokens of a dtype; `turned`: weights lie with their outputs side by side;
-    `hopper`: on that GPU."""
-    if hopper and tokens > 64 and dtype != torch.float32:
+    `hopper`: on that GPU; `stored`: in MXFP4."""
+    if hopper and tokens > 64 and dtype != torch.float32 and not stored:
         return EXPERTS_HOPPER
-    table = EXPERTS_TURNED if turned and dtype != torch.float32 else EXPERTS[dtype == torch.float32]
+    whole = EXPERTS_STORED if stored else EXPERTS
+    table = EXPERTS_TURNED if turned and dtype != torch.float32 else whole[dtype == torch.float32]
     return next(launch for most, launch in table if tokens <= most or not most)
 
 

@@ -9,6 +9,7 @@ tests/kernels/test_conversions.py runs the programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -91,21 +92,21 @@ def _whole4(dtype: torch.dtype, less: int) -> list[str]:
 
 
 def _chosen(low: Sequence[str], high: Sequence[str]) -> list[str]:
-    """Low bytes `a` and high bytes `o` of what four places `w` of a table without their top bits stand for, and these
-    `b`: a byte permutation of eight bytes each, between whose two halves the top bits choose."""
-    lines = ["prmt.b32 m, 0x0000FF00, 0, b;"]
+    """Low bytes `a` and high bytes `o` of what four places `w` of a table without their top bits stand for: a byte
+    permutation of eight bytes each, and one that takes from the two what places `b` of four bytes each say."""
+    lines = []
     for words, into in ((low, "a"), (high, "o")):
         lines += [
-            f"prmt.b32 {into}, {words[0]}, {words[1]}, w;",
+            f"prmt.b32 m, {words[0]}, {words[1]}, w;",
             f"prmt.b32 n, {words[2]}, {words[3]}, w;",
-            f"lop3.b32 {into}, m, n, {into}, 0xCA;",
+            f"prmt.b32 {into}, m, n, b;",
         ]
     return lines
 
 
 def _table4(kind: Codes, dtype: torch.dtype) -> list[str]:
     names = [f"{name}{i}" for name in "lh" for i in range(4)]
-    lines = ["and.b32 w, $4, 0x77777777;", "shr.u32 b, $4, 3;", "and.b32 b, b, 0x11111111;"]
+    lines = [*_places("$4", 0x11111111), "and.b32 w, $4, 0x77777777;"]
     words = table_words(kind, dtype)
     lines += [f"mov.b32 {name}, {word & 0xFFFFFFFF:#010x};" for name, word in zip(names, words, strict=True)]
     for out in (0, 1):
@@ -113,6 +114,12 @@ def _table4(kind: Codes, dtype: torch.dtype) -> list[str]:
         lines += _chosen(names[:4], names[4:])
         lines += [f"prmt.b32 ${out}, a, o, 0x7351;", f"prmt.b32 ${out + 2}, a, o, 0x6240;"]
     return lines
+
+
+def _places(word: str, ones: int) -> list[str]:
+    """Places `b` of bytes, by the top bits of a word's codes: in turn in the first four of eight, or in the others."""
+    turn = 0x32103210 & 15 * ones
+    return [f"mov.b32 m, {turn:#x};", f"shr.u32 b, {word}, 1;", f"lop3.b32 b, b, {4 * ones:#x}, m, 0xEA;"]
 
 
 def _known(kind: Codes, dtype: torch.dtype) -> bool:
@@ -123,6 +130,7 @@ def _known(kind: Codes, dtype: torch.dtype) -> bool:
     return kind.bits == 8 or (kind.numbers == Numbers.TABLE and kind.high_first)
 
 
+@lru_cache
 def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
     """The program that makes numbers of 16 bits of four bytes of codes, or None where there is none: `$0` and `$1` of
     the word `$2` in their order, or of 4 bits `$0` to `$3` of `$4`, first those of the bytes' first halves."""
@@ -133,6 +141,7 @@ def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
     return _program(_table4(kind, dtype) if kind.table else _whole4(dtype, kind.less))
 
 
+@lru_cache
 def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
     """The program of units of two neighbouring codes, or None where there is none: the word `$0` of two numbers from
     the low bits of `$1`; with zeros less what the word `$2` has twice, a code's base and its zero point, negative. With
@@ -143,7 +152,7 @@ def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
         return _program(_eight(kind, dtype, "$1", ((0, 1),)))
     if kind.table:
         tables = [f"${4 + 2 * at}" for at in range(8)]
-        lines = ["prmt.b32 w, $2, $3, 0x5540;", "shr.u32 b, w, 3;", "and.b32 b, b, 0x1111;", "and.b32 w, w, 0x7777;"]
+        lines = ["prmt.b32 w, $2, $3, 0x5540;", *_places("w", 0x1111), "and.b32 w, w, 0x7777;"]
         lines += _chosen(tables[:4], tables[4:])
         return _program([*lines, "prmt.b32 $0, a, o, 0x4051;", "prmt.b32 $1, a, o, 0x6273;"])
     base = 128.0 if dtype == torch.bfloat16 else 1024.0
@@ -157,6 +166,26 @@ def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
             f"fma.rn.{TWO_HALVES[dtype]} $0, a, o, n;",
         ]
     )
+
+
+@lru_cache
+def group_assembly(dtype: torch.dtype) -> str | None:
+    """The program of a word of eight e2m1 codes, or None where there is none: words `$0` to `$3` of the numbers of
+    codes four apart, from the bits of `$4` times the two numbers of 16 bits in `$5` and `$6` (`mxfp4.factors`)."""
+    if dtype not in BASE:
+        return None
+    lines = ["mov.b32 n, 0x80008000;", "shr.u32 w, $4, 8;"]
+    for out, word in enumerate(("$4", "$4", "w", "w")):
+        shift = 4 * (out % 2)
+        if dtype == torch.bfloat16:  # a sum of two shifts, which share no bit
+            up = (1 << 12 | 1 << 6) >> shift
+            lines += [f"and.b32 a, {word}, {_twice(15 << shift)};", f"mul.lo.u32 a, a, {up};"]
+            lines += ["and.b32 a, a, 0x81C081C0;"]
+        else:
+            lines += [f"and.b32 a, {word}, {_twice(7 << shift)};", f"mul.lo.u32 a, a, {1 << 9 >> shift};"]
+            lines += [f"mul.lo.u32 b, {word}, {1 << 12 >> shift};", "lop3.b32 a, b, 0x80008000, a, 0xEA;"]
+        lines += [f"fma.rn.{TWO_HALVES[dtype]} a, a, $5, n;", f"fma.rn.{TWO_HALVES[dtype]} ${out}, a, $6, n;"]
+    return _program(lines)
 
 
 def table_words(kind: Codes, dtype: torch.dtype) -> tuple[int, ...]:

@@ -114,23 +114,56 @@ def _fma(b_x, b_y, b_z):
 
 
 @gluon.jit
-def _of_lines(first, second, o_line, is_first, GATES: gl.constexpr):
-    """Values of a tile's lines, fp32: at places o_line of one table, or, for the others, of a second one."""
-    p_lines = gl.where(is_first, first + o_line, second + o_line) if GATES == 2 else first + o_line
-    return gl.load(p_lines).to(gl.float32)
+def _loaded(first, second, o_line, is_first, GATES: gl.constexpr):
+    """Values of a tile's lines: at places o_line of one table, or, for the others, of a second one."""
+    return gl.load(gl.where(is_first, first + o_line, second + o_line) if GATES == 2 else first + o_line)
 
 
 @gluon.jit
-def _scales(
-    p_scales, p_nested, p_factors, p_offset, above, o_scale, is_first, GATES: gl.constexpr, NESTED: gl.constexpr
+def _of_lines(first, second, o_line, is_first, GATES: gl.constexpr):
+    """`_loaded` in fp32."""
+    return _loaded(first, second, o_line, is_first, GATES).to(gl.float32)
+
+
+@gluon.jit
+def _places(o_scale, k, columns, STEP: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr):
+    """Places of the scales of each step of a stage from channel k on; behind a line's last scale that."""
+    o_places = ()
+    for u in gl.static_range(STEPS):
+        o_places += (o_scale + gl.minimum((k + u * STEP) // GROUP, columns - 1),)  # type: ignore[assignment]  # unrolled
+    return o_places
+
+
+@gluon.jit
+def _scale_codes(p_scales, above, o_places, is_first, GATES: gl.constexpr, STEPS: gl.constexpr):
+    """Codes of nested scales at places, for each step."""
+    b_codes = ()
+    for u in gl.static_range(STEPS):
+        b_codes += (_loaded(p_scales, above.scales, o_places[u], is_first, GATES).to(gl.int32),)  # type: ignore[assignment]  # unrolled
+    return b_codes
+
+
+@gluon.jit
+def _opened(
+    p_nested,
+    p_factors,
+    above,
+    b_codes,
+    o_places,
+    is_first,
+    GATES: gl.constexpr,
+    STEPS: gl.constexpr,
+    NESTED: gl.constexpr,
+    FACTORS: gl.constexpr,
 ):
-    """Scales of a tile's lines; with NESTED they are codes, NESTED of which share a factor."""
-    b_out = _of_lines(p_scales, above.scales, o_scale, is_first, GATES)
-    if NESTED:
-        b_wide = _of_lines(p_nested, above.nested, b_out.to(gl.int32), is_first, GATES)
-        b_factor = _of_lines(p_factors, above.factors, o_scale // NESTED, is_first, GATES)
-        b_out = _times(b_wide, b_factor) + _of_lines(p_offset, above.offset, o_scale * 0, is_first, GATES)
-    return b_out
+    """What nested codes stand for, for each step, and the factors: of each step, or one of all."""
+    b_wide, b_factors = (), ()
+    for u in gl.static_range(STEPS):
+        b_wide += (_of_lines(p_nested, above.nested, b_codes[u], is_first, GATES),)  # type: ignore[assignment]  # unrolled
+        if u < FACTORS:
+            o_factor = o_places[u] // NESTED
+            b_factors += (_of_lines(p_factors, above.factors, o_factor, is_first, GATES),)  # type: ignore[assignment]  # unrolled
+    return b_wide, b_factors
 
 
 @gluon.jit
@@ -170,6 +203,7 @@ def _hopper_stored(
     GROUP: gl.constexpr,
     ZEROS: gl.constexpr,
     NESTED: gl.constexpr,
+    FACTORS: gl.constexpr,
     BIAS: gl.constexpr,
     PARTS: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -228,6 +262,14 @@ def _hopper_stored(
     is_first = o_part < BM // GATES
     o_mine = gl.minimum((line + o_part % (BM // GATES)) // SIDE, lines - 1)
     o_scale = o_mine // block * columns + o_part % SIDE * (columns // SIDE)
+    above, in_part = weights[GATES - 1], columns // SIDE
+    if NESTED:  # codes are read two stages ahead, what they stand for one: each read would wait for the one before
+        b_offset = _of_lines(p_offset, above.offset, o_scale * 0, is_first, GATES)
+        o_now = _places(o_scale, begin * BK, in_part, STEP, STEPS, GROUP)
+        o_soon = _places(o_scale, (begin + 1) * BK, in_part, STEP, STEPS, GROUP)
+        b_codes = _scale_codes(p_scales, above, o_now, is_first, GATES, STEPS)
+        b_wide, b_factors = _opened(p_nested, p_factors, above, b_codes, o_now, is_first, GATES, STEPS, NESTED, FACTORS)
+        b_codes = _scale_codes(p_scales, above, o_soon, is_first, GATES, STEPS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in gl.static_range(STAGES):
@@ -248,12 +290,21 @@ def _hopper_stored(
     for i in gl.static_range(SERIES):
         for turn in range(count // SERIES * i, count // SERIES * (i + 1)):
             b_scales, b_parts = (), ()
-            if GROUPED:
+            if NESTED:
                 for u in gl.static_range(STEPS):
-                    o_group = o_scale + gl.minimum(((begin + turn) * BK + u * STEP) // GROUP, columns // SIDE - 1)
-                    b_new = _scales(
-                        p_scales, p_nested, p_factors, p_offset, weights[GATES - 1], o_group, is_first, GATES, NESTED
-                    )
+                    b_new = _times(b_wide[u], b_factors[u if FACTORS > 1 else 0]) + b_offset
+                    b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
+                k_soon = (begin + turn + 1) * BK
+                o_soon = _places(o_scale, k_soon, in_part, STEP, STEPS, GROUP)
+                b_wide, b_factors = _opened(
+                    p_nested, p_factors, above, b_codes, o_soon, is_first, GATES, STEPS, NESTED, FACTORS
+                )
+                o_later = _places(o_scale, k_soon + BK, in_part, STEP, STEPS, GROUP)
+                b_codes = _scale_codes(p_scales, above, o_later, is_first, GATES, STEPS)
+            elif GROUPED:
+                o_places = _places(o_scale, (begin + turn) * BK, in_part, STEP, STEPS, GROUP)
+                for u in gl.static_range(STEPS):
+                    b_new = _of_lines(p_scales, above.scales, o_places[u], is_first, GATES)
                     b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
             mbarrier.wait(bars.index(stage), phase)
             # The products of the stage before are done: its place is free.
@@ -356,11 +407,12 @@ def parts_of(weight: StoredWeight) -> int:
 
 def takes(x: Tensor, weight: StoredWeight) -> bool:
     """True where this kernel multiplies x [R, K] by a weight, which follows from the weight, the dtype and the device
-    alone: on Hopper, in 16 bits, codes that `pair_assembly` knows, whose groups are whole steps, lines, or 64 or 32
-    channels, in their order, with zero points of 4 bits in words, aligned to 16 bytes."""
+    alone: on Hopper, in 16 bits, codes that `pair_assembly` knows, whose groups are whole steps, lines (not with nested
+    scales), or 64 or 32 channels, in their order, with zero points of 4 bits in words, aligned to 16 bytes."""
     depth, group, codes, bits = weight.depth, min(weight.block[1], weight.depth), weight.codes, weight.kind.bits
     words = weight.zeros is None or (bits == 4 and weight.zeros.dtype == torch.int32)
-    if not words or weight.groups is not None or x.element_size() != 2 or not is_hopper(x.device):
+    whole = weight.nested is not None and group == depth
+    if not words or whole or weight.groups is not None or x.element_size() != 2 or not is_hopper(x.device):
         return False
     aligned = (codes.data_ptr() | codes.stride(0)) % 16 == 0 and depth % 8 == 0
     stepped = group == depth or group % STEP == 0 or group in (32, 64)
@@ -371,15 +423,15 @@ def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bo
     """The launch of weights beside each other, or of a gate and an up part; with `apart` of programs for each part of a
     depth, that are left to a norm. Found on an H200 for the shapes of a model of 8 billion weights, over weights that
     were not in the L2; how parts are summed changes no bit. As many programs stand side by side on a multiprocessor as
-    there are: that hides more than stages do."""
+    there are: that hides more than stages do. Nested scales have shorter stages, for the registers' sake."""
     bits, parts = weights[0].kind.bits, 1 if gated else min(map(parts_of, weights))
     side = parts if not apart and parts * rows <= TALLEST else 1
     wide = min(TALLEST, max(8, 1 << (rows * side - 1).bit_length()))
     series = parts if not apart and side == 1 else 1
     lines = sum(weight.shape[0] for weight in weights) * side * (parts if apart else 1)
     here = 1 + (-(-lines // 64) - 1) // MULTIPROCESSORS
-    cut = weights[0].depth // parts
-    most = 128 if wide > 16 and (gated or side > 1) else 512 if bits == 4 and (wide <= 16 or here == 1) else 256
+    cut, long = weights[0].depth // parts, bits == 4 and weights[0].nested is None
+    most = 128 if wide > 16 and (gated or side > 1) else 512 if long and (wide <= 16 or here == 1) else 256
     depth = next((each for each in (512, 256) if each <= most and cut % each == 0), STEP)
     stages = SHARED // here // (depth * (64 * bits // 8 + 2 * wide))
     stages = max(2, min(stages, STAGES))
@@ -430,6 +482,9 @@ def hopper_stored(
         tiles += -(-weight.shape[0] // lines)
     rows_of_parts = x if side == 1 else x.view(rows * side, -1)
     steps = launch.depth // step
+    # Scales of a stage's steps share a factor where stages begin at whole multiples of so many scales.
+    shared = one.nested is not None and one.nested.block % steps == 0 and group == step
+    shared = shared and all(weight.scales.shape[1] % (side * steps) == 0 for weight in weights)
     _hopper_stored[(tiles // gates * launch.parts, -(-rows * side // launch.rows))](
         *(described + described[:1] * 2)[:3],
         tuple(operands),
@@ -453,6 +508,7 @@ def hopper_stored(
         GROUP=group,
         ZEROS=one.zeros is not None,
         NESTED=0 if one.nested is None else one.nested.block,
+        FACTORS=1 if shared else steps,
         BIAS=biases[0] is not None,
         PARTS=out.dtype == torch.float32,
         ALPHA=(kind or SILU).alpha,

@@ -13,7 +13,7 @@ product of the dequantised weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastspec.kernels.launch import INTERPRETED, PORTABLE, dependent, padded, prefetch, prefetched, stages_within
+from fastspec.kernels.launch import dependent, padded, prefetch, prefetched, runs_ptx, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
 from fastspec.kernels.linear.reference import SILU, Activation, Parts
@@ -669,18 +669,10 @@ def _launch(
         EVEN_K=depth % launch.depth == 0,
         ALPHA=(kind or SILU).alpha,
         CUBIC=(kind or SILU).cubic,
-        ASSEMBLY=_assembly(form.kind, x.dtype, x.device),
+        ASSEMBLY=assembly(form.kind, x.dtype) if runs_ptx(x.device) else None,
         STAGES=stages,
         enable_fp_fusion=False,  # a nested scale is a product and a sum, each rounded
         num_warps=launch.warps,
         num_stages=stages,
         **(dependent(x.device) if aligned else {"PDL": False}),
     )
-
-
-@lru_cache
-def _assembly(kind: Codes, dtype: torch.dtype, device: torch.device) -> str | None:
-    """PTX for a device that has it."""
-    if INTERPRETED or PORTABLE or device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return assembly(kind, dtype) if torch.cuda.get_device_capability(device) >= (8, 0) else None

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from fastspec.config import HEAD_BITS, HeadBits
+from fastspec.devices import is_timed
 from fastspec.errors import Unsupported, accepted
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.rounded import is_rounded, rounded
 from fastspec.generation.ops import Ops
-from fastspec.patches.hf.compat import device_of, dtype_of
-from fastspec.patches.hf.exact import is_timed
-from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.modes import Mode, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.on_cpu import named
 
@@ -36,23 +36,32 @@ def refuse_bits(model: Any, backend: str) -> None:
     """Raise Unsupported where heads of a model cannot be read in 8 bits."""
     if group_of(model) is not None:
         raise Unsupported(f"head_bits=8: several processes hold this model and cut its head between them; {HINT}")
-    if named(backend, device_of(model), dtype_of(model), mode_for(model).adapter is not None) == "cpp":
+    mode = mode_for(model)
+    if named(backend, device_of(model), mode.dtype, mode.adapter is not None) == "cpp":
         raise _on_cpp()
 
 
-def may_round(model: Any, backend: str) -> bool:
+def may_round(model: Any, mode: Mode, backend: str) -> bool:
     """True where wide heads are read in 8 bits though nobody asked for it: in 16 bits and one process, on a device
     where that was measured to be faster."""
-    kernels = named(backend, device_of(model), dtype_of(model), mode_for(model).adapter is not None)
-    halves = dtype_of(model) in (torch.bfloat16, torch.float16)
-    return halves and kernels in ("auto", "triton") and group_of(model) is None and is_timed(model)
+    kernels = named(backend, device_of(model), mode.dtype, mode.adapter is not None)
+    return (
+        mode.dtype in (torch.bfloat16, torch.float16)
+        and kernels in ("auto", "triton")
+        and group_of(model) is None
+        and is_timed(device_of(model))
+    )
 
 
 def in_bits(head: Any, bits: HeadBits | None, name: str, model: Any, backend: str) -> Any:
     """A head as an assistant of this name reads it. Raises Unsupported where it cannot be read in 8 bits, as was asked
     for."""
     if bits is None:
-        wide = isinstance(head, BoundHead) and head.config.hidden_size >= WIDE and may_round(model, backend)
+        wide = (
+            isinstance(head, BoundHead)
+            and head.config.hidden_size >= WIDE
+            and may_round(model, mode_for(model), backend)
+        )
         with suppress(ValueError):  # of a layer that has no 8 bits
             return rounded(head) if wide else head
     if bits != 8:

@@ -57,7 +57,7 @@ def parts_of(target: PreTrainedModel, *, layers: bool = False) -> TargetParts:
         lm_head=lm_head,
         device=device,
         dtype=target.dtype,
-        lm_head_device=weight.device if is_spread(target) and weight is not None else device,
+        lm_head_device=device if weight is None or weight.device == device or not is_spread(target) else weight.device,
         family=None if adapter is None else ModelLayers(target, adapter),
         has_adapter=bool(getattr(target, "peft_config", None)),  # PEFT's field, also after load_adapter
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
+import torch
+
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Drafter, Process, adopt
@@ -15,7 +17,7 @@ from fastspec.generation.engine.rounds import TOGETHER_TOKENS
 from fastspec.generation.stats import Clock
 from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import import_past
-from fastspec.patches.hf.changes import weight_places
+from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.tuning.round_times import experts_share, tree_sizes
@@ -23,16 +25,25 @@ from fastspec.patches.tuning.round_times import experts_share, tree_sizes
 
 def sized(plan: Plan) -> Plan:
     """The plan with trees of the depth that is left to the temperature, and of sizes that rounds choose where these are
-    left to the device: such a size follows a clock, so where it changes no bit of an answer, and in mixtures, to which
-    a node of a large tree costs as much as a token."""
+    left to the device, and pay."""
     decoding = plan.decoding
     if not isinstance(decoding, DynamicDecoding):
         return plan
-    if decoding.device_steps is not None and (plan.ops.exact or experts_share(plan.model) < 1):
+    if decoding.device_steps is not None and _chooses_sizes(plan):
         decoding = replace(decoding, steps=decoding.device_steps)
     if plan.processing.sample:
         decoding = decoding.sampled(plan.processing.temperature)
     return plan if decoding is plan.decoding else replace(plan, decoding=decoding)
+
+
+def _chooses_sizes(plan: Plan) -> bool:
+    """True where sizes that follow a clock change no bit of an answer, in mixtures, to which a node of a large tree
+    costs as much as a token, and in batches on the CPU, to which all nodes do, in fp32, where they change no token that
+    is returned alone."""
+    if plan.device.type == "cpu":
+        alone = plan.request.width == 1 or plan.request.keeps_logits
+        return not alone and dtype_of(plan.model) == torch.float32
+    return plan.ops.exact or experts_share(plan.model) < 1
 
 
 def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
@@ -41,7 +52,9 @@ def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
     engine: Engine[HFModel] | None = None if key is None else engines.take(key)
     if engine is None:
         engine = new_engine(plan)
-        key = None if key is None else _key(plan)  # making the drafter may have packed its head's weights
+        if key is not None:  # making the drafter may have packed its head's weights
+            plan.session.defaults.look(plan.model)
+            key = _key(plan)
     else:
         engine.drafter = _opened(plan, engine.target, engine.drafter, plan.request.width)
     if engine.sizes is not None and plan.ranks is not None:
@@ -86,10 +99,11 @@ def entry(plan: Plan, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Draf
 
 
 def _key(plan: Plan) -> Hashable:
-    """Key that calls which can share captured rounds agree in, or None for a decoding that cannot be compared."""
+    """Key that calls which can share captured rounds agree in, or None for a decoding that cannot be compared; of the
+    model as it was at the call's last look."""
     request, processing = plan.request, plan.processing
-    settings_of = plan.session.engines.settings_of
-    weights = tuple((weight_places(module), settings_of(module)) for module in (plan.model, *plan.decoding.modules))
+    session = plan.session
+    weights = session.defaults.key, *map(session.engines.key_of, plan.decoding.modules)
     chosen = processing.sample, processing.signature, processing.settings
     pad_token = None if plan.steps is None else plan.steps.pad_token
     measured = request.answers is not None, request.measure, pad_token, plan.bounded, plan.dropped, plan.likeliest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,9 +29,10 @@ AGREED = "limit", "keep_scores", "keep_logits", "measure", "answers", "rows"
 
 class Call:
     """A planned call and its engine. The constructor raises Unsupported where the drafter cannot serve it, and
-    FastSpecError when memory has run out; `run` decodes."""
+    FastSpecError when memory has run out; `run` decodes. The call has `begun` at this second of `time.perf_counter`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, begun: float) -> None:
+        self.begun = begun
         if plan.ranks is not None:
             _agree(plan, plan.ranks)
         with _memory(plan):
@@ -48,7 +50,9 @@ class Call:
             # not before: a call that is refused must leave the cache as it was
             fill_cache(text.cache, 0, text.virtual)
         with _memory(plan):
+            prepared = time.perf_counter() - self.begun
             outcome = decode(engine, plan.request, plan.decoding.name)
+        outcome.stats.prepare_seconds = prepared
         if plan.ranks is not None:
             plan.ranks.check_answers(outcome.tokens)
         session.calls.append(outcome.stats)

@@ -4,6 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import inspect
+import time
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -26,7 +27,6 @@ from fastspec.patches.hf.compat import (
     own_stop_strings,
     plain_decoding,
 )
-from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.hf.seq2seq import refuse_seq2seq
 from fastspec.patches.session import ABSENT, PatchSession, session_of
@@ -40,6 +40,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
     for what cannot be combined with an assistant that the call names; where it is a default, the original runs and a
     warning says why.
     """
+    begun = time.perf_counter()
     session = session_of(self)
     if session is None:  # someone kept this method from before `unpatch`
         if assistant is not ABSENT and assistant is not None:
@@ -85,7 +86,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
                 _leave(self, given, session, reason)
                 return original(*args, **kwargs)
         with session.turn.taken(device_of(self)):
-            decode = partial(_decode, session, decoding, given, named, step)
+            decode = partial(_decode, session, decoding, given, named, step, begun)
             try:
                 return original(**{**own_stop_strings(self, given), "custom_generate": decode})
             finally:
@@ -106,6 +107,7 @@ def _decode(
     given: dict[str, Any],
     named: bool,
     step: LocalCall,
+    begun: float,
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -116,14 +118,15 @@ def _decode(
 ) -> Any:
     """Function that `generate` calls in place of its own loop, with what it has made of its arguments."""
     # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
-    mode = mode_for(model)
+    mode = session.mode(model)
     ops = session.ops(model, mode)
-    session.pack(model, mode, ops)
+    if session.pack(model, mode, ops):
+        mode = session.mode(model)  # where the weights lie now is in the key of the call's engine
     session.tell_mode(mode)
     made = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     try:
         refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
-        call = Call(plan_call(model, session, decoding, given, made, mode, ops))
+        call = Call(plan_call(model, session, decoding, given, made, mode, ops), begun)
         refused = None
     except Unsupported as reason:
         refused = reason

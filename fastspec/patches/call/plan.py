@@ -159,7 +159,8 @@ def plan_call(
     device, ranks = device_of(model), ranks_of(model)
     text = _read_text(model, given, ids.to(device), config, model_kwargs, asked.rows is not None, mode)
     decoding: Decoding = asked.decoding if text.source is None else asked.decoding.reading(text.source)
-    refuse_prompts(model, text.ids, text.keep, text.past_length)
+    shown = text.keep.cpu()  # once: each look at the device's own would wait for it
+    refuse_prompts(model, text.ids, shown, text.past_length)
     agreed = criteria if ranks is None else ranks.agreed(criteria)
     ending, mixes = Ending(agreed, text.ids), isinstance(decoding, MixedDecoding)
     known, rows, limit, streamer = are_known(processors, criteria), asked.rows, ending.limit, given.get("streamer")
@@ -178,9 +179,10 @@ def plan_call(
             f"{unknown_types(processors, criteria)} may keep a state over the whole batch: name its assistant itself, "
             "or pass at most as many prompts as it has rows"
         )
-    prompts, counts = compact(text.ids[:, -text.new_keep.shape[1] :], text.new_keep)
+    new = shown[:, text.past_length :]
+    prompts, counts = compact(text.ids[:, -new.shape[1] :], new)
     dropped = dropped_spans(model, text.cache)
-    _refuse_padding(model, text, config, limit, dropped, decoding)
+    _refuse_padding(model, text, shown, config, limit, dropped, decoding)
     on_round = callable(getattr(streamer, "on_round", None))  # ours: a round before its tokens
     told = None if on_round else streamer
     steps = None if known else PlainSteps(ids, processors, agreed, config, told)
@@ -218,7 +220,7 @@ def plan_call(
         ops,
         text,
         request,
-        int(text.past_keep.sum(1).max()) + prompts.shape[1] + limit,
+        int(shown[:, : text.past_length].sum(1).max()) + prompts.shape[1] + limit,
         processing,
         config,
         asked,
@@ -275,17 +277,18 @@ def _read_text(
 
 
 def _refuse_padding(
-    model: Any, text: Text, config: Any, limit: int, dropped: tuple[Span | None, ...], decoding: Decoding
+    model: Any, text: Text, keep: Tensor, config: Any, limit: int, dropped: tuple[Span | None, ...], decoding: Decoding
 ) -> None:
-    """Raise Unsupported for padding under which plain decoding sees other tokens than it would without."""
+    """Raise Unsupported for padding under which plain decoding sees other tokens than it would without; `keep` is the
+    text's, on the host."""
     if text.source is None:
-        past = text.past_length if text.own is None else text.keep.shape[1]
-        refuse_holes(model, text.keep, past, limit, dropped)
+        past = text.past_length if text.own is None else keep.shape[1]
+        refuse_holes(model, keep, past, limit, dropped)
         if text.own is None:
-            refuse_seen_padding(model, text.keep, past, text.past, config)
+            refuse_seen_padding(model, keep, past, text.past, config)
             refuse_dropped(model, text.cache, text.past_length, config, dropped)
     for exact in (model, *((decoding.draft,) if isinstance(decoding, MixedDecoding) else ())):
-        check_padding(exact, int((~text.keep).sum(1).max()), text.keep.shape[1] + limit)
+        check_padding(exact, int((~keep).sum(1).max()), keep.shape[1] + limit)
 
 
 def _is_bounded(model: Any, text: Text, config: Any) -> bool:

@@ -146,10 +146,7 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
             "alone"
         )
     types = given.get("token_type_ids")
-    # as BERT, with a table of types in which a token that is given none has the first
-    has_table = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
-    given_first = types is None or (has_table and not bool(torch.as_tensor(types, device="cpu").any()))
-    if not given_first and not is_wrapped(model):
+    if types is not None and not is_wrapped(model) and not _are_first(types, model):
         raise Unsupported(
             f"token_type_ids cannot be combined with assistant= on {type(model).__name__}: plain decoding gives every "
             "new token the type of the last one, and rounds give none: leave them out"
@@ -165,6 +162,13 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
             f"output_attentions=True cannot be combined with assistant= on {type(model).__name__}, which attends in "
             "another way where it is asked for weights: leave it out"
         )
+
+
+def _are_first(types: Any, model: Any) -> bool:
+    """True where all tokens have the first type of a model's table of types, as BERT's, in which a token that is given
+    none has it too."""
+    has_table = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
+    return has_table and not bool(torch.as_tensor(types, device="cpu").any())
 
 
 def _setting(model: Any, given: dict[str, Any], name: str) -> Any:
@@ -339,9 +343,9 @@ def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
         )
     if not bool(keep[:, -1].all()):
         raise Unsupported("a row ends in padding: set padding_side='left' on the tokenizer")
-    limit = position_limit(model.config) if model.config.is_encoder_decoder else position_rows(model)
-    longest = int(keep.sum(1).max())
-    if limit is not None and longest > limit:
+    limit, longest = position_limit(model.config), int(keep.sum(1).max())
+    ends = limit is not None and longest > limit
+    if ends and (model.config.is_encoder_decoder or position_rows(model) is not None):
         raise Unsupported(
             f"the prompt has {longest} tokens and the model's positions end at {limit} (max_position_embeddings): "
             "shorten it"

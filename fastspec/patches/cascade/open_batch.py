@@ -317,7 +317,7 @@ class ContinuousCascade:
             self._open.discard(request.future)
             self._changed.notify_all()
 
-    def warmup(self, length: int = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
+    def warmup(self, length: int | None = WARM_LENGTH, told: Callable[[int, int], object] | None = None) -> float:
         """Warm up one stage after another, as `Continuous.warmup` does -> the seconds that it took."""
         return sum(batch.warmup(length, told) for batch in self.batches)
 

@@ -2,10 +2,10 @@
 
 | part | reads | who asks |
 |---|---|---|
-| `ModuleSettings` | attributes and buffers of modules, configurations | pools, open batches |
-| `weight_places` | addresses of weights, kinds, hooks and forwards of modules | pools: keys of captured rounds |
-| `Identities` | the objects that modules hold, compared by identity | open batches, before every prompt |
-| `Snapshot` | all of these, and the mode | open batches, of the model and of draft models |
+| `ModuleSettings` | attributes and buffers of modules, configurations | the two below |
+| `weight_places` | addresses of weights, kinds, hooks and forwards of modules | the two below |
+| `Identities` | the objects that modules hold, compared by identity | pools: keys of captured rounds |
+| `Snapshot` | all of these, and the mode | sessions before every call, open batches before every prompt |
 | `WeightSample` | torch's counts of changes of the weights, and a few bytes of each | open batches: kept prefixes |
 | `fingerprint` | every byte of the weights | cascades: keys and values kept between calls |
 | `weights_digest` | the same, in every process | answers that a cascade's predictor is trained on |
@@ -40,7 +40,7 @@ from fastspec.patches.hf.compat import (
     own_buffers,
     own_parameters,
 )
-from fastspec.patches.hf.modes import mode_for
+from fastspec.patches.hf.modes import Mode, mode_for
 from fastspec.patches.hf.replaced import has_replaced_methods, replaced_functions
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -161,13 +161,14 @@ class Identities:
     adapters, whose switches are others, never `holds`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, former: Identities | None = None) -> None:
         self.model, self.modules = model, every_module(model)
         self.kinds, self.owns = list(map(type, self.modules)), list(map(vars, self.modules))
         self.settings = ModuleSettings(model, self.modules)
         self.dicts = self._dicts()
         self.empty = [held for held in self.dicts if not held]
-        self.filled = [(held, tuple(held.values())) for held in self.dicts if held]
+        self.filled = [held for held in self.dicts if held]
+        self.sizes, self.held = list(map(len, self.filled)), self._held()
         self.own = [(own, name, own[name]) for own in self.owns for name in OWN_PARTS if name in own]
         self.parameters = [
             held
@@ -180,6 +181,10 @@ class Identities:
         self.each = list(dict(zip(self.kinds, self.modules, strict=True)).values())
         self.switched = any(PEFT_SWITCHES[0] in own for own in self.owns)
         self.outside = self._outside()
+        if former is not None and former.settings.values == self.settings.values:
+            self.settings.mark = former.settings.mark
+        self.key: Hashable = weight_places(model), self.settings.mark
+        """Value that stands for the weights and settings: equal to that of a `former` look where they are."""
 
     def holds(self) -> bool:
         """True where the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread
@@ -190,7 +195,8 @@ class Identities:
             and self.settings.hold()
             and all(map(is_, self._dicts(), self.dicts))
             and not any(self.empty)
-            and all(len(held) == len(before) and all(map(is_, held.values(), before)) for held, before in self.filled)
+            and list(map(len, self.filled)) == self.sizes
+            and all(map(is_, self._held(), self.held))
             and all(own.get(name) is before for own, name, before in self.own)
         )
         return same and list(map(Tensor.data_ptr, self.parameters)) == self.places and self._outside() == self.outside
@@ -198,10 +204,14 @@ class Identities:
     def _dicts(self) -> list[dict[str, Any]]:
         return [own[name] for own in self.owns for name in MODULE_PARTS]
 
+    def _held(self) -> list[Any]:
+        return [each for held in self.filled for each in held.values()]
+
     def _outside(self) -> Hashable:
         """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what
         these call."""
-        functions = tuple(replaced_functions(self.model, self.each))  # themselves: an address may be used again
+        # themselves: an address may be used again
+        functions = tuple(replaced_functions(self.model, self.each) if isinstance(self.model, PreTrainedModel) else ())
         kinds = tuple((type(module).forward, has_replaced_methods(type(module))) for module in self.each)
         return has_global_hooks(), kinds, functions
 
@@ -210,10 +220,21 @@ class Snapshot:
     """Snapshot of what rounds are made of: the model's mode, its settings and the addresses of its weights. `differs()`
     is true once one of them changed, and `changed()` says the same at less cost."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self._identities, self._parts = Identities(model), self._parts_now()
+    def __init__(self, model: PreTrainedModel, former: Snapshot | None = None) -> None:
+        self.model: PreTrainedModel = model
+        self._identities: Identities = Identities(model, None if former is None else former._identities)
+        self._parts = self._parts_now()
         self._training = self._training_now()
+
+    @property
+    def mode(self) -> Mode:
+        """Mode that the model ran in then, outside autocast."""
+        return self._parts[0] if isinstance(self._parts, tuple) else mode_for(self.model)
+
+    @property
+    def key(self) -> Hashable:
+        """`Identities.key`, which is equal to that of a `former` snapshot where weights and settings are."""
+        return self._identities.key
 
     def differs(self) -> bool:
         """True where rounds made at this moment would be made of something else."""
@@ -225,17 +246,18 @@ class Snapshot:
         try:
             if self._identities.holds() and self._training_now() == self._training:
                 return False
-            identities = Identities(self.model)
+            identities = Identities(self.model, self._identities)
             changed = self.differs()
         except Exception:
             return True
         if not changed:
-            self._identities, self._training = identities, self._training_now()
+            self._identities = identities
+            self._training = self._training_now()
         return changed
 
     def _training_now(self) -> list[bool]:
         """Modules that are in train mode, where a pass may add noise."""
-        return [module.training for module in self.model.modules()]
+        return [module.training for module in self._identities.modules]
 
     def _parts_now(self) -> Hashable:
         """Equal to nothing else where another thread adds modules to the model just now."""

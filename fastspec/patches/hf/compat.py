@@ -28,14 +28,17 @@ from fastspec.patches.hf.ends import stop_criterion
 
 def every_module(model: nn.Module) -> list[nn.Module]:
     """Modules in the order of `model.modules()`, each once, in a fraction of its time."""
-    found: dict[nn.Module, None] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            waiting += reversed(list(module._modules.values()))
+    found: dict[nn.Module, None] = {model: None}
+    _find_inside(model, found)
     return list(found)
+
+
+def _find_inside(module: nn.Module, found: dict[nn.Module, None]) -> None:
+    for part in tuple(module._modules.values()):  # to which another thread may add
+        if part is not None and part not in found:
+            found[part] = None
+            if part._modules:
+                _find_inside(part, found)
 
 
 MODULE_PARTS = "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"

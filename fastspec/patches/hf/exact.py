@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fastspec.devices import MEASURED, device_name
+from fastspec.devices import MEASURED, device_name, is_timed
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import (
     FullAttention,
@@ -20,11 +20,10 @@ from fastspec.generation.decoder_layer import (
 )
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.changes import Snapshot
-from fastspec.patches.hf.compat import device_of, dtype_of
-from fastspec.patches.hf.families import Adapter
+from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.layer_weights import keeps_activations
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.quantised import may_hold
+from fastspec.patches.hf.modes import Mode
 
 HINT = "leave out exact=True"
 ASK = "patch(model, exact=True) asks for it"
@@ -50,57 +49,68 @@ def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
 
 
 class Defaults:
-    """What `patch(exact=None, stored=None)` comes to for a model, as it was at the last `look`."""
+    """What `patch(exact=None, stored=None)` comes to for a model, as it was at the last look. A deep copy has seen
+    none."""
 
     def __init__(self) -> None:
-        self._made_of: Snapshot | None = None
+        self._seen: Snapshot | None = None
         self._stored: bool | None = None
         self._why: dict[bool, str | None] = {}
 
-    def look(self, model: Any, ops: Ops) -> None:
-        """Forget what was found of a model that has changed since, where it may be found on these kernels."""
-        if unfit(ops, dtype_of(model)) is not None or not is_measured(model):
-            return
-        if model.config.get_text_config().hidden_size < WIDE and not may_hold(model):  # a snapshot is not needed
-            self._made_of, self._stored = None, False
-        elif self._made_of is None or self._made_of.model is not model or self._made_of.changed():
-            self._made_of, self._stored, self._why = Snapshot(model), None, {}
+    def __deepcopy__(self, memo: dict[int, Any]) -> Defaults:
+        return Defaults()
 
-    def reads_stored(self, model: Any, ops: Ops) -> bool:
+    def look(self, model: Any) -> Mode:
+        """Mode that a model runs in now, outside autocast. What was found of one that has changed since the last look
+        is forgotten."""
+        if self._seen is None or self._seen.model is not model or self._seen.changed():
+            former = self._seen if self._seen is not None and self._seen.model is model else None
+            self._seen, self._stored, self._why = Snapshot(model, former), None, {}
+        return self._seen.mode
+
+    @property
+    def key(self) -> Hashable:
+        """Value that stands for the weights and settings of the model of the last look, equal where these are."""
+        assert self._seen is not None
+        return self._seen.key
+
+    def _follow(self, model: Any, mode: Mode) -> None:
+        """`look` at a model that runs in this mode now, unless that is what the last look gave."""
+        if self._seen is None or self._seen.mode is not mode:
+            self.look(model)
+
+    def reads_stored(self, model: Any, mode: Mode, ops: Ops) -> bool:
         """True where a model's quantised weights are multiplied as stored though nobody asked for it: in 16 bits, on a
         device where that was measured to be faster than their own forward, which rounds no activations."""
-        if unfit(ops, dtype_of(model)) is not None or not is_timed(model):
+        if unfit(ops, mode.dtype) is not None or not is_timed(device_of(model)):
             return False
+        self._follow(model, mode)
         if self._stored is None:
             self._stored = keeps_activations(model)
         return self._stored
 
-    def why_inexact(self, model: Any, adapter: Adapter | None, ops: Ops) -> str | None:
+    def why_inexact(self, model: Any, mode: Mode, ops: Ops) -> str | None:
         """Reason for which a model on these kernels is not held to bits unless that is asked for; None where it is."""
-        if (reason := unfit(ops, dtype_of(model))) is not None:
+        if (reason := unfit(ops, mode.dtype)) is not None:
             return reason
         width = model.config.get_text_config().hidden_size
         if not is_measured(model):
             return f"its cost was not measured on {device_name(device_of(model))}: {ASK}"
         if width < WIDE:
             return f"layers of {width} channels, under {WIDE}, take longer by it: {ASK}"
-        assert adapter is not None  # as it has these kernels
+        assert mode.adapter is not None  # as it has these kernels
+        self._follow(model, mode)
         stored = ops.stored_linears is not None
         if stored not in self._why:
             self._why[stored] = None
             try:
-                target = HFModel(model, adapter, rows=1, capacity=1, tail=1, taps=None, ops=ops)
+                target = HFModel(model, mode.adapter, rows=1, capacity=1, tail=1, taps=None, ops=ops)
                 refuse_parts(model, target.layers)
                 if any(map(_is_stored, target.layers)):
                     self._why[stored] = f"prompts of weights multiplied as they are stored take longer by it: {ASK}"
             except Unsupported as error:
                 self._why[stored] = str(error).removeprefix("exact=True: ").removesuffix(f": {HINT}")
         return self._why[stored]
-
-
-def is_timed(model: Any) -> bool:
-    """True of a model on the GPU that products of stored weights were timed on (stored_h200.jsonl)."""
-    return device_name(device_of(model)) == "NVIDIA H200"
 
 
 def is_measured(model: Any) -> bool:

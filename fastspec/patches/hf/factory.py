@@ -9,6 +9,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Source
 from fastspec.kernels.attention.reference import Span
+from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.config_fields import recurrent_layers
 from fastspec.patches.hf.exact import refuse_parts
 from fastspec.patches.hf.limits import check_length, length_limits
@@ -49,7 +50,7 @@ def language_model(
     Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on
     (`fastspec.patches.hf.tree_check`).
     """
-    mode = mode_for(model) if source is None else Mode(None, None)
+    mode = mode_for(model) if source is None else Mode(None, None, dtype_of(model))
     adapter = mode.adapter
     if source is not None:
         check_decoder(model)  # by its hooks of now: what is found of trees is kept

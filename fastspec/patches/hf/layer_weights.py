@@ -71,10 +71,10 @@ def reads_packed(model: Any) -> bool:
 
 def keeps_activations(model: Any) -> bool:
     """True of a model with quantised weights that are read as stored, none of which rounds activations in its own
-    forward, or is in a format that was not timed."""
+    forward."""
     held = [(row, module) for module in model.modules() if (row := format_of(module)) is not None]
     return any(not isinstance(read(module), str) for _, module in held) and not any(
-        row.rounds(each) or not row.measured for row, each in held
+        row.rounds(each) for row, each in held
     )
 
 

@@ -348,6 +348,9 @@ class HFModel(Target):
     def fits(self, committed: int) -> bool:
         return self.state.fits(committed)
 
+    def bytes(self, committed: int) -> int:
+        return self.state.bytes(committed)
+
     @property
     def bound(self) -> int:
         return self.state.bound

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -14,6 +15,7 @@ from fastspec.errors import Unsupported
 from fastspec.patches.hf.cache import cache_argument
 from fastspec.patches.hf.compat import (
     device_of,
+    dtype_of,
     has_global_hooks,
     hooks_of,
     is_autocast,
@@ -198,11 +200,12 @@ def check_decoder(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Mode that a model runs in now: by an adapter, or by its own forward. `why` is what keeps a model of a known
-    family from its adapter."""
+    """Mode that a model runs in now: by an adapter, or by its own forward, and the dtype that its layers compute in.
+    `why` is what keeps a model of a known family from its adapter."""
 
     adapter: Adapter | None
     why: str | None
+    dtype: torch.dtype
 
 
 def mode_for(model: Any) -> Mode:
@@ -211,7 +214,7 @@ def mode_for(model: Any) -> Mode:
     where these call someone else's function."""
     adapter = _row_of(model)
     why = None if adapter is None else _why_not(model, adapter)
-    return Mode(adapter if why is None else None, why)
+    return Mode(adapter if why is None else None, why, dtype_of(model))
 
 
 def adapter_for(model: Any) -> Adapter | None:

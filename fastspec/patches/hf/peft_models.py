@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from fastspec.errors import Unsupported
 from fastspec.generation.layer_state import LayerCache
 from fastspec.patches.hf.cache import CACHE, OLD, cache_argument, read_cache
+from fastspec.patches.hf.compat import every_module
 
 AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 AS_EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
@@ -56,7 +57,7 @@ def refuse_hooks_of_peft(model: Any) -> None:
                 f"an adapter of PEFT computes from the whole text before each pass ({hook.__module__}), which an "
                 "assistant's rounds do not repeat: leave out assistant="
             )
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    hooks = (hook for module in every_module(model) for hook in module._forward_pre_hooks.values())
     if any("alora_offsets" in getattr(hook, "keywords", ()) for hook in hooks):
         raise Unsupported("an activated LoRA begins within the text, at its invocation tokens: leave out assistant=")
 

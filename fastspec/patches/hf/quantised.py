@@ -53,8 +53,6 @@ class Format:
     """True where the library unpacks all weights of a model at its first forward pass."""
     rounds: Callable[[Any], bool] = lambda module: False
     """True of a module whose own forward rounds activations too."""
-    measured: bool = True
-    """False of a format whose kernel was not timed or is slower, and runs only where that is asked for."""
 
     def holds(self, module: nn.Module) -> bool:
         """True of a module in this format."""
@@ -258,7 +256,7 @@ FORMATS = (
     Format("GGUF", "transformers", "GgufLinear", _not_read("its blocks are not read")),
     Format("GGUF", "transformers", "GgufExperts", _not_read("experts are not read")),
     Format("fine-grained FP8", "transformers", "FP8Experts", _not_read("experts are not read"), rounds=_always),
-    Format("MXFP4", "fastspec", "PackedExperts", _mxfp4, measured=False),
+    Format("MXFP4", "fastspec", "PackedExperts", _mxfp4),
     Format(
         "MXFP4",
         "transformers",
@@ -277,20 +275,6 @@ KEPT = {
 def format_of(module: nn.Module) -> Format | None:
     """The format of a module's weight, or None of any that no row knows."""
     return next((row for row in FORMATS if row.holds(module)), None)
-
-
-_CLASSES = {at: frozenset(row.kind for row in FORMATS if row.at == at) for at in ("", "weight")}
-"""Where a format shows -> the names of its classes."""
-
-
-def may_hold(model: nn.Module) -> bool:
-    """True of a model some module of which may be in a format: a quick look."""
-    return any(
-        type(module).__name__ in _CLASSES[""]
-        or type(module._parameters.get("weight")).__name__ in _CLASSES["weight"]
-        or "quantization_scheme" in module.__dict__
-        for module in model.modules()
-    )
 
 
 def told_dequantised(model: Any) -> str | None:

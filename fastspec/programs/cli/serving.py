@@ -177,22 +177,23 @@ def opened(
     rows: int = 8,
     max_length: int | None = None,
     prefill_chunk: int | None = None,
-    warmup: int | None = None,
+    warmup: bool = False,
+    warmup_length: int | None = None,
     prefix_caching: bool = True,
     cascade: Cascade | None = None,
     **loading: Any,
 ) -> tuple[PromptBatch, Any]:
-    """(an open batch, its tokenizer) of `fastspec serve`, in a process that its rounds run in; warmed up for texts of
-    so many tokens. `loading` are those of `model_of`."""
+    """(an open batch, its tokenizer) of `fastspec serve`, in a process that its rounds run in; warmed up with `warmup`.
+    `loading` are those of `model_of`."""
     from fastspec.patches.continuous import continuous
 
     target, tokenizer = model_of(model, chosen, cascade=cascade, **loading)
     assistant: AssistantName = chosen.assistant if cascade is None else "cascade"
     held: dict[str, Any] = {"max_length": max_length, "prefix_caching": prefix_caching}
     batch = continuous(target, assistant, rows, prefill_chunk=prefill_chunk or "auto", **held)
-    if warmup is not None and batch.alive:
+    if warmup and batch.alive:
         with counting("calls") as told:
-            seconds = batch.warmup(warmup, told)
+            seconds = batch.warmup(warmup_length, told)
         Console(stderr=True, highlight=False).print(f"warmed up in {seconds:.1f} s", markup=False)
     return batch, tokenizer
 
@@ -246,7 +247,12 @@ def serve(
     stored: options.Stored = None,
     head_bits: options.Bits = None,
     warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
-    warmup_length: Annotated[int, typer.Option(min=1, help="Longest text that --warmup is for, in tokens.")] = 1920,
+    warmup_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Longest text that --warmup is for, in tokens; without it up to 3,968, as memory allows."
+        ),
+    ] = None,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
 ) -> None:
@@ -275,7 +281,8 @@ def serve(
         rows,
         max_length,
         prefill_chunk,
-        warmup_length if warmup else None,
+        warmup,
+        warmup_length,
         prefix_caching,
         config,
         device=device,

@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from fastspec.config import ContinuousBatch
+from fastspec.devices import free_memory
 from fastspec.errors import Unsupported
 from fastspec.patches.api import is_patched, patched
 from fastspec.patches.cascade.settings import left_padded
@@ -150,9 +151,9 @@ def _rows(target: Any, length: int) -> int:
     rows = ROWS.get(target.device.type, ROWS["cpu"])
     if target.device.type != "cuda":
         return rows
-    device, kept = target.device, sum(heads * (key + value) for heads, key, value in layer_shapes(target.config))
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(1, min(rows, int(free // 4 // (kept * target.dtype.itemsize * length))))
+    kept = sum(heads * (key + value) for heads, key, value in layer_shapes(target.config))
+    share = free_memory(target.device) // 4
+    return max(1, min(rows, share // (kept * target.dtype.itemsize * length)))
 
 
 @dataclass(slots=True, kw_only=True)

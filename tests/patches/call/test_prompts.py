@@ -27,6 +27,7 @@ def test_a_prompt_may_take_all_positions_and_no_more(monkeypatch: pytest.MonkeyP
     model = tiny_model()
     for rows, fits in ((6, True), (5, False), (None, True)):
         monkeypatch.setattr("fastspec.patches.call.refusals.position_rows", lambda model, rows=rows: rows)
+        monkeypatch.setattr(model.config, "max_position_embeddings", rows or 5)
         if fits:
             refuse_prompts(model, IDS, WHOLE, 0)
         else:

@@ -13,6 +13,7 @@ from helpers.models import tiny_model
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
+from fastspec.devices import STORED
 from fastspec.errors import Unsupported
 from fastspec.patches import session
 from fastspec.patches.backends import TORCH
@@ -20,7 +21,6 @@ from fastspec.patches.hf import exact
 from fastspec.patches.hf.exact import Defaults, refuse_device, refuse_parts
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
-from fastspec.patches.hf.quantised import may_hold
 
 
 def layers_of(model: Any) -> Any:
@@ -62,9 +62,8 @@ def test_other_kernels_and_dtypes_are_refused_by_name() -> None:
 KERNELS = replace(TORCH, name="triton", stored_linears=None)
 
 
-def why_not(choice: Defaults, model: Any, adapter: Any, ops: Any) -> str | None:
-    choice.look(model, ops)
-    return choice.why_inexact(model, adapter, ops)
+def why_not(choice: Defaults, model: Any, ops: Any) -> str | None:
+    return choice.why_inexact(model, choice.look(model), ops)
 
 
 def half(kind: str) -> Any:
@@ -73,26 +72,23 @@ def half(kind: str) -> Any:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(exact, "device_name", lambda device: STORED)
+    monkeypatch.setattr(exact, "is_timed", lambda device: True)
 
 
 def test_narrow_models_and_devices_without_figures_are_not_held_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     model, choice = half("llama"), Defaults()
-    assert "was not measured on" in str(why_not(choice, model, adapter_for(model), KERNELS))
-    monkeypatch.setattr(exact, "device_name", lambda device: "NVIDIA H200")
+    assert "was not measured on" in str(why_not(choice, model, KERNELS))
+    monkeypatch.setattr(exact, "device_name", lambda device: STORED)
     width = model.config.hidden_size
-    assert f"layers of {width} channels, under {exact.WIDE}" in str(why_not(choice, model, adapter_for(model), KERNELS))
-    assert "this model runs on 'torch'" in str(why_not(choice, model, adapter_for(model), TORCH))
+    assert f"layers of {width} channels, under {exact.WIDE}" in str(why_not(choice, model, KERNELS))
+    assert "this model runs on 'torch'" in str(why_not(choice, model, TORCH))
     stored = replace(KERNELS, stored_linears=TORCH.stored_linears)
     monkeypatch.setattr(exact, "WIDE", width)
-    assert (
-        why_not(choice, model, adapter_for(model), stored)
-        is None
-        is why_not(choice, model, adapter_for(model), KERNELS)
-    )
+    assert why_not(choice, model, stored) is None is why_not(choice, model, KERNELS)
     model = packed_layers(model)
-    assert "prompts of weights multiplied as they are stored" in str(why_not(choice, model, adapter_for(model), stored))
-    assert "projections of attention that" in str(why_not(choice, model, adapter_for(model), KERNELS))
+    assert "prompts of weights multiplied as they are stored" in str(why_not(choice, model, stored))
+    assert "projections of attention that" in str(why_not(choice, model, KERNELS))
 
 
 @pytest.mark.usefixtures("measured")
@@ -101,12 +97,11 @@ def test_weights_are_read_as_stored_by_themselves_where_no_activation_is_rounded
     model, choice = half("llama"), Defaults()
 
     def reads(ops: Any = KERNELS) -> bool:
-        choice.look(model, ops)
-        return choice.reads_stored(model, ops)
+        return choice.reads_stored(model, choice.look(model), ops)
 
-    assert not reads() and not may_hold(model)
+    assert not reads()
     packed_layers(model)
-    assert reads() and not reads(TORCH) and may_hold(model)
+    assert reads() and not reads(TORCH)
     layer = model.model.layers[0].mlp
     plain = layer.up_proj
     layer.up_proj = FP8Linear(plain.in_features, plain.out_features)
@@ -119,17 +114,17 @@ def test_weights_are_read_as_stored_by_themselves_where_no_activation_is_rounded
 def test_what_a_model_has_become_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     model, choice = half("llama"), Defaults()
     monkeypatch.setattr(exact, "WIDE", model.config.hidden_size)
-    assert why_not(choice, model, adapter_for(model), KERNELS) is None
+    assert why_not(choice, model, KERNELS) is None
     layer = model.model.layers[0].self_attn
     plain = layer.q_proj
     layer.q_proj = torch.nn.Sequential(plain)
-    told = why_not(choice, model, adapter_for(model), KERNELS)
+    told = why_not(choice, model, KERNELS)
     assert told is not None and told.startswith("layer 0 of LlamaForCausalLM has projections")
     layer.q_proj = plain
-    assert why_not(choice, model, adapter_for(model), KERNELS) is None
+    assert why_not(choice, model, KERNELS) is None
     mixture = half("mixtral")
-    assert "a feed-forward other than" in str(why_not(Defaults(), mixture, adapter_for(mixture), KERNELS))
-    assert why_not(choice, model.float(), adapter_for(model), KERNELS) == (
+    assert "a feed-forward other than" in str(why_not(Defaults(), mixture, KERNELS))
+    assert why_not(choice, model.float(), KERNELS) == (
         "sums of a fixed order are for bfloat16 and float16, and this model is in torch.float32"
     )
 

@@ -151,10 +151,15 @@ def test_what_needs_a_dense_weight_is_refused_by_name(tmp_path):
     assert torch.equal(copy.deepcopy(model).generate(**inputs, **OPTIONS), before)
 
 
-def test_experts_are_packed_where_asked_or_where_the_dense_ones_do_not_fit(tmp_path, monkeypatch):
-    """By default transformers dequantises what the memory has room for."""
+def test_experts_are_packed_where_asked_or_faster_or_where_the_dense_ones_do_not_fit(tmp_path, monkeypatch):
+    """By default transformers dequantises what the memory has room for, and no device reads the faster packed."""
     written(tmp_path)
     assert not experts(loaded(tmp_path, packed=None))
+    with monkeypatch.context() as patch:
+        patch.setattr("fastspec.models.is_timed", lambda _: True)
+        assert len(experts(loaded(tmp_path, packed=None, dtype=torch.bfloat16))) == 2
+        assert not experts(loaded(tmp_path, packed=None))  # fp32
+        assert not experts(loaded(tmp_path, packed=None, dtype=torch.bfloat16, device_map="cpu"))
     monkeypatch.setattr("fastspec.models.memory_of", lambda _: 100_000)
     assert len(experts(loaded(tmp_path, packed=None))) == 2
     with pytest.raises(Unsupported, match=r"it has [\d,]+ parameters"):
