@@ -21,6 +21,7 @@ from fastspec.config import HeadBits
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, PatchConflict, Unsupported
 from fastspec.generation.decoder_layer import is_packed, unpack
+from fastspec.generation.drafters.policy import MeasuredCosts
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.heads.bound import BoundHead
@@ -212,6 +213,8 @@ class PatchSession:
     engines: Engines = field(default_factory=Engines)
     trees: dict[Any, TreeSizes] = field(default_factory=dict)
     """(decoding's steps, rows, device, dtype, temperature) -> the sizes of its trees, where rounds choose them."""
+    ngram_costs: dict[tuple[int, int], MeasuredCosts] = field(default_factory=dict)
+    """(rows, nodes of the largest tree) -> the costs of rounds with n-gram drafts, where they are measured."""
     warned: bool = False
     """True where the user was warned that the draft model's drafts are not accepted."""
     batches: int = 0
@@ -330,7 +333,7 @@ class PatchSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        twin.trees, twin.batches, twin._counted = {}, 0, None
+        twin.trees, twin.ngram_costs, twin.batches, twin._counted = {}, {}, 0, None
         return twin
 
     def set(self, owner: Any, name: str, value: Any) -> None:
@@ -364,6 +367,7 @@ class PatchSession:
         self.engines.clear()
         self.defaults = Defaults()
         self.trees.clear()
+        self.ngram_costs.clear()
         if "cascade" in self.resources:
             self.resources["cascade"].close()
         for parameter in self.packed:

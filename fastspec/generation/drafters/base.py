@@ -254,7 +254,7 @@ class RootsOnly(Drafter):
 
 class HostDrafter(Drafter):
     """A drafter on the host that learns from a few integers of every round, which a captured round reads back with its
-    own result."""
+    own result. `catch_up` is called after every round without drafts, with tokens on the host."""
 
     @abstractmethod
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
@@ -263,6 +263,12 @@ class HostDrafter(Drafter):
     @abstractmethod
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Take a digest of so many steps, read back."""
+
+    def work(self) -> None:
+        """Work that can wait until a pass was launched, and is done while the device is busy."""
+
+    def finish(self) -> None:
+        """The call is over: do what was put off and is needed beyond it."""
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
@@ -22,7 +24,7 @@ from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
-from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, MeasuredCosts
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -42,9 +44,18 @@ class Growth:
 
 
 def grow(
-    storage: Storage, cursor: Cursor, root: int, *, gamma: int, nodes: int, ends: frozenset[int], guess: bool = False
+    storage: Storage,
+    cursor: Cursor,
+    root: int,
+    *,
+    gamma: int,
+    nodes: int,
+    ends: frozenset[int],
+    guess: bool = False,
+    least: float = 0.0,
 ) -> Growth:
-    """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, after the cursor, which stands after root.
+    """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, after the cursor, which stands after root; with
+    `least` of drafts that are reached with such a chance at least.
 
     A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and
     among equals the one found first, so each prefix of the list is a tree. Nothing is drafted after an end token. Where
@@ -63,8 +74,9 @@ def grow(
                 known, doubt = [(tree.tokens[node], 1)], SURELY_NOT
             share = tree.chances[node] / (sum([times for _, times in known]) + doubt)
             for token, times in known:
-                heapq.heappush(queue, (-share * times, found, node, token))
-                found += 1
+                if share * times >= least:
+                    heapq.heappush(queue, (-share * times, found, node, token))
+                    found += 1
         if not queue or len(tree.tokens) == nodes:
             return tree
         chance, _, parent, token = heapq.heappop(queue)
@@ -129,6 +141,12 @@ GRANTED = 1.0
 """Target passes that drafts and look-ups may lose at the start of a call, where look-ups are dear."""
 PROBES = 0.02
 """Target passes a round, on average, that looking up again may cost while it does not pay."""
+LAG = 16
+"""Tokens of a row at most that its drafts go on from although they are not counted yet."""
+MARGIN = 1.1
+"""Tokens per cost that drafts have to promise, over those of a round without, where look-ups are dear."""
+SPARSE = 1.3
+"""Cost of a tree, over that of a smaller one, for which both are captured."""
 UNTRIED = 1.5
 """Drafts that count as promised and accepted before any were."""
 KEPT = 0.99
@@ -142,9 +160,10 @@ class NasdDrafter(HostDrafter):
     number that promises most in this round, by the share of earlier promises that was kept. With
     `stop_if_unknown=False` it always has `nodes`.
 
-    A round whose drafts come from the host waits for the host. With a target so small that this costs much, rounds go
-    without look-ups for a while where what was accepted does not pay for them; their tokens are counted after the last
-    one, without the target's likeliest ones beside them.
+    A round whose drafts come from the host waits for the host. Where this costs much, a round for which no row knows
+    enough is one without drafts, and so are the next ones, more of them with each look-up in vain, and many where what
+    was accepted does not pay. Their tokens are counted without the target's likeliest ones beside them. Tokens are
+    counted while the device is busy then (`work`), those of the shortest backlogs first.
     """
 
     observes_roots = True
@@ -156,6 +175,7 @@ class NasdDrafter(HostDrafter):
         device: torch.device,
         weight_bytes: int = SMOLLM2_BYTES,
         vocabulary: int | None = None,
+        measured: dict[tuple[int, int], MeasuredCosts] | None = None,
     ) -> None:
         cost = COSTS.get(device.type, COSTS["cuda"])
         self.config, self.storages, self.device, self.vocabulary = config, storages, device, vocabulary
@@ -164,17 +184,37 @@ class NasdDrafter(HostDrafter):
         smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
         sizes = [*(size for size in smaller if size < self.nodes), self.nodes]
         rows = len(storages)
-        self.costs = {size: cost.of(size * rows, weight_bytes, rows) for size in sizes}
-        look = cost.look(weight_bytes, rows)
+        self.costs = {size: cost.of(size * rows, weight_bytes, rows) + cost.node * rows * (size - 1) for size in sizes}
         plain = cost.of(rows, weight_bytes) - (cost.host if cost.asynchronous else 0.0)
         self.prices = {size: whole / plain - 1 for size, whole in self.costs.items()}
         """Target passes that a round costs more than one of rounds that look nothing up, by its nodes."""
-        self.dear = config.stop_if_unknown and look >= LEAST_LOOK
-        self.budget = DraftBudget(math.ceil(look / PROBES) if self.dear else 0, torch.device("cpu"), GRANTED)
+        self.look = cost.look(weight_bytes, rows)
+        self.dear = config.stop_if_unknown and self.look >= LEAST_LOOK
+        if self.dear:
+            self.costs = {size: self.costs[size] for size in spread(self.costs)}
+            self.costs[1] /= MARGIN
+        self.measured = None
+        if measured is not None and len(self.costs) > 1:
+            self.measured = measured.setdefault((rows, self.nodes), MeasuredCosts(self.costs))
+            self.costs = self.measured.costs()
+        self.began = 0.0
+        """Second in which the last tree was asked for."""
+        self.least = cost.node * rows / plain
+        """Chance of a draft for which the host takes as long as for what it promises."""
+        self.quota = int(plain / cost.count) if cost.asynchronous else None
+        """Tokens that are counted while a pass runs; None: all, at once."""
+        self.budget = DraftBudget(self._rest(self.look), torch.device("cpu"), GRANTED)
         self.promised, self.delivered, self.hoped, self.size = 0.0, 0.0, 0.0, min(sizes)
         """Drafts promised and accepted so far, later ones with more weight; those that the last round promised, and its
         nodes."""
+        self.growths: list[Growth] | None = None
+        """The trees of the next round, where they were looked up."""
+        self.fruitless = 0
+        """Look-ups in vain since the last drafts."""
         self.cursors: list[Cursor] = [storage.start() for storage in storages]
+        """Places up to which the rows are counted; what comes after each are its tokens in `unread`, with the target's
+        likeliest ones beside each."""
+        self.unread: list[deque[tuple[int, Sequence[int]]]] = [deque() for _ in storages]
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
@@ -186,7 +226,8 @@ class NasdDrafter(HostDrafter):
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
-            self._count(row, [*text[:real], self.roots[row]])
+            self.unread[row].extend([(token, ()) for token in (*text[:real], self.roots[row])])
+        self._heard()
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         super().copy_row(row, other, count)
@@ -196,38 +237,95 @@ class NasdDrafter(HostDrafter):
         assert isinstance(other, NasdDrafter)
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
+        self.unread[row] = deque(other.unread[source])
+        self._heard()
 
     @property
     def trust(self) -> float:
         """The share of what drafts promised that was accepted, 1 at the most."""
         return min(1.0, (self.delivered + UNTRIED) / (self.promised + UNTRIED))
 
-    def _count(self, row: int, tokens: list[int]) -> None:
-        for token in tokens:
-            self.cursors[row] = self.storages[row].feed(self.cursors[row], token)
+    def _rest(self, price: float) -> int:
+        """Rounds without look-ups where drafts of such a price do not pay."""
+        return math.ceil(price / PROBES) if self.dear else 0
+
+    def _heard(self) -> None:
+        """Rows have new tokens: what was looked up no longer holds."""
+        self.growths = None
+        if self.quota is None:
+            self.work(all_of_it=True)
+
+    def work(self, all_of_it: bool = False) -> None:
+        left = sum(map(len, self.unread)) if all_of_it or self.quota is None else self.quota
+        for row in sorted(range(len(self.unread)), key=lambda row: len(self.unread[row])):
+            unread, storage, cursor = self.unread[row], self.storages[row], self.cursors[row]
+            count = min(left, len(unread))
+            for _ in range(count):
+                cursor = storage.feed(cursor, *unread.popleft())
+            self.cursors[row], left = cursor, left - count
+
+    def finish(self) -> None:
+        if not isinstance(self.config.storage, str):  # those of its own are not read again
+            self.work(all_of_it=True)
 
     def pause(self) -> int:
-        return self.budget.pause()
+        rests = self.budget.pause()
+        if rests or not self.dear:
+            return rests
+        self._look_up()
+        if self.size > 1:
+            return 0
+        if not any(self._knows(row) for row in range(len(self.storages))):
+            assert self.quota is not None
+            return max(1, sum(map(len, self.unread)) // self.quota)
+        self.budget.judge(0.0, self.look)
+        self.budget.rounds = self._rest(self.look)
+        self.fruitless += 1
+        return min(self.fruitless, self.budget.rounds)
+
+    def _knows(self, row: int) -> bool:
+        return self.active[row] and len(self.unread[row]) <= LAG
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
-            self._count(row, emitted[:count])
+            self.unread[row].extend([(token, ()) for token in emitted[:count]])
             self.roots[row] = [self.roots[row], *emitted[:count]][-1]
             self.active[row] = self.active[row] and count == len(emitted) and self.roots[row] not in self.ends
+        self._heard()
+        self.work()
+
+    def _look_up(self) -> list[Growth]:
+        """Trees of what is known, and how much of them promises most; that of a row that has ended is its root."""
+        gamma, guess = self.config.gamma, not self.config.stop_if_unknown
+        growths = self.growths = []
+        for row, (storage, cursor, root) in enumerate(zip(self.storages, self.cursors, self.roots, strict=True)):
+            if not self._knows(row):
+                growths.append(Growth([root], [0], [float(self.active[row])]))
+                continue
+            for token, _ in self.unread[row]:
+                cursor = storage.step(cursor, token)
+            growths.append(
+                grow(
+                    storage,
+                    cursor,
+                    root,
+                    gamma=gamma,
+                    nodes=self.nodes,
+                    ends=self.ends,
+                    guess=guess,
+                    least=self.least,
+                )
+            )
+            if self.vocabulary is not None:
+                check_drafts(storage, growths[-1].tokens, self.vocabulary)
+        self.size = best_size(growths, self.costs, self.trust)
+        return growths
 
     def propose(self, extent: int) -> TokenTree:
         """Draft from what is known; the tree of a row that has ended is filled up with copies of its root."""
-        gamma, guess = self.config.gamma, not self.config.stop_if_unknown
-        growths = [
-            grow(storage, cursor, root, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess)
-            if active
-            else Growth([root], [0], [0.0])
-            for storage, cursor, root, active in zip(self.storages, self.cursors, self.roots, self.active, strict=True)
-        ]
-        if self.vocabulary is not None:
-            for storage, growth in zip(self.storages, growths, strict=True):
-                check_drafts(storage, growth.tokens, self.vocabulary)
-        size = self.size = best_size(growths, self.costs, self.trust)
+        self.began = time.perf_counter()
+        growths = self._look_up() if self.growths is None else self.growths
+        size = self.size
         self.hoped = sum(sum(growth.chances[1:size]) for growth in growths)
         return lay_out(growths, size, min(size, self.max_path), self.device)
 
@@ -248,20 +346,35 @@ class NasdDrafter(HostDrafter):
         if gains:
             price = self.prices[self.size]
             self.budget.judge(sum(gains) / len(gains), price)
-            self.budget.rounds = math.ceil(price / PROBES) if self.dear else 0
+            self.budget.rounds = self._rest(price)
+            self.fruitless = 0
             self.promised = KEPT * self.promised + self.hoped
             self.delivered = KEPT * self.delivered + sum(gains)
         for row, (goes_on, accepted, *emitted) in enumerate(digest):
             self.active[row] = bool(goes_on)
             if not goes_on:
                 continue
-            storage, cursor, width = self.storages[row], self.cursors[row], len(emitted) // steps
+            width = len(emitted) // steps
             for start in range(0, width * (accepted + 1), width):
                 *likeliest, token = emitted[start : start + width]
-                cursor = storage.feed(cursor, token, likeliest)
+                self.unread[row].append((token, likeliest))
                 if token in self.ends:
                     break
-            self.cursors[row], self.roots[row] = cursor, emitted[width * (accepted + 1) - 1]
+            self.roots[row] = emitted[width * (accepted + 1) - 1]
+        self._heard()
+        if self.measured is not None:
+            self.measured.take(self.size, 1e3 * (time.perf_counter() - self.began))
+            self.costs = self.measured.costs()
+
+
+def spread(costs: dict[int, float]) -> list[int]:
+    """Sizes that are worth a graph of their own: 1, the largest, and smaller ones that cost much less than the next."""
+    first, *sizes = sorted(costs)
+    kept = sizes[-1:]
+    for size in reversed(sizes[:-1]):
+        if costs[kept[0]] > SPARSE * costs[size]:
+            kept = [size, *kept]
+    return [first, *kept]
 
 
 def check_tokens(storage: Storage | str, vocabulary: int) -> None:
@@ -299,12 +412,14 @@ def storage_of(config: Nasd) -> Storage:
 class NasdDecoding(Decoding):
     """Decoding with n-grams; by default every row of every call has a storage of its own. `weight_bytes` are those
     that a pass of the target reads: what several nodes cost beside one depends on them. `vocabulary` bounds the tokens
-    of storages that are not ours."""
+    of storages that are not ours. `measured` has what rounds of so many rows and largest trees took; None where no
+    clock may decide."""
 
     continuous: ClassVar[bool] = True
     config: Nasd
     weight_bytes: int = SMOLLM2_BYTES
     vocabulary: int | None = None
+    measured: dict[tuple[int, int], MeasuredCosts] | None = field(default=None, compare=False)
     name: str = "nasd"
     taps: None = None
 
@@ -312,4 +427,5 @@ class NasdDecoding(Decoding):
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
         storages = [storage_of(self.config) for _ in range(rows)]
-        return NasdDrafter(self.config, storages, torch.device(device), self.weight_bytes, self.vocabulary)
+        known = self.weight_bytes, self.vocabulary, self.measured
+        return NasdDrafter(self.config, storages, torch.device(device), *known)

@@ -30,6 +30,10 @@ WRAPPED = GOLDEN - (1 << 64)
 _times = itemgetter(1)
 
 
+FEWEST = 1024
+"""Slots of an empty table: with fewer, the first hundred tokens of a text would take twice the time."""
+
+
 class Edges:
     """(node, token) -> the number of that edge: 1, 2, ... in the order they were added. Numbers of nodes are the
     caller's.
@@ -42,7 +46,7 @@ class Edges:
 
     def __init__(self) -> None:
         self.keys = array("q", [0])  # none has number 0
-        self.slots, self.mask = array("i", bytes(4 * 64)), 63
+        self.slots, self.mask = array("i", bytes(4 * FEWEST)), FEWEST - 1
 
     def __len__(self) -> int:
         """The edges there are."""
@@ -68,7 +72,7 @@ class Edges:
             if keys[number] == key:
                 return number
             slot = slot + 1 & mask
-        number = slots[slot] = len(keys)
+        slots[slot] = number = len(keys)
         keys.append(key)
         if 2 * number > mask:
             self._enlarge()
@@ -79,8 +83,9 @@ class Edges:
         return self.keys[number] >> BITS, self.keys[number] & (1 << BITS) - 1
 
     def _enlarge(self) -> None:
-        """Twice the slots. All keys at once: one of those that want a slot gets it, the others go on to their next."""
-        self.slots = array("i", bytes(8 * len(self.slots)))
+        """Four times the slots. All keys at once: one of those that want a slot gets it, the others go on to their
+        next."""
+        self.slots = array("i", bytes(16 * len(self.slots)))
         self.mask = len(self.slots) - 1
         slots = torch.frombuffer(self.slots, dtype=torch.int32)
         wanted = (torch.frombuffer(self.keys, dtype=torch.int64)[1:] * WRAPPED >> 32) & self.mask
@@ -123,11 +128,17 @@ class Tallies:
         heads, tokens, counts, later = self.heads, self.tokens, self.counts, self.later
         for token in counted:
             first = at = heads[context]
+            if first >= 0 and tokens[first] == token:
+                counts[first] += 1
+                continue
             before, size = -1, 0
             while at >= 0 and tokens[at] != token:
                 before, at, size = at, later[at], size + 1
             if at < 0 and size < WIDTH:
-                heads[context] = self._entry(token, 1, first)
+                heads[context] = len(tokens)
+                tokens.append(token)
+                counts.append(1)
+                later.append(first)
                 continue
             if at < 0:
                 before, at = self._least(first)

@@ -71,11 +71,14 @@ class NgramStorage:
     def feed(self, cursor: Context, token: int, fillers: Sequence[int] = ()) -> Context:
         """Count token and fillers after every context at the cursor; at a text's start there are fewer of them."""
         if len(cursor) >= self._least:
-            tallies, node, counted = self.tallies, 0, (*fillers, token)
+            add, count, heads = self.edges.add, self.tallies.count, self.tallies.heads
+            node, counted = 0, (*fillers, token)
             for length, known in enumerate(cursor, 1):
-                node = self._node(node, known)
+                node = add(node, known)
+                if node == len(heads):
+                    heads.append(-1)
                 if length >= self._least:
-                    tallies.count(node, counted)
+                    count(node, counted)
         return (token, *cursor[: self.n - 2])
 
     def look(self, cursor: Context) -> tuple[int, list[tuple[int, int]]]:

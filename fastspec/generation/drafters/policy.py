@@ -36,8 +36,14 @@ class Cost:
     """The host's milliseconds for encoding a round's text anew for a draft model, and its drafts back; estimated."""
     asynchronous: bool = False
     """True where rounds without look-ups are asynchronous, and so do not wait for the host."""
+    wait: float = 0.0
+    """The host's milliseconds for a round that waits for a look-up in vain; estimated."""
     row: float = 0.0
-    """The host's milliseconds for looking up and counting one row's tokens, beside those of the first."""
+    """The host's milliseconds for looking up what one row knows, beside those of the first."""
+    node: float = 0.0
+    """The host's milliseconds for drafting a node."""
+    count: float = 0.0
+    """The host's milliseconds for counting a token."""
 
     def of(self, nodes: int, weight_bytes: int, rows: int = 1) -> float:
         """Milliseconds of a round of so many nodes, of all rows together."""
@@ -52,9 +58,46 @@ class Cost:
         return (self.several[0] + self.several[1] * read) / (self.one + read)
 
     def look(self, weight_bytes: int, rows: int = 1) -> float:
-        """Cost of a look-up for all rows, in passes over a single node."""
-        spent = self.row * (rows - 1) + (self.host if self.asynchronous else 0.0)
+        """Cost of a look-up in vain for all rows, in passes over a single node."""
+        spent = self.row * (rows - 1) + (self.wait if self.asynchronous else 0.0)
         return spent / (self.one + weight_bytes / self.bytes_per_ms)
+
+
+FORGOTTEN, RENEWED = 0.01, 0.25
+"""Share of what was measured that every round of another size forgets, so that a size is tried again, and weight of the
+last measurement."""
+
+
+class MeasuredCosts:
+    """Costs of rounds by their nodes: those of a prior, times what each size was measured to take more than one node
+    did. Sizes are tried from the smallest on: the first that was not costs as much more as the one before, and larger
+    ones are not to be had. For calls whose tokens no size changes, since it follows a clock then."""
+
+    def __init__(self, prior: dict[int, float]) -> None:
+        self.prior, self.one = prior, 0.0
+        self.more = {min(prior): 1.0}
+
+    def take(self, nodes: int, ms: float) -> None:
+        """A round of so many nodes took `ms` milliseconds."""
+        spent = ms / self.prior[nodes]
+        if nodes == min(self.prior):
+            self.one += (spent - self.one) * (RENEWED if self.one else 1.0)
+        elif self.one:
+            before = self.more.get(nodes, spent / self.one)
+            self.more[nodes] = before + (spent / self.one - before) * 2 * RENEWED
+        for size in self.more:
+            if size != nodes:
+                self.more[size] += (1.0 - self.more[size]) * FORGOTTEN
+
+    def costs(self) -> dict[int, float]:
+        """Costs of rounds by their nodes."""
+        found, more = {}, 1.0
+        for size in sorted(self.prior):
+            more = self.more.get(size, more)
+            found[size] = self.prior[size] * more
+            if size not in self.more:
+                break
+        return found
 
 
 COSTS = {
@@ -68,13 +111,17 @@ COSTS = {
         each=(0.0013, 0.0017),
         drafted=0.15,
         asynchronous=True,
-        row=0.15,
+        wait=0.2,
+        row=0.02,
+        node=0.004,
+        count=0.004,
     ),
 }
 """By device type. "cpu" is fitted to cpu_tree.jsonl (tag `laboratory`), its host to the `draft` and `commit` of `nasd`
 in bench_cpu.jsonl; "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to
-`draft` and `observe` in bench_steps_h200.jsonl (the same tag), `row` to batches of 40 in exact_h200.jsonl. There 8
-nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
+`draft` and `observe` in bench_steps_h200.jsonl (the same tag), `row`, `node` and `count` to the look-ups, trees and
+tokens of 1 to 64 rows on a slower host. On the H200 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of
+8 billion weights 1.06 times."""
 LAYERS = 30
 """Layers of the models that `Cost.one` was measured on. It grows with the number of layers."""
 

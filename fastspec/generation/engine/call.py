@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.constraint import Constraint
-from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.base import Drafter, HostDrafter
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
@@ -190,5 +190,6 @@ class Fallback:
     def tell(self, drafter: Drafter | None) -> None:
         """Show the drafter what was emitted without it."""
         if self.missed and drafter is not None:
-            drafter.catch_up(torch.tensor(self.missed, device=self.device).T, self.counts)
+            device = "cpu" if isinstance(drafter, HostDrafter) else self.device
+            drafter.catch_up(torch.tensor(self.missed, device=device).T, self.counts)
             self.missed = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import SPENT
 from fastspec.generation.constraint import Masks
-from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, RootsOnly
+from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Place, RootsOnly
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.call import Fallback, RoundState
@@ -178,7 +178,7 @@ class Engine(Generic[TargetT]):
             self.plain, longest, stats, verifier or self.choice, asynchronous and self.fallback.left > 1
         )
         self.fallback.count(emitted, self.state)
-        if not self.fallback.left:
+        if not self.fallback.left or isinstance(self.drafter, HostDrafter):  # the next round may be in flight
             self.fallback.tell(self.drafter)
         return emitted
 
@@ -268,5 +268,7 @@ class Engine(Generic[TargetT]):
         """The call is over: nothing is in flight, and the drafter has observed all of it."""
         self.drain()
         self.settle()
+        if isinstance(self.drafter, HostDrafter):
+            self.drafter.finish()
         if self.sizes is not None:
             self.sizes.end()

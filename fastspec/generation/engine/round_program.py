@@ -293,6 +293,11 @@ class RoundProgram:
         digest = drafter.digest(done.tree, done.verdict, done.logits, self.state.active, done.tree.max_path)
         return replace(done, committed=replace(committed, emitted=torch.cat((committed.emitted, digest), 1)))
 
+    def meanwhile(self) -> None:
+        """What the drafter has put off, while the device is busy."""
+        if isinstance(self.drafter, HostDrafter):
+            self.drafter.work()
+
     def observe_read(self, done: Round, emitted: list[list[int]], extent: int) -> list[list[int]]:
         """`observe` for a round of `with_digest` that the host has read -> what it emitted."""
         drafter, own = self.drafter, 1 + done.tree.max_path

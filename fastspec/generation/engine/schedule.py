@@ -103,6 +103,7 @@ class Eager(Schedule):
             tree = program.draft(extent)
         with timed(stats, "score"):
             scored = self.score(tree, extent)
+        program.meanwhile()
         with timed(stats, "choose"):
             judged = verifier(scored)
             program.mark("choose")
@@ -283,6 +284,7 @@ class GraphFromScore(Schedule):
             tree = program.draft(extent)
         with timed(stats, "judge"):
             done = _run_on_tree(self.graphs, program, tree, partial(program.from_tree, verifier)).on(tree)
+            program.meanwhile()
             emitted: Emitted = done.committed.emitted.tolist()
         with timed(stats, "observe"):
             return done, program.observe_read(done, emitted, extent)

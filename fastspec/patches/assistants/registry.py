@@ -8,6 +8,7 @@ from threading import Lock
 from types import MethodType
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from fastspec.cascade.config import Cascade
@@ -39,7 +40,7 @@ from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
-from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.compat import device_of, dtype_of
 from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style, share_of
 from fastspec.patches.session import session_of
 
@@ -271,10 +272,19 @@ def _mtp(config: Mtp, resources: dict[str, Any], model: Any) -> DynamicDecoding:
     return _dynamic(config, resources, model)
 
 
+MEASURED_BYTES = 2**26
+"""Weights of a model whose rounds are measured: with fewer they are as long as the host is busy."""
+EXACT = "cpu", torch.float32
+"""Where a tree of any size gives the same tokens, so that a clock may choose it."""
+
+
 def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
     size = vocabulary(model)
     check_tokens(config.storage, size)
-    return NasdDecoding(config, sum(weight.nbytes for weight in read_parameters(model)), size)
+    weight_bytes = sum(weight.nbytes for weight in read_parameters(model))
+    session, alone = session_of(model), group_of(model) is None  # processes choose alike
+    clocked = alone and weight_bytes >= MEASURED_BYTES and (device_of(model).type, dtype_of(model)) == EXACT
+    return NasdDecoding(config, weight_bytes, size, session.ngram_costs if session is not None and clocked else None)
 
 
 def _cascade(resources: dict[str, Any]) -> Any:

@@ -1,0 +1,249 @@
+"""Rounds of n-gram drafts where the host's work is dear: which are plain, when tokens are counted, which trees are
+captured, and costs that were measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured import stand_in
+from helpers.generate import bigram, same, stats
+from helpers.models import tiny_model
+
+import fastspec
+from fastspec.generation.drafters import nasd
+from fastspec.generation.drafters.nasd import NasdDrafter, grow, spread, storage_of
+from fastspec.generation.drafters.policy import COSTS, MeasuredCosts
+from fastspec.generation.engine import batching
+from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
+from fastspec.patches.session import session_of
+
+BYTES = 3_087_428_608
+NEVER = 1000
+
+
+@pytest.fixture
+def dear(monkeypatch):
+    """Look-ups cost what they do on a GPU."""
+    monkeypatch.setitem(nasd.COSTS, "cpu", COSTS["cuda"])
+
+
+def drafter_of(rows: int, prompt: list[int], config: fastspec.Nasd | None = None) -> NasdDrafter:
+    """A drafter whose rows have begun with this prompt and its last token."""
+    config = config or fastspec.Nasd()
+    drafter = NasdDrafter(config, [storage_of(config) for _ in range(rows)], torch.device("cpu"), BYTES)
+    ids = torch.tensor([prompt[:-1]] * rows)
+    drafter.begin(ids, torch.full((rows,), len(prompt) - 1), torch.empty(0), torch.full((rows,), prompt[-1]))
+    return drafter
+
+
+def told(drafter: NasdDrafter, token: int) -> None:
+    """A round without drafts has emitted this token in all rows."""
+    rows = len(drafter.roots)
+    drafter.catch_up(torch.full((rows, 1), token), [1] * rows)
+
+
+def backlog(drafter: NasdDrafter) -> int:
+    return sum(map(len, drafter.unread))
+
+
+# which rounds are plain
+
+
+@pytest.mark.parametrize("rows", [1, 8, 65])
+def test_where_nothing_repeats_no_tree_is_proposed_and_few_look_ups_are_made(dear, monkeypatch, rows):
+    looks = 0
+
+    def look(self, cursor, found=fastspec.NgramStorage.look):
+        nonlocal looks
+        looks += 1
+        return found(self, cursor)
+
+    monkeypatch.setattr(fastspec.NgramStorage, "look", look)
+    drafter, rests, asked = drafter_of(rows, [1, 2, 3]), 0, 0
+    for token in range(4, 260):
+        if not rests:
+            rests, asked = drafter.pause(), asked + 1
+            assert rests > 0
+        rests -= 1
+        told(drafter, token)
+    assert asked <= 32 and looks <= rows * asked
+
+
+def test_look_ups_in_vain_are_followed_by_more_rounds_without(dear):
+    drafter, rests, token = drafter_of(1, [1, 2, 3]), [], 3
+    while float(drafter.budget.left) > 0:
+        rests.append(drafter.pause())
+        assert rests[-1] == len(rests) < 8
+        for _ in range(rests[-1]):
+            token += 1
+            told(drafter, token)
+    assert len(rests) > 4 and drafter.pause() == 10  # from here on look-ups cost two percent
+
+
+def test_a_text_that_repeats_itself_is_drafted_at_the_first_look_up(dear):
+    drafter = drafter_of(4, [5, 6, 7, 8, 9] * 4)
+    assert drafter.pause() == 1  # its tokens are counted meanwhile
+    told(drafter, 5)
+    assert drafter.pause() == 0
+    tree = drafter.propose(0)
+    assert tree.tokens.shape[1] == drafter.size > 4 and tree.tokens[:, 1].tolist() == [6] * 4
+    assert drafter.growths is not None
+    drafter.update([[1, 0, 6, 6, 6, 6]] * 4, 1)
+    assert drafter.growths is None and drafter.roots == [6] * 4
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_captured_round_without_drafts_is_that_of_plain_decoding(dear, monkeypatch, rows):
+    """Most of these are asynchronous, and no graph is captured for a tree of a root alone."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
+    launched, heard = [], []
+    launch, catch_up = WholeGraph.launch, NasdDrafter.catch_up
+    monkeypatch.setattr(WholeGraph, "launch", lambda *given: (launched.append(True), launch(*given))[1])
+    monkeypatch.setattr(
+        NasdDrafter, "catch_up", lambda self, ids, counts: (heard.append(ids.shape), catch_up(self, ids, counts))[1]
+    )
+    plain, model = tiny_model(seed=3), fastspec.patch(tiny_model(seed=3))
+    ids = torch.randperm(90)[: 6 * rows].view(rows, 6)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    same((plain, model), "nasd", inputs, max_new_tokens=60, eos_token_id=NEVER)
+    (engine,) = session_of(model).engines.held.values()
+    captured = [
+        shapes[0][1]
+        for schedule in engine.schedules.values()
+        if isinstance(schedule, GraphFromScore)
+        for graph in schedule.graphs.values()
+        for shapes in graph.held
+    ]
+    assert 1 not in captured and len(captured) <= 3
+    assert set(heard) == {(rows, 1)}  # each while the next round may be in flight
+    assert len(launched) > len(heard) / 2 > 10
+
+
+# when tokens are counted
+
+
+def test_prompts_are_counted_while_passes_run_and_nothing_is_drafted_before(dear):
+    text = [*range(3, 903), 3, 4, 5]
+    drafter = drafter_of(8, text)
+    assert drafter.quota is not None and backlog(drafter) == 8 * len(text)
+    assert not any(len(storage.edges) for storage in drafter.storages)
+    rests, left = drafter.pause(), backlog(drafter)
+    assert rests == left // drafter.quota > 8 and float(drafter.budget.left) == nasd.GRANTED
+    for token in range(6, 6 + rests):
+        told(drafter, token)
+        assert left - drafter.quota == backlog(drafter) - 8  # as many as a pass lets the host
+        left = backlog(drafter)
+    while rests := drafter.pause():
+        for _ in range(rests):
+            token += 1
+            told(drafter, token)
+    assert drafter.propose(0).tokens[:4, 1].tolist() == [token + 1] * 4
+
+
+def test_the_shortest_backlog_is_counted_first(dear):
+    drafter = drafter_of(2, [1, 2, 3])
+    drafter.unread[0].extend([(token, ()) for token in range(4, 2000)])
+    drafter.work()
+    assert not drafter.unread[1] and len(drafter.unread[0]) == 1996 + 3 + 3 - drafter.quota
+
+
+def test_drafts_go_on_from_tokens_that_are_not_counted_yet(dear):
+    drafter = drafter_of(1, [5, 6, 7, 8, 9] * 4)
+    drafter.work()
+    drafter.update([[1, 1, 0, 0, 0, 5, 0, 0, 0, 6]], 2)
+    assert [token for token, _ in drafter.unread[0]] == [5, 6]
+    assert drafter.pause() == 0 and drafter.propose(0).tokens[0, :3].tolist() == [6, 7, 8]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_storage_that_is_kept_has_counted_all_of_a_call(dear, monkeypatch, captures):
+    if captures:
+        stand_in(monkeypatch)
+    model, ids = fastspec.patch(bigram()), torch.arange(3, 40)[None]
+    storage, expected = fastspec.NgramStorage(3), fastspec.NgramStorage(3)
+    out = model.generate(
+        ids,
+        max_new_tokens=50,
+        do_sample=False,
+        eos_token_id=NEVER,
+        assistant=fastspec.Nasd(storage=storage, top_k_filler=1),
+    )
+    cursor = expected.start()
+    for token in out[0].tolist():
+        cursor = expected.feed(cursor, token)
+    for node in range(len(expected.tallies)):  # a last round may go beyond the limit
+        counted = dict(storage.tallies.entries(node))
+        assert all(counted[token] >= times for token, times in expected.tallies.entries(node))
+    assert stats(model).accepted > 9
+
+
+# which trees
+
+
+def test_sizes_whose_rounds_cost_much_the_same_share_a_graph():
+    assert spread({1: 1.0, 4: 1.5, 8: 1.51, 16: 1.52, 32: 1.6}) == [1, 32]
+    assert spread({1: 1.0, 4: 1.1, 8: 1.2, 16: 2.0, 32: 4.0}) == [1, 8, 16, 32]
+    assert spread({1: 1.0, 2: 1.0}) == [1, 2]
+    assert spread({6: 1.0}) == [6]
+
+
+def test_drafts_that_are_not_worth_the_host_s_time_are_not_made():
+    storage = fastspec.NgramStorage(3)
+    cursor = storage.start()
+    for token in [1, 2, 3, 4, 1, 2, 3, 5, 1, 2]:
+        cursor = storage.feed(cursor, token)
+    given: dict[str, Any] = {"gamma": 8, "nodes": 16, "ends": frozenset()}
+    whole = grow(storage, cursor, 2, **given)
+    part = grow(storage, cursor, 2, **given, least=0.3)
+    count = len(part.tokens)
+    assert 1 < count < len(whole.tokens) and part.tokens == whole.tokens[:count]
+    assert part.chances[-1] >= 0.3 > whole.chances[count]
+
+
+def test_costs_follow_what_rounds_took_and_come_back():
+    costs = MeasuredCosts({1: 1.0, 4: 1.2, 8: 1.3})
+    costs.take(4, 90.0)  # says nothing before a round of one node
+    assert costs.costs() == {1: 1.0, 4: 1.2}
+    costs.take(1, 30.0)
+    costs.take(4, 72.0)
+    assert costs.costs() == {1: 1.0, 4: pytest.approx(2.4), 8: pytest.approx(2.6)}
+    for _ in range(8):
+        costs.take(1, 30.0)
+        costs.take(8, 90.0)
+    assert costs.costs()[8] == pytest.approx(3.0, rel=0.01)
+    for _ in range(300):
+        costs.take(1, 30.0)
+    assert costs.costs()[8] < 1.45
+
+
+def test_trees_that_take_longer_than_they_save_are_left(monkeypatch):
+    """By the clock, of a model that is large enough: a tree's round takes 10 passes here, and brings 8 tokens."""
+    measured: dict[tuple[int, int], MeasuredCosts] = {}
+    clock = iter(range(10**6))
+    monkeypatch.setattr(nasd.time, "perf_counter", lambda: next(clock))
+    config, sizes = fastspec.Nasd(top_k_filler=1), []
+    for _ in range(2):
+        drafter = NasdDrafter(config, [storage_of(config)], torch.device("cpu"), measured=measured)
+        drafter.begin(torch.tensor([[1, 2]]), torch.tensor([2]), torch.empty(0), torch.tensor([3]))
+        for number in range(60):
+            drafter.propose(0)
+            sizes.append(drafter.size)
+            for _ in range(9 * (drafter.size > 1)):
+                next(clock)
+            drafter.update([[1, 0, 4 + number if number < 4 else 5 + number % 3]], 1)
+    assert sizes[:4] == [1] * 4 and 0 < sum(size > 1 for size in sizes[:60]) < 20
+    assert sum(size > 1 for size in sizes[60:]) < 5 and list(measured) == [(1, 16)]
+
+
+def test_models_that_the_host_is_slower_than_are_not_measured():
+    from fastspec.patches.assistants import registry
+
+    model = fastspec.patch(tiny_model())
+    assert registry.resolve("nasd", {}, model).measured is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "MEASURED_BYTES", 1)
+        assert registry.resolve("nasd", {}, model).measured is session_of(model).ngram_costs
+        assert registry.resolve("nasd", {}, model.bfloat16()).measured is None
